@@ -1,0 +1,52 @@
+# Every target sets itself up from a bare Python 3.11 or newer; a second run installs nothing.
+#   make demo    decode with a model larger than its memory budget
+#   make test    linters, then tests
+#   make check   linters only
+#   make clean   remove the virtual environment, caches and builds
+# `make PYTHON=python3.12 test` names another interpreter.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.installed-run
+	@$(BIN)/offload demo
+
+test: check
+	@echo "== pytest"
+	@$(BIN)/pytest -q
+
+check: $(VENV)/.installed-dev
+	@echo "== ruff check"
+	@$(BIN)/ruff check --quiet
+	@echo "== ruff format"
+	@$(BIN)/ruff format --check --quiet --diff
+	@echo "== mypy"
+	@$(BIN)/mypy
+	@echo "== lint-imports"
+	@$(BIN)/lint-imports --no-logo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	find offload kernels bench tests -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps are newer than what decides their content; a development install serves `make demo` too.
+$(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "== installing offload into $(VENV) (once; torch is large, this takes minutes)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "== installing offload and its development tools into $(VENV) (once; torch is large, this takes minutes)"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $(VENV)/.installed-run $@
+
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { echo "offload needs Python 3.11 or newer, and there is no $(PYTHON): install it or name another with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c '$(IS_NEW_ENOUGH)' || { echo "offload needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1): name another with make PYTHON=python3.12" >&2; exit 1; }
+	@echo "== creating $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV)

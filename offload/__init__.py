@@ -1,0 +1,39 @@
+"""Decode with models that do not fit into memory: one sweep over the weights, many tokens.
+
+import offload
+
+with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
+    print(decoder.generate("def main():", max_new_tokens=64).text)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.config import Sampling
+    from offload.decode import Decoder
+    from offload.errors import ReadError, UserError
+    from offload.generation import Generation
+    from offload.loading import load
+    from offload.plan import MemoryPlan
+
+__all__ = ["Decoder", "Generation", "MemoryPlan", "ReadError", "Sampling", "UserError", "load"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Decoder": "decode",
+    "Generation": "generation",
+    "MemoryPlan": "plan",
+    "ReadError": "errors",
+    "Sampling": "config",
+    "UserError": "errors",
+    "load": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `offload --help` and `offload plan` must not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'offload' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"offload.{_HOMES[name]}"), name)

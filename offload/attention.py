@@ -1,0 +1,65 @@
+"""Attention of token trees: masks from ancestors, and an attention function that never repeats keys for grouped
+queries.
+
+Query heads that share a key/value head are folded into the query rows, so keys and values are read once and copied
+never. The function is registered with transformers under `NAME`; families without scaled-dot-product attention
+(soft-capped scores, sinks) keep their own eager one and get the same additive masks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+NAME = "offload_tree"
+
+
+def tree_mask(
+    num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Additive mask (1, 1, T, P + U): a row sees the prefix, its ancestors and itself, as far as its window reaches.
+
+    Args:
+        num_prefix: P, committed positions 0..P-1.
+        position_U: absolute positions of the uncommitted rows, of which the last T are the rows of this pass.
+        ancestor_TU: bool; entry (i, j) tells whether uncommitted row j lies on the path to row i, i included.
+        window: a row sees keys less than this many positions back; None sees all.
+        dtype: of the scores.
+    """
+    num_rows = len(ancestor_TU)
+    allowed = torch.cat([ancestor_TU.new_ones(num_rows, num_prefix), ancestor_TU], dim=1)
+    if window is not None:
+        key_position = torch.cat([torch.arange(num_prefix, device=position_U.device), position_U])
+        allowed &= position_U[-num_rows:, None] - key_position < window
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[None, None]
+
+
+def folded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Scaled-dot-product attention over (1, H, T, K) queries and (1, G, S, K) keys; the result is (1, T, H, K).
+
+    The signature is the one that transformers calls; what it passes beyond it means nothing beside our masks.
+    """
+    num_batch, num_heads, num_rows, head_dim = query.shape
+    group = num_heads // key.shape[1]
+    folded = query.reshape(
+        num_batch, key.shape[1], group * num_rows, head_dim
+    )  # head = g * group + i -> rows i * T + t
+    if attention_mask is not None and group > 1:
+        attention_mask = attention_mask.repeat(1, 1, group, 1)
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(num_batch, num_heads, num_rows, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, folded_attention)

@@ -1,0 +1,237 @@
+"""Safetensors checkpoints, read by their headers alone: where every tensor lies, proved before a byte of it is used.
+
+The files come from strangers, so nothing in them is believed: sizes, offsets, names and shard references are checked
+here, once, and everything downstream works with `TensorEntry` values that are known to lie inside their file.
+"""
+
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.errors import UserError
+
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
+
+
+class TensorEntry(NamedTuple):
+    """Where one tensor lies on disk."""
+
+    shard: int  # index into Checkpoint.shards
+    dtype: str  # name used by the format: BF16, F16, F32
+    shape: tuple[int, ...]
+    lo: int  # absolute byte offsets in the shard: [lo, hi)
+    hi: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model directory whose headers have been read and found sound."""
+
+    directory: Path
+    config: dict[str, Any]
+    shards: tuple[Path, ...]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.hi - entry.lo for entry in self.tensors.values())
+
+
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
+    """Read config and headers of a Hugging Face directory or hub id.
+
+    Raises:
+        UserError: missing directory or config, pickles only, or a header that contradicts its file.
+    """
+    directory = _resolve(model)
+    config = _read_config(directory)
+    shards, weight_map = _find_shards(directory)
+    tensors: dict[str, TensorEntry] = {}
+    for index, shard in enumerate(shards):
+        for name, entry in read_header(shard, index).items():
+            if weight_map is None or weight_map.get(name) == shard.name:
+                tensors[name] = entry
+    for name, file in (weight_map or {}).items():
+        if name not in tensors:
+            raise UserError(f"{directory.name}: the index places {name} in {file}, which lacks it: {_AGAIN}")
+    return Checkpoint(directory, config, shards, tensors)
+
+
+_AGAIN = "download the checkpoint again"
+
+
+def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
+    """The type to compute in: the wish, or for `auto` what the config says, or what most of the bytes are."""
+    if wish != "auto":
+        return wish
+    stored = Counter[str]()
+    for entry in checkpoint.tensors.values():
+        stored[entry.dtype] += entry.hi - entry.lo
+    usual = stored.most_common(1)[0][0] if stored else "F32"
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or _NAMES.get(usual, usual)
+    name = str(named).removeprefix("torch.")
+    if name not in _NAMES.values():
+        raise UserError(
+            f"{checkpoint.directory.name}: cannot compute in {name}: give --dtype bfloat16, float16 or float32"
+        )
+    return name
+
+
+def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
+    """Parse and verify the header of one safetensors file.
+
+    Raises:
+        UserError: not a safetensors file, truncated, or offsets that overlap or leave the file.
+    """
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
+            raise UserError(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}: {_AGAIN}")
+        raw = file.read(header_bytes)
+    data_lo = 8 + header_bytes
+    entries = {name: _entry(path, name, meta, shard, data_lo) for name, meta in _parse_json(path, raw).items()}
+    _check_extents(path, entries, file_bytes)
+    return entries
+
+
+def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path.name}: its header is not valid JSON ({error}): {_AGAIN}") from None
+    if not isinstance(header, dict):
+        raise UserError(f"{path.name}: its header is a JSON {type(header).__name__}, not an object: {_AGAIN}")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return unique
+
+
+def _entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
+    try:
+        dtype, shape, (lo, hi) = meta["dtype"], meta["shape"], meta["data_offsets"]
+        sound = all(type(n) is int and n >= 0 for n in (*shape, lo, hi)) and lo <= hi and isinstance(dtype, str)
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound:
+        raise UserError(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}: {_AGAIN}")
+    wanted = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
+    if dtype in ITEM_BYTES and wanted != hi - lo:
+        raise UserError(
+            f"{path.name}: {name} of shape {shape} and {dtype} needs {wanted} bytes, has {hi - lo}: {_AGAIN}"
+        )
+    return TensorEntry(shard, dtype, tuple(shape), data_lo + lo, data_lo + hi)
+
+
+def _check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
+    end, before = 0, ""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi)):
+        if entry.hi > file_bytes:
+            raise UserError(
+                f"{path.name}: {name} ends at byte {entry.hi}, the file at {file_bytes}: truncated, {_AGAIN}"
+            )
+        if entry.lo < end:
+            raise UserError(f"{path.name}: {name} and {before} overlap: {_AGAIN}")
+        end, before = entry.hi, name
+
+
+def _resolve(model: str | os.PathLike[str]) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or str(model).startswith("."):
+        raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
+    return _download(str(model))
+
+
+def _download(repo: str) -> Path:
+    """The hub's snapshot of `repo`: weights, configuration and tokenizer only; resumable, kept in its cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=_WANTED))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0][:120]
+        raise UserError(
+            f"{repo} is neither a directory here nor to be had from the hub ({reason}): check the name"
+        ) from None
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    config = read_json(directory / "config.json")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UserError(
+            f"{directory.name}: {method} quantised weights are not supported: use a bf16, fp16 or fp32 checkpoint"
+        )
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises `UserError` when it is missing or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no {path.name} in {path.parent}: give the folder of a Hugging Face model") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): {_AGAIN}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object: {_AGAIN}")
+    return value
+
+
+def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
+    if (directory / "model.safetensors.index.json").is_file():
+        weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
+        return _indexed_shards(directory, weight_map), weight_map
+    shards = sorted(directory.glob("*.safetensors"))
+    if (directory / "model.safetensors").is_file():
+        shards = [directory / "model.safetensors"]
+    if len(shards) == 1:
+        return tuple(shards), None
+    if shards:
+        raise UserError(
+            f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json: {_AGAIN}"
+        )
+    pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{directory} has only pickled weights ({pickles[0]}), which can run code: convert to safetensors"
+        )
+    raise UserError(f"no safetensors files in {directory}: give the folder of a Hugging Face model")
+
+
+def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise UserError(f"{directory}: model.safetensors.index.json has no usable weight_map: {_AGAIN}")
+    names = sorted(set(weight_map.values()))
+    _check_shard_names(directory, names)
+    return tuple(directory / name for name in names)
+
+
+def _check_shard_names(directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"{directory}: the index names {name!r}, which is not a file beside it: {_AGAIN}")
+        if not (directory / name).is_file():
+            raise UserError(f"{directory}: the index names {name}, which is missing: {_AGAIN}")

@@ -1,0 +1,214 @@
+"""The command line: flags become calls of the Python interface, errors become one line and an exit code.
+
+Text goes to stdout as it is accepted, everything else to stderr. torch is imported only by commands that compute.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from offload.errors import ReadError, UserError
+from offload.screen import Screen, closing_lines, plan_line, plan_picture
+
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
+    epilog="Start here: offload demo",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="folder or hub id of the target", show_default=False)]
+Draft = Annotated[str | None, typer.Option("--draft", "-d", help="small model with the same vocabulary")]
+Ram = Annotated[str | None, typer.Option(help="memory budget, such as 8GiB; default: what is free")]
+GpuMem = Annotated[str | None, typer.Option(help="device memory budget, such as 24GiB")]
+Context = Annotated[int | None, typer.Option(help="positions for prompt and new tokens; default: at most 4096")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32")]
+Tree = Annotated[str, typer.Option(help="auto, none, NxD (N nodes, D deep), chain:L or sequences:KxL")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
+Threads = Annotated[int | None, typer.Option(min=1, help="compute threads; default: the fastest, measured at start")]
+Temp = Annotated[float, typer.Option("--temp", "--temperature", help="0 is greedy")]
+TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that sum to this")]
+TopK = Annotated[int, typer.Option(help="keep so many of the likeliest tokens; 0 keeps all")]
+Seed = Annotated[int, typer.Option(help="same seed, same text, whatever the tree or the draft")]
+NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", min=0, help="at most so many new tokens")]
+
+
+@app.command(
+    epilog="""Examples:
+
+    offload generate -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB -p "Once upon a time"
+
+    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree 128x20
+
+    offload generate -m big -d small -f prompt.txt --json > result.json"""
+)
+def generate(
+    model: Model,
+    draft: Draft = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="the prompt; '-' reads standard input")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="read the prompt from a UTF-8 file")] = None,
+    max_tokens: NumTokens = 128,
+    temp: Temp = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this string; may be given several times")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    gpu_mem: GpuMem = None,
+    ram: Ram = None,
+    context: Context = None,
+    dtype: Dtype = "auto",
+    tree: Tree = "auto",
+    threads: Threads = None,
+    raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write text with a model larger than memory."""
+    text = _read_prompt(prompt, file)
+    from offload.loading import load
+
+    with Screen(is_quiet=quiet or as_json) as screen:
+        options = {
+            "device": device,
+            "gpu_memory": gpu_mem,
+            "ram": ram,
+            "context": context,
+            "dtype": dtype,
+            "tree": tree,
+        }
+        hooks: dict[str, Callable[..., None]] = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
+        with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
+            sampling = {"temperature": temp, "top_p": top_p, "top_k": top_k, "seed": seed}
+            run = decoder.run(text, max_new_tokens=max_tokens, stop=stop, raw=raw, **sampling)  # type: ignore[arg-type]
+            for line in (*decoder.notes, plan_line(decoder.plan, decoder.num_threads)):
+                screen.say(line)
+            screen.expect_sweep(len(decoder.plan.layer_bytes), "reading the prompt")
+            _write_run(run, screen, as_json=as_json)
+
+
+@app.command(
+    epilog="""Examples:
+
+    offload plan -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB
+
+    offload plan -m big --context 16384 --json"""
+)
+def plan(
+    model: Model,
+    draft: Draft = None,
+    gpu_mem: GpuMem = None,
+    ram: Ram = None,
+    context: Context = None,
+    dtype: Dtype = "auto",
+    tree: Tree = "auto",
+    as_json: Json = False,
+) -> None:
+    """Will it fit, what lies where, how long is a sweep: from the headers alone."""
+    from offload.calibrate import link_bytes_per_s
+    from offload.checkpoint import open_checkpoint
+    from offload.plan import plan_memory
+    from offload.topology import parse_tree
+
+    if gpu_mem is not None:
+        raise UserError("--gpu-mem limits a CUDA device, which this version does not stream to: leave it out")
+    target, small = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
+    num_nodes = parse_tree(tree).num_nodes if small else 1
+    memory = plan_memory(target, small, ram=ram, dtype=dtype, context=context, num_nodes=num_nodes)
+    speed = link_bytes_per_s(max(target.shards, key=lambda path: path.stat().st_size))
+    figures = {
+        "bytes_per_sweep": memory.streamed_bytes,
+        "link_bytes_per_s": speed,
+        "sweep_s": memory.streamed_bytes / speed,
+    }
+    if as_json:
+        print(json.dumps({"fits": True, **memory.as_dict(), **figures}))
+        return
+    print(plan_picture(memory))
+    print(f"  a sweep reads {memory.streamed_bytes / 1e9:.2f} GB at {speed / 1e9:.2f} GB/s: {figures['sweep_s']:.2f} s")
+
+
+def main() -> None:
+    """Entry point of the `offload` command."""
+    command = typer.main.get_command(app)
+    try:
+        sys.exit(command.main(prog_name="offload", standalone_mode=False) or 0)
+    except UserError as error:
+        _fail(str(error), EXIT_USER_ERROR)
+    except ReadError as error:
+        _fail(str(error), EXIT_FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        _leave_closed_pipe()
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
+            raise
+        _fail(f"{error.format_message()} (see offload --help)", EXIT_USER_ERROR)
+
+
+def _write_run(run: Any, screen: Screen, *, as_json: bool) -> None:
+    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
+    failure: BaseException | None = None
+    try:
+        for piece in run:
+            screen.clear()
+            if not as_json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except (KeyboardInterrupt, ReadError) as error:
+        failure = error
+    result = run.result()
+    if as_json:
+        print(json.dumps(result.as_dict()))
+    else:
+        print(flush=True)
+    screen.say(closing_lines(result.stats, result.plan.ram_bytes))
+    if failure is not None:
+        raise failure
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise UserError("-p and -f exclude each other: give one of them")
+    if prompt not in (None, "-"):
+        return str(prompt)
+    if file is None and sys.stdin.isatty():
+        raise UserError("no prompt: give -p TEXT, -f FILE or pipe text into standard input")
+    name = str(file) if file else "standard input"
+    try:
+        raw = file.read_bytes() if file else sys.stdin.buffer.read()
+    except OSError as error:
+        raise UserError(f"cannot read the prompt from {name} ({error.strerror}): check the path") from None
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the prompt must be UTF-8, {name} is not at byte {error.start}: convert it first") from None
+    if not text:
+        raise UserError(f"the prompt is empty, {name} holds nothing: give some text")
+    return text
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"offload: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _leave_closed_pipe() -> NoReturn:
+    """Whoever read our text has seen enough; the interpreter must not try to flush the rest at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

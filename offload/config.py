@@ -1,0 +1,63 @@
+"""What the user may choose, validated once, and the legend of the shape suffixes used in the whole project.
+
+A tensor's name ends in one letter per dimension: `logits_NV`, `parent_N`, `key_GSK`.
+
+    N  tree nodes (the root included)      A  accepted nodes         P  committed positions (prefix)
+    T  rows of one forward pass            S  cache slots            D  model width
+    H  query heads                         G  key/value heads        K  head width
+    F  feed-forward width                  V  vocabulary             B  bytes of a flat buffer
+
+Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes`, `stall_s`, `link_bytes_per_s`.
+"""
+
+import re
+from dataclasses import dataclass
+
+from offload.errors import UserError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is drawn from the target's logits; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature < float("inf"), "--temp must be 0 or more", self.temperature, "0 is greedy")
+        _require(0 < self.top_p <= 1, "--top-p must lie in (0, 1]", self.top_p, "1 keeps every token")
+        _require(self.top_k >= 0, "--top-k must be 0 or more", self.top_k, "0 keeps every token")
+        _require(0 <= self.seed < 2**63, "--seed must lie in [0, 2^63)", self.seed, "choose a smaller one")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no noise enters at all."""
+        return self.temperature == 0
+
+
+def parse_size(text: str | int, flag: str) -> int:
+    """Bytes from `512MiB`, `1.2GB`, `4G` (decimal) or a plain number of bytes. Raises `UserError`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(text).lower())
+    if match is None:
+        raise UserError(f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB, got {str(text)!r}")
+    size_bytes = int(float(match[1]) * _UNITS[match[2]])
+    _require(size_bytes > 0, f"{flag} must be more than zero", text, "try 4GiB")
+    return size_bytes
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1.59 GiB`, `25.1 MiB`: three digits, binary units."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes / size < 999.5 else f"{num_bytes / size:.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _require(holds: bool, rule: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise UserError(f"{rule}, got {value}: {remedy}")

@@ -1,0 +1,172 @@
+"""The decoder: a streamed target, a resident drafter, and the step that turns one sweep into many tokens.
+
+Invariant: what is emitted depends on the target, the sampling settings and the seed alone. Tree, drafter, memory budget
+and thread count change only how long it takes.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from offload.config import Sampling
+from offload.drafters import Drafter
+from offload.errors import UserError
+from offload.generation import Generation, Run
+from offload.plan import MemoryPlan
+from offload.sampling import Sampler
+from offload.stats import Stats
+from offload.target import Target
+from offload.text import TextStream, encode_prompt
+from offload.topology import Topology, parse_tree
+from offload.verify import match
+
+
+class Decoder:
+    """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
+
+    Attributes:
+        plan: where every byte lies.
+        tokenizer: the checkpoint's own, or None.
+        notes: lines for the user about what is not as fast as it could be.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        plan: MemoryPlan,
+        topology: Topology,
+        tokenizer: Any | None,
+        end_ids: frozenset[int],
+        num_threads: int,
+        resources: ExitStack,
+    ) -> None:
+        self._target, self._drafter, self._topology = target, drafter, topology
+        self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
+        self.plan, self.tokenizer, self.num_threads = plan, tokenizer, num_threads
+        self.notes = [target.stream.note] if target.stream.note and plan.num_slots else []
+
+    def step(self, tokens: Sequence[int], topology: Topology, sampler: Sampler, stats: Stats) -> list[int]:
+        """One round of speculation: the target's weights cross the link exactly once.
+
+        Args:
+            tokens: what is committed so far; the last of them is the root of the tree.
+
+        Returns:
+            the newly accepted tokens, at least one.
+        """
+        stream, started = self._target.stream, time.perf_counter()
+        moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
+        tree = self._drafter.grow(topology, tokens, sampler)
+        grown = time.perf_counter()
+        logits_NV = self._target.score(tree, tokens)
+        scored = time.perf_counter()
+        accepted = match(tree, logits_NV, sampler, root_position=len(tokens) - 1)
+        self._target.commit(accepted.nodes)
+        self._drafter.commit(accepted.nodes)
+        stats.add_step(
+            draft_s=grown - started,
+            sweep_s=scored - grown,
+            verify_s=time.perf_counter() - scored,
+            stall_s=stream.stall_s - stalled_s,
+            num_bytes=stream.bytes_read - moved_bytes,
+        )
+        return accepted.tokens
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
+        """Generate to the end; takes the options of `run`."""
+        run = self.run(prompt, **options)
+        for _ in run:
+            pass
+        return run.result()
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
+        """Yield pieces of text as they are accepted; takes the options of `run`."""
+        return iter(self.run(prompt, **options))
+
+    def run(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        raw: bool = False,
+        tree: str | None = None,
+    ) -> Run:
+        """Prepare a generation: iterate over it for pieces of text, ask it for `result()` at any time.
+
+        Args:
+            prompt: text (put into the model's chat template unless `raw`) or token ids.
+            max_new_tokens: at most so many.
+            temperature, top_p, top_k, seed: see `Sampling`; temperature 0 is greedy.
+            stop: strings that end the text; they are not part of it.
+            tree: another tree than the one given to `load`, no larger than that one.
+
+        Raises:
+            UserError: empty prompt, no room for it in the context, or settings out of range.
+        """
+        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        prompt_ids = self._encode(prompt, raw=raw)
+        self._require_room(len(prompt_ids), max_new_tokens)
+        topology = self._topology if tree is None else self._other_tree(tree)
+        sampler = Sampler(sampling, self._vocab_size)
+        stats = Stats(tree_num_nodes=topology.num_nodes, tree_depth=topology.depth)
+        self._target.reset()
+        self._drafter.reset()
+        return Run(
+            lambda tokens: self.step(tokens, topology, sampler, stats),
+            prompt_ids,
+            TextStream(self.tokenizer, prompt_ids, [stop] if isinstance(stop, str) else stop or ()),
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            end_ids=self._end_ids,
+            stats=stats,
+            plan=self.plan,
+        )
+
+    def close(self) -> None:
+        """Stop the readers, close the files, drop the buffers."""
+        self._resources.close()
+
+    def __enter__(self) -> "Decoder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encode(self, prompt: str | Sequence[int], *, raw: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            ids = [int(token) for token in prompt]
+        elif self.tokenizer is None:
+            raise UserError("this checkpoint has no tokenizer: give the prompt as token ids")
+        else:
+            ids = encode_prompt(self.tokenizer, prompt, raw=raw)
+        if not ids:
+            raise UserError("the prompt is empty: give at least one token")
+        if not all(0 <= token < self._vocab_size for token in ids):
+            raise UserError(f"prompt ids must lie in [0, {self._vocab_size}), got {min(ids)}..{max(ids)}")
+        return ids
+
+    def _require_room(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
+        if max_new_tokens < 0:
+            raise UserError(f"the number of new tokens must be 0 or more, got {max_new_tokens}")
+        if num_prompt_tokens + max_new_tokens > self.plan.context:
+            raise UserError(
+                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{self.plan.context}: raise --context, shorten the prompt or lower -n"
+            )
+
+    def _other_tree(self, text: str) -> Topology:
+        topology = parse_tree(text).build()
+        if topology.num_nodes > self.plan.num_nodes:
+            raise UserError(
+                f"tree {text} has {topology.num_nodes} nodes, memory was planned for {self.plan.num_nodes}: "
+                "give the largest tree to load()"
+            )
+        return topology

@@ -1,0 +1,9 @@
+"""The errors that a user can mend: one line each, naming the rule, the value that broke it and the remedy."""
+
+
+class UserError(ValueError):
+    """A request, file or machine does not fit; the command line prints the line and exits with 2."""
+
+
+class ReadError(OSError):
+    """The disk failed while a run was under way; what was generated until then is kept."""

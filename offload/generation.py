@@ -1,0 +1,115 @@
+"""One generation under way: bursts of accepted tokens become text, until something ends it.
+
+A sweep accepts several tokens at once, so the end (an end-of-sequence token, a stop string, the wanted length) may lie
+inside a burst; what was accepted beyond it is dropped and never counted.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.config import Sampling
+from offload.machine import peak_rss_bytes
+from offload.plan import MemoryPlan
+from offload.stats import Stats
+from offload.text import TextStream
+
+FinishReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """The result: new tokens only, without the prompt."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    sampling: Sampling
+    stats: Stats
+    plan: MemoryPlan
+
+    def as_dict(self) -> dict[str, object]:
+        """The object that `offload generate --json` prints."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "num_prompt_tokens": self.stats.num_prompt_tokens,
+            "num_new_tokens": len(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "seed": self.sampling.seed,
+            "plan": self.plan.as_dict(),
+            "stats": self.stats.as_dict(),
+        }
+
+
+class Run:
+    """Iterate to get pieces of text as they are accepted; `result()` tells at any time what there is so far.
+
+    Args:
+        step: takes the committed tokens, returns those that one more sweep has accepted.
+        stats: filled by `step` and here.
+        end_ids: tokens that end the sequence; they are part of it but not of its text.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[list[int]], list[int]],
+        prompt_ids: Sequence[int],
+        text: TextStream,
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
+        end_ids: frozenset[int],
+        stats: Stats,
+        plan: MemoryPlan,
+    ) -> None:
+        self._step, self._text, self._sampling, self._plan = step, text, sampling, plan
+        self._max_new_tokens, self._end_ids, self._stats = max_new_tokens, end_ids, stats
+        self._prompt_ids = list(prompt_ids)
+        self._new_ids: list[int] = []
+        self.finish_reason: FinishReason = "interrupted"
+        stats.num_prompt_tokens = len(prompt_ids)
+
+    def __iter__(self) -> Iterator[str]:
+        started = time.perf_counter()
+        is_over = self._max_new_tokens == 0
+        while not is_over:
+            num_before = len(self._new_ids)
+            piece, is_over = self._take(self._step(self._prompt_ids + self._new_ids))
+            self._count(len(self._new_ids) - num_before, time.perf_counter() - started)
+            yield piece
+        if self.finish_reason != "stop":
+            self.finish_reason = "length"
+            yield self._text.finish()
+
+    def result(self) -> Generation:
+        """What has been generated so far."""
+        self._stats.num_new_tokens, self._stats.peak_rss_bytes = len(self._new_ids), peak_rss_bytes()
+        return Generation(
+            token_ids=list(self._new_ids),
+            text=self._text.text,
+            finish_reason=self.finish_reason,
+            sampling=self._sampling,
+            stats=self._stats,
+            plan=self._plan,
+        )
+
+    def _take(self, burst: list[int]) -> tuple[str, bool]:
+        """Add what counts of a burst; returns its text and whether the generation is over."""
+        burst = burst[: self._max_new_tokens - len(self._new_ids)]
+        end = next((index for index, token in enumerate(burst) if token in self._end_ids), None)
+        burst = burst if end is None else burst[: end + 1]
+        piece, has_stopped = self._text.push(burst if end is None else burst[:-1])
+        self._new_ids = self._text.tokens_until_stop() if has_stopped else self._new_ids + burst
+        if has_stopped or end is not None:
+            self.finish_reason = "stop"
+            return piece + ("" if has_stopped else self._text.finish()), True
+        return piece, len(self._new_ids) >= self._max_new_tokens
+
+    def _count(self, num_accepted: int, elapsed_s: float) -> None:
+        if self._stats.num_first_tokens == 0:
+            self._stats.begin_decoding(num_accepted, elapsed_s)
+        else:
+            self._stats.accepted_per_sweep.append(num_accepted)
+            self._stats.decode_s = elapsed_s - self._stats.ttft_s

@@ -1,0 +1,93 @@
+"""What this machine has to give: memory (a container's limit included) and the thread count that computes fastest."""
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_CGROUP_V2 = ("memory.max", "memory.current")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def available_ram_bytes() -> int:
+    """Memory that a new allocation may take: what the kernel calls available, or what the container's limit leaves."""
+    free = [_meminfo_available()]
+    for limit_bytes, used_bytes in _cgroup_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
+        free.append(limit_bytes - used_bytes)
+    return max(0, min(free))
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has held at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rss_bytes() -> int:
+    """Memory that this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def fastest_num_threads(num_rows: int, width: int, dtype_name: str, *, budget_s: float = 0.12) -> int:
+    """The number of compute threads with the shortest product of `num_rows` rows and a (width, width) matrix.
+
+    On shared cores more threads can be several times slower, so the count is measured, not assumed. Ties within a tenth
+    go to fewer threads, which leaves a core to the readers.
+    """
+    import torch
+
+    counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= (os.cpu_count() or 1)]
+    weight = torch.ones(width, width, dtype=getattr(torch, dtype_name))
+    rows = torch.ones(num_rows, width, dtype=weight.dtype)
+    before, best = torch.get_num_threads(), (float("inf"), 1)
+    for count in counts:
+        torch.set_num_threads(count)
+        elapsed_s = _median_s(lambda: torch.nn.functional.linear(rows, weight), budget_s / len(counts))
+        if elapsed_s < 0.9 * best[0]:
+            best = (elapsed_s, count)
+    torch.set_num_threads(before)
+    return best[1]
+
+
+def _median_s(work: Callable[[], object], budget_s: float) -> float:
+    work()
+    times: list[float] = []
+    stop = time.perf_counter() + budget_s
+    while time.perf_counter() < stop or len(times) < 3:
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[len(times) // 2]
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo names no MemAvailable")
+
+
+def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
+    """(limit, used) of every memory group that this process is in, innermost first."""
+    if not membership.is_file():
+        return []
+    limits = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            base, names = (root, _CGROUP_V2) if controllers == "" else (root / "memory", _CGROUP_V1)
+            group = base / path.lstrip("/")
+            for folder in (group, *group.parents):
+                limits += _read_limit(folder, names)
+                if folder == base:
+                    break
+    return limits
+
+
+def _read_limit(folder: Path, names: tuple[str, str]) -> list[tuple[int, int]]:
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in names)
+    except OSError:
+        return []
+    return [(int(limit), int(used))] if limit.isdigit() else []

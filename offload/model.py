@@ -1,0 +1,169 @@
+"""A Hugging Face causal language model whose weights are borrowed: its own forward, over bytes that we place.
+
+The model is built without storage. A decoder layer's parameters become views of a slab just before it runs and are
+taken away right after; embeddings, final norm and head are bound once. So every family that keeps its decoder in
+`layers[i]` runs unchanged, and what is computed is what transformers computes.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offload import attention
+from offload.checkpoint import Checkpoint, compute_dtype_name
+from offload.kv_cache import KVCache
+from offload.layout import SlabLayout, slab_layout
+from offload.naming import sources_of_parameters
+from offload.skeleton import attention_windows, build_skeleton
+
+Value = TypeVar("Value")
+_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class _Place(NamedTuple):
+    """Where one parameter (or saved buffer) hangs, and what stands there while nothing is borrowed."""
+
+    table: dict[str, Tensor | None]
+    key: str
+    empty: Tensor
+
+
+class BorrowedModel:
+    """The skeleton of one checkpoint, and the layouts of the slabs from which it borrows.
+
+    Attributes:
+        layer_layouts: one slab per decoder layer.
+        rest_layout: embeddings, final norm, head.
+        dtype: in which it computes.
+        vocab_size: V, width of the logits.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str = "auto") -> None:
+        self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
+        self.skeleton = build_skeleton(checkpoint, self.dtype)
+        self._layers: nn.ModuleList = self.skeleton.get_decoder().layers
+        self._windows = attention_windows(self.skeleton.config, len(self._layers))
+        self._masks: Mapping[int | None, Tensor | None] = {}
+        prefix = next(name for name, module in self.skeleton.named_modules() if module is self._layers)
+        prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
+        places, tied = _places(self.skeleton), dict(self.skeleton.all_tied_weights_keys)
+        wanted = {name: tuple(place.empty.shape) for name, place in places.items() if name not in tied}
+        sources = sources_of_parameters(checkpoint, self.skeleton, wanted)
+        rest = {name: value for name, value in sources.items() if not name.startswith(f"{prefix}.")}
+        self._layer_places = [_below(places, own) for own in prefixes]
+        self._rest_places = [(name, places[name]) for name in rest]
+        self._rest_places += [(source, places[name]) for name, source in tied.items()]
+        self.layer_layouts = [slab_layout(_below(sources, own)) for own in prefixes]
+        self.rest_layout = slab_layout(rest)
+        self.vocab_size = int(self.skeleton.get_output_embeddings().weight.shape[0])
+        for index, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    def bind_rest(self, slab: np.ndarray) -> None:
+        """Give embeddings, norm and head their weights for good; tied ones share one tensor."""
+        weights = {name: _view(slab, self.rest_layout, name) for name in self.rest_layout.parameters}
+        weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
+        for source, place in self._rest_places:
+            place.table[place.key] = nn.Parameter(weights[source], requires_grad=False)
+
+    def bind_layer(self, layer: int, slab: np.ndarray) -> None:
+        """Let a layer's parameters be views of `slab`, or copies where the compute type differs from the stored one."""
+        layout = self.layer_layouts[layer]
+        for name, place in self._layer_places[layer].items():
+            place.table[place.key] = _view(slab, layout, name).to(place.empty.dtype)
+
+    def borrow_layers(self, acquire: Callable[[int], np.ndarray], release: Callable[[int], None]) -> None:
+        """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
+        for index, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(partial(self._bind_from, acquire, index))
+            layer.register_forward_hook(partial(self._give_back, release, index), always_call=True)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_T: Tensor, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache, *, num_logits: int = 0
+    ) -> Tensor:
+        """One pass over all layers.
+
+        The T rows are the last of U uncommitted rows; earlier passes over the same tree left the others in the cache.
+
+        Args:
+            token_T: ids of the rows.
+            position_U: absolute positions of all uncommitted rows.
+            ancestor_TU: bool; which uncommitted rows (itself included) each row of this pass sees.
+            cache: holds P committed positions, which every row sees.
+            num_logits: how many of the last rows to score; 0 scores all.
+
+        Returns:
+            logits of shape (T or num_logits, V).
+        """
+        num_rows, num_uncommitted = ancestor_TU.shape
+        cache.place(num_uncommitted - num_rows, num_rows)
+        self._masks = self._build_masks(position_U, ancestor_TU, cache.length)
+        out = self.skeleton(
+            input_ids=token_T[None],
+            attention_mask=self._masks[self._windows[0]],
+            position_ids=position_U[None, -num_rows:],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+        )
+        return out.logits[0]
+
+    def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> dict[int | None, Tensor | None]:
+        """One mask per attention window of this model; a lone row that sees everything needs none."""
+        is_plain = ancestor_TU.shape == (1, 1) and self.skeleton.config._attn_implementation == attention.NAME
+        return {
+            window: None
+            if is_plain and (window is None or num_prefix < window)
+            else attention.tree_mask(num_prefix, position_U, ancestor_TU, window, self.dtype)
+            for window in set(self._windows)
+        }
+
+    def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        assert "attention_mask" in kwargs, "this family does not pass masks by name"
+        return args, {**kwargs, "attention_mask": self._masks[window]}
+
+    def _bind_from(self, acquire: Callable[[int], np.ndarray], index: int, *_: Any) -> None:
+        self.bind_layer(index, acquire(index))
+
+    def _give_back(self, release: Callable[[int], None], index: int, *_: Any) -> None:
+        for place in self._layer_places[index].values():
+            place.table[place.key] = place.empty
+        release(index)
+
+    def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The skeleton's own type for `name`: the compute type but for what a family insists on keeping in fp32."""
+        return next((place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype)
+
+
+def _places(skeleton: nn.Module) -> dict[str, _Place]:
+    """Every parameter and saved buffer by its full name."""
+    places = {}
+    for prefix, module in skeleton.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        saved = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for table, held in ((module._parameters, module._parameters), (module._buffers, saved)):
+            places.update(
+                {f"{dot}{key}": _Place(table, key, value) for key, value in held.items() if value is not None}
+            )
+    return places
+
+
+def _below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
+
+
+def _view(slab: np.ndarray, layout: SlabLayout, name: str) -> Tensor:
+    """A parameter as a typed view of its bytes."""
+    dtype, shape, lo = layout.parameters[name]
+    flat = torch.from_numpy(slab[lo : lo + layout.parameters[name].num_bytes])
+    return flat.view(_TORCH_DTYPES[dtype]).view(shape)

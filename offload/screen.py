@@ -1,0 +1,111 @@
+"""What a person sees: bars while waiting, the plan as a picture, the closing figures. All of it goes to stderr."""
+
+import sys
+from types import TracebackType
+
+from tqdm import tqdm
+
+from offload.config import format_bytes
+from offload.plan import MemoryPlan
+from offload.stats import Stats
+
+_BAR_WIDTH = 32
+
+
+class Screen:
+    """Bars of one run. Nothing is drawn when `is_quiet` or when stderr is not a terminal."""
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        self._is_off = is_quiet or not sys.stderr.isatty()
+        self._bar: tqdm | None = None
+        self._is_quiet = is_quiet
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.clear()
+
+    def say(self, line: str) -> None:
+        """A line for the user."""
+        if not self._is_quiet:
+            self.clear()
+            print(line, file=sys.stderr)
+
+    def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "loading") -> None:
+        """Progress of something that is measured in bytes."""
+        if self._bar is None:
+            self._bar = self._new_bar(total_bytes, label, unit="B", unit_scale=True)
+        self._bar.update(done_bytes - self._bar.n)
+        if done_bytes >= total_bytes:
+            self.clear()
+
+    def expect_sweep(self, num_layers: int, label: str) -> None:
+        """The next `num_layers` calls of `layer_done` are one sweep."""
+        self.clear()
+        self._bar = self._new_bar(num_layers, label, unit="layer")
+
+    def layer_done(self) -> None:
+        """One more layer of the expected sweep has run."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def clear(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _new_bar(self, total: int, label: str, **style: object) -> tqdm:
+        return tqdm(total=total, desc=label, leave=False, disable=self._is_off, file=sys.stderr, **style)
+
+
+def plan_line(plan: MemoryPlan, num_threads: int) -> str:
+    """The plan in one line."""
+    threads = f"{num_threads} compute thread{'s' if num_threads > 1 else ''}"
+    if not plan.num_slots:
+        return f"all {len(plan.layer_bytes)} layers fit into memory, nothing is streamed; {threads}"
+    return (
+        f"{plan.num_resident} of {len(plan.layer_bytes)} layers stay in memory, the others pass through "
+        f"{plan.num_slots} slots: {format_bytes(plan.streamed_bytes)} a sweep; {threads}"
+    )
+
+
+def plan_picture(plan: MemoryPlan) -> str:
+    """One row per use of memory: bytes and a bar in proportion to the budget."""
+    num_streamed = len(plan.layer_bytes) - plan.num_resident
+    rows = [
+        (f"{plan.num_resident} resident layers", plan.resident_bytes),
+        (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
+        ("embeddings and head", plan.rest_bytes),
+        ("draft with its cache", plan.draft_bytes),
+        (f"keys and values, {plan.context} positions", plan.kv_bytes),
+        (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
+        ("program", plan.runtime_bytes),
+        ("free", max(0, plan.ram_bytes - plan.total_bytes)),
+    ]
+    return "\n".join(_picture_row(label, size, plan.ram_bytes) for label, size in rows if size)
+
+
+def closing_lines(stats: Stats, ram_bytes: int) -> str:
+    """Speed, what one sweep yields, the link and memory."""
+    if stats.num_new_tokens == 0:
+        return "no tokens generated"
+    first = f"{stats.num_new_tokens} tokens, the first after {stats.ttft_s:.2f} s"
+    memory = (
+        f"peak memory {format_bytes(stats.peak_rss_bytes)} with the program's own, budget {format_bytes(ram_bytes)}"
+    )
+    if not stats.num_sweeps or not stats.tpot_s:
+        return f"{first}\n{memory}"
+    tree = f"tree of {stats.tree_num_nodes} nodes, {stats.tree_depth} deep" if stats.tree_depth else "no tree"
+    stalled = stats.stall_s / stats.sweep_s if stats.sweep_s else 0
+    return (
+        f"{first}; then {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep "
+        f"({stats.num_sweeps} sweeps, {tree})\n"
+        f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {stalled:.0%} of the sweep spent waiting for it; {memory}"
+    )
+
+
+def _picture_row(label: str, size_bytes: int, budget_bytes: int) -> str:
+    cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
+    return f"  {label:<34} {format_bytes(size_bytes):>9}  {'█' * min(cells, _BAR_WIDTH)}"

@@ -1,0 +1,68 @@
+"""What a run has moved, waited for and accepted: counts, bytes and seconds, nothing derived is stored."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Stats:
+    """Figures of one generation. Times and bytes leave out the prompt's sweep, which `ttft_s` covers."""
+
+    num_prompt_tokens: int = 0
+    num_new_tokens: int = 0
+    num_first_tokens: int = 0  # what the prompt's own sweep yielded
+    num_sweeps: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0  # from the first tokens to the last
+    draft_s: float = 0.0
+    sweep_s: float = 0.0
+    verify_s: float = 0.0
+    stall_s: float = 0.0  # of sweep_s: compute waited for the link
+    bytes_streamed: int = 0
+    peak_rss_bytes: int = 0
+    peak_device_bytes: int = 0
+    tree_num_nodes: int = 1
+    tree_depth: int = 0
+    accepted_per_sweep: list[int] = field(default_factory=list)  # new tokens of each sweep after the prompt's
+
+    def begin_decoding(self, num_first_tokens: int, ttft_s: float) -> None:
+        """The prompt's sweep is over: what it took counts as time to the first token only."""
+        self.num_first_tokens, self.ttft_s = num_first_tokens, ttft_s
+        self.num_sweeps = self.bytes_streamed = 0
+        self.draft_s = self.sweep_s = self.verify_s = self.stall_s = 0.0
+
+    def add_step(self, *, draft_s: float, sweep_s: float, verify_s: float, stall_s: float, num_bytes: int) -> None:
+        """One more sweep and what surrounded it."""
+        self.num_sweeps += 1
+        self.draft_s += draft_s
+        self.sweep_s += sweep_s
+        self.verify_s += verify_s
+        self.stall_s += stall_s
+        self.bytes_streamed += num_bytes
+
+    @property
+    def tokens_per_sweep(self) -> float:
+        """New tokens that one sweep yields, the prompt's sweep left out."""
+        return sum(self.accepted_per_sweep) / self.num_sweeps if self.num_sweeps else 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per new token after the first ones."""
+        num_later = self.num_new_tokens - self.num_first_tokens
+        return self.decode_s / num_later if num_later > 0 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second, the prompt's sweep left out."""
+        return 1 / self.tpot_s if self.tpot_s else 0.0
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Bytes streamed per second of decoding, drafting included."""
+        return self.bytes_streamed / self.decode_s if self.decode_s else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures by the names that `--json` uses."""
+        names = ("num_sweeps", "tokens_per_sweep", "ttft_s", "tpot_s", "sweep_s", "draft_s", "verify_s", "stall_s")
+        more = ("bytes_streamed", "link_bytes_per_s", "peak_rss_bytes", "peak_device_bytes", "accepted_per_sweep")
+        figures: dict[str, object] = {name: getattr(self, name) for name in names + more}
+        return {**figures, "tree": {"num_nodes": self.tree_num_nodes, "depth": self.tree_depth}}

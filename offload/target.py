@@ -1,0 +1,93 @@
+"""The streamed model: one sweep over its layers scores a whole token tree."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.kv_cache import KVCache
+from offload.layer_stream import LayerStream
+from offload.model import BorrowedModel
+from offload.tree import TokenTree, ancestors
+
+
+class Target:
+    """A model whose layers pass through a `LayerStream`.
+
+    Args:
+        model: embeddings and head are bound for good.
+        stream: its layers.
+        num_slots: capacity of the cache, committed positions plus the rows of the largest sweep.
+        max_rows: committed tokens that one sweep may take in beside the tree; a longer prompt takes several sweeps.
+        on_layer: hears of every layer that has run.
+    """
+
+    def __init__(
+        self,
+        model: BorrowedModel,
+        stream: LayerStream,
+        *,
+        num_slots: int,
+        max_rows: int,
+        on_layer: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model, self.stream, self._max_rows = model, stream, max_rows
+        self._cache = KVCache(model.num_layers, num_slots)
+        self._num_pending = 0
+        self._on_layer = on_layer
+        self.num_sweeps = 0
+        model.borrow_layers(stream.acquire, self._release)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, width of the logits."""
+        return self._model.vocab_size
+
+    def reset(self) -> None:
+        """A new sequence begins."""
+        self._cache.clear()
+
+    def score(self, tree: TokenTree, tokens: Sequence[int]) -> Tensor:
+        """Logits (N, V) after every node, from one sweep.
+
+        Args:
+            tokens: the committed ids; the tree's root is the last. Those whose keys and values are not cached yet (the
+                prompt, at first) are taken in by the same sweep.
+        """
+        pending = torch.tensor(tokens[self._cache.length : -1], dtype=torch.long)
+        while len(pending) > self._max_rows:
+            self._sweep(pending[: self._max_rows], _causal(self._max_rows), torch.arange(self._max_rows), 1)
+            self._cache.commit(range(self._max_rows))
+            pending = pending[self._max_rows :]
+        self._num_pending = len(pending)
+        depth_N = torch.from_numpy(tree.topology.depth_N.copy())
+        offset_T = torch.cat([torch.arange(len(pending)), depth_N + len(pending)])
+        sees_TT = _chain_then_tree(len(pending), ancestors(tree.topology))
+        return self._sweep(torch.cat([pending, tree.token_N]), sees_TT, offset_T, tree.num_nodes)
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Keep what was taken in and the accepted path, root first."""
+        self._cache.commit([*range(self._num_pending), *(self._num_pending + node for node in nodes)])
+
+    def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int) -> Tensor:
+        self.stream.begin_sweep()
+        position_T = offset_T + self._cache.length
+        logits = self._model.forward(token_T, position_T, sees_TT, self._cache, num_logits=num_logits)
+        self.num_sweeps += 1
+        return logits
+
+    def _release(self, layer: int) -> None:
+        self.stream.release(layer)
+        self._on_layer()
+
+
+def _causal(num_rows: int) -> Tensor:
+    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+
+
+def _chain_then_tree(num_pending: int, ancestor_NN: Tensor) -> Tensor:
+    """Which rows a row sees when a chain of committed tokens is followed by a tree that sees all of it."""
+    num_nodes = len(ancestor_NN)
+    sees_TT = _causal(num_pending + num_nodes)
+    sees_TT[num_pending:, num_pending:] = ancestor_NN
+    return sees_TT

@@ -1,0 +1,91 @@
+"""Between text and tokens: prompts in, pieces of text out as tokens are accepted, stop strings in between."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from offload.errors import UserError
+
+_REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+_CONTEXT_TOKENS = 8  # decoded before the new ones, because some tokenizers glue or drop a leading space
+
+
+def load_tokenizer(directory: os.PathLike[str] | str) -> Any | None:
+    """The checkpoint's tokenizer, or None where it ships none. Raises `UserError` for one that cannot be read."""
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if not any(os.path.isfile(os.path.join(directory, name)) for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0][:160]
+        raise UserError(f"cannot read the tokenizer in {directory} ({reason}): download its files again") from None
+
+
+def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
+    """Token ids of a prompt, in the model's chat template where it has one, unless `raw`."""
+    if not prompt:
+        raise UserError("the prompt is empty: give some text with -p, -f or on standard input")
+    if tokenizer.chat_template and not raw:
+        messages = [{"role": "user", "content": prompt}]
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+    return list(tokenizer(prompt)["input_ids"])
+
+
+class TextStream:
+    """Turns accepted tokens into text that never has to be taken back.
+
+    A piece is handed out once its characters are complete and once no stop string can begin inside it.
+    """
+
+    def __init__(self, tokenizer: Any | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._context_text = self._decode([])
+        self._tokens: list[int] = []
+        self.text = ""  # what was handed out
+
+    def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
+        """Take new tokens; returns the piece that has become certain and whether a stop string was reached."""
+        self._tokens += tokens
+        whole = self._text_so_far()
+        for stop in self._stop:
+            at = whole.find(stop)
+            if at >= 0:
+                return self._hand_out(whole[:at]), True
+        return self._hand_out(self._certain(whole)), False
+
+    def finish(self) -> str:
+        """The last piece, incomplete characters included."""
+        return self._hand_out(self._text_so_far())
+
+    def tokens_until_stop(self) -> list[int]:
+        """The fewest of the pushed tokens whose text contains a stop string: later ones were accepted in vain."""
+        for count in range(1, len(self._tokens) + 1):
+            text = self._decode(self._tokens[:count])[len(self._context_text) :]
+            if any(stop in text for stop in self._stop):
+                return self._tokens[:count]
+        return self._tokens
+
+    def _hand_out(self, certain: str) -> str:
+        piece = certain[len(self.text) :]
+        self.text += piece
+        return piece
+
+    def _certain(self, whole: str) -> str:
+        whole = whole.rstrip(_REPLACEMENT)
+        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        for size in range(min(longest, len(whole)), 0, -1):
+            if any(stop.startswith(whole[-size:]) for stop in self._stop):
+                return whole[:-size]
+        return whole
+
+    def _text_so_far(self) -> str:
+        return self._decode(self._tokens)[len(self._context_text) :]
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode([*self._context, *tokens], skip_special_tokens=True))

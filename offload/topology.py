@@ -1,0 +1,396 @@
+"""The shape of a token tree: which nodes exist, chosen so that one sweep is expected to yield the most tokens.
+
+Sequoia (2402.12374, section 3.1): a verifier accepts the child of rank k with chance p[k], whatever its position, so a
+node is reached with f(v) = product of p[rank] along its path and a sweep yields F(T) = sum of f over the nodes. For a
+non-increasing p the n best scores *are* the best tree, found by a heap or, for all sizes and depths at once, by level
+lists; for any other p the paper's dynamic program stays exact. Nothing here knows a model, a token or a device.
+
+Invariant: the root is node 0, it counts as a node (its row yields the bonus token), and nodes stand in level order: by
+depth, then by parent, then by rank. Depth counts edges from the root, which is the number of draft steps.
+
+Shape letters, in this file only: N nodes (or sizes 0..N), D depths 0..D, K ranks (the children one node may have).
+"""
+
+import heapq
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import UserError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+AcceptanceVector = Sequence[float] | Floats
+
+MAX_TREE_NODES = 65536  # what `--tree` may ask for; far beyond any size whose verification hides behind a link
+AUTO_NODES, AUTO_DEPTH = 64, 16
+
+# The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail is assumed, not
+# measured: k^-3.5, so that all 32 sum to .995 and the rest is what such a draft never lists.
+DEFAULT_ACCEPTANCE: tuple[float, ...] = (
+    *(0.80, 0.11, 0.04, 0.02, 0.01),
+    *(round(0.01 * (5 / k) ** 3.5, 6) for k in range(6, 33)),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Topology:
+    """An immutable, hashable tree shape in level order; build it with `from_parents`."""
+
+    parent_N: Ints  # -1 for the root, else smaller than the node's own index
+    rank_N: Ints  # index among its siblings; 0 for the root
+    depth_N: Ints  # edges from the root
+
+    def __post_init__(self) -> None:
+        parent_N, rank_N, depth_N = self.parent_N, self.rank_N, self.depth_N
+        assert parent_N.ndim == 1 and parent_N.size > 0, "a topology has at least its root"
+        assert parent_N.shape == rank_N.shape == depth_N.shape, "parent_N, rank_N and depth_N differ in length"
+        assert parent_N[0] == -1 and (parent_N[1:] >= 0).all(), "node 0, and only node 0, is the root"
+        assert (parent_N < np.arange(parent_N.size)).all(), "a parent must stand before its children"
+        assert (np.diff(parent_N) >= 0).all(), "nodes are not in level order"
+        assert (rank_N == _ranks(parent_N)).all(), "siblings must be ranked 0, 1, 2, ... in their order"
+        assert depth_N[0] == 0 and (depth_N[1:] == depth_N[parent_N[1:]] + 1).all(), "depth_N contradicts parent_N"
+        for array_N in (parent_N, rank_N, depth_N):
+            array_N.setflags(write=False)
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[int] | Ints) -> "Topology":
+        """The tree whose node i hangs from `parents[i]`; `parents[0]` is -1 and the nodes are in level order."""
+        parent_N = np.array(parents, dtype=np.int64)
+        depths = [0]
+        for parent in parent_N[1:].tolist():
+            assert 0 <= parent < len(depths), "a parent must stand before its children"
+            depths.append(depths[parent] + 1)
+        return cls(parent_N, _ranks(parent_N), np.array(depths, dtype=np.int64))
+
+    @property
+    def num_nodes(self) -> int:
+        """How many rows the sweep scores, the root included."""
+        return self.parent_N.size
+
+    @property
+    def depth(self) -> int:
+        """Edges on the longest path: the number of draft steps, and the most drafted tokens one sweep can commit."""
+        return int(self.depth_N[-1])
+
+    @property
+    def levels(self) -> tuple[slice, ...]:
+        """One slice of node ids per depth, from (0, 1) for the root to the deepest level; together all nodes."""
+        bounds = np.searchsorted(self.depth_N, np.arange(self.depth + 2)).tolist()
+        return tuple(slice(lo, hi) for lo, hi in pairwise(bounds))
+
+    @property
+    def num_children_N(self) -> Ints:
+        """Children of every node; the ranks below a node are 0 to this number, exclusive."""
+        return np.bincount(self.parent_N[1:], minlength=self.num_nodes)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Topology) and np.array_equal(self.parent_N, other.parent_N)
+
+    def __hash__(self) -> int:
+        return hash(self.parent_N.tobytes())
+
+
+def check_acceptance(p: AcceptanceVector) -> Floats:
+    """`p` as float64 `p_K`, proved to be chances of which at most one comes true. Raises `UserError`."""
+    try:
+        p_K = np.array(p, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"an acceptance vector must be a list of numbers, got {p!r}: measure it again") from error
+    _require(p_K.ndim == 1 and p_K.size > 0, "an acceptance vector needs one entry per rank", p, "give one or more")
+    outside_K = p_K[~((p_K >= 0) & (p_K <= 1))]  # catches nan too
+    _require(not outside_K.size, "acceptance entries must lie in [0, 1]", outside_K.tolist(), "measure them again")
+    rule = "acceptance entries must sum to 1 at most, since one child at most is accepted"
+    _require(float(p_K.sum()) <= 1 + 1e-9, rule, f"{p_K.sum():.6g}", "divide by the sum or measure again")
+    return p_K
+
+
+def isotonic(p: AcceptanceVector) -> Floats:
+    """The non-increasing vector nearest to `p` (least squares, pool adjacent violators), of the same mean.
+
+    For a measured vector whose far ranks are noisy. Nobody applies it silently: `optimal` is exact without it.
+    """
+    pools: list[tuple[float, int]] = []  # (sum, count) of each flat stretch
+    for value in check_acceptance(p).tolist():
+        total, count = value, 1
+        while pools and pools[-1][0] / pools[-1][1] < total / count:
+            total, count = total + pools[-1][0], count + pools[-1][1]
+            pools.pop()
+        pools.append((total, count))
+    return np.repeat([total / count for total, count in pools], [count for _, count in pools])
+
+
+def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
+    """F(T): tokens that one sweep over the tree is expected to commit, the bonus token included (Prop. 3.4)."""
+    p_K, top_rank = check_acceptance(p), int(topology.rank_N.max())
+    rule = f"the acceptance vector must reach the tree's highest rank, {top_rank}"
+    _require(top_rank < p_K.size, rule, f"{p_K.size} entries", "append zeros for ranks that are never accepted")
+    score_N = np.ones(topology.num_nodes)
+    for level in topology.levels[1:]:
+        score_N[level] = score_N[topology.parent_N[level]] * p_K[topology.rank_N[level]]
+    return float(score_N.sum())
+
+
+def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
+    """The best tree of `num_nodes` nodes and at most `max_depth` draft steps for a non-increasing `p`, in O(n log n).
+
+    Scores rise neither along a path nor along siblings, so the n best of the infinite tree are closed under "parent of"
+    and "previous sibling of". Ties go to the shallower node, which costs fewer draft steps. Where fewer nodes fit
+    under `max_depth`, all that fit are taken. Raises `UserError` where `p` rises.
+    """
+    ranks = _check_non_increasing(p, "isotonic(p) smooths it, optimal(p, ...) takes it as it is").tolist()
+    _check_sizes(num_nodes, max_depth)
+    scores: list[float] = []
+    parents: list[int] = []
+    heap = [(-1.0, 0, -1, 0)]  # (-score, depth, parent, rank)
+    while heap and len(parents) < num_nodes:
+        negative, depth, parent, rank = heapq.heappop(heap)
+        if depth < max_depth:
+            heapq.heappush(heap, (negative * ranks[0], depth + 1, len(parents), 0))
+        if parent >= 0 and rank + 1 < len(ranks):
+            heapq.heappush(heap, (-scores[parent] * ranks[rank + 1], depth, parent, rank + 1))
+        scores.append(-negative)
+        parents.append(parent)
+    return Topology.from_parents(_level_order(parents))
+
+
+def optimal(p: AcceptanceVector, num_nodes: int, max_depth: int | None = None) -> Topology:
+    """The best tree for ANY `p`, by the exact dynamic program (Alg. 5); no bound on the depth when it is None.
+
+    It has exactly `num_nodes` nodes, or as many as `len(p)` ranks and `max_depth` levels can hold. O(N^2 D K) time and
+    O(N D K) memory with a bound; O(N^2 K) without one.
+    """
+    p_K = check_acceptance(p)
+    _check_sizes(num_nodes, 0 if max_depth is None else max_depth)
+    deepest = num_nodes - 1 if max_depth is None else max_depth
+    num_nodes = _largest_size(p_K.size, deepest, num_nodes)
+    if deepest >= num_nodes - 1:  # the bound does not bind: one table serves every depth
+        value_N = _only_root(num_nodes)
+        sizes_D = [_fill_depth(p_K, value_N, value_N, num_nodes)] * num_nodes
+        deepest = num_nodes - 1
+    else:
+        _, sizes_D = _fill_depths(p_K, num_nodes, deepest)
+    return Topology.from_parents(_rebuild(sizes_D, num_nodes, deepest))
+
+
+def expected_tokens_table(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Floats:
+    """G(n, d) as `G_ND`: F of the best tree of n nodes and at most d draft steps, for every n and d at once.
+
+    Indexed [n, d] with n in 0..num_nodes and d in 0..max_depth. Row 0 is -inf, so that no argmax ever picks it; where
+    fewer than n nodes exist within d steps, the value of the largest tree goes on. `p` must be non-increasing.
+
+    A node among the N best of its level has its parent among the N best of the level above, so a level is the N
+    largest of outer(level above, p).
+    """
+    p_K = _check_non_increasing(p, "isotonic(p) smooths it, dp_table(p, ...) takes it as it is")
+    _check_sizes(num_nodes, max_depth)
+    G_ND = np.full((num_nodes + 1, max_depth + 1), -np.inf)
+    level_N = best_N = np.ones(1)
+    for depth in range(max_depth + 1):
+        total_N = np.cumsum(best_N)
+        G_ND[1 : total_N.size + 1, depth] = total_N
+        G_ND[total_N.size + 1 :, depth] = total_N[-1]
+        level_N = _next_level(level_N, p_K, num_nodes)
+        best_N = _largest(np.concatenate([best_N, level_N]), num_nodes)
+    return G_ND
+
+
+def dp_table(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Floats:
+    """`expected_tokens_table` for ANY `p`, by the exact dynamic program (Alg. 5): same indices, same conventions."""
+    p_K = check_acceptance(p)
+    _check_sizes(num_nodes, max_depth)
+    deepest = min(max_depth, num_nodes - 1)
+    value_DN, _ = _fill_depths(p_K, num_nodes, deepest)
+    G_DN = np.maximum.accumulate(value_DN, axis=1)  # fills the sizes that do not exist
+    return np.pad(G_DN, ((0, max_depth - deepest), (0, 0)), mode="edge").T.copy()
+
+
+def chain(length: int) -> Topology:
+    """One path of `length` draft tokens, 1 + length nodes (Leviathan et al.); `chain(0)` is the root alone."""
+    _require(length >= 0, "a chain's length must be 0 or more", length, "0 decodes without speculation")
+    return Topology.from_parents(range(-1, length))
+
+
+def sequences(count: int, length: int) -> Topology:
+    """`count` independent sequences of `length` draft tokens below the root, 1 + count * length nodes (Table 1)."""
+    _require(min(count, length) >= 1, "sequences need a count and a length of 1 or more", (count, length), "try 4, 8")
+    return Topology.from_parents([-1, *[0] * count, *range(1, count * (length - 1) + 1)])
+
+
+def k_ary(k: int, num_nodes: int) -> Topology:
+    """The complete k-ary tree, filled level by level up to `num_nodes` nodes; k = 2 is Table 1's binary tree."""
+    _require(k >= 1, "a k-ary tree needs 1 child or more per node", k, "2 is the binary tree")
+    _check_sizes(num_nodes, 0)
+    return Topology.from_parents((np.arange(num_nodes) - 1) // k)
+
+
+TreeKind = Literal["auto", "none", "best", "chain", "sequences"]
+_TREE_FORMS: dict[TreeKind, str] = {
+    "auto": "auto",
+    "none": "none",
+    "best": r"(\d{1,9})x(\d{1,9})",
+    "chain": r"chain:(\d{1,9})",
+    "sequences": r"sequences:(\d{1,9})x(\d{1,9})",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSpec:
+    """A tree as the user named it, not yet built: what `a` and `b` mean depends on the kind."""
+
+    kind: TreeKind
+    a: int = 0  # best: nodes; chain: length; sequences: count
+    b: int = 0  # best: most draft steps; sequences: length
+
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes the built tree can have, known before any acceptance vector is."""
+        sizes = {"auto": AUTO_NODES, "best": self.a, "chain": 1 + self.a, "sequences": 1 + self.a * self.b}
+        return sizes.get(self.kind, 1)
+
+    def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Topology:
+        """The topology; `none` is the root alone. Raises `UserError` where best-first meets a `p` that rises."""
+        match self.kind:
+            case "auto":
+                return auto_tree(p)
+            case "none":
+                return chain(0)
+            case "best":
+                return best_first(p, self.a, self.b)
+            case "chain":
+                return chain(self.a)
+            case "sequences":
+                return sequences(self.a, self.b)
+
+
+def auto_tree(p: AcceptanceVector) -> Topology:
+    """What `--tree auto` means. TODO(choice by measured t(n) and c, Eq. 1): replace the fixed size."""
+    return best_first(p, AUTO_NODES, AUTO_DEPTH)
+
+
+def parse_tree(text: str) -> TreeSpec:
+    """`auto`, `none`, `NxD` (N nodes, at most D deep), `chain:L` or `sequences:KxL`. Raises `UserError`."""
+    for kind, form in _TREE_FORMS.items():
+        if match := re.fullmatch(form, text, re.ASCII):
+            numbers = [int(group) for group in match.groups()]
+            spec = TreeSpec(kind, *numbers)
+            rule = f"--tree must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
+            _require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try --tree 64x16")
+            return spec
+    raise UserError(f"--tree must be auto, none, NxD, chain:L or sequences:KxL, got {text!r}: try --tree 64x16")
+
+
+def _require(holds: bool, rule: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise UserError(f"{rule}, got {value}: {remedy}")
+
+
+def _check_sizes(num_nodes: int, max_depth: int) -> None:
+    _require(num_nodes >= 1, "num_nodes must be 1 or more", num_nodes, "1 is the root alone, no speculation")
+    _require(max_depth >= 0, "max_depth must be 0 or more", max_depth, "0 is the root alone, no speculation")
+
+
+def _check_non_increasing(p: AcceptanceVector, remedy: str) -> Floats:
+    p_K = check_acceptance(p)
+    for k in np.flatnonzero(np.diff(p_K) > 0)[:1].tolist():
+        rise = f"p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = {p_K[k + 1]:.6g}"
+        raise UserError(f"best-first needs a non-increasing acceptance vector, got {rise}: {remedy}")
+    return p_K
+
+
+def _ranks(parent_N: Ints) -> Ints:
+    """Distance from the first sibling, given that siblings are consecutive."""
+    return np.arange(parent_N.size) - np.searchsorted(parent_N, parent_N)
+
+
+def _level_order(parents: list[int]) -> list[int]:
+    """Renumbers nodes that were found in any order that has parents before children and siblings by rank."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], start=1):
+        children[parent].append(node)
+    order = [0]
+    for node in order:  # grows while it is read: a queue that remembers
+        order.extend(children[node])
+    place = dict(zip(order, range(len(order)), strict=True))
+    return [-1, *(place[parents[node]] for node in order[1:])]
+
+
+def _largest(values: Floats, count: int) -> Floats:
+    """The `count` largest, in falling order."""
+    return -np.sort(-values)[:count]
+
+
+def _next_level(level_N: Floats, p_K: Floats, num_nodes: int) -> Floats:
+    """The N largest of outer(level_N, p_K), both falling.
+
+    Entry (i, k) has (i + 1)(k + 1) - 1 others no smaller, so N log K candidates are enough instead of N K.
+    """
+    return _largest(np.concatenate([level_N[: num_nodes // (k + 1)] * p for k, p in enumerate(p_K)]), num_nodes)
+
+
+def _largest_size(num_ranks: int, max_depth: int, num_nodes: int) -> int:
+    """`num_nodes`, or all 1 + K + K^2 + ... + K^D nodes there are if that is less."""
+    size = width = 1
+    for _ in range(min(max_depth, num_nodes - 1)):
+        if size >= num_nodes:
+            break
+        width *= num_ranks
+        size += width
+    return min(size, num_nodes)
+
+
+def _only_root(num_nodes: int) -> Floats:
+    value_N = np.full(num_nodes + 1, -np.inf)
+    value_N[1] = 1.0
+    return value_N
+
+
+def _fill_depths(p_K: Floats, num_nodes: int, max_depth: int) -> tuple[Floats, list[Ints]]:
+    """`value_DN`, the best F of exactly n nodes within d steps (-inf: none), and per depth its `size_KN` table."""
+    value_DN = np.tile(_only_root(num_nodes), (max_depth + 1, 1))
+    sizes_D = [np.zeros((0, num_nodes), dtype=np.int64)]  # depth 0 has no children to choose
+    for depth in range(1, max_depth + 1):
+        limit = _largest_size(p_K.size, depth - 1, num_nodes)
+        sizes_D.append(_fill_depth(p_K, value_DN[depth - 1], value_DN[depth], limit))
+    return value_DN, sizes_D
+
+
+def _fill_depth(p_K: Floats, below_N: Floats, value_N: Floats, limit: int) -> Ints:
+    """Algorithm 5 for one depth: fills `value_N` from the subtrees' `below_N`, whose sizes up to `limit` exist.
+
+    Siblings are chosen from the last rank to the first, so that later ones exist only after earlier ones:
+    rest[k][m] = max over s of p[k] * below[s] + rest[k + 1][m - s] is the best of m nodes below the ranks k, k + 1, ...
+    Returns the s of every cell, `size_KN`. For a free depth `below_N` *is* `value_N`: m reads sizes up to m alone.
+    """
+    num_nodes, row_K = value_N.size - 1, np.arange(p_K.size)
+    size_KN = np.zeros((p_K.size, num_nodes), dtype=np.int64)
+    scaled_KN = np.empty((p_K.size, num_nodes))  # [k, s - 1] = p[k] * below[s]
+    rest_KN = np.full((p_K.size + 1, num_nodes), -np.inf)  # [k, -1 - m], backwards: both operands are read forwards
+    rest_KN[:, -1] = 0.0
+    for m in range(1, num_nodes):
+        top = min(m, limit)
+        scaled_KN[:, top - 1] = p_K * below_N[top]
+        total_KN = scaled_KN[:, :top] + rest_KN[1:, num_nodes - m : num_nodes - m + top]
+        best_K = total_KN.argmax(axis=1)
+        size_KN[:, m] = best_K + 1
+        rest_KN[:-1, -1 - m] = total_KN[row_K, best_K]
+        value_N[m + 1] = 1.0 + rest_KN[0, -1 - m]
+    return size_KN
+
+
+def _rebuild(sizes_D: list[Ints], num_nodes: int, max_depth: int) -> list[int]:
+    """Walks the tables from the root, breadth first, which is level order; returns the parents."""
+    parents, queue = [-1], [(num_nodes, max_depth)]
+    for node, (size, depth) in enumerate(queue):  # grows while it is read
+        remaining, rank = size - 1, 0
+        while remaining:
+            child_size = int(sizes_D[depth][rank, remaining])
+            parents.append(node)
+            queue.append((child_size, depth - 1))
+            remaining, rank = remaining - child_size, rank + 1
+    return parents

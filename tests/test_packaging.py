@@ -1,0 +1,96 @@
+"""What only shows from outside: other packages beside ours, the folders of the wheel, the weight of an import."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What transformers takes from Hugging Face's `kernels` at import, when it finds a version that it supports.
+HF_KERNELS_STAND_IN = """
+from unittest.mock import MagicMock
+
+CUDAProperties = Device = KernelizeFallback = Mode = ROCMProperties = MagicMock()
+LayerRepository = LocalLayerRepository = MagicMock()
+get_kernel = kernelize = register_kernel_mapping = replace_kernel_forward_from_hub = use_kernel_mapping = MagicMock()
+
+def use_kernel_forward_from_hub(name):
+    return lambda decorated: decorated
+
+use_kernelized_func = use_kernel_forward_from_hub
+"""
+
+
+def run_python(code: str, *search_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in the repository root, which `-c` puts first on the path, as `python -m` does."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, search_path))}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def assert_runs(code: str, *search_path: Path) -> None:
+    done = run_python(code, *search_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def hf_kernels(tmp_path: Path) -> Path:
+    """A folder for the search path that holds a distribution `kernels` 0.18.2, with the names transformers asks for."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text(HF_KERNELS_STAND_IN)
+    info = tmp_path / "kernels-0.18.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+    return tmp_path
+
+
+def test_our_kernels_leave_room_for_hugging_faces(hf_kernels: Path) -> None:
+    is_in_use = "from transformers.utils import is_kernels_available; assert is_kernels_available(), 'not found'"
+    is_theirs = f"import kernels; assert kernels.__file__.startswith({str(hf_kernels)!r}), kernels.__file__"
+    assert_runs(f"{is_in_use}\n{is_theirs}\nfrom transformers import LlamaForCausalLM", hf_kernels)
+
+
+def test_a_package_named_kernels_would_break_transformers(hf_kernels: Path, tmp_path: Path) -> None:
+    """The control: the test above can fail, so the stand-in is really asked."""
+    ours = tmp_path / "shadow" / "kernels"
+    ours.mkdir(parents=True)
+    (ours / "__init__.py").touch()
+    done = run_python("from transformers import LlamaForCausalLM", ours.parent, hf_kernels)
+    assert done.returncode != 0
+    assert "CUDAProperties" in done.stderr
+
+
+def test_folders_of_the_wheel_exist() -> None:
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    folders = targets["wheel"]["packages"] + list(targets["wheel"]["force-include"])
+    assert set(folders) == {"offload", "kernels", "bench"}
+    assert [f for f in folders if not (ROOT / f).is_dir()] == []
+    assert [f for f in folders if f"/{f}" not in targets["sdist"]["include"]] == []
+
+
+@pytest.mark.parametrize("folder", ["kernels", "bench"])
+def test_every_file_has_its_import_path(folder: str) -> None:
+    files = sorted(p.stem for p in (ROOT / folder).glob("*.py"))
+    assert files
+    find = "from importlib.util import find_spec"
+    assert_runs(f"{find}\nfor f in {files}: assert find_spec(f'offload.{folder}.{{f}}'), f")
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    assert_runs("import sys, offload; assert not {'torch', 'transformers'} & sys.modules.keys()")
+
+
+def test_help_does_not_import_torch() -> None:
+    assert_runs("""
+import sys
+from offload.cli import main
+sys.argv = ["offload", "--help"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+assert not {"torch", "transformers"} & sys.modules.keys()
+""")

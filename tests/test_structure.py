@@ -1,0 +1,236 @@
+"""House rules as tests: each rule reads one source file and yields `path:line rule` for every breach.
+
+Why: a rule that nobody runs is a wish. Invariant: for each rule there is a planted breach below that it must report.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("offload", "kernels", "bench")
+MAX_FILE_LINES = 399
+MAX_FUNCTION_LINES = 60
+MAX_POSITIONAL = 6
+MAX_KEYWORD_ONLY = 10
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Rule = Callable[[PurePosixPath, str], Iterator[str]]
+
+
+def short_files(path: PurePosixPath, source: str) -> Iterator[str]:
+    num_lines = len(source.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield f"{path}:{num_lines} a file has at most {MAX_FILE_LINES} lines"
+
+
+def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
+    for function in functions(source):
+        num_lines = (function.end_lineno or function.lineno) - function.lineno + 1
+        if num_lines > MAX_FUNCTION_LINES:
+            yield f"{path}:{function.lineno} {function.name} has {num_lines} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
+    """The parameters of a command are its flags, and a program may have many."""
+    for function in functions(source):
+        positional = [a.arg for a in function.args.posonlyargs + function.args.args if a.arg not in ("self", "cls")]
+        num_keyword_only = len(function.args.kwonlyargs)
+        too_many = len(positional) > MAX_POSITIONAL or num_keyword_only > MAX_KEYWORD_ONLY
+        if too_many and not decorators(function) & {"command", "callback"}:
+            limits = f"at most {MAX_POSITIONAL} and {MAX_KEYWORD_ONLY}"
+            counts = f"{len(positional)} positional and {num_keyword_only} keyword-only parameters"
+            yield f"{path}:{function.lineno} {function.name} takes {counts}, {limits}"
+
+
+def nothing_swallowed(path: PurePosixPath, source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        is_handler = isinstance(node, ast.ExceptHandler) and catches_everything(node.type) and does_nothing(node.body)
+        is_suppress = isinstance(node, ast.Call) and last_name(node.func) == "suppress"
+        if is_handler or (is_suppress and any(map(catches_everything, node.args))):
+            yield f"{path}:{node.lineno} an exception of any kind is swallowed"
+
+
+def no_remote_code(path: PurePosixPath, source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        given: list[tuple[object, ast.expr]] = []
+        if isinstance(node, ast.Call):
+            given = [(keyword.arg, keyword.value) for keyword in node.keywords]
+        elif isinstance(node, ast.Dict):
+            given = [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
+        for name, value in given:
+            if name == "trust_remote_code" and not (isinstance(value, ast.Constant) and value.value is False):
+                yield f"{path}:{value.lineno} trust_remote_code runs what a checkpoint brings along"
+
+
+def named_by_its_job(path: PurePosixPath, source: str) -> Iterator[str]:
+    if path.name.startswith("utils"):
+        yield f"{path}:1 a file is named by its job, and utils is none"
+
+
+def docstrings(path: PurePosixPath, source: str) -> Iterator[str]:
+    """Of the modules in offload/ with their public functions, classes and methods; a property's name may suffice."""
+    if path.parts[0] != "offload":
+        return
+    module = ast.parse(source)
+    if ast.get_docstring(module) is None:
+        yield f"{path}:1 the module has no docstring"
+    for node, name in public_definitions(module):
+        if ast.get_docstring(node) is None:
+            yield f"{path}:{node.lineno} {name} has no docstring"
+
+
+def no_package_at_top_level(path: PurePosixPath, source: str) -> Iterator[str]:
+    if path.parts[0] in ("kernels", "bench") and path.name == "__init__.py":
+        yield f"{path}:1 {path.parts[0]}/ is no package: it would shadow Hugging Face's kernels, or anybody's bench"
+
+
+def kernels_stand_alone(path: PurePosixPath, source: str) -> Iterator[str]:
+    """The import contract ends at `offload.kernels`, for the files themselves lie outside the package."""
+    if path.parts[0] != "kernels":
+        return
+    for node in ast.walk(ast.parse(source)):
+        for name in imported_names(node):
+            if f"{name}.".startswith("offload.") and not f"{name}.".startswith("offload.kernels."):
+                yield f"{path}:{node.lineno} a kernel imports {name}: kernels/ stands at the bottom"
+
+
+RULES: list[Rule] = [
+    short_files,
+    short_functions,
+    few_parameters,
+    nothing_swallowed,
+    no_remote_code,
+    named_by_its_job,
+    docstrings,
+    no_package_at_top_level,
+    kernels_stand_alone,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule: Rule) -> None:
+    breaches = [breach for path, source in sources() for breach in rule(path, source)]
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+def test_every_folder_is_read() -> None:
+    assert {path.parts[0] for path, _ in sources()} == set(FOLDERS)
+
+
+def test_every_rule_has_a_planted_breach() -> None:
+    assert {breach.values[0] for breach in PLANTED} == set(RULES)
+
+
+def planted(rule: Rule, path: str, source: str, case: str = "") -> object:
+    return pytest.param(rule, PurePosixPath(path), source, id=f"{rule.__name__}-{case}".strip("-"))
+
+
+PLANTED = [
+    planted(short_files, "offload/a.py", "x = 1\n" * 400),
+    planted(short_functions, "offload/a.py", "def f():\n" + "    x = 1\n" * 60),
+    planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, f, g): ...", "positional"),
+    planted(few_parameters, "offload/a.py", "def f(*, a, b, c, d, e, f, g, h, i, j, k): ...", "keyword_only"),
+    planted(nothing_swallowed, "offload/a.py", "try: f()\nexcept: pass", "bare"),
+    planted(nothing_swallowed, "offload/a.py", "try: f()\nexcept Exception: pass", "exception"),
+    planted(nothing_swallowed, "offload/a.py", "try: f()\nexcept (OSError, BaseException) as e: ...", "tuple"),
+    planted(nothing_swallowed, "offload/a.py", "with contextlib.suppress(Exception): f()", "suppress"),
+    planted(no_remote_code, "offload/a.py", "load(name, trust_remote_code=True)", "keyword"),
+    planted(no_remote_code, "offload/a.py", "load(name, **{'trust_remote_code': True})", "dict"),
+    planted(named_by_its_job, "bench/utils_io.py", "x = 1\n"),
+    planted(docstrings, "offload/a.py", "x = 1", "module"),
+    planted(docstrings, "offload/a.py", "'''What.'''\ndef f(): return 1", "function"),
+    planted(docstrings, "offload/a.py", "'''What.'''\nclass A: x = 1", "class"),
+    planted(docstrings, "offload/a.py", "'''What.'''\nclass A:\n    '''A.'''\n    def f(self): return 1", "method"),
+    planted(no_package_at_top_level, "kernels/__init__.py", ""),
+    planted(kernels_stand_alone, "kernels/a.py", "from offload.config import Config", "from"),
+    planted(kernels_stand_alone, "kernels/a.py", "import offload", "import"),
+]
+
+WITHIN_THE_RULES = '''"""What."""
+import contextlib
+from offload.kernels import other
+
+@app.command()
+def run(a, b, c, d, e, f, g, h):
+    """A program's flags are not counted."""
+
+class Thing:
+    """What it is."""
+
+    def __init__(self, a, b, c, d, e, f, *, g, h, i, j, k, l, m, n, o, p):
+        with contextlib.suppress(OSError):
+            load(a, trust_remote_code=False)
+        try:
+            load(b)
+        except Exception as error:
+            raise ValueError from error
+
+    @property
+    def num_parts(self):
+        return 1
+'''
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), PLANTED)
+def test_rule_can_fail(rule: Rule, path: PurePosixPath, source: str) -> None:
+    (breach,) = rule(path, source)
+    assert re.match(rf"{re.escape(str(path))}:\d+ \w", breach)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_lets_good_code_pass(rule: Rule) -> None:
+    for path in ("offload/thing.py", "kernels/thing.py"):
+        assert list(rule(PurePosixPath(path), WITHIN_THE_RULES)) == []
+
+
+def sources() -> Iterator[tuple[PurePosixPath, str]]:
+    """Every Python file of the three folders as it lies on disk, committed or not."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield PurePosixPath(path.relative_to(ROOT).as_posix()), path.read_text(encoding="utf-8")
+
+
+def functions(source: str) -> Iterator[Function]:
+    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, Function))
+
+
+def decorators(function: Function) -> set[str]:
+    return {last_name(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list}
+
+
+def last_name(node: ast.AST | None) -> str:
+    """`c` of `a.b.c`; empty for what has no name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def catches_everything(node: ast.expr | None) -> bool:
+    if isinstance(node, ast.Tuple):
+        return any(map(catches_everything, node.elts))
+    return node is None or last_name(node) in ("Exception", "BaseException")
+
+
+def does_nothing(body: list[ast.stmt]) -> bool:
+    return all(isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in body)
+
+
+def public_definitions(node: ast.Module | ast.ClassDef) -> Iterator[tuple[Function | ast.ClassDef, str]]:
+    """Functions and classes without a leading underscore, also within such classes, but not within functions."""
+    for child in node.body:
+        if not isinstance(child, Function | ast.ClassDef) or child.name.startswith("_"):
+            continue
+        if isinstance(child, ast.ClassDef):
+            yield from public_definitions(child)
+        elif decorators(child) & {"property", "cached_property", "overload", "setter"}:
+            continue
+        yield child, child.name
+
+
+def imported_names(node: ast.AST) -> list[str]:
+    """Full names: `from offload import config` gives offload.config."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
