@@ -6,14 +6,16 @@ Text goes to stdout as it is accepted, everything else to stderr. torch is impor
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from offload.config import Sampling, format_bytes, parse_size
 from offload.errors import ReadError, UserError
-from offload.screen import Screen, closing_lines, plan_line, plan_picture
+from offload.screen import Screen, closing_lines, comparison_lines, plan_line, plan_picture
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -75,7 +77,7 @@ def generate(
     quiet: Quiet = False,
 ) -> None:
     """Write text with a model larger than memory."""
-    text = _read_prompt(prompt, file)
+    text, sampling = _read_prompt(prompt, file), Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
     from offload.loading import load
 
     with Screen(is_quiet=quiet or as_json) as screen:
@@ -89,8 +91,7 @@ def generate(
         }
         hooks: dict[str, Callable[..., None]] = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
         with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
-            sampling = {"temperature": temp, "top_p": top_p, "top_k": top_k, "seed": seed}
-            run = decoder.run(text, max_new_tokens=max_tokens, stop=stop, raw=raw, **sampling)  # type: ignore[arg-type]
+            run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
             for line in (*decoder.notes, plan_line(decoder.plan, decoder.num_threads)):
                 screen.say(line)
             screen.expect_sweep(len(decoder.plan.layer_bytes), "reading the prompt")
@@ -136,6 +137,55 @@ def plan(
         return
     print(plan_picture(memory))
     print(f"  a sweep reads {memory.streamed_bytes / 1e9:.2f} GB at {speed / 1e9:.2f} GB/s: {figures['sweep_s']:.2f} s")
+
+
+@app.command(
+    epilog="""Examples:
+
+    offload demo
+
+    offload demo --size 2GB --tree 128x20 -p "def main(argv):" --temp 0.6"""
+)
+def demo(
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Python code to go on with")] = None,
+    max_tokens: NumTokens = 96,
+    size: Annotated[str, typer.Option(help="how large to make the target")] = "1GB",
+    ram: Annotated[str | None, typer.Option(help="memory budget; default: a quarter of the size")] = None,
+    tree: Tree = "64x16",
+    temp: Temp = 0.0,
+    seed: Seed = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Try it: a packaged model made larger than the memory it is given, without and with a tree."""
+    from offload import demo as run
+
+    size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
+    with Screen(is_quiet=quiet or as_json) as screen:
+        target = run.inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
+        with run.open_demo(target, ram or size_bytes // 4, tree, screen) as decoder:
+            screen.say(
+                f"target of {format_bytes(size_bytes)} in {target}, {format_bytes(decoder.plan.ram_bytes)} allowed"
+            )
+            screen.say(plan_line(decoder.plan, decoder.num_threads))
+            show = partial(_show, screen, is_silent=as_json, num_layers=len(decoder.plan.layer_bytes))
+            limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
+            result = run.compare(decoder, prompt or run.PROMPT, sampling, show=show, **limits)
+    if as_json:
+        print(json.dumps({"none": result.plain.as_dict(), "tree": result.tree.as_dict(), "speedup": result.speedup}))
+    screen.say(comparison_lines(result.plain.stats, result.tree.stats, result.num_exact, result.num_near))
+
+
+def _show(screen: Screen, heading: str, pieces: Iterator[str], *, is_silent: bool, num_layers: int) -> None:
+    """Print one run of the demo as it goes."""
+    screen.say(f"--- {heading}")
+    screen.expect_sweep(num_layers, "reading the prompt")
+    for piece in pieces:
+        screen.clear()
+        if not is_silent:
+            print(piece, end="", flush=True)
+    if not is_silent:
+        print()
 
 
 def main() -> None:

@@ -75,18 +75,7 @@ class Decoder:
         )
         return accepted.tokens
 
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
-        """Generate to the end; takes the options of `run`."""
-        run = self.run(prompt, **options)
-        for _ in run:
-            pass
-        return run.result()
-
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[str]:
-        """Yield pieces of text as they are accepted; takes the options of `run`."""
-        return iter(self.run(prompt, **options))
-
-    def run(
+    def generate(
         self,
         prompt: str | Sequence[int],
         *,
@@ -96,13 +85,12 @@ class Decoder:
         top_k: int = 0,
         seed: int = 0,
         stop: str | Sequence[str] | None = None,
-        raw: bool = False,
         tree: str | None = None,
-    ) -> Run:
-        """Prepare a generation: iterate over it for pieces of text, ask it for `result()` at any time.
+    ) -> Generation:
+        """Generate to the end.
 
         Args:
-            prompt: text (put into the model's chat template unless `raw`) or token ids.
+            prompt: text, put into the model's chat template where it has one, or token ids.
             max_new_tokens: at most so many.
             temperature, top_p, top_k, seed: see `Sampling`; temperature 0 is greedy.
             stop: strings that end the text; they are not part of it.
@@ -110,9 +98,45 @@ class Decoder:
 
         Raises:
             UserError: empty prompt, no room for it in the context, or settings out of range.
+            ReadError: the disk failed.
         """
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        prompt_ids = self._encode(prompt, raw=raw)
+        run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, tree=tree)
+        for _ in run:
+            pass
+        return run.result()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        tree: str | None = None,
+    ) -> Iterator[str]:
+        """Yield pieces of text as they are accepted; the arguments are those of `generate`."""
+        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, tree=tree))
+
+    def run(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stop: str | Sequence[str] | None = None,
+        raw: bool = False,
+        tree: str | None = None,
+    ) -> Run:
+        """Prepare a generation: iterate over it for pieces of text, ask it for `result()` at any time.
+
+        The arguments are those of `generate`; `raw` leaves the chat template out.
+        """
+        prompt_ids = self.encode(prompt, raw=raw)
         self._require_room(len(prompt_ids), max_new_tokens)
         topology = self._topology if tree is None else self._other_tree(tree)
         sampler = Sampler(sampling, self._vocab_size)
@@ -140,7 +164,8 @@ class Decoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encode(self, prompt: str | Sequence[int], *, raw: bool) -> list[int]:
+    def encode(self, prompt: str | Sequence[int], *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt, checked. Raises `UserError`."""
         if not isinstance(prompt, str):
             ids = [int(token) for token in prompt]
         elif self.tokenizer is None:

@@ -96,7 +96,7 @@ def _load_drafter(
 ) -> Drafter:
     if checkpoint is None:
         return NoDrafter()
-    model = _resident_model(checkpoint, dtype)
+    model = resident_model(checkpoint, dtype)
     _check_vocabulary(tokenizer, checkpoint, target, model)
     return ModelDrafter(model, target.vocab_size, plan.cache_slots)
 
@@ -122,7 +122,7 @@ def _build_topology(tree: str, *, has_draft: bool) -> Topology:
     return chain(0)
 
 
-def _resident_model(checkpoint: Checkpoint, dtype: str) -> BorrowedModel:
+def resident_model(checkpoint: Checkpoint, dtype: str) -> BorrowedModel:
     """A small model with all its weights in memory, bound for good."""
     model, store = BorrowedModel(checkpoint, dtype), HostStore(checkpoint.shards)
     try:

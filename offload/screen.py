@@ -106,6 +106,24 @@ def closing_lines(stats: Stats, ram_bytes: int) -> str:
     )
 
 
+def _speed_row(label: str, stats: Stats) -> str:
+    link_gb_per_s = stats.link_bytes_per_s / 1e9
+    speed = f"{stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>13.2f} {stats.tpot_s:>8.3f}"
+    return f"{label:>22} {speed} {link_gb_per_s:>10.2f}"
+
+
 def _picture_row(label: str, size_bytes: int, budget_bytes: int) -> str:
     cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
     return f"  {label:<34} {format_bytes(size_bytes):>9}  {'█' * min(cells, _BAR_WIDTH)}"
+
+
+def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -> str:
+    """Both speeds side by side."""
+    near = f", {num_near} lie within bf16 rounding of it" if num_near else ""
+    head = f"{'':>22} {'tokens/s':>9} {'tokens/sweep':>13} {'s/token':>8} {'link GB/s':>10}"
+    rows = [
+        _speed_row("one token per sweep", plain),
+        _speed_row(f"tree {tree.tree_num_nodes}x{tree.tree_depth}", tree),
+    ]
+    proof = f"{num_exact} of {num_exact + num_near} tokens are the original model's own draw in float32{near}"
+    return "\n".join([head, *rows, f"{tree.tokens_per_s / plain.tokens_per_s:.1f} times as fast; {proof}"])

@@ -1,0 +1,38 @@
+"""Proof after the fact: is every emitted token what the model draws, by a resident float32 run of the same function?
+
+Speed is only worth printing for right tokens. In bf16 two tokens can lie closer than rounding, so the proof is a gap
+per token: zero where the token is the float32 draw, the distance to it otherwise.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from offload.checkpoint import open_checkpoint
+from offload.config import Sampling
+from offload.kv_cache import KVCache
+from offload.loading import resident_model
+from offload.sampling import Sampler
+
+BF16_NOISE = 0.15  # of logits around 10 in size: two steps of bf16, 2^-7 of the value each
+
+
+def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling) -> list[float]:
+    """By how much each new token misses the best perturbed score (see `Sampler`) of `model` computed in float32.
+
+    Args:
+        model: folder of a checkpoint that fits into memory; for an inflated target the one it was made from.
+    """
+    reference = resident_model(open_checkpoint(model), "float32")
+    ids = torch.tensor([*prompt_ids, *new_ids])
+    causal_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    cache = KVCache(reference.num_layers, len(ids))
+    logits_TV = reference.forward(ids, torch.arange(len(ids)), causal_TT, cache)
+    sampler = Sampler(sampling, reference.vocab_size)
+    gaps = []
+    for index, token in enumerate(new_ids):
+        position = len(prompt_ids) + index
+        score_V = sampler.perturbed(logits_TV[position - 1 : position], position)[0]
+        gaps.append(float(score_V.max() - score_V[token]))
+    return gaps

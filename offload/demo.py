@@ -1,0 +1,94 @@
+"""The embedded default: a real run on any machine, without a network, a GPU or a model of one's own.
+
+A small trained pair is part of the package. Its target is inflated to about a gigabyte without changing what it
+computes, allowed a quarter of that in memory, and decodes first one token per sweep, then with a tree. Both speeds are
+printed only after every token was found to be the original model's own.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from offload.audit import BF16_NOISE, draw_gaps
+from offload.config import Sampling
+from offload.decode import Decoder
+from offload.errors import UserError
+from offload.generation import Generation
+from offload.inflate import inflate
+from offload.loading import Progress, load
+from offload.screen import Screen
+
+PAIR = Path(__file__).parent / "demo_pair"
+PROMPT = '''"""Read settings from a file."""
+
+import os
+
+
+class Settings:
+    """A mapping of names to values, read once.
+    """
+
+    def __init__(self, path, encoding=None):
+'''
+
+
+class Comparison(NamedTuple):
+    """Both runs of the demo and what the proof found."""
+
+    plain: Generation  # one token per sweep
+    tree: Generation
+    num_exact: int  # tokens of both runs that are the float32 draw of the original model
+    num_near: int  # tokens that lie within bf16 rounding of it
+
+    @property
+    def speedup(self) -> float:
+        """How many times more tokens per second the tree gives."""
+        return self.tree.stats.tokens_per_s / self.plain.stats.tokens_per_s
+
+
+def cache_folder() -> Path:
+    """Where inflated targets are kept: the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+
+
+def inflated_target(size_bytes: int, progress: Progress) -> Path:
+    """The packaged target, inflated to about `size_bytes`; made once, then reused."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    return inflate(PAIR / "target", cache_folder() / f"demo-{size_bytes // 10**6}MB", size_bytes, progress=progress)
+
+
+def compare(
+    decoder: Decoder,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    num_plain: int,
+    num_tree: int,
+    show: Callable[[str, Iterator[str]], None],
+) -> Comparison:
+    """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
+
+    Args:
+        show: receives a heading and the pieces of each run, and must exhaust them.
+
+    Raises:
+        UserError: a token is not the original model's; no speed is worth printing then.
+    """
+    results: list[Generation] = []
+    for heading, num_tokens, tree in (("one token per sweep", num_plain, "none"), ("with a tree", num_tree, None)):
+        run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
+        show(heading, iter(run))
+        results.append(run.result())
+    prompt_ids = decoder.encode(prompt, raw=True)
+    gaps = [gap for result in results for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)]
+    if max(gaps) > BF16_NOISE / max(sampling.temperature, 0.25):
+        raise UserError(f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug")
+    num_exact = sum(gap == 0 for gap in gaps)
+    return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact)
+
+
+def open_demo(target: Path, ram: str | int, tree: str, screen: Screen) -> Decoder:
+    """The inflated target with its packaged draft."""
+    hooks = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
+    return load(target, PAIR / "draft", ram=ram, tree=tree, context=512, **hooks)  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""The promise, end to end: streamed tree decoding emits exactly what transformers emits, for every family and tree."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB_SIZE, build, save_pair
+from transformers import AutoModelForCausalLM
+
+import offload
+
+TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4")
+NUM_NEW = 200
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 40)]
+
+
+def reference(directory: Path, prompt: list[int]) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def streaming_ram(directory: Path, draft: Path) -> int:
+    """A budget under which one layer stays and the rest is streamed."""
+    from offload.checkpoint import open_checkpoint
+    from offload.plan import make_plan, model_shape
+
+    shapes = [model_shape(open_checkpoint(d)) for d in (directory, draft)]
+    roomy = make_plan(shapes[0], shapes[1], ram_bytes=1 << 40, context=256, num_nodes=64)
+    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_ids_equal_transformers(family: str, tmp_path: Path) -> None:
+    target, draft = save_pair(FAMILIES[family](), tmp_path)
+    ram = streaming_ram(target, draft)
+    with offload.load(target, draft, ram=ram, context=256, tree="64x16", threads=1) as decoder:
+        assert decoder.plan.num_slots == 3 and decoder.plan.num_resident == 0
+        yields = []
+        for prompt in prompts():
+            wanted = reference(target, prompt)
+            for tree in TREES:
+                got = decoder.generate(prompt, max_new_tokens=NUM_NEW, tree=tree)
+                assert got.token_ids == wanted, f"{tree}, prompt of {len(prompt)}"
+                yields.append(got.stats.tokens_per_sweep)
+    assert max(yields) > 1.5, "the draft never agreed: acceptance was not exercised"
+    assert min(yields) == 1, "the tree-less run must take one sweep a token"
+
+
+def test_same_seed_same_ids_for_every_tree(tmp_path: Path) -> None:
+    target, draft = save_pair(FAMILIES["llama"](), tmp_path)
+    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "max_new_tokens": 80}
+    with offload.load(target, ram="1GiB", context=128, threads=1) as alone:
+        wanted = [alone.generate(prompts()[1], seed=seed, **sampling).token_ids for seed in range(3)]
+    assert len({tuple(ids) for ids in wanted}) == 3, "seeds must matter"
+    with offload.load(target, draft, ram="1GiB", context=128, tree="64x16", threads=1) as decoder:
+        for seed, ids in enumerate(wanted):
+            for tree in TREES:
+                got = decoder.generate(prompts()[1], seed=seed, tree=tree, **sampling)
+                assert got.token_ids == ids, f"seed {seed}, {tree}"
+
+
+def test_another_draft_changes_nothing_but_speed(tmp_path: Path) -> None:
+    target, good = save_pair(FAMILIES["qwen3"](), tmp_path, noise=0.005)
+    bad = tmp_path / "bad"
+    build(FAMILIES["qwen3"](), seed=9).save_pretrained(bad)
+    results = []
+    for draft in (good, bad):
+        with offload.load(target, draft, ram="1GiB", context=128, tree="8x3", threads=1) as decoder:
+            results.append(decoder.generate(prompts()[1], max_new_tokens=60, temperature=1.0, seed=1))
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].stats.tokens_per_sweep > 1.3 * results[1].stats.tokens_per_sweep
+
+
+def test_prompt_longer_than_one_sweep_takes_in(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.max_position_embeddings = 2048
+    target, draft = save_pair(config, tmp_path)
+    prompt = torch.randint(3, VOCAB_SIZE, (700,), generator=torch.Generator().manual_seed(1)).tolist()
+    with offload.load(target, draft, ram="1GiB", context=1024, tree="8x3", threads=1) as decoder:
+        got = decoder.generate(prompt, max_new_tokens=NUM_NEW)
+    assert got.token_ids == reference(target, prompt)
