@@ -6,7 +6,8 @@ where no model hub can be reached. The corpus is what every Python installation 
 `offload/demo_pair`. Invariant: files whose hash falls into the held-out share are never seen in training, so benches
 may prompt with them.
 
-    python -m offload.bench.train_pair --out offload/demo_pair        about 45 minutes on two cores
+    python -m offload.bench.train_pair --out offload/demo_pair        about an hour on two cores
+    python -m offload.bench.train_pair --out offload/demo_pair --start offload/demo_pair --draft-steps 700
 """
 
 import hashlib
@@ -23,7 +24,7 @@ import typer
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
@@ -141,9 +142,9 @@ def optimise(
 
 
 @torch.no_grad()
-def target_text(target: LlamaForCausalLM, ids: Tensor, num_batches: int) -> Tensor:
+def target_text(target: LlamaForCausalLM, ids: Tensor, num_batches: int, seed: int) -> Tensor:
     """What the target itself writes (greedy, T = 0.6, T = 1 in turn): there its draft will have to guess."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     rows = []
     for batch in tqdm(range(num_batches), desc="target writes", mininterval=5):
         starts = torch.randint(0, len(ids) - 64, (128,), generator=generator)
@@ -166,7 +167,7 @@ def distillation_batches(ids: Tensor, written_RS: Tensor, num_steps: int) -> Ite
     """Alternate corpus windows with rows that the target wrote."""
     generator = torch.Generator().manual_seed(3)
     for step, window in enumerate(batches(ids, num_steps, seed=2)):
-        if step % 2 or step > 0.9 * num_steps:
+        if window.shape[1] > written_RS.shape[1] or step % 2:
             yield window
         else:
             yield written_RS[torch.randint(0, len(written_RS), (TOKENS_PER_STEP // 256,), generator=generator)]
@@ -189,33 +190,36 @@ def report(target: LlamaForCausalLM, draft: LlamaForCausalLM, ids: Tensor) -> di
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write target/ and draft/ into")],
-    target_steps: Annotated[int, typer.Option(min=1)] = 1500,
-    draft_steps: Annotated[int, typer.Option(min=1)] = 1200,
-    written_batches: Annotated[
-        int, typer.Option(min=3, help="batches of 128 texts that the target writes for its draft")
-    ] = 24,
+    start: Annotated[
+        Path | None, typer.Option(help="pair to go on from: its target stays, its draft learns on")
+    ] = None,
+    target_steps: Annotated[int, typer.Option(min=1)] = 1300,
+    draft_steps: Annotated[int, typer.Option(min=1)] = 1100,
+    written_batches: Annotated[int, typer.Option(min=3, help="batches of 128 texts that the target writes")] = 20,
 ) -> None:
-    torch.manual_seed(0)
+    """Train target and draft, or let the draft of an earlier pair learn on."""
+    torch.manual_seed(0 if start is None else 1)
     started = time.perf_counter()
     files = corpus_files(held_out=False)
-    tokenizer = train_tokenizer(files)
+    tokenizer = train_tokenizer(files) if start is None else AutoTokenizer.from_pretrained(start / "target")
     ids = encode_corpus(tokenizer, files)
     held_out = encode_corpus(tokenizer, corpus_files(held_out=True))
     print(f"{len(files)} files, {len(ids):,} tokens, {len(held_out):,} held out")
-    target = llama(hidden=192, ffn=512, layers=6, heads=6, kv_heads=3)
-    optimise(
-        target, batches(ids, target_steps, seed=1), lambda t: next_token_loss(target, t), target_steps, 4e-3, "target"
-    )
-    target.eval().to(torch.bfloat16).save_pretrained(out / "target")
-    target.float()
-    draft = llama(hidden=128, ffn=352, layers=2, heads=4, kv_heads=2)
-    written = target_text(target, ids, written_batches)
+    if start is None:
+        target, draft = llama(192, 512, 6, 6, 3), llama(128, 352, 2, 4, 2)
+        data = batches(ids, target_steps, seed=1)
+        optimise(target, data, lambda tokens: next_token_loss(target, tokens), target_steps, 4e-3, "target")
+        target = target.eval().to(torch.bfloat16).float()  # what the draft learns from is what will be stored
+    else:
+        target, draft = (LlamaForCausalLM.from_pretrained(start / n, dtype=torch.float32) for n in ("target", "draft"))
+    written = target_text(target.eval(), ids, written_batches, seed=7 if start is None else 8)
     data = distillation_batches(ids, written, draft_steps)
-    optimise(draft, data, lambda t: distillation_loss(draft, target, t), draft_steps, 4e-3, "draft")
-    draft.eval().to(torch.bfloat16).save_pretrained(out / "draft")
-    for name in ("target", "draft"):
+    peak_lr = 4e-3 if start is None else 2e-3
+    optimise(draft, data, lambda tokens: distillation_loss(draft, target, tokens), draft_steps, peak_lr, "draft")
+    for name, model in (("target", target), ("draft", draft)):
+        model.eval().to(torch.bfloat16).save_pretrained(out / name)
         tokenizer.save_pretrained(out / name)
-    print(report(target, draft.float(), held_out), f"{time.perf_counter() - started:.0f} s")
+    print(report(target.float(), draft.float(), held_out), f"{time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":
