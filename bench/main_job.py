@@ -168,11 +168,11 @@ def report_memory(size: str) -> None:
     lazy_bytes = rss_bytes()
     _ = transformers.modeling_utils.PreTrainedModel, transformers.AutoModelForCausalLM  # imported lazily: now for good
     imported_bytes = rss_bytes()
-    from offload.demo import open_demo
+    from offload.demo import PROMPT, open_demo
 
     ram_bytes = parse_size(size, "--size") // 4
     with open_demo(_target(size), ram_bytes, "64x16", _SILENT) as decoder:
-        ids = decoder.encode(held_out_prompts(1)[0], raw=True)[:PROMPT_TOKENS]
+        ids = (decoder.encode(PROMPT, raw=True) * 4)[:PROMPT_TOKENS]
         decoder.generate(ids, max_new_tokens=64)
         planned_bytes = decoder.plan.total_bytes
     figures = {"ram_bytes": ram_bytes, "planned_bytes": planned_bytes, "imported_bytes": imported_bytes}

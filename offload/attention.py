@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from offload.errors import UserError
+
 NAME = "offload_tree"
+_SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one take their own eager attention
 
 
 def tree_mask(
@@ -45,21 +48,35 @@ def folded_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Scaled-dot-product attention over (1, H, T, K) queries and (1, G, S, K) keys; the result is (1, T, H, K).
 
-    The signature is the one that transformers calls; what it passes beyond it means nothing beside our masks.
+    The signature is the one that transformers calls. What it passes beyond it means nothing beside our masks, but for
+    what changes the scores themselves.
+
+    Raises:
+        UserError: the family wants such a change.
     """
+    wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
+    if wanted:
+        raise UserError(f"token trees do not support attention with {' and '.join(wanted)}: choose another model")
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     folded = query.reshape(
         num_batch, key.shape[1], group * num_rows, head_dim
     )  # head = g * group + i -> rows i * T + t
-    if attention_mask is not None and group > 1:
-        attention_mask = attention_mask.repeat(1, 1, group, 1)
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(num_batch, num_heads, num_rows, -1).transpose(1, 2), None
+    out = scaled_dot_product_attention(folded, key, value, attn_mask=_folded_mask(attention_mask, group), scale=scaling)
+    return out.reshape(num_batch, num_heads, num_rows, -1).transpose(1, 2).contiguous(), None
+
+
+def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
+    """The mask of folded queries: one for all heads is repeated, one per head (1, H, T, S) is folded like they are."""
+    if mask is None or group == 1:
+        return mask
+    if mask.shape[1] == 1:
+        return mask.repeat(1, 1, group, 1)
+    return mask.reshape(mask.shape[0], mask.shape[1] // group, group * mask.shape[2], mask.shape[3])
 
 
 AttentionInterface.register(NAME, folded_attention)

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.errors import UserError
+from offload.errors import UserError, reason
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
+_TEXT_PART = "language_model."
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
 
@@ -65,7 +67,18 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise UserError(f"{directory.name}: the index places {name} in {file}, which lacks it: {_AGAIN}")
-    return Checkpoint(directory, config, shards, tensors)
+    return Checkpoint(directory, config, shards, _language_model(config, tensors))
+
+
+def _language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Of a model that sees or hears as well, what reads and writes text alone, by the names that it has on its own."""
+    if "text_config" not in config or not any(_TEXT_PART in name for name in tensors):
+        return tensors
+    return {
+        name.replace(_TEXT_PART, "", 1): entry
+        for name, entry in tensors.items()
+        if _TEXT_PART in name or name.startswith("lm_head.")
+    }
 
 
 _AGAIN = "download the checkpoint again"
@@ -94,23 +107,35 @@ def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
     Raises:
         UserError: not a safetensors file, truncated, or offsets that overlap or leave the file.
     """
-    file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
-            raise UserError(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}: {_AGAIN}")
-        raw = file.read(header_bytes)
-    data_lo = 8 + header_bytes
+    try:
+        raw, file_bytes = _raw_header(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    data_lo = 8 + len(raw)
     entries = {name: _entry(path, name, meta, shard, data_lo) for name, meta in _parse_json(path, raw).items()}
     _check_extents(path, entries, file_bytes)
     return entries
+
+
+def _raw_header(path: Path) -> tuple[bytes, int]:
+    """The JSON text of a file's header, and the size of the file."""
+    with path.open("rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
+            raise UserError(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}: {_AGAIN}")
+        return file.read(header_bytes), file_bytes
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"cannot read {path} ({error.strerror}): check that it is a file and yours to read")
 
 
 def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path.name}: its header is not valid JSON ({error}): {_AGAIN}") from None
+        raise UserError(f"{path.name}: its header is not valid JSON ({reason(error)}): {_AGAIN}") from None
     if not isinstance(header, dict):
         raise UserError(f"{path.name}: its header is a JSON {type(header).__name__}, not an object: {_AGAIN}")
     header.pop("__metadata__", None)
@@ -127,7 +152,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
     try:
         dtype, shape, (lo, hi) = meta["dtype"], meta["shape"], meta["data_offsets"]
-        sound = all(type(n) is int and n >= 0 for n in (*shape, lo, hi)) and lo <= hi and isinstance(dtype, str)
+        sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
+        sound = sound and all(type(n) is int and 0 <= n < _MAX_SIZE for n in (*shape, lo, hi)) and lo <= hi
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
@@ -153,10 +179,10 @@ def _check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int)
 
 
 def _resolve(model: str | os.PathLike[str]) -> Path:
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or str(model).startswith("."):
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
@@ -166,23 +192,23 @@ def _resolve(model: str | os.PathLike[str]) -> Path:
 def _download(repo: str) -> Path:
     """The hub's snapshot of `repo`: weights, configuration and tokenizer only; resumable, kept in its cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(repo, allow_patterns=_WANTED))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0][:120]
+    except (OSError, HFValidationError) as error:  # the hub's own errors are all OSErrors but for that of a bad name
         raise UserError(
-            f"{repo} is neither a directory here nor to be had from the hub ({reason}): check the name"
+            f"{repo} is neither a directory here nor to be had from the hub ({reason(error)}): check the name"
         ) from None
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
     config = read_json(directory / "config.json")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = f"{quantised['quant_method']} " if isinstance(quantised, dict) and "quant_method" in quantised else ""
         raise UserError(
-            f"{directory.name}: {method} quantised weights are not supported: use a bf16, fp16 or fp32 checkpoint"
+            f"{directory.name}: {method}quantised weights are not supported: use a bf16, fp16 or fp32 checkpoint"
         )
     return config
 
@@ -193,8 +219,10 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no {path.name} in {path.parent}: give the folder of a Hugging Face model") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): {_AGAIN}") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({reason(error)}): {_AGAIN}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object: {_AGAIN}")
     return value
@@ -233,5 +261,5 @@ def _check_shard_names(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"{directory}: the index names {name!r}, which is not a file beside it: {_AGAIN}")
-        if not (directory / name).is_file():
+        if not os.path.isfile(directory / name):
             raise UserError(f"{directory}: the index names {name}, which is missing: {_AGAIN}")

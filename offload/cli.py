@@ -22,27 +22,32 @@ EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 app = typer.Typer(
     help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
     epilog="Start here: offload demo",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Option("--model", "-m", help="folder or hub id of the target", show_default=False)]
-Draft = Annotated[str | None, typer.Option("--draft", "-d", help="small model with the same vocabulary")]
-Ram = Annotated[str | None, typer.Option(help="memory budget, such as 8GiB; default: what is free")]
-GpuMem = Annotated[str | None, typer.Option(help="device memory budget, such as 24GiB")]
-Context = Annotated[int | None, typer.Option(help="positions for prompt and new tokens; default: at most 4096")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32")]
-Tree = Annotated[str, typer.Option(help="auto, none, NxD (N nodes, D deep), chain:L or sequences:KxL")]
+Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder or hub id of the target")]
+Draft = Annotated[
+    str | None, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")
+]
+Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget, such as 8GiB; default: what is free")]
+GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
+Context = Annotated[
+    int | None, typer.Option(metavar="N", help="positions for prompt and new tokens; default: at most 4096")
+]
+Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
+Tree = Annotated[str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), chain:L or sequences:KxL")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
-Threads = Annotated[int | None, typer.Option(min=1, help="compute threads; default: the fastest, measured at start")]
-Temp = Annotated[float, typer.Option("--temp", "--temperature", help="0 is greedy")]
-TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that sum to this")]
-TopK = Annotated[int, typer.Option(help="keep so many of the likeliest tokens; 0 keeps all")]
-Seed = Annotated[int, typer.Option(help="same seed, same text, whatever the tree or the draft")]
-NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", min=0, help="at most so many new tokens")]
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, measured at start")
+]
+Temp = Annotated[float, typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy")]
+TopP = Annotated[float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")]
+TopK = Annotated[int, typer.Option(metavar="K", help="keep so many of the likeliest tokens; 0 keeps all")]
+Seed = Annotated[int, typer.Option(metavar="N", help="same seed, same text, whatever the tree or the draft")]
+NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0, help="at most so many new tokens")]
 
 
 @app.command(
@@ -57,15 +62,21 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", min=0, help="at mo
 def generate(
     model: Model,
     draft: Draft = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="the prompt; '-' reads standard input")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="read the prompt from a UTF-8 file")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
+    ] = None,
     max_tokens: NumTokens = 128,
     temp: Temp = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Seed = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="end before this string; may be given several times")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")] = "auto",
     gpu_mem: GpuMem = None,
     ram: Ram = None,
     context: Context = None,
@@ -115,16 +126,16 @@ def plan(
     tree: Tree = "auto",
     as_json: Json = False,
 ) -> None:
-    """Will it fit, what lies where, how long is a sweep: from the headers alone."""
+    """Will it fit, and how long is a sweep? Reads headers only."""
     from offload.calibrate import link_bytes_per_s
     from offload.checkpoint import open_checkpoint
     from offload.plan import plan_memory
-    from offload.topology import parse_tree
+    from offload.topology import tree_to_fill
 
     if gpu_mem is not None:
         raise UserError("--gpu-mem limits a CUDA device, which this version does not stream to: leave it out")
     target, small = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
-    num_nodes = parse_tree(tree).num_nodes if small else 1
+    num_nodes = tree_to_fill(tree, has_draft=small is not None).num_nodes
     memory = plan_memory(target, small, ram=ram, dtype=dtype, context=context, num_nodes=num_nodes)
     speed = link_bytes_per_s(max(target.shards, key=lambda path: path.stat().st_size))
     figures = {
@@ -147,17 +158,21 @@ def plan(
     offload demo --size 2GB --tree 128x20 -p "def main(argv):" --temp 0.6"""
 )
 def demo(
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Python code to go on with")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Python code to go on with")
+    ] = None,
     max_tokens: NumTokens = 96,
-    size: Annotated[str, typer.Option(help="how large to make the target")] = "1GB",
-    ram: Annotated[str | None, typer.Option(help="memory budget; default: a quarter of the size")] = None,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="how large to make the target")] = "1GB",
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size")
+    ] = None,
     tree: Tree = "64x16",
     temp: Temp = 0.0,
     seed: Seed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Try it: a packaged model made larger than the memory it is given, without and with a tree."""
+    """See it work on a packaged model, here and now."""
     from offload import demo as run
 
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
@@ -192,12 +207,18 @@ def main() -> None:
     """Entry point of the `offload` command."""
     command = typer.main.get_command(app)
     try:
-        sys.exit(command.main(prog_name="offload", standalone_mode=False) or 0)
+        # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
+        with command.make_context("offload", sys.argv[1:] or ["--help"]) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+        sys.exit(0)
+    except typer.Exit as finished:
+        sys.exit(finished.exit_code)
     except UserError as error:
         _fail(str(error), EXIT_USER_ERROR)
     except ReadError as error:
         _fail(str(error), EXIT_FAILED)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         _leave_closed_pipe()
@@ -210,19 +231,18 @@ def main() -> None:
 def _write_run(run: Any, screen: Screen, *, as_json: bool) -> None:
     """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
     failure: BaseException | None = None
+    num_shown = 0
     try:
         for piece in run:
             screen.clear()
             if not as_json:
+                num_shown += len(piece)  # before the writing, because Ctrl-C strikes right after it
                 sys.stdout.write(piece)
                 sys.stdout.flush()
     except (KeyboardInterrupt, ReadError) as error:
         failure = error
     result = run.result()
-    if as_json:
-        print(json.dumps(result.as_dict()))
-    else:
-        print(flush=True)
+    print(json.dumps(result.as_dict()) if as_json else result.text[num_shown:], flush=True)
     screen.say(closing_lines(result.stats, result.plan.ram_bytes))
     if failure is not None:
         raise failure
@@ -232,14 +252,12 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise UserError("-p and -f exclude each other: give one of them")
     if prompt not in (None, "-"):
-        return str(prompt)
-    if file is None and sys.stdin.isatty():
+        name, raw = "-p", os.fsencode(str(prompt))
+    elif file is None and sys.stdin.isatty():
         raise UserError("no prompt: give -p TEXT, -f FILE or pipe text into standard input")
-    name = str(file) if file else "standard input"
-    try:
-        raw = file.read_bytes() if file else sys.stdin.buffer.read()
-    except OSError as error:
-        raise UserError(f"cannot read the prompt from {name} ({error.strerror}): check the path") from None
+    else:
+        name = str(file) if file else "standard input"
+        raw = _read_bytes(file, name)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -249,8 +267,17 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
+def _read_bytes(file: Path | None, name: str) -> bytes:
+    try:
+        return file.read_bytes() if file else sys.stdin.buffer.read()
+    except OSError as error:
+        raise UserError(f"cannot read the prompt from {name} ({error.strerror}): check the path") from None
+
+
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"offload: {' '.join(message.split())}", file=sys.stderr)
+    """One line; what it quotes from a stranger's file must not steer the terminal."""
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
+    print(f"offload: {line}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -29,10 +29,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature < float("inf"), "--temp must be 0 or more", self.temperature, "0 is greedy")
-        _require(0 < self.top_p <= 1, "--top-p must lie in (0, 1]", self.top_p, "1 keeps every token")
-        _require(self.top_k >= 0, "--top-k must be 0 or more", self.top_k, "0 keeps every token")
-        _require(0 <= self.seed < 2**63, "--seed must lie in [0, 2^63)", self.seed, "choose a smaller one")
+        require(0 <= self.temperature < float("inf"), "--temp must be 0 or more", self.temperature, "0 is greedy")
+        require(0 < self.top_p <= 1, "--top-p must lie in (0, 1]", self.top_p, "1 keeps every token")
+        require(self.top_k >= 0, "--top-k must be 0 or more", self.top_k, "0 keeps every token")
+        require(0 <= self.seed < 2**63, "--seed must lie in [0, 2^63)", self.seed, "choose a smaller one")
 
     @property
     def is_greedy(self) -> bool:
@@ -42,11 +42,11 @@ class Sampling:
 
 def parse_size(text: str | int, flag: str) -> int:
     """Bytes from `512MiB`, `1.2GB`, `4G` (decimal) or a plain number of bytes. Raises `UserError`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(text).lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(text).lower())
     if match is None:
         raise UserError(f"{flag} must be a size such as 8GiB, 1.2GB or 512MiB, got {str(text)!r}")
     size_bytes = int(float(match[1]) * _UNITS[match[2]])
-    _require(size_bytes > 0, f"{flag} must be more than zero", text, "try 4GiB")
+    require(size_bytes > 0, f"{flag} must be more than zero", text, "try 4GiB")
     return size_bytes
 
 
@@ -58,6 +58,7 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _require(holds: bool, rule: str, value: object, remedy: str) -> None:
+def require(holds: bool, rule: str, value: object, remedy: str) -> None:
+    """Refuse a value that breaks a rule. Raises `UserError`."""
     if not holds:
         raise UserError(f"{rule}, got {value}: {remedy}")

@@ -45,7 +45,7 @@ class Decoder:
     ) -> None:
         self._target, self._drafter, self._topology = target, drafter, topology
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
-        self.plan, self.tokenizer, self.num_threads = plan, tokenizer, num_threads
+        self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
         self.notes = [target.stream.note] if target.stream.note and plan.num_slots else []
 
     def step(self, tokens: Sequence[int], topology: Topology, sampler: Sampler, stats: Stats) -> list[int]:
@@ -136,6 +136,8 @@ class Decoder:
 
         The arguments are those of `generate`; `raw` leaves the chat template out.
         """
+        if self._is_closed:
+            raise UserError("this decoder is closed: load the model again")
         prompt_ids = self.encode(prompt, raw=raw)
         self._require_room(len(prompt_ids), max_new_tokens)
         topology = self._topology if tree is None else self._other_tree(tree)
@@ -155,8 +157,11 @@ class Decoder:
         )
 
     def close(self) -> None:
-        """Stop the readers, close the files, drop the buffers."""
+        """Stop the readers, close the files, drop weights and buffers."""
         self._resources.close()
+        if not self._is_closed:
+            self._is_closed = True
+            del self._target, self._drafter
 
     def __enter__(self) -> "Decoder":
         return self

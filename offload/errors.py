@@ -7,3 +7,8 @@ class UserError(ValueError):
 
 class ReadError(OSError):
     """The disk failed while a run was under way; what was generated until then is kept."""
+
+
+def reason(error: BaseException) -> str:
+    """What a library says is wrong, short enough to stand inside a line of ours."""
+    return " ".join(str(error).split())[:160] or type(error).__name__

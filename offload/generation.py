@@ -88,7 +88,7 @@ class Run:
         self._stats.num_new_tokens, self._stats.peak_rss_bytes = len(self._new_ids), peak_rss_bytes()
         return Generation(
             token_ids=list(self._new_ids),
-            text=self._text.text,
+            text=self._text.text if self.finish_reason == "stop" else self._text.whole(),
             finish_reason=self.finish_reason,
             sampling=self._sampling,
             stats=self._stats,

@@ -26,7 +26,7 @@ def allocate(num_bytes: int) -> np.ndarray:
     """A page-aligned buffer that goes back to the system as soon as the last view of it is dropped."""
     if num_bytes == 0:
         return np.empty(0, np.uint8)
-    region = mmap.mmap(-1, num_bytes)
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(region, np.uint8)

@@ -97,11 +97,7 @@ def _direct(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]], en
     placed = {}
     for name, (shape, parts) in parameters.items():
         entry = parts[0].entry
-        run = next(
-            piece
-            for piece in pieces
-            if piece.shard == entry.shard and piece.lo <= entry.lo < max(piece.hi, piece.lo + 1)
-        )
+        run = next(piece for piece in pieces if piece.shard == entry.shard and piece.lo <= entry.lo <= piece.hi)
         placed[name] = Placed(entry.dtype, shape, run.slab_lo + entry.lo - run.lo)
     return SlabLayout(tuple(pieces), placed, base, is_direct=True)
 

@@ -28,7 +28,7 @@ from offload.model import BorrowedModel
 from offload.plan import MemoryPlan, plan_memory
 from offload.target import Target
 from offload.text import load_tokenizer
-from offload.topology import Topology, chain, parse_tree
+from offload.topology import Topology, tree_to_fill
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
 
@@ -67,18 +67,19 @@ def load(
     """
     _check_device(device, gpu_memory)
     target_files, draft_files = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
-    topology = _build_topology(tree, has_draft=draft_files is not None)
+    topology = tree_to_fill(tree, has_draft=draft_files is not None).build()
     plan = plan_memory(target_files, draft_files, ram=ram, dtype=dtype, context=context, num_nodes=topology.num_nodes)
     with ExitStack() as resources:
-        tokenizer = load_tokenizer(target_files.directory)
         target_model = BorrowedModel(target_files, dtype)
+        resources.callback(target_model.close)
+        tokenizer = load_tokenizer(target_files.directory)
         store = HostStore(target_files.shards)
         resources.callback(store.close)
-        drafter = _load_drafter(draft_files, dtype, tokenizer, target_model, plan)
+        drafter = _load_drafter(draft_files, dtype, tokenizer, target_model, plan, resources)
         stream = _start_stream(store, target_model, plan, on_bytes)
         num_threads = threads or _choose_threads(target_files, topology, target_model.dtype)
         torch.set_num_threads(num_threads)
-        slots = {"num_slots": plan.cache_slots, "max_rows": plan.max_prompt_rows}
+        slots = {"num_slots": plan.cache_slots, "max_rows": plan.max_prompt_rows, "context": plan.context}
         return Decoder(
             Target(target_model, stream, **slots, on_layer=on_layer),
             drafter,
@@ -92,18 +93,25 @@ def load(
 
 
 def _load_drafter(
-    checkpoint: Checkpoint | None, dtype: str, tokenizer: Any | None, target: BorrowedModel, plan: MemoryPlan
+    checkpoint: Checkpoint | None,
+    dtype: str,
+    tokenizer: Any | None,
+    target: BorrowedModel,
+    plan: MemoryPlan,
+    resources: ExitStack,
 ) -> Drafter:
     if checkpoint is None:
         return NoDrafter()
-    model = resident_model(checkpoint, dtype)
+    model = BorrowedModel(checkpoint, dtype)
+    resources.callback(model.close)
     _check_vocabulary(tokenizer, checkpoint, target, model)
+    _fill(model, checkpoint)
     return ModelDrafter(model, target.vocab_size, plan.cache_slots)
 
 
 def _check_device(device: str, gpu_memory: str | int | None) -> None:
     if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}")
+        raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}: try --device auto")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {device} needs a CUDA device and driver, this machine shows none: use --device cpu")
     if device.startswith("cuda"):
@@ -113,25 +121,21 @@ def _check_device(device: str, gpu_memory: str | int | None) -> None:
         raise UserError("--gpu-mem limits a CUDA device, and this run uses the CPU: leave it out and use --ram")
 
 
-def _build_topology(tree: str, *, has_draft: bool) -> Topology:
-    spec = parse_tree(tree)
-    if has_draft:
-        return spec.build()
-    if spec.kind not in ("auto", "none"):
-        raise UserError(f"--tree {tree} needs a draft model to fill it: give --draft, or --tree none")
-    return chain(0)
-
-
 def resident_model(checkpoint: Checkpoint, dtype: str) -> BorrowedModel:
     """A small model with all its weights in memory, bound for good."""
-    model, store = BorrowedModel(checkpoint, dtype), HostStore(checkpoint.shards)
+    model = BorrowedModel(checkpoint, dtype)
+    _fill(model, checkpoint)
+    return model
+
+
+def _fill(model: BorrowedModel, checkpoint: Checkpoint) -> None:
+    store = HostStore(checkpoint.shards)
     try:
         model.bind_rest(_read(store, model.rest_layout))
         for layer, layout in enumerate(model.layer_layouts):
             model.bind_layer(layer, _read(store, layout))
     finally:
         store.close()
-    return model
 
 
 def _read(store: HostStore, layout: SlabLayout) -> np.ndarray:

@@ -1,13 +1,12 @@
 """What this machine has to give: memory (a container's limit included) and the thread count that computes fastest."""
 
 import os
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-_CGROUP_V2 = ("memory.max", "memory.current")
-_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_ram_bytes() -> int:
@@ -19,8 +18,11 @@ def available_ram_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has held at once."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most memory this process has held at once.
+
+    From the kernel's high-water mark: `getrusage` would count what a parent held when it started this process.
+    """
+    return _kilobytes("/proc/self/status", "VmHWM:") * 1024
 
 
 def rss_bytes() -> int:
@@ -62,10 +64,14 @@ def _median_s(work: Callable[[], object], budget_s: float) -> float:
 
 
 def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo names no MemAvailable")
+    return _kilobytes("/proc/meminfo", "MemAvailable:") * 1024
+
+
+def _kilobytes(file: str, key: str) -> int:
+    for line in Path(file).read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1])
+    raise OSError(f"{file} names no {key}")
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
@@ -85,9 +91,17 @@ def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
     return limits
 
 
-def _read_limit(folder: Path, names: tuple[str, str]) -> list[tuple[int, int]]:
+def _read_limit(folder: Path, names: tuple[str, str, str]) -> list[tuple[int, int]]:
     try:
-        limit, used = ((folder / name).read_text().strip() for name in names)
+        limit, used = ((folder / name).read_text().strip() for name in names[:2])
     except OSError:
         return []
-    return [(int(limit), int(used))] if limit.isdigit() else []
+    return [(int(limit), int(used) - _idle_cache_bytes(folder, names[2]))] if limit.isdigit() else []
+
+
+def _idle_cache_bytes(folder: Path, key: str) -> int:
+    """Pages of files read long ago: they count as used, and the kernel drops them as soon as memory is wanted."""
+    if not (folder / "memory.stat").is_file():
+        return 0
+    lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return next((int(value) for name, value in lines if name == key), 0)

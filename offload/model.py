@@ -50,18 +50,21 @@ class BorrowedModel:
         self._masks: Mapping[int | None, Tensor | None] = {}
         prefix = next(name for name, module in self.skeleton.named_modules() if module is self._layers)
         prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
-        places, tied = _places(self.skeleton), dict(self.skeleton.all_tied_weights_keys)
-        wanted = {name: tuple(place.empty.shape) for name, place in places.items() if name not in tied}
-        sources = sources_of_parameters(checkpoint, self.skeleton, wanted)
-        rest = {name: value for name, value in sources.items() if not name.startswith(f"{prefix}.")}
+        places = _places(self.skeleton)
+        wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
+        stored, shared = sources_of_parameters(checkpoint, self.skeleton, wanted)
+        assert not any(name.startswith(f"{prefix}.") for name in (*shared, *shared.values())), "layers share weights"
+        rest = {name: value for name, value in stored.items() if not name.startswith(f"{prefix}.")}
         self._layer_places = [_below(places, own) for own in prefixes]
         self._rest_places = [(name, places[name]) for name in rest]
-        self._rest_places += [(source, places[name]) for name, source in tied.items()]
-        self.layer_layouts = [slab_layout(_below(sources, own)) for own in prefixes]
+        self._rest_places += [(source, places[name]) for name, source in shared.items()]
+        self.layer_layouts = [slab_layout(_below(stored, own)) for own in prefixes]
         self.rest_layout = slab_layout(rest)
         self.vocab_size = int(self.skeleton.get_output_embeddings().weight.shape[0])
-        for index, layer in enumerate(self._layers):
+        self._hooks = [
             layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
+            for index, layer in enumerate(self._layers)
+        ]
 
     @property
     def num_layers(self) -> int:
@@ -84,8 +87,13 @@ class BorrowedModel:
     def borrow_layers(self, acquire: Callable[[int], np.ndarray], release: Callable[[int], None]) -> None:
         """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
         for index, layer in enumerate(self._layers):
-            layer.register_forward_pre_hook(partial(self._bind_from, acquire, index))
-            layer.register_forward_hook(partial(self._give_back, release, index), always_call=True)
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._bind_from, acquire, index)))
+            self._hooks.append(layer.register_forward_hook(partial(self._give_back, release, index), always_call=True))
+
+    def close(self) -> None:
+        """Take the hooks off: they refer back to this model, and such a cycle would hold its weights for longer."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     @torch.inference_mode()
     def forward(
@@ -116,7 +124,7 @@ class BorrowedModel:
             use_cache=True,
             logits_to_keep=num_logits,
         )
-        return out.logits[0]
+        return out.logits[0, -num_logits:]  # some families score every row whatever they are asked; -0 is all of them
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> dict[int | None, Tensor | None]:
         """One mask per attention window of this model; a lone row that sees everything needs none."""

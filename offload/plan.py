@@ -6,11 +6,11 @@ works.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.checkpoint import ITEM_BYTES, Checkpoint, compute_dtype_name
+from offload.checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, compute_dtype_name
 from offload.config import DTYPES, format_bytes, parse_size
 from offload.errors import UserError
 from offload.layout import group_by_layer, slab_bytes_bound
@@ -21,7 +21,7 @@ READ_BUFFER_BYTES = 5 << 20  # per reader, where a layer must be regrouped
 MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
 DEFAULT_CONTEXT = 4096
 _RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everything else
-_NAMED_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _MIN_SLOTS, _WANTED_SLOTS = 2, 3
 
 
@@ -144,26 +144,36 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     Raises:
         UserError: config.json lacks the sizes of a decoder.
     """
-    config = checkpoint.config.get("text_config") or checkpoint.config
-    num_layers, width = _size(checkpoint, config, "num_hidden_layers"), _size(checkpoint, config, "hidden_size")
-    layers, rest = group_by_layer(checkpoint, num_layers)
+    sizes = _sizes(checkpoint)
+    num_layers = sizes["num_hidden_layers"]
+    # A config may claim any number: one layer more than there are tensors shows that it is wrong.
+    layers, rest = group_by_layer(checkpoint, min(num_layers, len(checkpoint.tensors) + 1))
     empty = next((index for index, entries in enumerate(layers) if not entries), None)
     if empty is not None:
         raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_layers}: {_LOOK}")
-    stored = max(ITEM_BYTES.get(entry.dtype, 2) for entry in layers[0])
-    item_bytes = _NAMED_BYTES[compute_dtype_name(checkpoint, dtype)]
-    layer_bytes = tuple(slab_bytes_bound(entries) for entries in layers)
+    dtype = _STORED_AS[compute_dtype_name(checkpoint, dtype)]
+    item_bytes = ITEM_BYTES[dtype]
     return ModelShape(
-        layer_bytes=layer_bytes,
-        rest_bytes=math.ceil(slab_bytes_bound(rest) * (1 if item_bytes == stored else 1 + item_bytes / stored)),
-        kv_bytes_per_token=num_layers * _kv_width(config, width) * item_bytes,
-        row_bytes=_row_bytes(config, width, item_bytes),
-        logits_row_bytes=int(config.get("vocab_size", 0)) * (item_bytes + 4),
-        cast_bytes=0 if item_bytes == stored else math.ceil(max(layer_bytes) * item_bytes / stored),
+        layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers),
+        rest_bytes=slab_bytes_bound(rest) + _cast_bytes(rest, dtype),
+        kv_bytes_per_token=num_layers * _kv_width(sizes) * item_bytes,
+        row_bytes=_row_bytes(sizes, item_bytes),
+        logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
+        cast_bytes=max(_cast_bytes(entries, dtype) for entries in layers),
     )
 
 
+def _cast_bytes(entries: Iterable[TensorEntry], dtype: str) -> int:
+    """What the copies of these tensors take that are not stored in the compute type."""
+    others = (entry for entry in entries if entry.dtype != dtype and entry.dtype in ITEM_BYTES)
+    return sum(math.prod(entry.shape) * ITEM_BYTES[dtype] for entry in others)
+
+
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
+_NEEDED = ("num_hidden_layers", "hidden_size")
+_OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+             "num_experts_per_tok", "max_position_embeddings", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+             "v_head_dim")  # fmt: skip
 
 
 def make_plan(
@@ -208,13 +218,26 @@ def _default_ram_bytes() -> int:
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
-    config = checkpoint.config.get("text_config") or checkpoint.config
-    limit = config.get("max_position_embeddings")
+    turning_point = _turning_point(checkpoint)
+    limit = turning_point or _sizes(checkpoint).get("max_position_embeddings")
     if context is None:
         return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-    if context < 1 or (limit and context > limit):
-        raise UserError(f"--context must lie in 1..{limit}, the positions this model was made for, got {context}")
+    if context < 1:
+        raise UserError(f"--context must be 1 or more, got {context}: prompt and new tokens have to fit")
+    if limit and context > limit:
+        why = "beyond which longrope turns all positions anew" if turning_point else "which this model was made for"
+        raise UserError(f"--context must be at most {limit}, {why}, got {context}: lower it")
     return context
+
+
+def _turning_point(checkpoint: Checkpoint) -> int | None:
+    """Where a longrope model changes the frequencies of all positions at once, so that no cached key fits any more."""
+    config = _text_config(checkpoint)
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or "long_factor" not in rope:
+        return None
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return original if type(original) is int and original > 0 else None
 
 
 def _require_two_slots(ram_bytes: int, fixed_bytes: int, slot_bytes: int, context: int) -> None:
@@ -254,27 +277,41 @@ def _activation_bytes(shape: ModelShape, num_rows: int, num_logits: int, context
     return shape.row_bytes * num_rows + shape.logits_row_bytes * num_logits + mask_bytes
 
 
-def _row_bytes(config: dict[str, Any], width: int, item_bytes: int) -> int:
+def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
     """What one row holds at once inside a layer: residual, norms (partly in fp32), heads, feed-forward."""
-    feed_forward = int(config.get("intermediate_size") or 4 * width)
-    experts = int(config.get("num_experts_per_tok") or 1)
-    heads_width = int(config.get("num_attention_heads") or 1) * _head_dim(config, width)
-    return item_bytes * (4 * width + 3 * feed_forward * experts + 3 * heads_width) + 4 * 3 * width
+    width = sizes["hidden_size"]
+    feed_forward = sizes.get("intermediate_size", 4 * width) * sizes.get("num_experts_per_tok", 1)
+    heads_width = sizes.get("num_attention_heads", 1) * _head_dim(sizes)
+    return item_bytes * (4 * width + 3 * feed_forward + 3 * heads_width) + 4 * 3 * width
 
 
-def _kv_width(config: dict[str, Any], width: int) -> int:
-    """Numbers per token and layer in keys and values together."""
-    heads = int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
-    return 2 * heads * _head_dim(config, width)
+def _kv_width(sizes: dict[str, int]) -> int:
+    """Numbers per token and layer in keys and values together; compressed ones are kept expanded, head by head."""
+    if "kv_lora_rank" in sizes:
+        expanded = sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0) + sizes.get("v_head_dim", 0)
+        return sizes.get("num_attention_heads", 1) * expanded
+    return 2 * sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1)) * _head_dim(sizes)
 
 
-def _head_dim(config: dict[str, Any], width: int) -> int:
-    return int(config.get("head_dim") or width // int(config.get("num_attention_heads") or 1))
+def _head_dim(sizes: dict[str, int]) -> int:
+    return sizes.get("head_dim", sizes["hidden_size"] // sizes.get("num_attention_heads", 1))
 
 
-def _size(checkpoint: Checkpoint, config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value <= 0:
-        kind = checkpoint.config.get("model_type", "unknown")
-        raise UserError(f"{checkpoint.directory.name}: config.json has no {key} (model type {kind}): {_LOOK}")
-    return value
+def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    text_config = checkpoint.config.get("text_config")
+    return text_config if isinstance(text_config, dict) else checkpoint.config
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    """The numbers of config.json that memory depends on, as far as it has them; of one per layer the largest."""
+    where, config = checkpoint.directory.name, _text_config(checkpoint)
+    given = {key: config[key] for key in (*_NEEDED, *_OPTIONAL) if config.get(key)}
+    for key in _NEEDED:
+        if key not in given:
+            kind = checkpoint.config.get("model_type", "unknown")
+            raise UserError(f"{where}: config.json has no {key} (model type {kind}): {_LOOK}")
+    each = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+    for key, values in each.items():
+        if not all(type(value) is int and value > 0 for value in values):
+            raise UserError(f"{where}: {key} in config.json must be a whole number above 0, got {given[key]!r}: fix it")
+    return {key: max(values) for key, values in each.items()}

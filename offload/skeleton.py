@@ -4,17 +4,22 @@ A tree needs a decoder whose layers stand in `layers[i]`, see positions through 
 keys and values: a recurrent state cannot be rolled back to the accepted path.
 """
 
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from offload import attention
 from offload.checkpoint import Checkpoint
-from offload.errors import UserError
+from offload.errors import UserError, reason
 
+_TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone are their own language model
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma and Mixtral kind work"
 
 
@@ -24,16 +29,23 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
     Raises:
         UserError: unknown architecture, remote code, or a decoder that trees cannot be verified on.
     """
-    try:
-        config = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
-        config = config.get_text_config(decoder=True)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise _unsupported(checkpoint, str(error).strip().splitlines()[0][:160]) from None
+    with _refusing(checkpoint):
+        whole = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
+        config = whole.get_text_config(decoder=True)
+    if whole.is_encoder_decoder:
+        raise _unsupported(checkpoint, "encoder-decoder models")
+    if config is not whole:
+        if whole.model_type not in _TEXT_INSIDE:
+            raise _unsupported(checkpoint, f"of models with more than text, {' and '.join(_TEXT_INSIDE)} are known")
+        config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)
-    skeleton = _instantiate(checkpoint, config, dtype)
-    decoder = skeleton.get_decoder()
+    with _refusing(checkpoint):
+        skeleton = _instantiate(config, dtype)
+        decoder = skeleton.get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
+    if any(".layers." in f".{name}" for pair in skeleton.all_tied_weights_keys.items() for name in pair):
+        raise _unsupported(checkpoint, "layers that share weights")
     return skeleton.eval().requires_grad_(False)
 
 
@@ -44,19 +56,44 @@ def attention_windows(config: Any, num_layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _instantiate(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    with init_empty_weights():
-        try:
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _unsupported(checkpoint, str(error).strip().splitlines()[0][:160]) from None
+@contextmanager
+def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
+    """transformers says what it dislikes about a config with any exception that lies at hand."""
+    try:
+        yield
+    except Exception as error:
+        raise _unsupported(checkpoint, reason(error)) from None
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Parameters begin as `torch.empty`; a layer's experts in one piece may be more than this machine can allocate."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def _instantiate(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    with init_empty_weights(), _EmptyOnMeta():
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    _keep_in_float32(skeleton, skeleton._get_dtype_plan(dtype))
     skeleton.set_attn_implementation(attention.NAME if skeleton._supports_sdpa else "eager")
     return skeleton
 
 
+def _keep_in_float32(skeleton: PreTrainedModel, patterns: Iterable[str]) -> None:
+    """What a family never lets be rounded (router biases): `from_pretrained` heeds it, `from_config` does not."""
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
+    for name, tensor in skeleton.state_dict(keep_vars=True).items():
+        if any(pattern.search(name) for pattern in kept):
+            tensor.data = tensor.data.float()
+
+
 def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
-    if config.is_encoder_decoder:
-        raise _unsupported(checkpoint, "encoder-decoder models")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise _unsupported(checkpoint, "attention that looks ahead")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise _unsupported(

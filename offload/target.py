@@ -19,6 +19,8 @@ class Target:
         stream: its layers.
         num_slots: capacity of the cache, committed positions plus the rows of the largest sweep.
         max_rows: committed tokens that one sweep may take in beside the tree; a longer prompt takes several sweeps.
+        context: positions beyond it are never emitted. Nodes that lie there are computed as if at the last one, because
+            some rotary embeddings (dynamic, longrope) turn every row by the largest position of a pass.
         on_layer: hears of every layer that has run.
     """
 
@@ -29,9 +31,10 @@ class Target:
         *,
         num_slots: int,
         max_rows: int,
+        context: int,
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
-        self._model, self.stream, self._max_rows = model, stream, max_rows
+        self._model, self.stream, self._max_rows, self._last_position = model, stream, max_rows, context - 1
         self._cache = KVCache(model.num_layers, num_slots)
         self._num_pending = 0
         self._on_layer = on_layer
@@ -71,7 +74,7 @@ class Target:
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int) -> Tensor:
         self.stream.begin_sweep()
-        position_T = offset_T + self._cache.length
+        position_T = (offset_T + self._cache.length).clamp(max=self._last_position)
         logits = self._model.forward(token_T, position_T, sees_TT, self._cache, num_logits=num_logits)
         self.num_sweeps += 1
         return logits

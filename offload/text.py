@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from offload.errors import UserError
+from offload.errors import UserError, reason
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _CONTEXT_TOKENS = 8  # decoded before the new ones, because some tokenizers glue or drop a leading space
@@ -19,19 +19,23 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Any | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0][:160]
-        raise UserError(f"cannot read the tokenizer in {directory} ({reason}): download its files again") from None
+    except Exception as error:  # the parser behind it raises nothing more specific
+        raise UserError(
+            f"cannot read the tokenizer in {directory} ({reason(error)}): download its files again"
+        ) from None
 
 
 def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
     """Token ids of a prompt, in the model's chat template where it has one, unless `raw`."""
     if not prompt:
         raise UserError("the prompt is empty: give some text with -p, -f or on standard input")
-    if tokenizer.chat_template and not raw:
-        messages = [{"role": "user", "content": prompt}]
+    if raw or not tokenizer.chat_template:
+        return list(tokenizer(prompt)["input_ids"])
+    messages = [{"role": "user", "content": prompt}]
+    try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
-    return list(tokenizer(prompt)["input_ids"])
+    except Exception as error:  # a template is a program and fails as programs do
+        raise UserError(f"the model's chat template failed ({reason(error)}): leave it out with --raw") from None
 
 
 class TextStream:
@@ -41,6 +45,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+        if "" in stop:
+            raise UserError("a stop string must not be empty, got '': leave it out")
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._context_text = self._decode([])
@@ -50,21 +56,25 @@ class TextStream:
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Take new tokens; returns the piece that has become certain and whether a stop string was reached."""
         self._tokens += tokens
-        whole = self._text_so_far()
-        for stop in self._stop:
-            at = whole.find(stop)
-            if at >= 0:
-                return self._hand_out(whole[:at]), True
-        return self._hand_out(self._certain(whole)), False
+        whole = self.whole()
+        if not any(stop in whole for stop in self._stop):
+            return self._hand_out(self._certain(whole)), False
+        self._tokens = self.tokens_until_stop()  # a burst may hold several stops: the first one to be complete counts
+        whole = self.whole()
+        return self._hand_out(whole[: min(whole.find(stop) for stop in self._stop if stop in whole)]), True
 
     def finish(self) -> str:
         """The last piece, incomplete characters included."""
-        return self._hand_out(self._text_so_far())
+        return self._hand_out(self.whole())
+
+    def whole(self) -> str:
+        """All text so far, what is still held back included."""
+        return self._text_of(self._tokens)
 
     def tokens_until_stop(self) -> list[int]:
         """The fewest of the pushed tokens whose text contains a stop string: later ones were accepted in vain."""
         for count in range(1, len(self._tokens) + 1):
-            text = self._decode(self._tokens[:count])[len(self._context_text) :]
+            text = self._text_of(self._tokens[:count])
             if any(stop in text for stop in self._stop):
                 return self._tokens[:count]
         return self._tokens
@@ -82,8 +92,8 @@ class TextStream:
                 return whole[:-size]
         return whole
 
-    def _text_so_far(self) -> str:
-        return self._decode(self._tokens)[len(self._context_text) :]
+    def _text_of(self, tokens: Sequence[int]) -> str:
+        return self._decode(tokens)[len(self._context_text) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:

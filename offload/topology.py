@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.config import require
 from offload.errors import UserError
 
 Floats = NDArray[np.float64]
@@ -102,11 +103,11 @@ def check_acceptance(p: AcceptanceVector) -> Floats:
         p_K = np.array(p, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise UserError(f"an acceptance vector must be a list of numbers, got {p!r}: measure it again") from error
-    _require(p_K.ndim == 1 and p_K.size > 0, "an acceptance vector needs one entry per rank", p, "give one or more")
+    require(p_K.ndim == 1 and p_K.size > 0, "an acceptance vector needs one entry per rank", p, "give one or more")
     outside_K = p_K[~((p_K >= 0) & (p_K <= 1))]  # catches nan too
-    _require(not outside_K.size, "acceptance entries must lie in [0, 1]", outside_K.tolist(), "measure them again")
+    require(not outside_K.size, "acceptance entries must lie in [0, 1]", outside_K.tolist(), "measure them again")
     rule = "acceptance entries must sum to 1 at most, since one child at most is accepted"
-    _require(float(p_K.sum()) <= 1 + 1e-9, rule, f"{p_K.sum():.6g}", "divide by the sum or measure again")
+    require(float(p_K.sum()) <= 1 + 1e-9, rule, f"{p_K.sum():.6g}", "divide by the sum or measure again")
     return p_K
 
 
@@ -129,7 +130,7 @@ def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
     """F(T): tokens that one sweep over the tree is expected to commit, the bonus token included (Prop. 3.4)."""
     p_K, top_rank = check_acceptance(p), int(topology.rank_N.max())
     rule = f"the acceptance vector must reach the tree's highest rank, {top_rank}"
-    _require(top_rank < p_K.size, rule, f"{p_K.size} entries", "append zeros for ranks that are never accepted")
+    require(top_rank < p_K.size, rule, f"{p_K.size} entries", "append zeros for ranks that are never accepted")
     score_N = np.ones(topology.num_nodes)
     for level in topology.levels[1:]:
         score_N[level] = score_N[topology.parent_N[level]] * p_K[topology.rank_N[level]]
@@ -212,19 +213,19 @@ def dp_table(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Floats:
 
 def chain(length: int) -> Topology:
     """One path of `length` draft tokens, 1 + length nodes (Leviathan et al.); `chain(0)` is the root alone."""
-    _require(length >= 0, "a chain's length must be 0 or more", length, "0 decodes without speculation")
+    require(length >= 0, "a chain's length must be 0 or more", length, "0 decodes without speculation")
     return Topology.from_parents(range(-1, length))
 
 
 def sequences(count: int, length: int) -> Topology:
     """`count` independent sequences of `length` draft tokens below the root, 1 + count * length nodes (Table 1)."""
-    _require(min(count, length) >= 1, "sequences need a count and a length of 1 or more", (count, length), "try 4, 8")
+    require(min(count, length) >= 1, "sequences need a count and a length of 1 or more", (count, length), "try 4, 8")
     return Topology.from_parents([-1, *[0] * count, *range(1, count * (length - 1) + 1)])
 
 
 def k_ary(k: int, num_nodes: int) -> Topology:
     """The complete k-ary tree, filled level by level up to `num_nodes` nodes; k = 2 is Table 1's binary tree."""
-    _require(k >= 1, "a k-ary tree needs 1 child or more per node", k, "2 is the binary tree")
+    require(k >= 1, "a k-ary tree needs 1 child or more per node", k, "2 is the binary tree")
     _check_sizes(num_nodes, 0)
     return Topology.from_parents((np.arange(num_nodes) - 1) // k)
 
@@ -280,19 +281,21 @@ def parse_tree(text: str) -> TreeSpec:
             numbers = [int(group) for group in match.groups()]
             spec = TreeSpec(kind, *numbers)
             rule = f"--tree must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
-            _require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try --tree 64x16")
+            require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try --tree 64x16")
             return spec
     raise UserError(f"--tree must be auto, none, NxD, chain:L or sequences:KxL, got {text!r}: try --tree 64x16")
 
 
-def _require(holds: bool, rule: str, value: object, remedy: str) -> None:
-    if not holds:
-        raise UserError(f"{rule}, got {value}: {remedy}")
+def tree_to_fill(text: str, *, has_draft: bool) -> TreeSpec:
+    """The tree that `text` asks for; without a draft that can only be the root alone. Raises `UserError`."""
+    spec = parse_tree(text)
+    require(has_draft or spec.kind in ("auto", "none"), "--tree needs a draft to fill it", repr(text), "give --draft")
+    return spec if has_draft else TreeSpec("none")
 
 
 def _check_sizes(num_nodes: int, max_depth: int) -> None:
-    _require(num_nodes >= 1, "num_nodes must be 1 or more", num_nodes, "1 is the root alone, no speculation")
-    _require(max_depth >= 0, "max_depth must be 0 or more", max_depth, "0 is the root alone, no speculation")
+    require(num_nodes >= 1, "num_nodes must be 1 or more", num_nodes, "1 is the root alone, no speculation")
+    require(max_depth >= 0, "max_depth must be 0 or more", max_depth, "0 is the root alone, no speculation")
 
 
 def _check_non_increasing(p: AcceptanceVector, remedy: str) -> Floats:

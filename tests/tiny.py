@@ -1,9 +1,11 @@
-"""Tiny random checkpoints of every family, and drafts that agree with them often but not always."""
+"""Tiny random checkpoints of every family, drafts that agree with them often but not always, and models that recite."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -14,10 +16,12 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 VOCAB_SIZE = 199
 _SIZES = {
@@ -83,3 +87,44 @@ def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006
         if parameter.ndim > 1:
             parameter.data += noise * torch.randn_like(parameter)
     return target, save(model, directory / "draft")
+
+
+def save_tokenizer(
+    directory: Path, pieces: Sequence[str | bytes] = (), *, chat_template: str | None = None
+) -> PreTrainedTokenizerFast:
+    """Byte-level and with `VOCAB_SIZE` entries: text is encoded byte by byte; longer `pieces` are only ever decoded."""
+    byte_to_char = bytes_to_unicode()
+    singles = [10, *range(32, 127), *range(0x80, 0xC0), 0xC3, 0xE2, 0xE6, 0xF0]  # ASCII, and bytes of some longer UTF-8
+    wanted = [bytes([byte]) for byte in singles] + [p.encode() if isinstance(p, str) else p for p in pieces]
+    tokens = ["<pad>", "<s>", "</s>", *dict.fromkeys("".join(byte_to_char[b] for b in piece) for piece in wanted)]
+    tokens += [f"<unused{index}>" for index in range(VOCAB_SIZE - len(tokens))]
+    assert len(tokens) == VOCAB_SIZE, f"{len(tokens)} entries, at most {VOCAB_SIZE}"
+    raw = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=chat_template, **special)
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def save_reciter(directory: Path, pieces: Sequence[str | bytes], *, ends: bool = False, **options: str) -> Path:
+    """A model with a tokenizer that greedily writes pieces[1], pieces[2], ... after a prompt that ends in pieces[0].
+
+    Then it ends, or begins again with pieces[0]. The pieces must differ, because only the last token decides.
+    """
+    tokenizer = save_tokenizer(directory, pieces, **options)
+    config = FAMILIES["llama"]()
+    config.eos_token_id, config.max_position_embeddings = tokenizer.eos_token_id, 1 << 16
+    model = build(config)
+    byte_to_char = bytes_to_unicode()
+    names = ["".join(byte_to_char[b] for b in (p.encode() if isinstance(p, str) else p)) for p in pieces]
+    ids = tokenizer.convert_tokens_to_ids(names)
+    ids.append(tokenizer.eos_token_id if ends else ids[0])
+    model.lm_head.weight.data.zero_()
+    model.model.norm.weight.data.fill_(1)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    for token, follower in pairwise(ids):
+        model.lm_head.weight.data[follower] = model.model.embed_tokens.weight.data[token]
+    return save(model, directory)

@@ -1,0 +1,58 @@
+"""The command line as a person meets it: what it prints, where, and with which exit code.
+
+`shell` runs it inside the test's own process, which is a hundred times faster; `process` where a process matters.
+"""
+
+import io
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from offload import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Outcome(NamedTuple):
+    """One finished command."""
+
+    code: int
+    out: str
+    err: str
+
+
+def shell(*arguments: object, stdin: bytes = b"") -> Outcome:
+    """Run `offload ARGUMENTS`, with `stdin` piped into it."""
+    out, err, piped = io.StringIO(), io.StringIO(), io.TextIOWrapper(io.BytesIO(stdin))
+    argv = ["offload", *map(str, arguments)]
+    with patch.object(sys, "argv", argv), patch.object(sys, "stdin", piped), redirect_stdout(out), redirect_stderr(err):
+        code = _exit_code()
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: object, python: tuple[str, ...] = ("-m", "offload.cli")) -> "subprocess.Popen[bytes]":
+    """The same as a process under way, with pipes; `python` may be other options of the interpreter."""
+    command = [sys.executable, *python, *map(str, arguments)]
+    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    for name in ("TRANSFORMERS_VERBOSITY", "PYTHONUNBUFFERED"):  # as it is for a user
+        environment.pop(name, None)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, bufsize=0)
+
+
+def process(*arguments: object, stdin: bytes = b"", python: tuple[str, ...] = ("-m", "offload.cli")) -> Outcome:
+    """The same as a process of its own, to its end."""
+    running = start(*arguments, python=python)
+    out, err = running.communicate(stdin, timeout=300)
+    return Outcome(running.returncode, out.decode(), err.decode())
+
+
+def _exit_code() -> int:
+    try:
+        cli.main()
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    raise AssertionError("main() always leaves by sys.exit")
