@@ -46,6 +46,7 @@ class Decoder:
         self._target, self._drafter, self._topology = target, drafter, topology
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
+        self._num_runs = 0
         self.notes = [target.stream.note] if target.stream.note and plan.num_slots else []
 
     def step(self, tokens: Sequence[int], topology: Topology, sampler: Sampler, stats: Stats) -> list[int]:
@@ -145,8 +146,16 @@ class Decoder:
         stats = Stats(tree_num_nodes=topology.num_nodes, tree_depth=topology.depth)
         self._target.reset()
         self._drafter.reset()
+        self._num_runs += 1
+        number = self._num_runs
+
+        def step(tokens: Sequence[int]) -> list[int]:
+            if number != self._num_runs:
+                raise UserError("this decoder has begun another generation or was closed: finish one before the next")
+            return self.step(tokens, topology, sampler, stats)
+
         return Run(
-            lambda tokens: self.step(tokens, topology, sampler, stats),
+            step,
             prompt_ids,
             TextStream(self.tokenizer, prompt_ids, [stop] if isinstance(stop, str) else stop or ()),
             sampling=sampling,
@@ -161,6 +170,7 @@ class Decoder:
         self._resources.close()
         if not self._is_closed:
             self._is_closed = True
+            self._num_runs += 1
             del self._target, self._drafter
 
     def __enter__(self) -> "Decoder":

@@ -69,6 +69,7 @@ def load(
     target_files, draft_files = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
     topology = tree_to_fill(tree, has_draft=draft_files is not None).build()
     plan = plan_memory(target_files, draft_files, ram=ram, dtype=dtype, context=context, num_nodes=topology.num_nodes)
+    end_ids = _end_ids(target_files)
     with ExitStack() as resources:
         target_model = BorrowedModel(target_files, dtype)
         resources.callback(target_model.close)
@@ -86,7 +87,7 @@ def load(
             plan=plan,
             topology=topology,
             tokenizer=tokenizer,
-            end_ids=_end_ids(target_files),
+            end_ids=end_ids,
             num_threads=num_threads,
             resources=resources.pop_all(),
         )
@@ -187,5 +188,8 @@ def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
     settings = checkpoint.config
     if (checkpoint.directory / "generation_config.json").is_file():
         settings = {**settings, **read_json(checkpoint.directory / "generation_config.json")}
-    ids = settings.get("eos_token_id")
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    named = settings.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token) is int for token in ids):
+        raise UserError(f"{checkpoint.directory.name}: eos_token_id must be a token id or several, got {named!r}: fix it")
+    return frozenset(ids)

@@ -138,7 +138,10 @@ class BorrowedModel:
 
     def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert "attention_mask" in kwargs, "this family does not pass masks by name"
-        return args, {**kwargs, "attention_mask": self._masks[window]}
+        mask, hidden = self._masks[window], args[0] if args else kwargs["hidden_states"]
+        if mask is not None:
+            mask = mask[:, :, -hidden.shape[-2] :]  # some families run their last layers on the rows to be scored alone
+        return args, {**kwargs, "attention_mask": mask}
 
     def _bind_from(self, acquire: Callable[[int], np.ndarray], index: int, *_: Any) -> None:
         self.bind_layer(index, acquire(index))

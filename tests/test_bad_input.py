@@ -151,6 +151,16 @@ FOLDERS = [
     case("type of integers", config(dtype="int8"), "cannot compute in int8", "--dtype bfloat16"),
     case("pickles only", only_pickles, "pickled weights", "can run code", "convert to safetensors"),
     case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model"),
+    case(
+        "generation config broken", overwrite("generation_config.json", b"{"), "generation_config.json", by_plan=False
+    ),
+    case(
+        "end token in words",
+        overwrite("generation_config.json", b'{"eos_token_id": "</s>"}'),
+        "eos_token_id",
+        "'</s>'",
+        by_plan=False,
+    ),
     case("tokenizer broken", overwrite("tokenizer.json", b"{}"), "tokenizer", "again", by_plan=False),
     case("tokenizer cut", overwrite("tokenizer.json", b'{"model'), "tokenizer", "again", by_plan=False),
 ]
@@ -396,6 +406,7 @@ FLAGS = [
     flags("unknown device", "--device tpu", "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     flags("device without a number", "--device cuda:x", "--device must be", "got 'cuda:x'"),
     flags("device memory on a CPU", "--device cpu --gpu-mem 4GiB", "--gpu-mem limits a CUDA device", "--ram"),
+    flags("device memory in a plan", "--gpu-mem 4GiB", "--gpu-mem limits a CUDA device", commands=(PLAN,)),
     flags("device memory malformed", "--device cpu --gpu-mem much", f"--gpu-mem {SIZE}", "'much'"),
     flags("prompt and file", "-f prompt.txt", "-p and -f exclude each other", "give one"),
     flags("unknown option", "--fast", "No such option", "--fast", "offload --help", commands=BOTH),

@@ -564,6 +564,20 @@ def test_decoder_goes_on_after_an_abandoned_run(looper: Path) -> None:
         assert decoder.generate(PROMPT, max_new_tokens=30).token_ids == wanted
 
 
+def test_a_run_that_was_overtaken_refuses(looper: Path) -> None:
+    """It would go on with the keys and values of another sequence."""
+    with open_decoder(looper) as decoder:
+        overtaken = decoder.stream(PROMPT, max_new_tokens=30)
+        next(overtaken)
+        last = decoder.stream(PROMPT, max_new_tokens=30)
+        next(last)
+        with pytest.raises(offload.UserError, match="finish one before the next"):
+            next(overtaken)
+        next(last)
+    with pytest.raises(offload.UserError, match="was closed"):
+        next(last)
+
+
 # The other commands
 
 
