@@ -26,6 +26,7 @@ from offload.layout import SlabLayout
 from offload.machine import fastest_num_threads
 from offload.model import BorrowedModel
 from offload.plan import MemoryPlan, plan_memory
+from offload.rules import find_rule
 from offload.target import Target
 from offload.text import load_tokenizer
 from offload.topology import Topology, chain, parse_tree
@@ -43,6 +44,7 @@ def load(
     dtype: str = "auto",
     context: int | None = None,
     tree: str = "auto",
+    rule: str = "match",
     threads: int | None = None,
     on_bytes: Progress = lambda done, total: None,
     on_layer: Callable[[], None] = lambda: None,
@@ -58,6 +60,7 @@ def load(
         dtype: to compute in; `auto` is the checkpoint's own.
         context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
         tree: `auto`, `none`, `NxD`, `chain:L` or `sequences:KxL`.
+        rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         threads: compute threads; default: the fastest in a short measurement.
         on_bytes: hears of resident bytes as they land.
         on_layer: hears of every layer that a sweep has run.
@@ -67,8 +70,9 @@ def load(
     """
     _check_device(device, gpu_memory)
     target_files, draft_files = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
-    topology = _build_topology(tree, has_draft=draft_files is not None)
-    plan = plan_memory(target_files, draft_files, ram=ram, dtype=dtype, context=context, num_nodes=topology.num_nodes)
+    topology, acceptance = _build_topology(tree, has_draft=draft_files is not None), find_rule(rule)
+    num_nodes = topology.num_nodes
+    plan = plan_memory(target_files, draft_files, ram=ram, dtype=dtype, context=context, num_nodes=num_nodes, rule=rule)
     with ExitStack() as resources:
         tokenizer = load_tokenizer(target_files.directory)
         target_model = BorrowedModel(target_files, dtype)
@@ -84,6 +88,7 @@ def load(
             drafter,
             plan=plan,
             topology=topology,
+            rule=acceptance,
             tokenizer=tokenizer,
             end_ids=_end_ids(target_files),
             num_threads=num_threads,
