@@ -62,6 +62,11 @@ class Sampler:
             return torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
         return self._warped(logits_TV).softmax(-1)
 
+    def host_law(self, logits_V: Tensor) -> NDArray[np.float64]:
+        """One row's distribution in host memory, to be calculated with in float64."""
+        law_V = self.law(logits_V[None])[0].double().cpu().numpy()
+        return law_V / law_V.sum()
+
     def uniform(self, *shape: int) -> NDArray[np.float64]:
         """Fresh numbers in the open interval (0, 1)."""
         return np.maximum(self._fresh.random(shape), _LEAST_UNIFORM)

@@ -25,7 +25,7 @@ from offload.rules.walk import Acceptance, Trial, walk
 from offload.sampling import Sampler
 from offload.tree import TokenTree
 
-_NUM_HALVINGS = 40  # the interval ends at k * 2^-40
+_NUM_HALVINGS = 24  # rho exceeds the least one by k * 2^-24 at most
 
 
 def k_sequential(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:

@@ -43,7 +43,7 @@ def walk(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, trials: Trials) -
     """
     coin_N, nodes = sampler.uniform(tree.num_nodes), [0]
     while True:
-        residual_V = target_law(logits_NV[nodes[-1]], sampler)
+        residual_V = sampler.host_law(logits_NV[nodes[-1]])
         for child, chance, remainder_V in trials(residual_V, tree.offers(nodes[-1])):
             if coin_N[child] < chance:
                 nodes.append(child)
@@ -52,12 +52,6 @@ def walk(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, trials: Trials) -
         else:
             last = pick(residual_V, coin_N[0])
             return Acceptance(nodes, [*(tree.tokens[node] for node in nodes[1:]), last])
-
-
-def target_law(logits_V: Tensor, sampler: Sampler) -> Floats:
-    """The target's distribution after one node, summing to one in float64."""
-    law_V = sampler.law(logits_V[None])[0].double().cpu().numpy()
-    return law_V / law_V.sum()
 
 
 def pick(law_V: Floats, coin: float) -> int:
