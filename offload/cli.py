@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from offload.config import Sampling, format_bytes, parse_size
+from offload.config import RULES, Sampling, format_bytes, parse_size
 from offload.errors import ReadError, UserError
 from offload.screen import Screen, closing_lines, comparison_lines, plan_line, plan_picture
 
@@ -38,6 +38,7 @@ Context = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
 Tree = Annotated[str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), chain:L or sequences:KxL")]
+RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
 Threads = Annotated[
@@ -46,7 +47,9 @@ Threads = Annotated[
 Temp = Annotated[float, typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy")]
 TopP = Annotated[float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")]
 TopK = Annotated[int, typer.Option(metavar="K", help="keep so many of the likeliest tokens; 0 keeps all")]
-Seed = Annotated[int, typer.Option(metavar="N", help="same seed, same text, whatever the tree or the draft")]
+Seed = Annotated[
+    int, typer.Option(metavar="N", help="same seed, same text; with the rules match and topk for any tree")
+]
 NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0, help="at most so many new tokens")]
 
 
@@ -82,6 +85,7 @@ def generate(
     context: Context = None,
     dtype: Dtype = "auto",
     tree: Tree = "auto",
+    rule: RuleName = "match",
     threads: Threads = None,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: Json = False,
@@ -99,6 +103,7 @@ def generate(
             "context": context,
             "dtype": dtype,
             "tree": tree,
+            "rule": rule,
         }
         hooks: dict[str, Callable[..., None]] = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
         with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
@@ -124,6 +129,7 @@ def plan(
     context: Context = None,
     dtype: Dtype = "auto",
     tree: Tree = "auto",
+    rule: RuleName = "match",
     as_json: Json = False,
 ) -> None:
     """Will it fit, and how long is a sweep? Reads headers only."""
@@ -136,7 +142,7 @@ def plan(
         raise UserError("--gpu-mem limits a CUDA device, which this version does not stream to: leave it out")
     target, small = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
     num_nodes = tree_to_fill(tree, has_draft=small is not None).num_nodes
-    memory = plan_memory(target, small, ram=ram, dtype=dtype, context=context, num_nodes=num_nodes)
+    memory = plan_memory(target, small, ram=ram, dtype=dtype, context=context, num_nodes=num_nodes, rule=rule)
     speed = link_bytes_per_s(max(target.shards, key=lambda path: path.stat().st_size))
     figures = {
         "bytes_per_sweep": memory.streamed_bytes,
@@ -167,6 +173,7 @@ def demo(
         str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size")
     ] = None,
     tree: Tree = "64x16",
+    rule: RuleName = "match",
     temp: Temp = 0.0,
     seed: Seed = 0,
     as_json: Json = False,
@@ -178,7 +185,7 @@ def demo(
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
     with Screen(is_quiet=quiet or as_json) as screen:
         target = run.inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
-        with run.open_demo(target, ram or size_bytes // 4, tree, screen) as decoder:
+        with run.open_demo(target, ram or size_bytes // 4, tree, screen, rule) as decoder:
             screen.say(
                 f"target of {format_bytes(size_bytes)} in {target}, {format_bytes(decoder.plan.ram_bytes)} allowed"
             )

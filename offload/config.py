@@ -12,6 +12,7 @@ Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 from offload.errors import UserError
 
@@ -38,6 +39,37 @@ class Sampling:
     def is_greedy(self) -> bool:
         """Whether no noise enters at all."""
         return self.temperature == 0
+
+
+class Drafting(Enum):
+    """How a drafter chooses the children of a node."""
+
+    COUPLED = "coupled"  # the best by log q + G, with the very noise that the target draws with
+    TOP_K = "top-k"  # the likeliest
+    WITHOUT_REPLACEMENT = "without replacement"  # drawn from q, no token twice
+    WITH_REPLACEMENT = "with replacement"  # independent draws from q
+
+    @property
+    def keeps_laws(self) -> bool:
+        """Whether verification needs q itself and not just the tokens."""
+        return self in (Drafting.WITHOUT_REPLACEMENT, Drafting.WITH_REPLACEMENT)
+
+
+# The rules of verification by name; `offload.rules` has the functions, which need torch, and this table does not.
+RULES: dict[str, Drafting] = {
+    "match": Drafting.COUPLED,
+    "sequoia": Drafting.WITHOUT_REPLACEMENT,
+    "specinfer": Drafting.WITH_REPLACEMENT,
+    "spectr": Drafting.WITH_REPLACEMENT,
+    "topk": Drafting.TOP_K,
+}
+
+
+def drafting_of(rule: str) -> Drafting:
+    """The drafting law that goes with a rule. Raises `UserError` for a name that is none."""
+    if rule not in RULES:
+        raise UserError(f"--rule must be one of {', '.join(RULES)}, got {rule!r}")
+    return RULES[rule]
 
 
 def parse_size(text: str | int, flag: str) -> int:

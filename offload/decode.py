@@ -1,7 +1,7 @@
 """The decoder: a streamed target, a resident drafter, and the step that turns one sweep into many tokens.
 
-Invariant: what is emitted depends on the target, the sampling settings and the seed alone. Tree, drafter, memory budget
-and thread count change only how long it takes.
+Invariant: the law of what is emitted depends on the target and the sampling settings alone. Tree, drafter, memory
+budget and thread count change only how long it takes; with the rules `match` and `topk` one seed gives one text, too.
 """
 
 import time
@@ -14,12 +14,12 @@ from offload.drafters import Drafter
 from offload.errors import UserError
 from offload.generation import Generation, Run
 from offload.plan import MemoryPlan
+from offload.rules import Rule, find_rule
 from offload.sampling import Sampler
 from offload.stats import Stats
 from offload.target import Target
 from offload.text import TextStream, encode_prompt
 from offload.topology import Topology, parse_tree
-from offload.verify import match
 
 
 class Decoder:
@@ -38,22 +38,24 @@ class Decoder:
         *,
         plan: MemoryPlan,
         topology: Topology,
+        rule: Rule,
         tokenizer: Any | None,
         end_ids: frozenset[int],
         num_threads: int,
         resources: ExitStack,
     ) -> None:
-        self._target, self._drafter, self._topology = target, drafter, topology
+        self._target, self._drafter, self._topology, self._rule = target, drafter, topology, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
         self._num_runs = 0
         self.notes = [target.stream.note] if target.stream.note and plan.num_slots else []
 
-    def step(self, tokens: Sequence[int], topology: Topology, sampler: Sampler, stats: Stats) -> list[int]:
+    def step(self, tokens: Sequence[int], topology: Topology, rule: Rule, sampler: Sampler, stats: Stats) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.
 
         Args:
             tokens: what is committed so far; the last of them is the root of the tree.
+            rule: whose drafting law `sampler` carries.
 
         Returns:
             the newly accepted tokens, at least one.
@@ -64,7 +66,7 @@ class Decoder:
         grown = time.perf_counter()
         logits_NV = self._target.score(tree, tokens)
         scored = time.perf_counter()
-        accepted = match(tree, logits_NV, sampler, root_position=len(tokens) - 1)
+        accepted = rule.verify(tree, logits_NV, sampler, len(tokens) - 1)
         self._target.commit(accepted.nodes)
         self._drafter.commit(accepted.nodes)
         stats.add_step(
@@ -87,6 +89,7 @@ class Decoder:
         seed: int = 0,
         stop: str | Sequence[str] | None = None,
         tree: str | None = None,
+        rule: str | None = None,
     ) -> Generation:
         """Generate to the end.
 
@@ -96,13 +99,14 @@ class Decoder:
             temperature, top_p, top_k, seed: see `Sampling`; temperature 0 is greedy.
             stop: strings that end the text; they are not part of it.
             tree: another tree than the one given to `load`, no larger than that one.
+            rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or topk.
 
         Raises:
             UserError: empty prompt, no room for it in the context, or settings out of range.
             ReadError: the disk failed.
         """
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, tree=tree)
+        run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, tree=tree, rule=rule)
         for _ in run:
             pass
         return run.result()
@@ -118,10 +122,11 @@ class Decoder:
         seed: int = 0,
         stop: str | Sequence[str] | None = None,
         tree: str | None = None,
+        rule: str | None = None,
     ) -> Iterator[str]:
         """Yield pieces of text as they are accepted; the arguments are those of `generate`."""
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, tree=tree))
+        return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, tree=tree, rule=rule))
 
     def run(
         self,
@@ -132,6 +137,7 @@ class Decoder:
         stop: str | Sequence[str] | None = None,
         raw: bool = False,
         tree: str | None = None,
+        rule: str | None = None,
     ) -> Run:
         """Prepare a generation: iterate over it for pieces of text, ask it for `result()` at any time.
 
@@ -142,7 +148,8 @@ class Decoder:
         prompt_ids = self.encode(prompt, raw=raw)
         self._require_room(len(prompt_ids), max_new_tokens)
         topology = self._topology if tree is None else self._other_tree(tree)
-        sampler = Sampler(sampling, self._vocab_size)
+        acceptance = self._rule if rule is None else self._other_rule(rule)
+        sampler = Sampler(sampling, self._vocab_size, acceptance.drafting)
         stats = Stats(tree_num_nodes=topology.num_nodes, tree_depth=topology.depth)
         self._target.reset()
         self._drafter.reset()
@@ -152,13 +159,14 @@ class Decoder:
         def step(tokens: Sequence[int]) -> list[int]:
             if number != self._num_runs:
                 raise UserError("this decoder has begun another generation or was closed: finish one before the next")
-            return self.step(tokens, topology, sampler, stats)
+            return self.step(tokens, topology, acceptance, sampler, stats)
 
         return Run(
             step,
             prompt_ids,
             TextStream(self.tokenizer, prompt_ids, [stop] if isinstance(stop, str) else stop or ()),
             sampling=sampling,
+            rule=acceptance.name,
             max_new_tokens=max_new_tokens,
             end_ids=self._end_ids,
             stats=stats,
@@ -210,3 +218,12 @@ class Decoder:
                 "give the largest tree to load()"
             )
         return topology
+
+    def _other_rule(self, name: str) -> Rule:
+        rule = find_rule(name)
+        if rule.drafting.keeps_laws and self.plan.num_nodes > 1 and not self.plan.law_bytes:
+            raise UserError(
+                f"rule {name} keeps the draft's laws, memory was planned without them for {self._rule.name}: "
+                f'give rule="{name}" to load()'
+            )
+        return rule

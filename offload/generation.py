@@ -26,6 +26,7 @@ class Generation:
     text: str
     finish_reason: FinishReason
     sampling: Sampling
+    rule: str
     stats: Stats
     plan: MemoryPlan
 
@@ -38,6 +39,7 @@ class Generation:
             "num_new_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,
+            "rule": self.rule,
             "plan": self.plan.as_dict(),
             "stats": self.stats.as_dict(),
         }
@@ -59,12 +61,14 @@ class Run:
         text: TextStream,
         *,
         sampling: Sampling,
+        rule: str,
         max_new_tokens: int,
         end_ids: frozenset[int],
         stats: Stats,
         plan: MemoryPlan,
     ) -> None:
-        self._step, self._text, self._sampling, self._plan = step, text, sampling, plan
+        self._step, self._text, self._plan = step, text, plan
+        self._sampling, self._rule = sampling, rule
         self._max_new_tokens, self._end_ids, self._stats = max_new_tokens, end_ids, stats
         self._prompt_ids = list(prompt_ids)
         self._new_ids: list[int] = []
@@ -91,6 +95,7 @@ class Run:
             text=self._text.text if self.finish_reason == "stop" else self._text.whole(),
             finish_reason=self.finish_reason,
             sampling=self._sampling,
+            rule=self._rule,
             stats=self._stats,
             plan=self._plan,
         )

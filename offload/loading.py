@@ -26,6 +26,7 @@ from offload.layout import SlabLayout
 from offload.machine import fastest_num_threads
 from offload.model import BorrowedModel
 from offload.plan import MemoryPlan, plan_memory
+from offload.rules import find_rule
 from offload.target import Target
 from offload.text import load_tokenizer
 from offload.topology import Topology, tree_to_fill
@@ -43,6 +44,7 @@ def load(
     dtype: str = "auto",
     context: int | None = None,
     tree: str = "auto",
+    rule: str = "match",
     threads: int | None = None,
     on_bytes: Progress = lambda done, total: None,
     on_layer: Callable[[], None] = lambda: None,
@@ -58,6 +60,7 @@ def load(
         dtype: to compute in; `auto` is the checkpoint's own.
         context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
         tree: `auto`, `none`, `NxD`, `chain:L` or `sequences:KxL`.
+        rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         threads: compute threads; default: the fastest in a short measurement.
         on_bytes: hears of resident bytes as they land.
         on_layer: hears of every layer that a sweep has run.
@@ -67,25 +70,25 @@ def load(
     """
     _check_device(device, gpu_memory)
     target_files, draft_files = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
-    topology = tree_to_fill(tree, has_draft=draft_files is not None).build()
-    plan = plan_memory(target_files, draft_files, ram=ram, dtype=dtype, context=context, num_nodes=topology.num_nodes)
+    topology, acceptance = tree_to_fill(tree, has_draft=draft_files is not None).build(), find_rule(rule)
+    plan = plan_memory(
+        target_files, draft_files, ram=ram, dtype=dtype, context=context, num_nodes=topology.num_nodes, rule=rule
+    )
     end_ids = _end_ids(target_files)
     with ExitStack() as resources:
         target_model = BorrowedModel(target_files, dtype)
         resources.callback(target_model.close)
         tokenizer = load_tokenizer(target_files.directory)
-        store = HostStore(target_files.shards)
-        resources.callback(store.close)
         drafter = _load_drafter(draft_files, dtype, tokenizer, target_model, plan, resources)
-        stream = _start_stream(store, target_model, plan, on_bytes)
+        stream = _start_stream(target_files, target_model, plan, resources, on_bytes)
         num_threads = threads or _choose_threads(target_files, topology, target_model.dtype)
         torch.set_num_threads(num_threads)
-        slots = {"num_slots": plan.cache_slots, "max_rows": plan.max_prompt_rows, "context": plan.context}
         return Decoder(
-            Target(target_model, stream, **slots, on_layer=on_layer),
+            Target(target_model, stream, plan, on_layer=on_layer),
             drafter,
             plan=plan,
             topology=topology,
+            rule=acceptance,
             tokenizer=tokenizer,
             end_ids=end_ids,
             num_threads=num_threads,
@@ -146,8 +149,12 @@ def _read(store: HostStore, layout: SlabLayout) -> np.ndarray:
     return slab
 
 
-def _start_stream(store: HostStore, model: BorrowedModel, plan: MemoryPlan, on_bytes: Progress) -> LayerStream:
+def _start_stream(
+    checkpoint: Checkpoint, model: BorrowedModel, plan: MemoryPlan, resources: ExitStack, on_bytes: Progress
+) -> LayerStream:
     """Read what stays, and let the first streamed layers follow."""
+    store = HostStore(checkpoint.shards)
+    resources.callback(store.close)
     planned = zip(model.layer_layouts, plan.layer_bytes, strict=True)
     assert all(layout.slab_bytes <= size for layout, size in planned), "a layer is larger than planned"
     total_bytes, landed = model.rest_layout.slab_bytes + plan.resident_bytes, 0
@@ -191,5 +198,7 @@ def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
     named = settings.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int for token in ids):
-        raise UserError(f"{checkpoint.directory.name}: eos_token_id must be a token id or several, got {named!r}: fix it")
+        raise UserError(
+            f"{checkpoint.directory.name}: eos_token_id must be a token id or several, got {named!r}: fix it"
+        )
     return frozenset(ids)

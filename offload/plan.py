@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, compute_dtype_name
-from offload.config import DTYPES, format_bytes, parse_size
+from offload.config import DTYPES, drafting_of, format_bytes, parse_size
 from offload.errors import UserError
 from offload.layout import group_by_layer, slab_bytes_bound
 from offload.machine import available_ram_bytes
@@ -20,6 +20,7 @@ RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scrat
 READ_BUFFER_BYTES = 5 << 20  # per reader, where a layer must be regrouped
 MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
 DEFAULT_CONTEXT = 4096
+DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
 _RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everything else
 _STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _MIN_SLOTS, _WANTED_SLOTS = 2, 3
@@ -34,6 +35,7 @@ class ModelShape:
     kv_bytes_per_token: int
     row_bytes: int  # activations of one row of a forward pass
     logits_row_bytes: int
+    vocab_size: int = 0
     cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
 
     @property
@@ -53,6 +55,7 @@ class MemoryPlan:
     runtime_bytes: int
     rest_bytes: int
     draft_bytes: int
+    law_bytes: int
     kv_bytes: int
     activation_bytes: int
     slot_bytes: int
@@ -88,7 +91,8 @@ class MemoryPlan:
     @property
     def fixed_bytes(self) -> int:
         """Everything but layers and slots."""
-        return self.runtime_bytes + self.rest_bytes + self.draft_bytes + self.kv_bytes + self.activation_bytes
+        models_bytes = self.rest_bytes + self.draft_bytes + self.law_bytes
+        return self.runtime_bytes + models_bytes + self.kv_bytes + self.activation_bytes
 
     def as_dict(self) -> dict[str, object]:
         """The plan by the names that `--json` uses."""
@@ -103,6 +107,7 @@ class MemoryPlan:
             "runtime_bytes": self.runtime_bytes,
             "embedding_and_head_bytes": self.rest_bytes,
             "draft_bytes": self.draft_bytes,
+            "law_bytes": self.law_bytes,
             "kv_bytes": self.kv_bytes,
             "activation_bytes": self.activation_bytes,
             "context": self.context,
@@ -118,6 +123,7 @@ def plan_memory(
     dtype: str,
     context: int | None,
     num_nodes: int,
+    rule: str = "match",
 ) -> MemoryPlan:
     """The plan that loading follows, from headers alone.
 
@@ -126,6 +132,7 @@ def plan_memory(
         dtype: to compute in, one of `DTYPES`.
         context: positions; None takes the model's limit, at most `DEFAULT_CONTEXT`.
         num_nodes: N of the largest tree.
+        rule: of acceptance; some need the laws that a tree's tokens were drawn from.
     """
     if dtype not in DTYPES:
         raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -135,6 +142,7 @@ def plan_memory(
         ram_bytes=_default_ram_bytes() if ram is None else parse_size(ram, "--ram"),
         context=_check_context(target, context),
         num_nodes=num_nodes,
+        keeps_laws=drafting_of(rule).keeps_laws,
     )
 
 
@@ -159,6 +167,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         kv_bytes_per_token=num_layers * _kv_width(sizes) * item_bytes,
         row_bytes=_row_bytes(sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
+        vocab_size=sizes.get("vocab_size", 0),
         cast_bytes=max(_cast_bytes(entries, dtype) for entries in layers),
     )
 
@@ -177,7 +186,13 @@ _OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_
 
 
 def make_plan(
-    target: ModelShape, draft: ModelShape | None, *, ram_bytes: int, context: int, num_nodes: int
+    target: ModelShape,
+    draft: ModelShape | None,
+    *,
+    ram_bytes: int,
+    context: int,
+    num_nodes: int,
+    keeps_laws: bool = False,
 ) -> MemoryPlan:
     """Divide the budget: what must be there first, then slots, then as many resident layers as fit.
 
@@ -189,6 +204,7 @@ def make_plan(
         "runtime_bytes": RUNTIME_BYTES,
         "rest_bytes": target.rest_bytes,
         "draft_bytes": _draft_bytes(draft, context, num_nodes) if draft else 0,
+        "law_bytes": _law_bytes(target.vocab_size, num_nodes) if keeps_laws else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + prompt_rows),
         "activation_bytes": _activation_bytes(target, prompt_rows + num_nodes, num_nodes, context) + target.cast_bytes,
     }
@@ -269,6 +285,11 @@ def _draft_bytes(draft: ModelShape, context: int, num_nodes: int) -> int:
         + kv_bytes
         + _activation_bytes(draft, rows, num_nodes, context)
     )
+
+
+def _law_bytes(vocab_size: int, num_nodes: int) -> int:
+    """Laws in float32 for every node that may have children: all but one, since a chain is a tree of that size too."""
+    return 4 * vocab_size * (num_nodes - 1) + DRAW_BYTES if num_nodes > 1 else 0
 
 
 def _activation_bytes(shape: ModelShape, num_rows: int, num_logits: int, context: int) -> int:

@@ -1,11 +1,20 @@
-"""From logits to tokens: temperature, top-k and top-p, and noise that both models share.
+"""From logits to tokens: temperature, top-k and top-p, and the two kinds of chance.
 
-The target's token at an absolute position is argmax(log p + G), with Gumbel noise G keyed by (seed, position, token).
-It is a draw from p, and it does not depend on how the position was reached; greedy is the case without noise. A drafter
-that knows G ranks its candidates by log q + G and so guesses the draw itself, not merely a likely token.
+Shared noise: the target's token at an absolute position is argmax(log p + G), with Gumbel noise G keyed by (seed,
+position, token). It is a draw from p, and it does not depend on how the position was reached; greedy is the case
+without noise. A drafter that knows G ranks its candidates by log q + G and so guesses the draw itself, not merely a
+likely token.
+
+Fresh numbers: rules that test p(x) / q(x) need draws and coins of which nothing is known before. They come from a
+counter-based generator whose place is (seed, how many numbers were taken so far).
+
+Invariant: no fresh number is handed out twice, and none is a function of the shared noise; a ratio test on shared noise
+is biased.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -14,19 +23,27 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from offload.config import Sampling
+from offload.config import Drafting, Sampling
 from offload.kernels.keyed_gumbel import keyed_gumbel
 
 _KEPT_POSITIONS = 256  # a tree's depth and then some
+_LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
 
 
 class Sampler:
-    """The drawing rule of one generation; the target and every drafter use the same one."""
+    """The drawing rule of one generation; the target and every drafter use the same one.
 
-    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+    Attributes:
+        is_greedy: whether no chance enters at all.
+        drafting: how drafters choose children, which the rule of verification decides.
+    """
+
+    def __init__(self, sampling: Sampling, vocab_size: int, drafting: Drafting = Drafting.COUPLED) -> None:
         self._sampling, self._vocab_size = sampling, vocab_size
+        self.is_greedy, self.drafting = sampling.is_greedy, drafting
         self._warpers = _warpers(sampling)
         self._noise: dict[int, Tensor] = {}
+        self._fresh = np.random.Generator(np.random.Philox(key=sampling.seed))
 
     def draw(self, logits_V: Tensor, position: int) -> int:
         """The token at `position`, given the target's logits there."""
@@ -34,11 +51,29 @@ class Sampler:
 
     def perturbed(self, logits_TV: Tensor, position: int) -> Tensor:
         """log p + G up to a constant per row, for rows that all predict the token at `position`; fp32 without noise."""
-        if self._sampling.is_greedy:
+        if self.is_greedy:
             return logits_TV
-        nothing = torch.empty(len(logits_TV), 0, dtype=torch.long)
-        scores_TV = self._warpers(nothing, logits_TV.float())
+        scores_TV = self._warped(logits_TV)
         return scores_TV + self._noise_at(position, scores_TV.device)[: scores_TV.shape[1]]
+
+    def law(self, logits_TV: Tensor) -> Tensor:
+        """The distributions that are drawn from, float32 (T, V); when greedy, all on the argmax (ties: lowest id)."""
+        if self.is_greedy:
+            return torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
+        return self._warped(logits_TV).softmax(-1)
+
+    def host_law(self, logits_V: Tensor) -> NDArray[np.float64]:
+        """One row's distribution in host memory, to be calculated with in float64."""
+        law_V = self.law(logits_V[None])[0].double().cpu().numpy()
+        return law_V / law_V.sum()
+
+    def uniform(self, *shape: int) -> NDArray[np.float64]:
+        """Fresh numbers in the open interval (0, 1)."""
+        return np.maximum(self._fresh.random(shape), _LEAST_UNIFORM)
+
+    def _warped(self, logits_TV: Tensor) -> Tensor:
+        nothing = torch.empty(len(logits_TV), 0, dtype=torch.long)
+        return self._warpers(nothing, logits_TV.float())
 
     def _noise_at(self, position: int, device: torch.device) -> Tensor:
         """One vector per position, shared by all rows; positions only advance, so the oldest go first."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from offload.kv_cache import KVCache
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
+from offload.plan import MemoryPlan
 from offload.tree import TokenTree, ancestors
 
 
@@ -17,10 +18,10 @@ class Target:
     Args:
         model: embeddings and head are bound for good.
         stream: its layers.
-        num_slots: capacity of the cache, committed positions plus the rows of the largest sweep.
-        max_rows: committed tokens that one sweep may take in beside the tree; a longer prompt takes several sweeps.
-        context: positions beyond it are never emitted. Nodes that lie there are computed as if at the last one, because
-            some rotary embeddings (dynamic, longrope) turn every row by the largest position of a pass.
+        plan: gives the capacity of the cache and how many committed tokens one sweep may take in beside the tree; a
+            longer prompt takes several. Positions beyond its context are never emitted: nodes that lie there are
+            computed as if at the last one, because some rotary embeddings (dynamic, longrope) turn every row by the
+            largest position of a pass.
         on_layer: hears of every layer that has run.
     """
 
@@ -28,14 +29,13 @@ class Target:
         self,
         model: BorrowedModel,
         stream: LayerStream,
+        plan: MemoryPlan,
         *,
-        num_slots: int,
-        max_rows: int,
-        context: int,
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
-        self._model, self.stream, self._max_rows, self._last_position = model, stream, max_rows, context - 1
-        self._cache = KVCache(model.num_layers, num_slots)
+        self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
+        self._last_position = plan.context - 1
+        self._cache = KVCache(model.num_layers, plan.cache_slots)
         self._num_pending = 0
         self._on_layer = on_layer
         self.num_sweeps = 0

@@ -157,7 +157,7 @@ STATS_FIELDS = {
 def test_json_fields_agree_with_each_other(tree: str, looper: Path) -> None:
     result = generate_json(looper, "-n", "60", "--seed", "5", tree=tree)
     plan, stats = result["plan"], result["stats"]
-    assert set(result) == TOP_FIELDS and set(stats) >= STATS_FIELDS
+    assert set(result) >= TOP_FIELDS and set(stats) >= STATS_FIELDS
     assert len(result["token_ids"]) == result["num_new_tokens"] == 60
     assert result["num_prompt_tokens"] == len(PROMPT) and result["seed"] == 5 and result["finish_reason"] == "length"
     assert result["text"] == recited(len(result["text"]))

@@ -50,7 +50,7 @@ class ToldStore:
     def finish(self, index: int) -> None:
         layer, slab, future = self.waiting.pop(index)
         if future.set_running_or_notify_cancel():
-            slab[: BLOCK_BYTES] = layer
+            slab[:BLOCK_BYTES] = layer
             self.bytes_read += BLOCK_BYTES
             future.set_result(None)
 

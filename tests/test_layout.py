@@ -42,7 +42,9 @@ def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, tm
         parameters = layer_parameters(checkpoint, layer)
         layout = slab_layout(parameters)
         assert layout.is_direct == (remainder == 0)
-        assert_same_bytes(parameter_bytes(layout, fill(layout, checkpoint)), {name: wanted[name] for name in parameters})
+        assert_same_bytes(
+            parameter_bytes(layout, fill(layout, checkpoint)), {name: wanted[name] for name in parameters}
+        )
         assert_pieces_fit(layout)
 
 

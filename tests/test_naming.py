@@ -94,7 +94,9 @@ def test_state_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
 def test_experts_are_stacked_in_numeric_order(name: str, gate: str, tmp_path: Path) -> None:
     """By name, expert 10 would come before expert 2."""
     tensors = saved(name, tmp_path)
-    (stack,) = (t for key, t in our_state(tmp_path).items() if "layers.1." in key and key.endswith("experts.gate_up_proj"))
+    (stack,) = (
+        t for key, t in our_state(tmp_path).items() if "layers.1." in key and key.endswith("experts.gate_up_proj")
+    )
     assert len(stack) == 12
     for expert in range(12):
         (own,) = (t for key, t in tensors.items() if "layers.1." in key and f"experts.{expert}.{gate}." in key)

@@ -1,7 +1,7 @@
 """A resident draft model grows a token tree of fixed shape, one forward pass per level.
 
-It ranks candidates by log q + G with the very noise that the target will draw with, and the children of a node are the
-best of them. Only nodes that have children are ever run; their keys and values stay until the walk has chosen a path.
+The rule of verification says how children are chosen (`draws`) and whether the laws they come from are kept. Only
+nodes that have children are ever run; their keys and values stay until the walk has chosen a path.
 Invariant: between steps the cache holds committed tokens only, in their order.
 """
 
@@ -12,8 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.drafters.draws import draw_children
 from offload.kv_cache import KVCache
 from offload.model import BorrowedModel
+from offload.proposals import Proposals
 from offload.sampling import Sampler
 from offload.topology import Topology
 from offload.tree import TokenTree, ancestors
@@ -60,7 +62,7 @@ class ModelDrafter:
     """
 
     def __init__(self, model: BorrowedModel, vocab_size: int, num_slots: int) -> None:
-        self._model, self._vocab_size = model, min(vocab_size, model.vocab_size)
+        self._model, self._vocab_size = model, vocab_size
         self._cache = KVCache(model.num_layers, num_slots)
         self._row_of_node: dict[int, int] = {}
 
@@ -69,16 +71,22 @@ class ModelDrafter:
         self._cache.clear()
 
     def grow(self, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
-        """A tree of this shape below `tokens[-1]`: each node's children are its best candidates, best first."""
-        root, schedule = len(tokens) - 1, _schedule(topology)
+        """A tree of this shape below `tokens[-1]`: each node's children are its candidates in the order of their draws.
+
+        A node with more children than there are tokens repeats the last one.
+        """
+        root, schedule, proposals = len(tokens) - 1, _schedule(topology), None
         token_N = torch.full((topology.num_nodes,), tokens[-1], dtype=torch.long)
         for depth, level in enumerate(schedule.levels):
             logits_WV = self._run(level, token_N, root) if depth else self._catch_up(tokens)
-            score_WV = sampler.perturbed(logits_WV[:, : self._vocab_size], root + depth + 1)
-            best_WK = score_WV.topk(min(int(level.rank_C.max()) + 1, score_WV.shape[1])).indices
-            token_N[level.child_C] = best_WK[level.parent_row_C, level.rank_C.clamp(max=best_WK.shape[1] - 1)]
+            logits_WV, num_children = logits_WV[:, : self._vocab_size], int(level.rank_C.max()) + 1
+            token_WK, draw, law_WV = draw_children(logits_WV, num_children, sampler, root + depth + 1)
+            token_N[level.child_C] = token_WK[level.parent_row_C, level.rank_C.clamp(max=token_WK.shape[1] - 1)]
+            if law_WV is not None:
+                proposals = proposals or Proposals.blank(topology, self._vocab_size, draw)
+                proposals.write(level.node_W.numpy(), law_WV)
         self._row_of_node = schedule.row_of_node
-        return TokenTree(topology, token_N)
+        return TokenTree(topology, token_N, proposals)
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Keep the rows of the accepted path as far as it was run; the rest is run again as committed tokens."""
@@ -91,10 +99,14 @@ class ModelDrafter:
         for chunk in missing.split(_CHUNK):
             position_T = torch.arange(len(chunk)) + self._cache.length
             causal_TT = torch.ones(len(chunk), len(chunk), dtype=torch.bool).tril()
-            logits = self._model.forward(chunk, position_T, causal_TT, self._cache, num_logits=1)
+            logits = self._model.forward(self._known(chunk), position_T, causal_TT, self._cache, num_logits=1)
             self._cache.commit(range(len(chunk)))
         return logits
 
     def _run(self, level: _Level, token_N: Tensor, root: int) -> Tensor:
         position_U = level.depth_U + root
-        return self._model.forward(token_N[level.node_W], position_U, level.ancestor_WU, self._cache)
+        return self._model.forward(self._known(token_N[level.node_W]), position_U, level.ancestor_WU, self._cache)
+
+    def _known(self, token_T: Tensor) -> Tensor:
+        """Ids that the draft has: the target may emit others, and then the draft's guess is poor but still a law."""
+        return token_T.clamp(max=self._model.vocab_size - 1)

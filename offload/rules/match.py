@@ -1,18 +1,10 @@
-"""Which nodes of a scored tree are what the target itself would have written. No model in sight."""
-
-from typing import NamedTuple
+"""Accept what the target itself draws: exact for any tree, and the same tokens for the same seed."""
 
 from torch import Tensor
 
+from offload.rules.walk import Acceptance
 from offload.sampling import Sampler
 from offload.tree import TokenTree
-
-
-class Acceptance(NamedTuple):
-    """The outcome of one sweep."""
-
-    nodes: list[int]  # the accepted path, root first: rows whose keys and values are kept
-    tokens: list[int]  # new tokens: those of the accepted nodes after the root, then one more drawn from the target
 
 
 def match(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:

@@ -1,0 +1,175 @@
+"""Bigram tables as models, small enough for exact laws and quick enough for tens of thousands of runs.
+
+A table's row holds the logits after one token, so a model is one gather and the law of two tokens is one product. What
+is under test is real: the draws, the trees with their laws, the rules, the sampler. Only the models are not.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+
+from offload.config import Sampling
+from offload.drafters.draws import draw_children
+from offload.proposals import Draw, Floats, Offer, Proposals
+from offload.rules import Acceptance, Rule
+from offload.rules.walk import Trials
+from offload.sampling import Sampler
+from offload.topology import Topology, best_first, chain, k_ary, sequences
+from offload.tree import TokenTree, children_of
+
+VOCAB_SIZE = 6
+ROOT = 2  # the token that all runs start from
+SHAPES: dict[str, Topology] = {
+    "chain": chain(3),
+    "binary": k_ary(2, 7),
+    "sequences": sequences(3, 2),
+    "sequoia": best_first((0.6, 0.2, 0.1, 0.05), 9, 3),
+    "star": k_ary(4, 5),
+}
+Verify = Callable[[TokenTree, Tensor, Sampler, int], Acceptance]
+
+
+def pair(draft: str) -> tuple[Tensor, Tensor]:
+    """Logits of a target and of a draft, (V, V) each: row t is what follows token t."""
+    generator = torch.Generator().manual_seed(11)
+    target_VV, noise_VV, other_VV = torch.randn(3, VOCAB_SIZE, VOCAB_SIZE, generator=generator)
+    if draft == "good":
+        return target_VV, target_VV + 0.5 * noise_VV
+    if draft == "bad":
+        return target_VV, other_VV
+    is_low_V = torch.arange(VOCAB_SIZE) < VOCAB_SIZE // 2
+    return target_VV.masked_fill(~is_low_V, -torch.inf), other_VV.masked_fill(is_low_V, -torch.inf)
+
+
+class TableSampler(Sampler):
+    """The real sampler, which remembers the few laws that a table has."""
+
+    def __init__(self, sampling: Sampling, rule: Rule) -> None:
+        super().__init__(sampling, VOCAB_SIZE, rule.drafting)
+        self._laws: dict[tuple[float, ...], Floats] = {}
+
+    def host_law(self, logits_V: Tensor) -> Floats:
+        key = tuple(logits_V.tolist())
+        if key not in self._laws:
+            self._laws[key] = super().host_law(logits_V)
+        return self._laws[key]
+
+
+def laws(logits_VV: Tensor, sampling: Sampling) -> Floats:
+    """A table's rows as they are drawn from."""
+    sampler = Sampler(sampling, VOCAB_SIZE)
+    return np.stack([sampler.host_law(logits_V) for logits_V in logits_VV])
+
+
+def pair_law(law_VV: Floats) -> Floats:
+    """The law (V, V) of the two tokens after `ROOT`."""
+    return law_VV[ROOT][:, None] * law_VV
+
+
+def grow(draft_VV: Tensor, topology: Topology, root_R: Tensor, sampler: Sampler, position: int = 0) -> list[TokenTree]:
+    """One tree per entry of `root_R`, all drawn at once: the real draws, level by level, on as many rows."""
+    token_RN = root_R[:, None].repeat(1, topology.num_nodes)
+    blank, level_laws = None, []
+    for depth, level in enumerate(topology.levels[:-1]):
+        parents = [node for node in range(level.start, level.stop) if children_of(topology)[node]]
+        num_children = max(len(children_of(topology)[node]) for node in parents)
+        logits_WV = draft_VV[token_RN[:, parents]].reshape(-1, VOCAB_SIZE)
+        token_WK, draw, law_WV = draw_children(logits_WV, num_children, sampler, position + depth + 1)
+        token_RPK = token_WK.reshape(len(root_R), len(parents), -1)
+        for index, parent in enumerate(parents):
+            children = children_of(topology)[parent]
+            token_RN[:, children] = token_RPK[:, index, : len(children)]
+        if law_WV is not None:
+            blank = blank or Proposals.blank(topology, VOCAB_SIZE, draw)
+            level_laws.append(law_WV.reshape(len(root_R), len(parents), VOCAB_SIZE))
+    if blank is None:
+        return [TokenTree(topology, token_N) for token_N in token_RN]
+    law_REV = torch.cat(level_laws, 1)
+    trees = zip(token_RN, law_REV, strict=True)
+    return [TokenTree(topology, t_N, Proposals(blank.draw_N, blank.row_N, law_EV)) for t_N, law_EV in trees]
+
+
+Grow = Callable[[Tensor, Sampler], list[TokenTree]]  # roots (R,) -> a tree for each
+
+
+def count_pairs(grow_trees: Grow, verify: Verify, target_VV: Tensor, sampler: Sampler, num_runs: int) -> Floats:
+    """How often (V, V) each two tokens came first in `num_runs` runs; a second step where the first gave but one."""
+    count_VV, unfinished = np.zeros((VOCAB_SIZE, VOCAB_SIZE)), []
+    for tree in grow_trees(torch.full((num_runs,), ROOT), sampler):
+        tokens = verify(tree, target_VV[tree.token_N], sampler, 0).tokens
+        if len(tokens) > 1:
+            count_VV[tokens[0], tokens[1]] += 1
+        else:
+            unfinished.append(tokens[0])
+    for tree in grow_trees(torch.tensor(unfinished), sampler) if unfinished else ():
+        tokens = verify(tree, target_VV[tree.token_N], sampler, 1).tokens
+        count_VV[tree.tokens[0], tokens[0]] += 1
+    return count_VV
+
+
+def p_value(count_C: Floats, law_C: Floats) -> float:
+    """Chi-square of counts against exact chances; zero where something impossible happened. Rare cells are merged."""
+    count_C, expected_C = count_C.ravel(), law_C.ravel() * count_C.sum()
+    if count_C[expected_C == 0].any():
+        return 0.0
+    groups_C = np.where(expected_C < 5, 0, np.arange(1, expected_C.size + 1))[expected_C > 0]
+    names, group_C = np.unique(groups_C, return_inverse=True)
+    assert len(names) > 1, "a law of one outcome needs no statistics"
+    observed = np.bincount(group_C, count_C[expected_C > 0])
+    expected = np.bincount(group_C, expected_C[expected_C > 0])
+    return float(chisquare(observed, expected).pvalue)
+
+
+def one_draw(law_V: Floats, draw: Draw, elders: list[int]) -> Floats:
+    """The law of one child given its elder siblings, written down independently of `Proposals`."""
+    if draw is Draw.WITH_REPLACEMENT:
+        return law_V
+    left_V = np.array([0.0 if token in elders else law_V[token] for token in range(len(law_V))])
+    if left_V.sum() == 0:
+        left_V = np.array([0.0 if token in elders else 1.0 for token in range(len(law_V))])
+    return left_V / left_V.sum()
+
+
+def every_tree(law_VV: Floats, topology: Topology, root: int, draw: Draw) -> Iterator[tuple[float, TokenTree]]:
+    """All trees that can be drawn from a draft with these laws, each with its chance."""
+    law_VV = np.asarray(law_VV, dtype=np.float32).astype(float)
+    law_VV = law_VV / law_VV.sum(1, keepdims=True)
+    blank = Proposals.blank(topology, law_VV.shape[1], draw)
+    expanded = np.flatnonzero(blank.row_N >= 0)
+
+    def extend(tokens: list[int]) -> Iterator[tuple[float, list[int]]]:
+        if len(tokens) == topology.num_nodes:
+            yield 1.0, tokens
+            return
+        parent = int(topology.parent_N[len(tokens)])
+        elders = [tokens[c] for c in children_of(topology)[parent] if c < len(tokens)]
+        for token, chance in enumerate(one_draw(law_VV[tokens[parent]], draw, elders)):
+            if chance > 0:
+                yield from ((chance * rest, done) for rest, done in extend([*tokens, token]))
+
+    for chance, tokens in extend([root]):
+        law_EV = torch.from_numpy(law_VV[[tokens[node] for node in expanded]]).float()
+        yield chance, TokenTree(topology, torch.tensor(tokens), Proposals(blank.draw_N, blank.row_N, law_EV))
+
+
+def emitted(tree: TokenTree, target_VV: Floats, trials: Trials, node: int = 0) -> Floats:
+    """The exact law of what a walk from `node` emits: of two tokens (V, V) at the root, of one token (V,) below it."""
+    size, is_root = len(target_VV), node == 0
+    law, left, residual_V = np.zeros((size, size) if is_root else size), 1.0, target_VV[tree.tokens[node]]
+    for child, chance, remainder_V in trials(residual_V, tree.offers(node)):
+        token = tree.tokens[child]
+        law[token] += left * chance * (emitted(tree, target_VV, trials, child) if is_root else 1.0)
+        left, residual_V = left * (1 - chance), remainder_V
+    # The walk ends here: the next step, another tree, gives the second token.
+    return law + left * (residual_V[:, None] * target_VV if is_root else residual_V)
+
+
+def acceptance(trials: Trials, target_V: Floats, offers: list[Offer]) -> float:
+    """The exact chance that one of the children is accepted."""
+    rejected = 1.0
+    for _, chance, _ in trials(target_V, offers):
+        rejected *= 1 - chance
+    return 1 - rejected
