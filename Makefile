@@ -18,7 +18,7 @@ demo: $(VENV)/.installed-run
 
 test: check
 	@echo "== pytest"
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q -n auto
 
 check: $(VENV)/.installed-dev
 	@echo "== ruff check"

@@ -75,9 +75,8 @@ class KVCache(Cache):
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these uncommitted rows, in this order, as the next positions; everything else is forgotten."""
         if list(rows) != list(range(len(rows))):
-            filled = [
-                layer for layer in self._slot_layers if layer.is_initialized
-            ]  # some families share those of others
+            # In some families the last layers share the keys and values of earlier ones and have none of their own.
+            filled = [layer for layer in self._slot_layers if layer.is_initialized]
             row_A = torch.tensor(rows, device=filled[0].keys.device)
             for layer in filled:
                 layer.gather(self.length, row_A)
