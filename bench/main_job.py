@@ -90,7 +90,7 @@ def prompt(size: str, *, rounds: int = 5) -> Row:
     return {"row": name, "value": statistics.median(ratios), "wanted": "<= 1.30", "ratios": ratios}
 
 
-def speed(size: str, *, num_prompts: int = 3, num_tokens: int = 128, num_plain: int = 10) -> Row:
+def speed(size: str, *, num_prompts: int = 6, num_tokens: int = 96, num_plain: int = 8) -> Row:
     """Tokens per second with and without trees, prompt by prompt in turn, and the share of the link that was used."""
     from offload.demo import open_demo
 
