@@ -59,9 +59,13 @@ class TableSampler(Sampler):
 
 
 def laws(logits_VV: Tensor, sampling: Sampling) -> Floats:
-    """A table's rows as they are drawn from."""
-    sampler = Sampler(sampling, VOCAB_SIZE)
-    return np.stack([sampler.host_law(logits_V) for logits_V in logits_VV])
+    """What the rows are to be drawn from, by the definitions of temperature and top-p and none of our code."""
+    law_VV = torch.softmax(logits_VV.double() / sampling.temperature, -1).numpy()
+    order_VV = np.argsort(-law_VV, axis=1)
+    sorted_VV = np.take_along_axis(law_VV, order_VV, axis=1)
+    before_VV = np.cumsum(sorted_VV, axis=1) - sorted_VV  # mass of the likelier tokens
+    np.put_along_axis(law_VV, order_VV, np.where(before_VV < sampling.top_p, sorted_VV, 0), axis=1)
+    return law_VV / law_VV.sum(1, keepdims=True)
 
 
 def pair_law(law_VV: Floats) -> Floats:

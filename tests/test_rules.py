@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from tables import laws
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -76,9 +77,7 @@ def test_first_tokens_have_the_target_law(rule: str, small_models: tuple[Path, P
 
 def next_laws(model: torch.nn.Module, prompts: list[list[int]], sampling: Sampling) -> np.ndarray:
     with torch.inference_mode():
-        logits_TV = model(torch.tensor(prompts)).logits[:, -1]
-    sampler = Sampler(sampling, SMALL_VOCAB)
-    return np.stack([sampler.host_law(logits_V) for logits_V in logits_TV])
+        return laws(model(torch.tensor(prompts)).logits[:, -1], sampling)
 
 
 def test_unknown_rules_are_refused(models: tuple[Path, Path]) -> None:
