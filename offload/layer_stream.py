@@ -66,9 +66,9 @@ class LayerStream:
             on_bytes(slab.nbytes)
 
     def begin_sweep(self) -> None:
-        """Make the first layer the next to arrive: an interrupted sweep may have left others queued."""
+        """Make the first layer the next to arrive: an interrupted sweep may have left others queued, or failed reads."""
         is_at_start = not self._held and (not self._pending or self._pending[0][0] == self._streamed[0])
-        if not is_at_start:
+        if not is_at_start or any(_has_failed(futures) for _, _, futures in self._pending):
             self._rewind()
 
     def acquire(self, layer: int) -> np.ndarray:
@@ -105,9 +105,7 @@ class LayerStream:
 
     def _rewind(self) -> None:
         for _, slot, futures in self._pending:
-            for future in futures:
-                future.cancel()
-            _settle(futures)
+            _drop(futures)
             self._free.append(slot)
         self._free.extend(self._held.values())
         self._pending.clear()
@@ -121,8 +119,12 @@ def _wait(futures: list[Future[None]]) -> None:
         future.result()
 
 
-def _settle(futures: list[Future[None]]) -> None:
-    """Wait until no reader touches the slot any more; what a dropped read would have reported no longer matters."""
+def _has_failed(futures: list[Future[None]]) -> bool:
+    return any(future.done() and future.exception() is not None for future in futures)
+
+
+def _drop(futures: list[Future[None]]) -> None:
+    """Return once no reader touches the slot any more; what a dropped read would have reported no longer matters."""
     for future in futures:
-        if not future.cancelled():
+        if not future.cancel():
             future.exception()

@@ -49,7 +49,7 @@ class TextStream:
             raise UserError("a stop string must not be empty, got '': leave it out")
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
-        self._context_text = self._decode([])
+        self._context_text = self._decode([]).rstrip(_REPLACEMENT)  # a character that the prompt begins is new text
         self._tokens: list[int] = []
         self.text = ""  # what was handed out
 
