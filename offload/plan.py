@@ -6,6 +6,7 @@ works.
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their 
 _RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everything else
 _STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _MIN_SLOTS, _WANTED_SLOTS = 2, 3
+_KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +166,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     return ModelShape(
         layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers),
         rest_bytes=slab_bytes_bound(rest) + _cast_bytes(rest, dtype),
-        kv_bytes_per_token=num_layers * _kv_width(sizes) * item_bytes,
+        kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes)) * item_bytes,
         row_bytes=_row_bytes(sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
         vocab_size=sizes.get("vocab_size", 0),
@@ -182,7 +184,7 @@ _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "num_experts_per_tok", "max_position_embeddings", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-             "v_head_dim")  # fmt: skip
+             "v_head_dim", "kv_channels")  # fmt: skip
 
 
 def make_plan(
@@ -306,6 +308,13 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
     return item_bytes * (4 * width + 3 * feed_forward + 3 * heads_width) + 4 * 3 * width
 
 
+def _projected_kv_width(checkpoint: Checkpoint) -> int:
+    """Numbers per token in the keys and values of all layers, by the projections that make them; 0 where fused."""
+    rows = {name: math.prod(entry.shape[:1]) for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    keys = {name: width for name, width in rows.items() if name.endswith("k_proj.weight")}
+    return sum(width + rows.get(name.replace("k_proj", "v_proj"), width) for name, width in keys.items())
+
+
 def _kv_width(sizes: dict[str, int]) -> int:
     """Numbers per token and layer in keys and values together; compressed ones are kept expanded, head by head."""
     if "kv_lora_rank" in sizes:
@@ -315,7 +324,8 @@ def _kv_width(sizes: dict[str, int]) -> int:
 
 
 def _head_dim(sizes: dict[str, int]) -> int:
-    return sizes.get("head_dim", sizes["hidden_size"] // sizes.get("num_attention_heads", 1))
+    usual = sizes["hidden_size"] // sizes.get("num_attention_heads", 1)
+    return sizes.get("head_dim") or sizes.get("kv_channels") or usual
 
 
 def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:

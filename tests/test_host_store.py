@@ -223,7 +223,7 @@ def test_buffers_are_aligned_to_blocks(num_bytes: int) -> None:
 
 
 def test_several_readers_work_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request at a time leaves a third of the disk unused; the reads meet at a barrier that fewer could not pass."""
+    """One request at a time leaves a third of the disk unused: all readers meet at a barrier that fewer cannot pass."""
     barrier, preadv = threading.Barrier(host_store.NUM_READERS), os.preadv
     store = HostStore([file])
 

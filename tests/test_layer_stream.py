@@ -1,4 +1,4 @@
-"""The cycle of layers through slots: order, read-ahead, reuse, interruption; on a store whose reads end when told to."""
+"""The cycle of layers through slots: order, read-ahead, reuse, interruption; on a store that reads when told to."""
 
 import threading
 import time

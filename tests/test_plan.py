@@ -31,7 +31,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 SMALL = {**_LLAMA, "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
-         "intermediate_size": 5632, "vocab_size": 32000, "max_position_embeddings": 2048, "torch_dtype": "bfloat16"}  # fmt: skip
+         "intermediate_size": 5632, "vocab_size": 32000, "max_position_embeddings": 2048,
+         "torch_dtype": "bfloat16"}  # fmt: skip
 
 
 def checkpoint_of(config: dict[str, Any], dtype: str | None = None, **more: tuple[int, ...]) -> Checkpoint:
@@ -40,7 +41,8 @@ def checkpoint_of(config: dict[str, Any], dtype: str | None = None, **more: tupl
     kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
     layer = {"q_proj.weight": (width, width), "k_proj.weight": (kv_width, width), "v_proj.weight": (kv_width, width),
              "o_proj.weight": (width, width), "gate_proj.weight": (inner, width), "up_proj.weight": (inner, width),
-             "down_proj.weight": (width, inner), "input_norm.weight": (width,), "post_norm.weight": (width,)}  # fmt: skip
+             "down_proj.weight": (width, inner), "input_norm.weight": (width,),
+             "post_norm.weight": (width,)}  # fmt: skip
     if config["model_type"] == "qwen2":
         layer |= {"q_proj.bias": (width,), "k_proj.bias": (kv_width,), "v_proj.bias": (kv_width,)}
     shapes = {"model.embed_tokens.weight": (vocab, width)}
@@ -206,16 +208,34 @@ def test_a_few_wide_tensors_do_not_double_a_layer() -> None:
     assert model_shape(mixed).rest_bytes == model_shape(stored).rest_bytes
 
 
+def without(checkpoint: Checkpoint, *parts: str) -> Checkpoint:
+    kept = {name: entry for name, entry in checkpoint.tensors.items() if not any(part in name for part in parts)}
+    return Checkpoint(checkpoint.directory, checkpoint.config, checkpoint.shards, kept)
+
+
 def test_compressed_keys_are_cached_expanded() -> None:
     """DeepSeek's cache in transformers: 16 heads of 128 + 64 for keys and 128 for values."""
     latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
-    config = {**SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, **latent}
-    assert model_shape(checkpoint_of(config)).kv_bytes_per_token == 22 * 16 * (192 + 128) * 2
+    stored = checkpoint_of({**SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, **latent})
+    assert model_shape(without(stored, "k_proj", "v_proj")).kv_bytes_per_token == 22 * 16 * (192 + 128) * 2
 
 
-def test_heads_wider_than_the_model_says() -> None:
-    config = {**SMALL, "head_dim": 128}
-    assert model_shape(checkpoint_of(config)).kv_bytes_per_token == 22 * 2 * 4 * 128 * 2
+def test_keys_and_values_are_as_wide_as_their_projections() -> None:
+    """Some layers may have more heads, narrower values, or values that are the keys."""
+    stored = checkpoint_of(SMALL)
+    wide = TensorEntry(0, "BF16", (768, 2048), 90 * GB, 90 * GB + 2 * 768 * 2048)
+    mixed = {**stored.tensors, "model.layers.3.k_proj.weight": wide}
+    del mixed["model.layers.4.v_proj.weight"]
+    got = model_shape(Checkpoint(stored.directory, stored.config, stored.shards, mixed))
+    assert got.kv_bytes_per_token == 2 * (22 * 2 * 256 + (768 - 256))
+
+
+def test_fused_projections_leave_the_width_to_the_config() -> None:
+    fused = without(checkpoint_of({**SMALL, "head_dim": 128}), "k_proj", "v_proj")
+    assert model_shape(fused).kv_bytes_per_token == 22 * 2 * 4 * 128 * 2
+    config = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    every_head = Checkpoint(fused.directory, config, fused.shards, fused.tensors)
+    assert model_shape(every_head).kv_bytes_per_token == 22 * 2 * 32 * 64 * 2
 
 
 @pytest.mark.parametrize(

@@ -209,12 +209,13 @@ def test_noise_that_repeats_is_caught() -> None:
 def test_the_law_end_to_end(tmp_path: Path) -> None:
     """A real pair of tiny models, streamed code and all: the first two tokens together."""
     config = LlamaConfig(vocab_size=6, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-                         num_key_value_heads=1, max_position_embeddings=32, eos_token_id=None, pad_token_id=0)  # fmt: skip
+                         num_key_value_heads=1, max_position_embeddings=32, eos_token_id=None,
+                         pad_token_id=0)  # fmt: skip
     target, draft = save_pair(config, tmp_path, noise=0.05)
     prompt, how = [1, 4, 2], {"temperature": 1.0, "max_new_tokens": 2}
     with offload.load(target, draft, ram="1GiB", context=16, tree="8x3", threads=1) as decoder:
-        runs = [decoder.generate(prompt, seed=seed, **how) for seed in range(600)]
-    assert sum(run.stats.num_first_tokens > 1 for run in runs) > 300, "the draft hardly ever agreed"
+        runs = [decoder.generate(prompt, seed=seed, **how) for seed in range(400)]
+    assert sum(run.stats.num_first_tokens > 1 for run in runs) > 200, "the draft hardly ever agreed"
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     with torch.inference_mode():
         first_V = model(torch.tensor([prompt])).logits[0, -1].softmax(0)
