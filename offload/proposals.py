@@ -63,8 +63,8 @@ class Proposals:
         return cls(np.full(topology.num_nodes, int(draw)), row_N, law_EV)
 
     def write(self, node_W: Sequence[int] | Ints, law_WV: Tensor) -> None:
-        """Note what the children of these nodes are drawn from; `law_WV` may be narrower than the vocabulary."""
-        self.law_EV[torch.from_numpy(self.row_N[node_W]), : law_WV.shape[1]] = law_WV
+        """Note what the children of these nodes are drawn from."""
+        self.law_EV[torch.from_numpy(self.row_N[node_W])] = law_WV
 
     def offers(self, parent: int, children: Sequence[int], tokens: Sequence[int]) -> Iterator[Offer]:
         """The children of `parent` in the order of their draws, which ends early where no token was left to draw."""
@@ -78,6 +78,7 @@ class Proposals:
                 law_V = _without(full_V, list(tokens[:rank]))
                 if not law_V.any():
                     return
+            assert law_V is None or law_V[token] > 0, f"child {child} cannot have been drawn from the law it came with"
             yield Offer(child, token, draw, law_V)
 
 

@@ -16,7 +16,7 @@ import offload
 from offload.config import RULES, Drafting, Sampling
 from offload.drafters.lm import ModelDrafter
 from offload.plan import DRAW_BYTES, make_plan, model_shape
-from offload.proposals import Draw
+from offload.proposals import Draw, Proposals
 from offload.rules import find_rule
 from offload.sampling import Sampler
 from offload.topology import best_first, k_ary
@@ -142,6 +142,21 @@ def test_a_tree_of_point_masses_carries_no_law(drafting: Drafting) -> None:
     tree = ModelDrafter(BigramModel(), 6, 64).grow(k_ary(3, 13), [1, 0], sampler)  # type: ignore[arg-type]
     assert tree.proposals is None
     assert all(offer.draw is Draw.POINT_MASS and offer.law_V is None for offer in tree.offers(0))
+
+
+def test_children_beyond_a_narrow_draft_are_drawn_from_the_rest() -> None:
+    """Six children of a draft of four tokens: the last two are those that only the target has (Alg. 1)."""
+    sampler = Sampler(Sampling(temperature=0.7), 6, Drafting.WITHOUT_REPLACEMENT)
+    tree = ModelDrafter(BigramModel(), 6, 64).grow(k_ary(6, 7), [1, 0], sampler)  # type: ignore[arg-type]
+    assert sorted(tree.tokens[1:5]) == [0, 1, 2, 3] and sorted(tree.tokens[5:]) == [4, 5]
+    assert [offer.law_V[offer.token] for offer in tree.offers(0)][4:] == [0.5, 1.0]
+
+
+def test_a_child_that_its_law_cannot_give_is_a_bug() -> None:
+    proposals = Proposals.blank(k_ary(2, 3), 4, Draw.WITH_REPLACEMENT)
+    proposals.write([0], torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
+    with pytest.raises(AssertionError, match="child 2 cannot have been drawn"):
+        list(proposals.offers(0, [1, 2], [1, 3]))
 
 
 def test_more_children_than_tokens_are_never_needed() -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.drafters.draws import draw_children
 from offload.kv_cache import KVCache
@@ -79,7 +80,7 @@ class ModelDrafter:
         token_N = torch.full((topology.num_nodes,), tokens[-1], dtype=torch.long)
         for depth, level in enumerate(schedule.levels):
             logits_WV = self._run(level, token_N, root) if depth else self._catch_up(tokens)
-            logits_WV, num_children = logits_WV[:, : self._vocab_size], int(level.rank_C.max()) + 1
+            logits_WV, num_children = self._as_wide_as_target(logits_WV), int(level.rank_C.max()) + 1
             token_WK, draw, law_WV = draw_children(logits_WV, num_children, sampler, root + depth + 1)
             token_N[level.child_C] = token_WK[level.parent_row_C, level.rank_C.clamp(max=token_WK.shape[1] - 1)]
             if law_WV is not None:
@@ -106,6 +107,11 @@ class ModelDrafter:
     def _run(self, level: _Level, token_N: Tensor, root: int) -> Tensor:
         position_U = level.depth_U + root
         return self._model.forward(self._known(token_N[level.node_W]), position_U, level.ancestor_WU, self._cache)
+
+    def _as_wide_as_target(self, logits_WV: Tensor) -> Tensor:
+        """Padding beyond the target's vocabulary goes; a token that only the target has gets no chance."""
+        missing = self._vocab_size - logits_WV.shape[1]
+        return pad(logits_WV, (0, missing), value=-torch.inf) if missing else logits_WV
 
     def _known(self, token_T: Tensor) -> Tensor:
         """Ids that the draft has: the target may emit others, and then the draft's guess is poor but still a law."""
