@@ -1,7 +1,7 @@
 """Gumbel noise that is a function of (seed, position, token): the same on any device, in any order, for any tree.
 
 A counter-based hash (two rounds of the SplitMix64 finaliser, constants from Steele, Lea and Flood 2014) of the three
-keys gives 53 uniform bits per token, -log(-log u) makes them Gumbel. argmax(log p + G) is then a draw from p (the
+keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel. argmax(log p + G) is then a draw from p (the
 Gumbel-max trick), and whoever knows the key can repeat the draw.
 """
 
@@ -17,7 +17,7 @@ def keyed_gumbel(seed: int, position: int, vocab_size: int, device: torch.device
     key = _mix_int(_mix_int(seed & _MASK) ^ (position & _MASK))
     token_V = torch.arange(vocab_size, dtype=torch.int64, device=device)
     bits_V = _mix(_mix(token_V ^ _signed(key)))
-    uniform_V = (_shift(bits_V, 11).to(torch.float64) + 0.5) * 2.0**-53  # in (0, 1), both ends excluded
+    uniform_V = (_shift(bits_V, 12).to(torch.float64) + 0.5) * 2.0**-52  # in (0, 1): with 53 bits 1 would be reached
     return -torch.log(-torch.log(uniform_V))
 
 

@@ -66,7 +66,7 @@ class LayerStream:
             on_bytes(slab.nbytes)
 
     def begin_sweep(self) -> None:
-        """Make the first layer the next to arrive: an interrupted sweep may have left others queued, or a failed read."""
+        """Make the first layer the next to arrive: an interrupted sweep may have left others queued, or failed."""
         is_at_start = not self._held and (not self._pending or self._pending[0][0] == self._streamed[0])
         if not is_at_start or any(_has_failed(futures) for _, _, futures in self._pending):
             self._rewind()

@@ -34,12 +34,14 @@ def rss_bytes() -> int:
 def fastest_num_threads(num_rows: int, width: int, dtype_name: str, *, budget_s: float = 0.12) -> int:
     """The number of compute threads with the shortest product of `num_rows` rows and a (width, width) matrix.
 
-    On shared cores more threads can be several times slower, so the count is measured, not assumed. Ties within a tenth
-    go to fewer threads, which leaves a core to the readers.
+    On shared cores more threads can be several times slower, so the count is measured, not assumed. One core is left
+    to whoever feeds the computation: threads that wait for each other on a core that a reader needs stall both. Ties within
+    a tenth go to fewer threads.
     """
     import torch
 
-    counts = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= (os.cpu_count() or 1)]
+    most = max(1, len(os.sched_getaffinity(0)) - 1)
+    counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most})
     weight = torch.ones(width, width, dtype=getattr(torch, dtype_name))
     rows = torch.ones(num_rows, width, dtype=weight.dtype)
     before, best = torch.get_num_threads(), (float("inf"), 1)
