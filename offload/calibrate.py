@@ -9,11 +9,15 @@ from offload.layout import Piece, SlabLayout
 _CHUNK_BYTES = 64 << 20
 
 
-def link_bytes_per_s(shard: Path, *, budget_s: float = 0.4) -> float:
-    """Bytes per second at which a slab of `shard` arrives, the way a sweep reads it."""
+def link_bytes_per_s(shard: Path, *, budget_s: float = 0.4, limit_bytes_per_s: float | None = None) -> float:
+    """Bytes per second at which a slab of `shard` arrives, the way a sweep reads it.
+
+    Args:
+        limit_bytes_per_s: of the link, where it is slowed down on purpose.
+    """
     size_bytes = shard.stat().st_size
     slab = allocate(min(_CHUNK_BYTES, -(-size_bytes // 4096) * 4096))
-    store = HostStore([shard])
+    store = HostStore([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
     started, lo = time.perf_counter(), 0
     try:
         while time.perf_counter() - started < budget_s:

@@ -15,7 +15,15 @@ import typer
 
 from offload.config import RULES, Sampling, format_bytes, parse_size
 from offload.errors import ReadError, UserError
-from offload.screen import Screen, closing_lines, comparison_lines, plan_line, plan_picture
+from offload.screen import (
+    Screen,
+    choice_lines,
+    closing_lines,
+    comparison_lines,
+    plan_line,
+    plan_picture,
+    profile_lines,
+)
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -43,6 +51,13 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout an
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, measured at start")
+]
+ProfileFile = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="FILE", help="of offload tune, or none; default: the one that fits this run"),
+]
+LinkLimit = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="slow the stream down to this per second", hidden=True)
 ]
 Temp = Annotated[float, typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy")]
 TopP = Annotated[float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")]
@@ -87,6 +102,8 @@ def generate(
     tree: Tree = "auto",
     rule: RuleName = "match",
     threads: Threads = None,
+    profile: ProfileFile = None,
+    link_limit: LinkLimit = None,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -104,11 +121,15 @@ def generate(
             "dtype": dtype,
             "tree": tree,
             "rule": rule,
+            "sampling": sampling,
+            "profile": profile,
+            "link_limit": link_limit,
         }
         hooks: dict[str, Callable[..., None]] = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
         with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
             run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
-            for line in (*decoder.notes, plan_line(decoder.plan, decoder.num_threads)):
+            tree_lines = [choice_lines(run.tree_choice)] if draft else []
+            for line in (*decoder.notes, plan_line(decoder.plan, decoder.num_threads), *tree_lines):
                 screen.say(line)
             screen.expect_sweep(len(decoder.plan.layer_bytes), "reading the prompt")
             _write_run(run, screen, as_json=as_json)
@@ -159,6 +180,60 @@ def plan(
 @app.command(
     epilog="""Examples:
 
+    offload tune -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB --text book.txt --text mails.txt
+
+    offload tune -m big -d small --text code.py --temp 0.6 --top-p 0.9 --tokens 4096 --json"""
+)
+def tune(
+    model: Model,
+    draft: Annotated[str, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")],
+    text: Annotated[list[Path], typer.Option(metavar="FILE", help="UTF-8, of the kind to be decoded; several times")],
+    temp: Temp = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    rule: RuleName = "match",
+    seed: Seed = 0,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="positions to trace")] = 2048,
+    teacher_forced: Annotated[bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")] = False,
+    tree: Annotated[str, typer.Option(metavar="NxD", help="the largest tree to make room for and to time")] = "512x24",
+    ram: Ram = None,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    link_limit: LinkLimit = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
+    from offload.profile import format_json
+    from offload.tune import tune as measure
+
+    sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    with Screen(is_quiet=quiet or as_json) as screen:
+        tuned = measure(
+            model,
+            draft,
+            text,
+            sampling,
+            num_tokens=tokens,
+            is_teacher_forced=teacher_forced,
+            progress=screen.count,
+            tree=tree,
+            rule=rule,
+            ram=ram,
+            dtype=dtype,
+            threads=threads,
+            link_limit=link_limit,
+        )
+    if as_json:
+        print(format_json(tuned.profile.as_dict()))
+        return
+    print(profile_lines(tuned.profile, tuned.candidates))
+    print(f"saved in {tuned.path}")
+
+
+@app.command(
+    epilog="""Examples:
+
     offload demo
 
     offload demo --size 2GB --tree 128x20 -p "def main(argv):" --temp 0.6"""
@@ -176,6 +251,7 @@ def demo(
     rule: RuleName = "match",
     temp: Temp = 0.0,
     seed: Seed = 0,
+    link_limit: LinkLimit = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -185,7 +261,8 @@ def demo(
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
     with Screen(is_quiet=quiet or as_json) as screen:
         target = run.inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
-        with run.open_demo(target, ram or size_bytes // 4, tree, screen, rule) as decoder:
+        options = {"rule": rule, "sampling": sampling, "link_limit": link_limit}
+        with run.open_demo(target, ram or size_bytes // 4, tree, screen, **options) as decoder:
             screen.say(
                 f"target of {format_bytes(size_bytes)} in {target}, {format_bytes(decoder.plan.ram_bytes)} allowed"
             )

@@ -82,6 +82,11 @@ def parse_size(text: str | int, flag: str) -> int:
     return size_bytes
 
 
+def parse_rate(text: str | int | None, flag: str) -> int | None:
+    """Bytes per second from `400MB`, with or without `/s`; None stays None. Raises `UserError`."""
+    return None if text is None else parse_size(str(text).removesuffix("/s"), flag)
+
+
 def format_bytes(num_bytes: float) -> str:
     """`1.59 GiB`, `25.1 MiB`: three digits, binary units."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

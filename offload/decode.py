@@ -19,13 +19,16 @@ from offload.sampling import Sampler
 from offload.stats import Stats
 from offload.target import Target
 from offload.text import TextStream, encode_prompt
-from offload.topology import Topology, parse_tree
+from offload.topology import Topology
+from offload.trees import Trees
 
 
 class Decoder:
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
 
     Attributes:
+        target, drafter: the two models, for whoever measures them.
+        rule: of acceptance, where a run names none.
         plan: where every byte lies.
         tokenizer: the checkpoint's own, or None.
         notes: lines for the user about what is not as fast as it could be.
@@ -37,18 +40,25 @@ class Decoder:
         drafter: Drafter,
         *,
         plan: MemoryPlan,
-        topology: Topology,
+        trees: Trees,
         rule: Rule,
         tokenizer: Any | None,
         end_ids: frozenset[int],
         num_threads: int,
         resources: ExitStack,
     ) -> None:
-        self._target, self._drafter, self._topology, self._rule = target, drafter, topology, rule
+        self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
         self._num_runs = 0
         self.notes = [target.stream.note] if target.stream.note and plan.num_slots else []
+
+    def begin(self, sampling: Sampling, rule: Rule) -> Sampler:
+        """A new sequence begins and overtakes the one before; returns the sampler that `step` draws with."""
+        self.target.reset()
+        self.drafter.reset()
+        self._num_runs += 1
+        return Sampler(sampling, self._vocab_size, rule.drafting)
 
     def step(self, tokens: Sequence[int], topology: Topology, rule: Rule, sampler: Sampler, stats: Stats) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.
@@ -60,15 +70,15 @@ class Decoder:
         Returns:
             the newly accepted tokens, at least one.
         """
-        stream, started = self._target.stream, time.perf_counter()
+        stream, started = self.target.stream, time.perf_counter()
         moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
-        tree = self._drafter.grow(topology, tokens, sampler)
+        tree = self.drafter.grow(topology, tokens, sampler)
         grown = time.perf_counter()
-        logits_NV = self._target.score(tree, tokens)
+        logits_NV = self.target.score(tree, tokens)
         scored = time.perf_counter()
         accepted = rule.verify(tree, logits_NV, sampler, len(tokens) - 1)
-        self._target.commit(accepted.nodes)
-        self._drafter.commit(accepted.nodes)
+        self.target.commit(accepted.nodes)
+        self.drafter.commit(accepted.nodes)
         stats.add_step(
             draft_s=grown - started,
             sweep_s=scored - grown,
@@ -147,13 +157,11 @@ class Decoder:
             raise UserError("this decoder is closed: load the model again")
         prompt_ids = self.encode(prompt, raw=raw)
         self._require_room(len(prompt_ids), max_new_tokens)
-        topology = self._topology if tree is None else self._other_tree(tree)
-        acceptance = self._rule if rule is None else self._other_rule(rule)
-        sampler = Sampler(sampling, self._vocab_size, acceptance.drafting)
+        acceptance = self.rule if rule is None else self._other_rule(rule)
+        choice = self._trees.for_run(sampling, acceptance.name, tree)
+        topology = choice.topology
         stats = Stats(tree_num_nodes=topology.num_nodes, tree_depth=topology.depth)
-        self._target.reset()
-        self._drafter.reset()
-        self._num_runs += 1
+        sampler = self.begin(sampling, acceptance)
         number = self._num_runs
 
         def step(tokens: Sequence[int]) -> list[int]:
@@ -171,6 +179,7 @@ class Decoder:
             end_ids=self._end_ids,
             stats=stats,
             plan=self.plan,
+            tree_choice=choice,
         )
 
     def close(self) -> None:
@@ -179,7 +188,7 @@ class Decoder:
         if not self._is_closed:
             self._is_closed = True
             self._num_runs += 1
-            del self._target, self._drafter
+            del self.target, self.drafter
 
     def __enter__(self) -> "Decoder":
         return self
@@ -210,20 +219,11 @@ class Decoder:
                 f"{self.plan.context}: raise --context, shorten the prompt or lower -n"
             )
 
-    def _other_tree(self, text: str) -> Topology:
-        topology = parse_tree(text).build()
-        if topology.num_nodes > self.plan.num_nodes:
-            raise UserError(
-                f"tree {text} has {topology.num_nodes} nodes, memory was planned for {self.plan.num_nodes}: "
-                "give the largest tree to load()"
-            )
-        return topology
-
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name)
         if rule.drafting.keeps_laws and self.plan.num_nodes > 1 and not self.plan.law_bytes:
             raise UserError(
-                f"rule {name} keeps the draft's laws, memory was planned without them for {self._rule.name}: "
+                f"rule {name} keeps the draft's laws, memory was planned without them for {self.rule.name}: "
                 f'give rule="{name}" to load()'
             )
         return rule

@@ -8,7 +8,7 @@ printed only after every token was found to be the original model's own.
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.audit import BF16_NOISE, draw_gaps
 from offload.config import Sampling
@@ -93,7 +93,7 @@ def compare(
     return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact)
 
 
-def open_demo(target: Path, ram: str | int, tree: str, screen: Screen, rule: str = "match") -> Decoder:
-    """The inflated target with its packaged draft."""
+def open_demo(target: Path, ram: str | int, tree: str, screen: Screen, **options: Any) -> Decoder:
+    """The inflated target with its packaged draft; `options` are those of `load`."""
     hooks = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
-    return load(target, PAIR / "draft", ram=ram, tree=tree, rule=rule, context=512, **hooks)  # type: ignore[arg-type]
+    return load(target, PAIR / "draft", ram=ram, tree=tree, context=512, **hooks, **options)  # type: ignore[arg-type]

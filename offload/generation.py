@@ -14,6 +14,7 @@ from offload.machine import peak_rss_bytes
 from offload.plan import MemoryPlan
 from offload.stats import Stats
 from offload.text import TextStream
+from offload.trees import TreeChoice
 
 FinishReason = Literal["stop", "length", "interrupted"]
 
@@ -29,6 +30,7 @@ class Generation:
     rule: str
     stats: Stats
     plan: MemoryPlan
+    tree_choice: TreeChoice
 
     def as_dict(self) -> dict[str, object]:
         """The object that `offload generate --json` prints."""
@@ -41,6 +43,7 @@ class Generation:
             "seed": self.sampling.seed,
             "rule": self.rule,
             "plan": self.plan.as_dict(),
+            "tree_choice": self.tree_choice.as_dict(),
             "stats": self.stats.as_dict(),
         }
 
@@ -66,10 +69,12 @@ class Run:
         end_ids: frozenset[int],
         stats: Stats,
         plan: MemoryPlan,
+        tree_choice: TreeChoice,
     ) -> None:
         self._step, self._text, self._plan = step, text, plan
         self._sampling, self._rule = sampling, rule
         self._max_new_tokens, self._end_ids, self._stats = max_new_tokens, end_ids, stats
+        self.tree_choice = tree_choice
         self._prompt_ids = list(prompt_ids)
         self._new_ids: list[int] = []
         self.finish_reason: FinishReason = "interrupted"
@@ -98,6 +103,7 @@ class Run:
             rule=self._rule,
             stats=self._stats,
             plan=self._plan,
+            tree_choice=self.tree_choice,
         )
 
     def _take(self, burst: list[int]) -> tuple[str, bool]:

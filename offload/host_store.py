@@ -33,11 +33,14 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 class HostStore:
-    """Reads slabs of a checkpoint. `is_direct` tells whether O_DIRECT is in use; `bytes_read` counts what was moved."""
+    """Reads slabs of a checkpoint. `is_direct` tells whether O_DIRECT is in use; `bytes_read` counts what was moved.
+
+    `rate_limit_bytes_per_s` slows the reads down, for tests and studies of a slower link.
+    """
 
     def __init__(self, shards: Sequence[Path], *, rate_limit_bytes_per_s: float | None = None) -> None:
         self._files, self.is_direct = _open_all(shards)
-        self._paths = tuple(shards)
+        self.paths, self.rate_limit_bytes_per_s = tuple(shards), rate_limit_bytes_per_s
         self._sizes = [os.fstat(fd).st_size for fd in self._files]
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
         self._bounce = threading.local()
@@ -59,6 +62,13 @@ class HostStore:
         if layout.is_direct:
             return [self._pool.submit(self._read_direct, slab, piece) for piece in _direct_requests(layout.pieces)]
         return [self._pool.submit(self._read_scattered, slab, batch) for batch in _scattered_requests(layout.pieces)]
+
+    def fetch(self, layout: SlabLayout) -> np.ndarray:
+        """A slab of its own, complete."""
+        slab = allocate(layout.slab_bytes)
+        for future in self.read(layout, slab):
+            future.result()
+        return slab
 
     def close(self) -> None:
         """Drop queued reads, wait for running ones, close the files."""
@@ -93,9 +103,9 @@ class HostStore:
             try:
                 count = os.preadv(fd, [view[done:]], request.lo + done)
             except OSError as error:
-                raise ReadError(f"reading {self._paths[request.shard].name} failed: {error.strerror}") from error
+                raise ReadError(f"reading {self.paths[request.shard].name} failed: {error.strerror}") from error
             if count == 0:
-                name, at = self._paths[request.shard].name, request.lo + done
+                name, at = self.paths[request.shard].name, request.lo + done
                 raise ReadError(f"{name} ends at byte {at}: it was cut short while in use")
             done += count
         if not self.is_direct:

@@ -34,7 +34,7 @@ class LayerStream:
         *,
         poison_released: bool = False,
     ) -> None:
-        self._store, self._layouts = store, layouts
+        self.store, self._layouts = store, layouts
         self._streamed = [layer for layer, stays in enumerate(is_resident) if not stays]
         self._resident = {
             layer: allocate(layouts[layer].slab_bytes) for layer, stays in enumerate(is_resident) if stays
@@ -50,16 +50,16 @@ class LayerStream:
     @property
     def bytes_read(self) -> int:
         """Everything that has come over the link so far."""
-        return self._store.bytes_read
+        return self.store.bytes_read
 
     @property
     def note(self) -> str | None:
         """A line for the user when the fast way to read is not open."""
-        return self._store.note
+        return self.store.note
 
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Read the layers that stay, then start reading ahead. `on_bytes` hears of every slab that has landed."""
-        reads = [(slab, self._store.read(self._layouts[layer], slab)) for layer, slab in self._resident.items()]
+        reads = [(slab, self.store.read(self._layouts[layer], slab)) for layer, slab in self._resident.items()]
         self._refill()
         for slab, futures in reads:
             _wait(futures)
@@ -101,7 +101,7 @@ class LayerStream:
         while self._free:
             slot, layer = self._free.pop(), self._streamed[self._next]
             self._next = (self._next + 1) % len(self._streamed)
-            self._pending.append((layer, slot, self._store.read(self._layouts[layer], slot)))
+            self._pending.append((layer, slot, self.store.read(self._layouts[layer], slot)))
 
     def _rewind(self) -> None:
         for _, slot, futures in self._pending:

@@ -8,28 +8,27 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from offload.checkpoint import Checkpoint, open_checkpoint, read_json
-from offload.config import parse_size
+from offload.config import Sampling, parse_rate, parse_size
 from offload.decode import Decoder
 from offload.drafters import Drafter
 from offload.drafters.lm import ModelDrafter
 from offload.drafters.none import NoDrafter
 from offload.errors import UserError
-from offload.host_store import HostStore, allocate
+from offload.host_store import HostStore
 from offload.layer_stream import LayerStream
-from offload.layout import SlabLayout
-from offload.machine import fastest_num_threads
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan, plan_memory
+from offload.plan import MemoryPlan, default_ram_bytes, plan_memory
 from offload.rules import find_rule
+from offload.survey import Situation, look_around, make_trees, pick_num_threads
 from offload.target import Target
 from offload.text import load_tokenizer
-from offload.topology import Topology, tree_to_fill
+from offload.topology import tree_to_fill
+from offload.trees import Trees
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
 
@@ -37,15 +36,18 @@ Progress = Callable[[int, int], None]  # bytes landed, bytes in all
 def load(
     model: str | os.PathLike[str],
     draft: str | os.PathLike[str] | None = None,
+    ram: str | int | None = None,
+    tree: str = "auto",
+    rule: str = "match",
     *,
     device: str = "auto",
     gpu_memory: str | int | None = None,
-    ram: str | int | None = None,
     dtype: str = "auto",
     context: int | None = None,
-    tree: str = "auto",
-    rule: str = "match",
     threads: int | None = None,
+    sampling: Sampling | None = None,
+    profile: str | os.PathLike[str] | None = None,
+    link_limit: str | int | None = None,
     on_bytes: Progress = lambda done, total: None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> Decoder:
@@ -54,63 +56,102 @@ def load(
     Args:
         model: directory or hub id of the target.
         draft: directory or hub id of a small model with the same vocabulary; without it every sweep yields one token.
-        device: `auto` or `cpu`.
-        gpu_memory: reserved for devices that have memory of their own.
         ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
+        tree: `auto`, `none`, `NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for `sampling` and this machine.
+        rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
+        device, gpu_memory: `auto` or `cpu`; the budget is reserved for devices that have memory of their own.
         dtype: to compute in; `auto` is the checkpoint's own.
         context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
-        tree: `auto`, `none`, `NxD`, `chain:L` or `sequences:KxL`.
-        rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         threads: compute threads; default: the fastest in a short measurement.
-        on_bytes: hears of resident bytes as they land.
-        on_layer: hears of every layer that a sweep has run.
+        sampling: what most generations will use: memory is planned for its automatic tree. Default: greedy.
+        profile: file written by `offload tune`, or `none`; default: the one in the cache that holds for this run.
+        link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
+        on_bytes, on_layer: hear of resident bytes as they land, and of every layer that a sweep has run.
 
     Raises:
         UserError: whatever the user can mend, in one line.
     """
     _check_device(device, gpu_memory)
-    target_files, draft_files = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
-    topology, acceptance = tree_to_fill(tree, has_draft=draft_files is not None).build(), find_rule(rule)
-    plan = plan_memory(
-        target_files, draft_files, ram=ram, dtype=dtype, context=context, num_nodes=topology.num_nodes, rule=rule
-    )
-    end_ids = _end_ids(target_files)
+    limit, situation = parse_rate(link_limit, "--link-limit"), Situation(sampling or Sampling(), rule, threads)
+    files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
+    wish, acceptance = tree_to_fill(tree, has_draft=files.draft is not None), find_rule(rule)
+    plan_for = _planner(files, ram=ram, dtype=dtype, context=context, rule=rule)
+    plan_for(1 if wish.kind == "auto" else wish.build().num_nodes)  # refuses before a weight is read
     with ExitStack() as resources:
-        target_model = BorrowedModel(target_files, dtype)
-        resources.callback(target_model.close)
-        tokenizer = load_tokenizer(target_files.directory)
-        drafter = _load_drafter(draft_files, dtype, tokenizer, target_model, plan, resources)
-        stream = _start_stream(target_files, target_model, plan, resources, on_bytes)
-        num_threads = threads or _choose_threads(target_files, topology, target_model.dtype)
-        torch.set_num_threads(num_threads)
+        pair = _open_pair(files, dtype, limit, resources)
+        trees = make_trees(wish, *files, dtype, profile, plan_for)
+        plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
+        stream = _start_stream(pair.store, pair.target, plan, on_bytes)
         return Decoder(
-            Target(target_model, stream, plan, on_layer=on_layer),
-            drafter,
+            Target(pair.target, stream, plan, on_layer=on_layer),
+            pair.drafter(plan),
             plan=plan,
-            topology=topology,
+            trees=trees,
             rule=acceptance,
-            tokenizer=tokenizer,
-            end_ids=end_ids,
+            tokenizer=pair.tokenizer,
+            end_ids=pair.end_ids,
             num_threads=num_threads,
             resources=resources.pop_all(),
         )
 
 
-def _load_drafter(
-    checkpoint: Checkpoint | None,
-    dtype: str,
-    tokenizer: Any | None,
-    target: BorrowedModel,
-    plan: MemoryPlan,
-    resources: ExitStack,
-) -> Drafter:
-    if checkpoint is None:
-        return NoDrafter()
-    model = BorrowedModel(checkpoint, dtype)
-    resources.callback(model.close)
-    _check_vocabulary(tokenizer, checkpoint, target, model)
-    _fill(model, checkpoint)
-    return ModelDrafter(model, target.vocab_size, plan.cache_slots)
+class _Files(NamedTuple):
+    """Both checkpoints."""
+
+    target: Checkpoint
+    draft: Checkpoint | None
+
+
+class _Pair(NamedTuple):
+    """Both models without the target's layers."""
+
+    target: BorrowedModel  # embeddings and head are bound
+    draft: BorrowedModel | None  # all of it is
+    store: HostStore  # of the target
+    tokenizer: Any | None
+    end_ids: frozenset[int]
+
+    def drafter(self, plan: MemoryPlan) -> Drafter:
+        """What grows the trees."""
+        return NoDrafter() if self.draft is None else ModelDrafter(self.draft, self.target.vocab_size, plan.cache_slots)
+
+
+def _planner(
+    files: _Files, *, ram: str | int | None, dtype: str, context: int | None, rule: str
+) -> Callable[[int], MemoryPlan]:
+    """Plans for trees of any size against one budget: what is free must not be asked again while loading takes some."""
+    ram_bytes = default_ram_bytes() if ram is None else ram
+    limits: dict[str, Any] = {"ram": ram_bytes, "dtype": dtype, "context": context, "rule": rule}
+    return lambda num_nodes: plan_memory(*files, num_nodes=num_nodes, **limits)
+
+
+def _open_pair(files: _Files, dtype: str, limit_bytes_per_s: int | None, resources: ExitStack) -> _Pair:
+    target, end_ids = BorrowedModel(files.target, dtype), _end_ids(files.target)
+    resources.callback(target.close)
+    tokenizer, draft = load_tokenizer(files.target.directory), None
+    if files.draft is not None:
+        draft = BorrowedModel(files.draft, dtype)
+        resources.callback(draft.close)
+        _check_vocabulary(tokenizer, files.draft, target, draft)
+        _fill(draft, files.draft)
+    store = HostStore(files.target.shards, rate_limit_bytes_per_s=limit_bytes_per_s)
+    resources.callback(store.close)
+    target.bind_rest(store.fetch(target.rest_layout))
+    return _Pair(target, draft, store, tokenizer, end_ids)
+
+
+def _plan_tree(
+    trees: Trees, pair: _Pair, situation: Situation, plan_for: Callable[[int], MemoryPlan]
+) -> tuple[MemoryPlan, int]:
+    """Settle the tree, and with it the memory plan and the number of compute threads."""
+    num_threads = situation.threads
+    if pair.draft is not None and trees.wish.kind == "auto":
+        num_threads = look_around(trees, pair.target, pair.draft, pair.store, situation)
+    plan = plan_for(trees.for_run(situation.sampling, situation.rule).topology.num_nodes)
+    trees.settle(plan)
+    num_threads = num_threads or pick_num_threads(pair.target, plan.num_nodes)
+    torch.set_num_threads(num_threads)
+    return plan, num_threads
 
 
 def _check_device(device: str, gpu_memory: str | int | None) -> None:
@@ -135,26 +176,15 @@ def resident_model(checkpoint: Checkpoint, dtype: str) -> BorrowedModel:
 def _fill(model: BorrowedModel, checkpoint: Checkpoint) -> None:
     store = HostStore(checkpoint.shards)
     try:
-        model.bind_rest(_read(store, model.rest_layout))
+        model.bind_rest(store.fetch(model.rest_layout))
         for layer, layout in enumerate(model.layer_layouts):
-            model.bind_layer(layer, _read(store, layout))
+            model.bind_layer(layer, store.fetch(layout))
     finally:
         store.close()
 
 
-def _read(store: HostStore, layout: SlabLayout) -> np.ndarray:
-    slab = allocate(layout.slab_bytes)
-    for future in store.read(layout, slab):
-        future.result()
-    return slab
-
-
-def _start_stream(
-    checkpoint: Checkpoint, model: BorrowedModel, plan: MemoryPlan, resources: ExitStack, on_bytes: Progress
-) -> LayerStream:
+def _start_stream(store: HostStore, model: BorrowedModel, plan: MemoryPlan, on_bytes: Progress) -> LayerStream:
     """Read what stays, and let the first streamed layers follow."""
-    store = HostStore(checkpoint.shards)
-    resources.callback(store.close)
     planned = zip(model.layer_layouts, plan.layer_bytes, strict=True)
     assert all(layout.slab_bytes <= size for layout, size in planned), "a layer is larger than planned"
     total_bytes, landed = model.rest_layout.slab_bytes + plan.resident_bytes, 0
@@ -164,7 +194,6 @@ def _start_stream(
         landed += num_bytes
         on_bytes(landed, total_bytes)
 
-    model.bind_rest(_read(store, model.rest_layout))
     count(model.rest_layout.slab_bytes)
     stream = LayerStream(store, model.layer_layouts, plan.is_resident, plan.num_slots)
     stream.load_resident(count)
@@ -183,11 +212,6 @@ def _check_vocabulary(tokenizer: Any | None, draft: Checkpoint, target: Borrowed
             f"the draft must share the target's vocabulary, {draft.directory.name} has {drafter.vocab_size} entries "
             f"of its own against {target.vocab_size}: choose a smaller model of the target's family"
         )
-
-
-def _choose_threads(checkpoint: Checkpoint, topology: Topology, dtype: torch.dtype) -> int:
-    width = int(checkpoint.config.get("hidden_size") or 1024)
-    return fastest_num_threads(topology.num_nodes, min(width, 4096), str(dtype).removeprefix("torch."))
 
 
 def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:

@@ -1,6 +1,7 @@
 """What this machine has to give: memory (a container's limit included) and the thread count that computes fastest."""
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,15 @@ def rss_bytes() -> int:
     """Memory that this process holds now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def cpu_name() -> str:
+    """What the processor calls itself; virtual ones say little more than their vendor."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def fastest_num_threads(num_rows: int, width: int, dtype_name: str, *, budget_s: float = 0.12) -> int:

@@ -5,7 +5,8 @@ taken away right after; embeddings, final norm and head are bound once. So every
 `layers[i]` runs unchanged, and what is computed is what transformers computes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,6 +85,21 @@ class BorrowedModel:
         for name, place in self._layer_places[layer].items():
             place.table[place.key] = _view(slab, layout, name).to(place.empty.dtype)
 
+    def unbind_layer(self, layer: int) -> None:
+        """Let go of the slab that a layer's parameters are views of."""
+        for place in self._layer_places[layer].values():
+            place.table[place.key] = place.empty
+
+    @contextmanager
+    def cut_to(self, num_layers: int) -> Iterator[None]:
+        """Meanwhile the decoder has its first layers only, so that one of them can be timed without the others."""
+        decoder = self.skeleton.get_decoder()
+        decoder.layers = self._layers[:num_layers]
+        try:
+            yield
+        finally:
+            decoder.layers = self._layers
+
     def borrow_layers(self, acquire: Callable[[int], np.ndarray], release: Callable[[int], None]) -> None:
         """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
         for index, layer in enumerate(self._layers):
@@ -147,8 +163,7 @@ class BorrowedModel:
         self.bind_layer(index, acquire(index))
 
     def _give_back(self, release: Callable[[int], None], index: int, *_: Any) -> None:
-        for place in self._layer_places[index].values():
-            place.table[place.key] = place.empty
+        self.unbind_layer(index)
         release(index)
 
     def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:

@@ -141,7 +141,7 @@ def plan_memory(
     return make_plan(
         model_shape(target, dtype),
         model_shape(draft, dtype) if draft else None,
-        ram_bytes=_default_ram_bytes() if ram is None else parse_size(ram, "--ram"),
+        ram_bytes=default_ram_bytes() if ram is None else parse_size(ram, "--ram"),
         context=_check_context(target, context),
         num_nodes=num_nodes,
         keeps_laws=drafting_of(rule).keeps_laws,
@@ -230,7 +230,8 @@ def make_plan(
     )
 
 
-def _default_ram_bytes() -> int:
+def default_ram_bytes() -> int:
+    """What is free now, less a reserve for everything else."""
     free_bytes = available_ram_bytes()
     return free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES)
 

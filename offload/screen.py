@@ -1,7 +1,9 @@
 """What a person sees: bars while waiting, the plan as a picture, the closing figures. All of it goes to stderr."""
 
 import sys
+from collections.abc import Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -9,7 +11,14 @@ from offload.config import format_bytes
 from offload.plan import MemoryPlan
 from offload.stats import Stats
 
+if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
+    from offload.choose import Candidate
+    from offload.costs import Curve
+    from offload.profile import Profile
+    from offload.trees import TreeChoice
+
 _BAR_WIDTH = 32
+_CHOICES_SHOWN, _TREES_SHOWN, _RANKS_SHOWN = 2, 5, 6
 
 
 class Screen:
@@ -18,7 +27,7 @@ class Screen:
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_off = is_quiet or not sys.stderr.isatty()
         self._bar: tqdm | None = None
-        self._is_quiet = is_quiet
+        self._is_quiet, self._label = is_quiet, ""
 
     def __enter__(self) -> "Screen":
         return self
@@ -38,6 +47,15 @@ class Screen:
             self._bar = self._new_bar(total_bytes, label, unit="B", unit_scale=True)
         self._bar.update(done_bytes - self._bar.n)
         if done_bytes >= total_bytes:
+            self.clear()
+
+    def count(self, done: int, total: int, label: str) -> None:
+        """Progress of something that is counted."""
+        if self._bar is None or self._label != label:
+            self.clear()
+            self._bar, self._label = self._new_bar(total, label), label
+        self._bar.update(done - self._bar.n)
+        if done >= total:
             self.clear()
 
     def expect_sweep(self, num_layers: int, label: str) -> None:
@@ -86,6 +104,49 @@ def plan_picture(plan: MemoryPlan) -> str:
         ("free", max(0, plan.ram_bytes - plan.total_bytes)),
     ]
     return "\n".join(_picture_row(label, size, plan.ram_bytes) for label, size in rows if size)
+
+
+def choice_lines(choice: "TreeChoice") -> str:
+    """What tree is used and why; where it was chosen, beside the next best."""
+    topology = choice.topology
+    first = f"tree of {topology.num_nodes} nodes, {topology.depth} deep: {choice.why}"
+    return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
+
+
+def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
+    """What was predicted for the best few trees."""
+    return [
+        f"  {f'{c.topology.num_nodes}x{c.topology.depth}':>8}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
+        f"{c.s_per_token:.4f} s/token; the {c.limit} is the slower side"
+        for c in candidates
+    ]
+
+
+def profile_lines(tuned: "Profile", candidates: Sequence["Candidate"]) -> str:
+    """What a tune has found: acceptance by rank, the curves, and the trees that follow."""
+    costs, settings = tuned.costs, tuned.identity
+    pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
+    ranks = "  ".join(f"{p:.3f}±{error:.3f}" for p, error in pairs)
+    basis = "over the given text" if tuned.is_teacher_forced else "that the target wrote"
+    traced = f"the traces, smoothed by {tuned.smoothing:g}" if tuned.follows_traces else "the product form"
+    sampling = f"temperature {settings.temperature:g}, top-p {settings.top_p:g}, top-k {settings.top_k}"
+    return "\n".join(
+        [
+            f"rule {settings.rule}, {sampling}",
+            f"acceptance by rank, {tuned.num_tokens} tokens {basis}:",
+            f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
+            _curve_line("sweep, computing alone (s)", costs.compute_s),
+            _curve_line("one draft step (s)", costs.draft_step_s),
+            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; {tuned.num_threads} compute threads",
+            "trees that --tree auto would choose from here:",
+            *candidate_rows(candidates[:_TREES_SHOWN]),
+        ]
+    )
+
+
+def _curve_line(label: str, curve: "Curve") -> str:
+    points = "  ".join(f"{size}: {second:.4g}" for size, second in zip(curve.sizes, curve.seconds, strict=True))
+    return f"{label} by rows: {points}"
 
 
 def closing_lines(stats: Stats, ram_bytes: int) -> str:

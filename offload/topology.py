@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 AcceptanceVector = Sequence[float] | Floats
 
 MAX_TREE_NODES = 65536  # what `--tree` may ask for; far beyond any size whose verification hides behind a link
-AUTO_NODES, AUTO_DEPTH = 64, 16
+AUTO_NODES, AUTO_DEPTH = 64, 16  # `auto` where nothing was measured; `choose` has the measured answer
 
 # The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail is assumed, not
 # measured: k^-3.5, so that all 32 sum to .995 and the rest is what such a draft never lists.
@@ -157,7 +157,19 @@ def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
             heapq.heappush(heap, (-scores[parent] * ranks[rank + 1], depth, parent, rank + 1))
         scores.append(-negative)
         parents.append(parent)
-    return Topology.from_parents(_level_order(parents))
+    return in_level_order(parents)
+
+
+def in_level_order(parents: Sequence[int]) -> Topology:
+    """The tree of nodes that were found in any order that has parents before children and siblings by rank."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], start=1):
+        children[parent].append(node)
+    order = [0]
+    for node in order:  # grows while it is read: a queue that remembers
+        order.extend(children[node])
+    place = dict(zip(order, range(len(order)), strict=True))
+    return Topology.from_parents([-1, *(place[parents[node]] for node in order[1:])])
 
 
 def optimal(p: AcceptanceVector, num_nodes: int, max_depth: int | None = None) -> Topology:
@@ -258,7 +270,7 @@ class TreeSpec:
         """The topology; `none` is the root alone. Raises `UserError` where best-first meets a `p` that rises."""
         match self.kind:
             case "auto":
-                return auto_tree(p)
+                return best_first(p, AUTO_NODES, AUTO_DEPTH)
             case "none":
                 return chain(0)
             case "best":
@@ -267,11 +279,6 @@ class TreeSpec:
                 return chain(self.a)
             case "sequences":
                 return sequences(self.a, self.b)
-
-
-def auto_tree(p: AcceptanceVector) -> Topology:
-    """What `--tree auto` means. TODO(choice by measured t(n) and c, Eq. 1): replace the fixed size."""
-    return best_first(p, AUTO_NODES, AUTO_DEPTH)
 
 
 def parse_tree(text: str) -> TreeSpec:
@@ -309,18 +316,6 @@ def _check_non_increasing(p: AcceptanceVector, remedy: str) -> Floats:
 def _ranks(parent_N: Ints) -> Ints:
     """Distance from the first sibling, given that siblings are consecutive."""
     return np.arange(parent_N.size) - np.searchsorted(parent_N, parent_N)
-
-
-def _level_order(parents: list[int]) -> list[int]:
-    """Renumbers nodes that were found in any order that has parents before children and siblings by rank."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents[1:], start=1):
-        children[parent].append(node)
-    order = [0]
-    for node in order:  # grows while it is read: a queue that remembers
-        order.extend(children[node])
-    place = dict(zip(order, range(len(order)), strict=True))
-    return [-1, *(place[parents[node]] for node in order[1:])]
 
 
 def _largest(values: Floats, count: int) -> Floats:

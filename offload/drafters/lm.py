@@ -5,7 +5,7 @@ nodes that have children are ever run; their keys and values stay until the walk
 Invariant: between steps the cache holds committed tokens only, in their order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from offload.topology import Topology
 from offload.tree import TokenTree, ancestors
 
 _CHUNK = 512  # rows of one pass when a long prompt is taken in
+_SCORED_CHUNK = 64  # ... when every row is scored
 
 
 class _Level:
@@ -93,15 +94,28 @@ class ModelDrafter:
         """Keep the rows of the accepted path as far as it was run; the rest is run again as committed tokens."""
         self._cache.commit([self._row_of_node[node] for node in nodes[1:] if node in self._row_of_node])
 
+    def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
+        """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many positions per pass."""
+        self.reset()
+        for chunk in torch.tensor(tokens[:-1]).split(_SCORED_CHUNK):
+            lo = self._cache.length
+            for row, logits_V in enumerate(self._run_committed(chunk, num_logits=len(chunk))):
+                if lo + row + 1 >= start:
+                    yield logits_V[None, : self._vocab_size]
+
     def _catch_up(self, tokens: Sequence[int]) -> Tensor:
         """Run the committed tokens that the cache lacks, the root last, and score the root."""
         missing = torch.tensor(tokens[self._cache.length :])
         logits = torch.empty(0)
         for chunk in missing.split(_CHUNK):
-            position_T = torch.arange(len(chunk)) + self._cache.length
-            causal_TT = torch.ones(len(chunk), len(chunk), dtype=torch.bool).tril()
-            logits = self._model.forward(self._known(chunk), position_T, causal_TT, self._cache, num_logits=1)
-            self._cache.commit(range(len(chunk)))
+            logits = self._run_committed(chunk, num_logits=1)
+        return logits
+
+    def _run_committed(self, token_T: Tensor, num_logits: int) -> Tensor:
+        position_T = torch.arange(len(token_T)) + self._cache.length
+        causal_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
+        logits = self._model.forward(self._known(token_T), position_T, causal_TT, self._cache, num_logits=num_logits)
+        self._cache.commit(range(len(token_T)))
         return logits
 
     def _run(self, level: _Level, token_N: Tensor, root: int) -> Tensor:

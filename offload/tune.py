@@ -1,0 +1,198 @@
+"""Measure a pair of models on this machine: which of the draft's guesses come true, and what everything costs.
+
+The target goes on writing from many places of the given text, at the wanted sampling settings, because that is the text
+that decoding meets; then the draft ranks every token that was written, many positions per pass. The curves come from
+real steps with trees of many sizes.
+
+Invariant: a tune that is interrupted goes on behind its last finished window, and only for the very same question.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.checkpoint import Checkpoint, compute_dtype_name, open_checkpoint
+from offload.choose import Candidate, Forest, best_smoothing, choose
+from offload.config import Sampling
+from offload.costs import Costs, Traffic
+from offload.decode import Decoder
+from offload.errors import UserError
+from offload.loading import load
+from offload.meter import measure_costs
+from offload.profile import Identity, Machine, Profile, profiles_folder, save_profile, write_atomically
+from offload.topology import isotonic
+from offload.tracer import given_trace, written_trace
+from offload.traces import NUM_RANKS, Trace, acceptance
+
+NUM_PROMPT, NUM_NEW = 64, 128  # tokens of a window: what is given, and what is written or read behind it
+LARGEST_TREE = "512x24"
+_WRITING_NODES, _WRITING_DEPTH = 64, 16
+_CONTEXT = 512  # positions: a window, or the steps of one round of timing
+
+Progress = Callable[[int, int, str], None]  # done, in all, of what
+
+
+class Tuned(NamedTuple):
+    """The outcome."""
+
+    profile: Profile
+    path: Path
+    candidates: list[Candidate]  # what `--tree auto` makes of it in this budget, best first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is to be measured; unfinished work for another question is of no use."""
+
+    identity: Identity
+    sampling: Sampling
+    windows: tuple[tuple[int, ...], ...]  # token ids; the first `NUM_PROMPT` of each are given
+    is_teacher_forced: bool
+
+    @property
+    def state_path(self) -> Path:
+        """Where finished windows are kept until all are; the name tells questions apart."""
+        digest = hashlib.sha256(repr((self, NUM_PROMPT, NUM_NEW, NUM_RANKS)).encode()).hexdigest()
+        return profiles_folder() / f"{self.identity.file_name}.{digest[:12]}.unfinished"
+
+
+def tune(
+    model: str,
+    draft: str,
+    texts: Sequence[Path],
+    sampling: Sampling,
+    *,
+    num_tokens: int = 2048,
+    tree: str = LARGEST_TREE,
+    rule: str = "match",
+    is_teacher_forced: bool = False,
+    progress: Progress = lambda done, total, label: None,
+    **options: Any,
+) -> Tuned:
+    """Measure, and save a profile.
+
+    Args:
+        texts: UTF-8 files of the kind that will be decoded.
+        sampling: what the profile is for; window i draws with its seed plus i.
+        num_tokens: positions to trace.
+        tree: the largest to make room for and to time.
+        rule: of acceptance, one of `config.RULES`.
+        is_teacher_forced: trace the given text itself instead of what the target writes.
+        progress: hears of finished windows and rounds.
+        options: for `load`.
+
+    Raises:
+        UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
+    """
+    read = [read_text(path) for path in texts]
+    files = open_checkpoint(model), open_checkpoint(draft)
+    machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")))
+    identity = Identity.of(*files, sampling, rule, machine)
+    with load(model, draft, tree=tree, rule=rule, context=_context(files[0]), profile="none", **options) as decoder:
+        windows = cut_windows([decoder.encode(text, raw=True) for text in read], num_tokens, is_teacher_forced)
+        question = Question(identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced)
+        traces = trace_windows(decoder, question, progress)
+        costs = measure_costs(
+            decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: progress(done, total, "timing trees")
+        )
+        profile = _summarise(question, traces, costs, files, decoder.num_threads)
+        traffic = Traffic.of(decoder.plan)
+    path = save_profile(profile)
+    question.state_path.unlink(missing_ok=True)
+    forest = Forest(isotonic(profile.acceptance), traces, profile.smoothing, costs.compute_s.sizes[-1])
+    return Tuned(profile, path, choose(forest, costs, lambda _: traffic))
+
+
+def read_text(path: Path) -> str:
+    """A file to tune with. Raises `UserError` where it is missing, empty or not UTF-8."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"the text must be UTF-8, {path} is not at byte {error.start}: convert it first") from None
+    if not text.strip():
+        raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
+    return text
+
+
+def cut_windows(
+    texts: Sequence[Sequence[int]], num_tokens: int, is_teacher_forced: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Windows that give `num_tokens` to trace, spread over all texts; fewer where the texts hold no more.
+
+    Raises:
+        UserError: no text is as long as one window.
+    """
+    size, stride = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0), NUM_PROMPT + NUM_NEW
+    found = [tuple(ids[lo : lo + size]) for ids in texts for lo in range(0, len(ids) - size + 1, stride)]
+    if not found:
+        longest = max(map(len, texts), default=0)
+        raise UserError(f"a text must have {size} tokens for one window, the longest has {longest}: give more text")
+    wanted = max(1, -(-num_tokens // NUM_NEW))
+    step = max(1.0, len(found) / wanted)
+    return tuple(found[int(index * step)] for index in range(min(wanted, len(found))))
+
+
+def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> list[Trace]:
+    """The trace of every window; those that an interrupted tune has left are not measured again."""
+    traces = _unfinished(question)
+    for index in range(len(traces), len(question.windows)):
+        progress(index, len(question.windows), "tracing text")
+        traces.append(trace_window(decoder, question, index))
+        write_atomically(question.state_path, json.dumps({"traces": traces}))
+    progress(len(traces), len(traces), "tracing text")
+    return traces
+
+
+def trace_window(decoder: Decoder, question: Question, index: int) -> list[int]:
+    """The trace of one window."""
+    window, seed = question.windows[index], question.sampling.seed + index
+    sampling = replace(question.sampling, seed=seed)
+    if question.is_teacher_forced:
+        return given_trace(decoder, window, NUM_PROMPT, sampling)
+    return written_trace(decoder, window, sampling, NUM_NEW, _writing_tree(decoder))
+
+
+def _summarise(
+    question: Question, traces: list[Trace], costs: Costs, files: tuple[Checkpoint, Checkpoint], num_threads: int
+) -> Profile:
+    p_K, error_K = acceptance(traces)
+    return Profile(
+        identity=question.identity,
+        target_name=files[0].directory.name,
+        draft_name=files[1].directory.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        num_tokens=sum(map(len, traces)),
+        is_teacher_forced=question.is_teacher_forced,
+        acceptance=tuple(p_K.tolist()),
+        standard_error=tuple(error_K.tolist()),
+        smoothing=best_smoothing(isotonic(p_K), traces),
+        num_threads=num_threads,
+        costs=costs,
+        traces=tuple(map(tuple, traces)),
+    )
+
+
+def _unfinished(question: Question) -> list[Trace]:
+    """What an interrupted tune of the same question has finished; a file that is not whole counts for nothing."""
+    try:
+        traces = json.loads(question.state_path.read_text(encoding="utf-8"))["traces"]
+        is_sound = all(rank in range(-1, NUM_RANKS) for trace in traces for rank in trace)
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return list(traces) if is_sound and len(traces) <= len(question.windows) else []
+
+
+def _writing_tree(decoder: Decoder) -> str:
+    """Any tree would do; this one is quick where there is room for it."""
+    return f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
+
+
+def _context(target: Checkpoint) -> int:
+    config = target.config.get("text_config") or target.config
+    return min(_CONTEXT, int(config.get("max_position_embeddings") or _CONTEXT))
