@@ -45,8 +45,8 @@ def fastest_num_threads(num_rows: int, width: int, dtype_name: str, *, budget_s:
     """The number of compute threads with the shortest product of `num_rows` rows and a (width, width) matrix.
 
     On shared cores more threads can be several times slower, so the count is measured, not assumed. One core is left
-    to whoever feeds the computation: threads that wait for each other on a core that a reader needs stall both. Ties within
-    a tenth go to fewer threads.
+    to whoever feeds the computation: threads that wait for each other on a core that a reader needs stall both. Ties
+    within a tenth go to fewer threads.
     """
     import torch
 

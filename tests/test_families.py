@@ -133,7 +133,7 @@ def assert_decodes_like_transformers(directory: Path) -> None:
     ram = streaming_ram(directory)
     with offload.load(directory, directory, ram=ram, dtype="float32", context=128, tree="8x3", threads=1) as decoder:
         got = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
-        layers = [layer for layer in decoder._target._cache.layers if layer.is_initialized]
+        layers = [layer for layer in decoder.target._cache.layers if layer.is_initialized]
         kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
     assert got.plan.num_slots == 3 and got.plan.num_resident == 0

@@ -257,7 +257,7 @@ def tiny_target(directory: Path) -> tuple[Path, int]:
 def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
     target, ram = tiny_target(tmp_path)
     with offload.load(target, ram=ram, context=128, threads=1) as decoder:
-        plan, stream = decoder.plan, decoder._target.stream
+        plan, stream = decoder.plan, decoder.target.stream
         assert plan.num_slots == 3 and plan.num_resident == 0
         num_runs = sum(len(layout.pieces) for layout in stream._layouts)
         moved = []

@@ -104,6 +104,13 @@ def test_the_bound_holds_for_every_part_of_a_group(seed: int, tmp_path: Path) ->
     assert bound <= checkpoint.num_bytes + (2 * len(checkpoint.shards) + 1) * BLOCK_BYTES + 256 * len(entries), "loose"
 
 
+def test_the_bound_covers_many_small_tensors_that_must_be_moved_apart() -> None:
+    """A hundred numbers at odd offsets fit into one block of the file, and take 256 bytes each in a scattered slab."""
+    entries = [TensorEntry(0, "F32", (1,), 4097 + 4 * index, 4101 + 4 * index) for index in range(100)]
+    layout = slab_layout({str(index): single(entry) for index, entry in enumerate(entries)})
+    assert not layout.is_direct and layout.slab_bytes == 7 * BLOCK_BYTES == slab_bytes_bound(entries)
+
+
 def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
     def layout(gap_bytes: int) -> SlabLayout:
         first = TensorEntry(0, "F32", (1024,), 8192, 12288)

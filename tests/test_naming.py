@@ -15,7 +15,11 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Glm4MoeConfig,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
     MixtralConfig,
+    PixtralVisionConfig,
     PreTrainedConfig,
     SiglipVisionConfig,
 )
@@ -224,6 +228,20 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
     assert len(sizes) == 2 and max(sizes) < 1.2 * min(sizes), "five vision layers bear the same numbers"
 
 
+def test_the_text_part_is_tied_as_the_whole_says(tmp_path: Path) -> None:
+    text = MistralConfig(**_SIZES, tie_word_embeddings=False).to_dict()
+    vision = PixtralVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Mistral3Config(text_config=text, vision_config=vision.to_dict(), image_token_index=198)
+    assert config.tie_word_embeddings and not config.text_config.tie_word_embeddings
+    whole = Mistral3ForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path)
+    ours = our_state(tmp_path)
+    assert torch.equal(ours["lm_head.weight"], whole.lm_head.weight)
+    assert torch.equal(ours["lm_head.weight"], ours["model.embed_tokens.weight"])
+
+
 def drop_one_expert(tensors: dict[str, Tensor]) -> None:
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
 
@@ -286,6 +304,16 @@ def test_what_cannot_be_right_is_refused(spoil: Callable[[dict[str, Tensor]], No
     rewrite(tmp_path, tensors)
     with pytest.raises(UserError, match=REFUSED[spoil]):
         our_state(tmp_path)
+
+
+def test_a_renaming_that_leads_nowhere_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversion tables are written for old names; a file that has the new ones already must not suffer from them."""
+    from transformers.core_model_loading import WeightRenaming
+
+    tensors = saved("llama", tmp_path)
+    away = WeightRenaming(r"model\.norm\.", "model.no_such_norm.")
+    monkeypatch.setattr(naming, "get_model_conversion_mapping", lambda model: [away])
+    assert torch.equal(our_state(tmp_path)["model.norm.weight"], tensors["model.norm.weight"])
 
 
 def test_what_would_have_to_be_computed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

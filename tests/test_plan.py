@@ -146,6 +146,19 @@ def test_the_refusal_says_what_is_needed() -> None:
     )
 
 
+def test_a_layer_stays_as_soon_as_its_last_byte_fits() -> None:
+    shape = ModelShape(layer_bytes=(300 * MIB,) * 9, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0,
+                       logits_row_bytes=0)  # fmt: skip
+    sizes = {"context": 8, "num_nodes": 1}
+    fixed_bytes = make_plan(shape, None, ram_bytes=1 << 40, **sizes).fixed_bytes
+    for num_resident in range(1, 6):
+        enough_bytes = fixed_bytes + (3 + num_resident) * 300 * MIB
+        assert make_plan(shape, None, ram_bytes=enough_bytes, **sizes).num_resident == num_resident
+        assert make_plan(shape, None, ram_bytes=enough_bytes - 1, **sizes).num_resident == num_resident - 1
+    assert make_plan(shape, None, ram_bytes=fixed_bytes + 9 * 300 * MIB, **sizes).num_slots == 0
+    assert make_plan(shape, None, ram_bytes=fixed_bytes + 9 * 300 * MIB - 1, **sizes).num_slots == 3
+
+
 def test_layers_of_different_size_share_slots_of_the_largest() -> None:
     sizes = tuple((1 + index % 3) * 100 * MIB for index in range(9))
     shape = ModelShape(layer_bytes=sizes, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0, logits_row_bytes=0)
@@ -333,7 +346,17 @@ def test_threads_are_measured_and_ties_go_to_fewer(
     two_threads_s: float, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
     monkeypatch.setattr(machine, "_median_s", lambda work, budget_s: [1.0, two_threads_s][torch.get_num_threads() - 1])
     assert machine.fastest_num_threads(4, 8, "float32") == num_threads
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("cores", "counts"), [({5}, [1]), ({0, 3}, [1]), (set(range(12)), [1, 2, 4, 8, 11])])
+def test_one_core_is_left_to_the_readers(cores: set[int], counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: cores)
+    monkeypatch.setattr(torch, "set_num_threads", tried.append)
+    monkeypatch.setattr(machine, "_median_s", lambda work, budget_s: 1.0)
+    assert machine.fastest_num_threads(4, 8, "float32") == 1
+    assert tried == [*counts, torch.get_num_threads()]

@@ -117,6 +117,7 @@ STOPS = {
     "a prefix that comes to nothing": ("the!",),
     "one inside another": ("ENDS", "ND"),
     "two that end together": ("END", "D"),
+    "a longer one around it": ("the t", "he"),
     "of other bytes": ("本",),
 }
 TEXT = "the then the EN the END of 日本 ENDS the!"
