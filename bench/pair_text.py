@@ -10,14 +10,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.bench.train_pair import corpus_files, read_source
 from offload.config import Sampling
 from offload.demo import PAIR
+from offload.kv_cache import KVCache
 from offload.sampling import Sampler
 
 PROMPT_TOKENS = 128
+_NUM_SLOTS = 1024  # what the pair was trained for: prompt, new tokens, and the deepest tree beyond them
 Part = Literal["calibrate", "measure"]
 
 
@@ -54,7 +56,10 @@ class Texts:
     """Growing texts; `target_BV` and `draft_BV` are the scores of what comes next."""
 
     def __init__(self, pair: Pair, prompt_BT: Tensor) -> None:
-        self._models: list[tuple[Any, DynamicCache]] = [(pair.target, DynamicCache()), (pair.draft, DynamicCache())]
+        # Slots are written in place; transformers' own caches copy all keys and values for every token.
+        self._models: list[tuple[Any, KVCache]] = [
+            (model, KVCache(model.config.num_hidden_layers, _NUM_SLOTS)) for model in (pair.target, pair.draft)
+        ]
         self.length = 0
         self._run(prompt_BT)
 
@@ -64,11 +69,16 @@ class Texts:
 
     @torch.inference_mode()
     def _run(self, token_BT: Tensor) -> None:
-        self.target_BV, self.draft_BV = (
-            model(input_ids=token_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            for model, cache in self._models
-        )
+        self.target_BV, self.draft_BV = (_advance(model, cache, token_BT) for model, cache in self._models)
         self.length += token_BT.shape[1]
+
+
+def _advance(model: Any, cache: KVCache, token_BT: Tensor) -> Tensor:
+    num_rows = token_BT.shape[1]
+    cache.place(0, num_rows)
+    logits = model(input_ids=token_BT, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    cache.commit(range(num_rows))
+    return logits[:, -1]
 
 
 class Rows(NamedTuple):

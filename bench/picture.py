@@ -62,20 +62,24 @@ def draw_reference(panel: Axes, y: float, text: str, x: float) -> None:
 
 
 def label_ends(panel: Axes, lines: Sequence[Line], *, gap: float = 0.052) -> None:
-    """Every line's name beside its last point, pushed up where two would overlap; `gap` is a share of the y axis."""
-    low, high = panel.get_ylim()
+    """Every line's name beside its last point, pushed up where two would overlap; `gap` is a share of the y axis.
+
+    Call it last: names are placed by the axes as they are now, be they linear or logarithmic.
+    """
+    to_axes = panel.transData + panel.transAxes.inverted()
+    ends = [(*to_axes.transform((line.x[-1], line.y[-1])), line) for line in lines]
     floor = float("-inf")
-    for line in sorted(lines, key=lambda line: line.y[-1]):
-        y = max(line.y[-1], floor)
-        floor = y + gap * (high - low)
-        colour = COLOURS[line.style % len(COLOURS)]
+    for x, y, line in sorted(ends, key=lambda end: end[1]):
+        y = max(y, floor)
+        floor = y + gap
         panel.annotate(
             line.label,
-            (line.x[-1], y),
+            (x, y),
+            xycoords="axes fraction",
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
-            color=colour,
+            color=COLOURS[line.style % len(COLOURS)],
             fontsize=9,
             annotation_clip=False,
         )

@@ -17,6 +17,8 @@ from offload.bench.picture import Line, draw_line, draw_reference, label_ends, n
 from offload.bench.scale import Scale
 from offload.config import RULES, Sampling
 
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+LEAST_RATE = 0.005  # a logarithmic axis has no room for zero: what is smaller is drawn here
 Figures = dict[str, Any]
 
 
@@ -60,9 +62,12 @@ def table(figures: Figures) -> Iterator[list[str]]:
 def draw(figures: Figures) -> Figure:
     figure, panels = new_figure(len(figures["panels"]), width=4.2 * len(figures["panels"]) + 1)
     num_children, all_lines = figures["num_children"], []
+    panels[0].set_yscale("log")  # Sequoia's theorem 3.6 asks for a power of k, which is a straight line here
     for panel, part in zip(panels, figures["panels"], strict=True):
         lines = [
-            Line(rule, num_children, np.maximum(curve["rejection"], 1e-4).tolist(), curve["standard_error"], style)
+            Line(
+                rule, num_children, np.maximum(curve["rejection"], LEAST_RATE).tolist(), curve["standard_error"], style
+            )
             for style, (rule, curve) in enumerate(part["curves"].items())
         ]
         for line in lines:
@@ -73,6 +78,10 @@ def draw(figures: Figures) -> Figure:
         panel.set_xlabel("children of a node")
         all_lines.append(lines)
     panels[0].set_ylabel("chance that all children are rejected")
+    panels[0].set_yticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    panels[0].minorticks_off()
+    lowest = min(rate for part in figures["panels"] for curve in part["curves"].values() for rate in curve["rejection"])
+    panels[0].set_ylim(max(lowest, LEAST_RATE) / 1.5, 1)
     for panel, lines in zip(panels, all_lines, strict=True):
         label_ends(panel, lines)
     return figure

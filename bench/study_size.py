@@ -48,10 +48,10 @@ def measure(pair: Pair, scale: Scale) -> Figures:
     rows = logged_rows(pair, SAMPLING, scale.num_calibration, scale.num_calibration_tokens)
     vectors = {rule: acceptance_vector(rule, rows, SAMPLING, scale.num_ranks) for rule in RULES}
     jobs, prompts = list(_jobs(vectors, scale)), pair.prompts("measure", scale.num_prompts)
-    steps: dict[tuple[str, str, int], Steps] = {}
-    for job in tqdm(jobs, desc="size", unit="tree"):
-        walks = walk_all(pair, prompts, job.topology, job.rule, SAMPLING)
-        steps[job.structure, job.rule, job.size] = walks.run(scale.num_tokens)
+    measured: dict[tuple[Topology, str], Steps] = {}  # the smallest trees are the same whatever the structure
+    for key in tqdm(dict.fromkeys((job.topology, job.rule) for job in jobs), desc="size", unit="tree"):
+        measured[key] = walk_all(pair, prompts, *key, SAMPLING).run(scale.num_tokens)
+    steps = {(job.structure, job.rule, job.size): measured[job.topology, job.rule] for job in jobs}
     return {
         "temperature": SAMPLING.temperature,
         "acceptance": {rule: {"p": p.mean.tolist(), "standard_error": p.error.tolist()} for rule, p in vectors.items()},
