@@ -23,6 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from matplotlib.figure import Figure
+from transformers.utils import logging
 
 from offload.bench import study_rejection, study_rules, study_size
 from offload.bench.pair_text import PROMPT_TOKENS, Pair
@@ -49,11 +50,11 @@ STUDIES = {
 
 def run_study(name: str, pair: Pair, scale: Scale, folder: Path) -> Figures:
     """Measure, write `<name>.json` and `<name>.png` into `folder`; returns what the JSON file holds."""
-    started, study = time.perf_counter(), STUDIES[name]
+    started, started_cpu, study = time.perf_counter(), time.process_time(), STUDIES[name]
     figures = study.measure(pair, scale)
     settings = {**scale.as_dict(), "num_prompt_tokens": PROMPT_TOKENS, "dtype": "float32"}
-    elapsed_s = round(time.perf_counter() - started, 1)
-    result = {"study": name, "settings": settings, "elapsed_s": elapsed_s, **figures}
+    times = {"elapsed_s": time.perf_counter() - started, "cpu_s": time.process_time() - started_cpu}
+    result = {"study": name, "settings": settings, **times, **figures}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     study.draw(figures).savefig(folder / f"{name}.png")
@@ -79,10 +80,11 @@ def main(
     """Run one study."""
     if name not in STUDIES:
         raise typer.BadParameter(f"must be one of {', '.join(STUDIES)}, got {name!r}")
+    logging.disable_progress_bar()  # of weights that take a blink to load
     torch.set_num_threads(1)  # passes of a few rows are several times slower on two threads
     result = run_study(name, Pair(), QUICK if quick else FULL, out)
     print(aligned(STUDIES[name].table(result)))
-    print(f"{out / name}.json, {out / name}.png: {result['elapsed_s']} s")
+    print(f"{out / name}.json, {out / name}.png: {result['elapsed_s']:.0f} s, {result['cpu_s']:.0f} s of one core")
     print(json.dumps(result))
 
 

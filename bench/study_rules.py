@@ -16,7 +16,7 @@ from offload.bench.picture import COLOURS, Line, draw_line, draw_reference, labe
 from offload.bench.scale import Scale
 from offload.bench.tree_walk import Steps, ratio_of, walk_all
 from offload.config import RULES, Sampling
-from offload.topology import Topology, best_first, isotonic, sequences
+from offload.topology import Floats, Topology, best_first, isotonic, sequences
 
 FIXED_NODES = 64
 FIXED_FOR = Sampling(temperature=0.6, seed=3)
@@ -25,16 +25,15 @@ BASELINE_TEMPERATURES = (0.0, 0.6)
 Figures = dict[str, Any]
 
 
-def sequoia_tree(pair: Pair, scale: Scale, rule: str, sampling: Sampling, num_nodes: int) -> Topology:
-    """Best-first for the isotonic fit of the vector that the rule has on the calibration files."""
+def smooth_vector(pair: Pair, scale: Scale, rule: str, sampling: Sampling) -> Floats:
+    """The isotonic fit of the acceptance vector that the rule has on the calibration files."""
     rows = logged_rows(pair, sampling, scale.num_calibration, scale.num_calibration_tokens)
-    p_K = isotonic(acceptance_vector(rule, rows, sampling, scale.num_ranks).mean)
-    return best_first(p_K, num_nodes, scale.max_depth)
+    return isotonic(acceptance_vector(rule, rows, sampling, scale.num_ranks).mean)
 
 
 def measure_temperature(pair: Pair, scale: Scale) -> Figures:
     """Every rule on one tree, over temperatures without top-p and over top-p at T = 1."""
-    tree = sequoia_tree(pair, scale, "sequoia", FIXED_FOR, FIXED_NODES)
+    tree = best_first(smooth_vector(pair, scale, "sequoia", FIXED_FOR), FIXED_NODES, scale.max_depth)
     settings = [Sampling(temperature=t, seed=4) for t in scale.temperatures]
     settings += [Sampling(temperature=1.0, top_p=top_p, seed=4) for top_p in scale.top_ps if top_p < 1]
     if 1.0 in scale.top_ps and 1.0 not in scale.temperatures:
@@ -117,13 +116,16 @@ def measure_baselines(pair: Pair, scale: Scale) -> Figures:
 def _contests(pair: Pair, scale: Scale) -> Iterator[Contest]:
     for temperature in BASELINE_TEMPERATURES:
         sampling = Sampling(temperature=temperature, seed=5)
+        # Greedy, both rules accept the argmax and nothing else: one of them is enough.
+        rules = ("match",) if sampling.is_greedy else ("sequoia", "match")
+        vectors = {rule: smooth_vector(pair, scale, rule, sampling) for rule in rules}
         for count, length in BASELINES:
-            num_nodes = 1 + count * length
-            contestants = {"SpecInfer": (sequences(count, length), "match" if sampling.is_greedy else "specinfer")}
-            # Greedy, both rules accept the argmax and nothing else: one of them is enough.
-            for rule in ("match",) if sampling.is_greedy else ("sequoia", "match"):
-                contestants[f"Sequoia, {rule}"] = (sequoia_tree(pair, scale, rule, sampling, num_nodes), rule)
-            yield Contest(f"{count}x{length}", sampling, contestants)
+            trees = {
+                f"Sequoia, {rule}": (best_first(p, 1 + count * length, scale.max_depth), rule)
+                for rule, p in vectors.items()
+            }
+            specinfer = sequences(count, length), "match" if sampling.is_greedy else "specinfer"
+            yield Contest(f"{count}x{length}", sampling, {"SpecInfer": specinfer, **trees})
 
 
 def _result(contest: Contest, steps: dict[str, Steps]) -> Figures:
