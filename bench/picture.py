@@ -29,6 +29,7 @@ def new_figure(num_panels: int = 1, *, width: float = 7.5) -> tuple[Figure, list
     figure = Figure(figsize=(width, 4.8), dpi=120, layout="constrained")
     panels = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
     for panel in panels:
+        panel.set_axisbelow(True)
         panel.grid(True, color="#e4e4e4", linewidth=0.8)
         panel.spines[["top", "right"]].set_visible(False)
     return figure, list(panels)

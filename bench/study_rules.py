@@ -22,6 +22,7 @@ FIXED_NODES = 64
 FIXED_FOR = Sampling(temperature=0.6, seed=3)
 BASELINES = ((5, 8), (8, 8), (16, 48))
 BASELINE_TEMPERATURES = (0.0, 0.6)
+_CONTESTANTS = ("SpecInfer", "Sequoia, sequoia", "Sequoia, match")
 Figures = dict[str, Any]
 
 
@@ -156,12 +157,15 @@ def draw_baselines(figures: Figures) -> Figure:
             rows = [contest["rows"][index] for contest in contests]
             x = [place + (index - (len(labels) - 1) / 2) * 0.26 for place in range(len(rows))]
             heights, errors = ([row[key] for row in rows] for key in ("tokens_per_step", "standard_error"))
-            bars = panel.bar(x, heights, 0.24, yerr=errors, capsize=2, color=COLOURS[index], label=label)
+            bars = panel.bar(
+                x, heights, 0.24, yerr=errors, capsize=2, color=COLOURS[_CONTESTANTS.index(label)], label=label
+            )
             panel.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=8, padding=2)
         panel.set_xticks(range(len(contests)), [f"{contest['baseline']}" for contest in contests])
         panel.set_xlabel("SpecInfer's sequences; Sequoia has as many nodes")
         panel.set_title(f"T = {temperature}", fontsize=10, loc="left")
-        draw_reference(panel, 1, "no tree", -0.45)
+        panel.set_xlim(-0.5, len(contests))
+        draw_reference(panel, 1, "no tree", len(contests) - 0.45)
         panel.legend(frameon=False, fontsize=9, loc="upper left")
     panels[0].set_ylabel("tokens per step")
     panels[0].margins(y=0.18)
