@@ -33,7 +33,11 @@ def smooth_vector(pair: Pair, scale: Scale, rule: str, sampling: Sampling) -> Fl
 
 
 def measure_temperature(pair: Pair, scale: Scale) -> Figures:
-    """Every rule on one tree, over temperatures without top-p and over top-p at T = 1."""
+    """Every rule on one tree, over temperatures without top-p and over top-p at T = 1.
+
+    SpecTr tries all children of a node with one and the same chance, so it gains least from a tree whose first children
+    carry most of what lies below.
+    """
     tree = best_first(smooth_vector(pair, scale, "sequoia", FIXED_FOR), FIXED_NODES, scale.max_depth)
     settings = [Sampling(temperature=t, seed=4) for t in scale.temperatures]
     settings += [Sampling(temperature=1.0, top_p=top_p, seed=4) for top_p in scale.top_ps if top_p < 1]
