@@ -110,9 +110,9 @@ def test_text_goes_to_stdout_and_figures_to_stderr(ender: Path) -> None:
     with open_decoder(ender) as decoder:
         assert outcome.out == decoder.generate(PROMPT).text + "\n" == SAID + "\n"
     assert outcome.code == 0
-    *choice, plan_line, first, then = outcome.err.splitlines()
-    assert len(choice) <= 3, choice
+    plan_line, tree_line, first, then = outcome.err.splitlines()
     assert "pass through 3 slots" in plan_line and "1 compute thread" in plan_line
+    assert tree_line.startswith("tree of 8 nodes, 3 deep: default acceptance, no profile")
     assert f"{NUM_SAID + 1} tokens, the first after" in first
     assert "tokens/s" in first and "tokens per sweep" in first and "tree of 8 nodes, 3 deep" in first
     assert "GB/s" in then and "peak memory" in then
@@ -520,7 +520,7 @@ def test_close_gives_back_threads_files_and_memory(looper: Path, monkeypatch: py
         buffers.append(weakref.ref(buffer))
         return buffer
 
-    for module in ("host_store", "layer_stream", "loading"):
+    for module in ("host_store", "layer_stream"):
         monkeypatch.setattr(f"offload.{module}.allocate", remembered)
     before = None
     for _ in range(4):

@@ -1,0 +1,249 @@
+"""Two promises about trees, measured: that traces tell what decoding yields, and that the chosen tree is the best one.
+
+model = measurement: traces of the first half of every held-out file predict tokens per sweep on the second half; the
+product form stands beside them with its own error, and so does what traces of the very text that is decoded say, which
+must agree but for bf16 ties. hardware-aware: the tree that `--tree auto` takes, after one tune, against a grid of
+measured sizes and depths, on the disk as it is and with the link slowed down to a fifth. Trees take turns, so that a
+disk that drifts slows all of them; a tree's tokens per sweep are counted on more tokens than are streamed while timing.
+
+No figure is printed for tokens that the original model, run resident in float32, would not have drawn.
+
+    python -m offload.bench.tree_choice              about half an hour on two cores
+    python -m offload.bench.tree_choice --quick      some minutes
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+
+from offload.audit import BF16_NOISE, draw_gaps
+from offload.bench.train_pair import corpus_files, read_source
+from offload.config import Sampling, parse_size
+from offload.decode import Decoder
+from offload.demo import PAIR, inflated_target
+from offload.loading import load
+from offload.profile import Profile
+from offload.screen import candidate_rows
+from offload.stats import Stats
+from offload.topology import Topology, expected_tokens, isotonic
+from offload.tracer import written_trace
+from offload.traces import bursts, tokens_per_sweep
+from offload.trees import tree_for
+from offload.tune import NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
+
+Row = dict[str, Any]
+Prompts = Sequence[tuple[int, ...]]
+Shape = tuple[int, int]  # nodes, depth
+MODEL_TREES = ((64, 16), (256, 16))
+LARGEST = "512x24"
+_AHEAD = 32  # tokens written beyond a window, so that its last sweep counts as a whole
+
+
+class Effort(NamedTuple):
+    """How much is measured."""
+
+    num_tokens: int  # traced, and as many decoded again
+    sizes: tuple[int, ...]
+    depths: tuple[int, ...]
+    rounds: tuple[int, int]  # over the grid: as it is, and slowed down
+    num_sweeps: int  # of every tree in every round
+
+
+FULL = Effort(8192, (16, 32, 64, 128, 256, 512), (4, 8, 12, 16, 24), (4, 1), 8)
+QUICK = Effort(2048, (16, 64, 256), (6, 14), (2, 1), 5)
+
+
+def held_out_halves() -> tuple[list[str], list[str]]:
+    """The first and the second half of every file on which the pair was not trained."""
+    texts = [read_source(path) for path in corpus_files(held_out=True)]
+    return [text[: len(text) // 2] for text in texts], [text[len(text) // 2 :] for text in texts]
+
+
+def tuned_on_first_halves(target: Path, sampling: Sampling, num_tokens: int, folder: Path, ram: str | int) -> Tuned:
+    """The outcome of `offload tune`; its profile is moved into `folder`, out of the user's cache."""
+    paths = [folder / f"{index}.txt" for index in range(len(held_out_halves()[0]))]
+    for path, text in zip(paths, held_out_halves()[0], strict=True):
+        path.write_text(text or " x", encoding="utf-8")
+    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, tree=LARGEST, ram=ram)
+    return tuned._replace(path=tuned.path.rename(folder / tuned.path.name))
+
+
+def other_prompts(decoder: Decoder, num_tokens: int) -> Prompts:
+    """Prompts from the second halves, for as many tokens."""
+    return cut_windows([decoder.encode(text, raw=True) for text in held_out_halves()[1] if text], num_tokens, False)
+
+
+def model_is_measurement(temperature: float, effort: Effort) -> Row:
+    """Tokens per sweep as predicted from one half of every file, and as measured on the other."""
+    sampling = Sampling(temperature=temperature)
+    with tempfile.TemporaryDirectory() as name:
+        tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), "2GiB")
+        options = {"context": 512, "sampling": sampling, "profile": tuned.path}
+        with load(PAIR / "target", PAIR / "draft", "2GiB", LARGEST, **options) as decoder:  # type: ignore[arg-type]
+            prompts = other_prompts(decoder, effort.num_tokens)
+            same = [
+                written_trace(decoder, prompt, replace(sampling, seed=seed), NUM_NEW + _AHEAD, "64x16")
+                for seed, prompt in enumerate(prompts)
+            ]
+            rows = {f"{n}x{d}": _compared(decoder, tuned.profile, (n, d), prompts, same) for n, d in MODEL_TREES}
+    return {
+        "row": f"model = measurement, T = {temperature:g}: trace-based G / measured tokens per sweep - 1",
+        "value": {name: row["traces_error"] for name, row in rows.items()},
+        "wanted": "within 0.10",
+        "num_tokens": tuned.profile.num_tokens,
+        "acceptance": tuned.profile.acceptance[:5],
+        **rows,
+    }
+
+
+def _compared(
+    decoder: Decoder, profile: Profile, size: tuple[int, int], prompts: Prompts, same: Sequence[Sequence[int]]
+) -> Row:
+    """One tree: what it yields on the prompts, and what was predicted for it."""
+    tree, _ = tree_for(profile.acceptance, *size)
+    temperature, measured = profile.identity.temperature, []
+    settings: dict[str, Any] = {"tree": "{}x{}".format(*size), "max_new_tokens": NUM_NEW + _AHEAD}
+    for seed, prompt in enumerate(prompts):
+        result = decoder.generate(prompt, temperature=temperature, seed=seed, **settings)
+        assert result.tree_choice.topology == tree, "the decoder builds another tree from the profile"
+        _prove(prompt, result.token_ids, result.sampling)
+        measured.append(_whole([result.stats.num_first_tokens, *result.stats.accepted_per_sweep]))
+    got, error = _mean(measured)
+    predicted, product = tokens_per_sweep(tree, profile.traces), expected_tokens(tree, isotonic(profile.acceptance))
+    repeated, _ = _mean([_whole(bursts(tree, trace)) for trace in same])
+    return {
+        "measured": got,
+        "standard_error": error,
+        "num_measured_tokens": sum(map(sum, measured)),
+        "traces": predicted,
+        "traces_error": predicted / got - 1,
+        "product_form": product,
+        "product_form_error": product / got - 1,
+        "traces_of_the_same_text": repeated,
+        "traces_of_the_same_text_error": repeated / got - 1,
+    }
+
+
+def hardware_aware(size: str, effort: Effort) -> list[Row]:
+    """Seconds per token of the chosen tree and of a grid, on the disk as it is and at a fifth of its speed."""
+    target, sampling = inflated_target(parse_size(size, "--size"), lambda done, total: None), Sampling()
+    with tempfile.TemporaryDirectory() as name:
+        ram = parse_size(size, "--size") // 4
+        tuned = tuned_on_first_halves(target, sampling, 2048, Path(name), ram)
+        fifth = int(tuned.profile.costs.link_bytes_per_s / 5)
+        setting = Setting(target, ram, tuned, effort)
+        return [_against_grid(setting, limit, effort.rounds[index]) for index, limit in enumerate((None, fifth))]
+
+
+class Setting(NamedTuple):
+    """What both rows of `hardware_aware` share."""
+
+    target: Path
+    ram: int
+    tuned: Tuned
+    effort: Effort
+
+
+def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
+    effort, options = setting.effort, {"context": 512, "profile": setting.tuned.path, "link_limit": limit}
+    with load(setting.target, PAIR / "draft", setting.ram, **options) as decoder:  # type: ignore[arg-type]
+        choice = decoder.run([0], Sampling(), max_new_tokens=1).tree_choice
+    best = choice.candidates[0]
+    print("\n".join(candidate_rows(choice.candidates)), flush=True)
+    chosen = (choice.topology.num_nodes, choice.topology.depth)
+    cells = {chosen: choice.topology}
+    for shape in ((n, d) for n in effort.sizes for d in effort.depths):
+        tree, _ = tree_for(setting.tuned.profile.acceptance, *shape)
+        cells.setdefault((tree.num_nodes, tree.depth), tree)
+    with load(setting.target, PAIR / "draft", setting.ram, LARGEST, **options) as decoder:  # type: ignore[arg-type]
+        prompts = other_prompts(decoder, effort.num_tokens)
+        steps = _step_times(decoder, cells, prompts, num_rounds, effort.num_sweeps)
+    yields = _yields(cells, prompts)
+    seconds = {shape: median(steps[shape]) / yields[shape] for shape in cells}
+    winner = min(seconds, key=lambda shape: seconds[shape])
+    link = "as it is" if limit is None else f"at {limit / 1e9:.2f} GB/s"
+    return {
+        "row": f"hardware-aware, link {link}: s/token of the chosen tree / best of the grid",
+        "value": seconds[chosen] / seconds[winner],
+        "wanted": "<= 1.07",
+        "chosen": "{}x{}".format(*chosen),
+        "best": "{}x{}".format(*winner),
+        "predicted": {"tokens_per_sweep": best.tokens_per_sweep, "step_s": best.step_s, "limit": best.limit},
+        "measured": {"tokens_per_sweep": yields[chosen], "step_s": median(steps[chosen])},
+        "s_per_token": {"{}x{}".format(*shape): seconds[shape] for shape in sorted(cells)},
+        "step_s": {"{}x{}".format(*shape): median(steps[shape]) for shape in sorted(cells)},
+    }
+
+
+def _step_times(
+    decoder: Decoder, cells: dict[Shape, Topology], prompts: Prompts, num_rounds: int, num_sweeps: int
+) -> dict[Shape, list[float]]:
+    """Wall time of steps with every tree, a few at a time and in turn; every token that was written is proved."""
+    seconds: dict[Shape, list[float]] = {shape: [] for shape in cells}
+    for index in range(num_rounds):
+        prompt = prompts[index % len(prompts)][:NUM_PROMPT]
+        for shape, tree in cells.items():
+            sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompt)
+            for step in range(num_sweeps + 2):
+                started = time.perf_counter()
+                tokens += decoder.step(tokens, tree, decoder.rule, sampler, Stats())
+                if step > 1:  # the first takes the prompt in, the second finds slots that were filled meanwhile
+                    seconds[shape].append(time.perf_counter() - started)
+            _prove(prompt, tokens[len(prompt) :], Sampling())
+    return seconds
+
+
+def _yields(cells: dict[Shape, Topology], prompts: Prompts) -> dict[Shape, float]:
+    """Tokens per sweep of every tree on the text that the target writes behind the prompts."""
+    with load(PAIR / "target", PAIR / "draft", "2GiB", "64x16", context=512, profile="none") as decoder:
+        traces = [written_trace(decoder, prompt, Sampling(), NUM_NEW + _AHEAD, "64x16") for prompt in prompts]
+    return {shape: _mean([_whole(bursts(tree, trace)) for trace in traces])[0] for shape, tree in cells.items()}
+
+
+def _whole(sweeps: Sequence[int]) -> list[int]:
+    """The sweeps that begin within the first `NUM_NEW` tokens: each counts as a whole, which biases nothing (Wald)."""
+    return [count for count, end in zip(sweeps, accumulate(sweeps), strict=True) if end - count < NUM_NEW]
+
+
+def _mean(sweeps: Sequence[Sequence[int]]) -> tuple[float, float]:
+    """Tokens per sweep over all windows, and its standard error from the spread between windows."""
+    tokens_W, sweeps_W = np.array([sum(s) for s in sweeps]), np.array([len(s) for s in sweeps])
+    mean = tokens_W.sum() / sweeps_W.sum()
+    return float(mean), float(np.sqrt(((tokens_W - mean * sweeps_W) ** 2).sum()) / sweeps_W.sum())
+
+
+def _prove(prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling) -> None:
+    """The gate: a token that misses the original model's float32 draw by more than rounding ends the bench."""
+    gap = max(draw_gaps(PAIR / "target", prompt_ids, new_ids, sampling))
+    assert gap <= BF16_NOISE / max(sampling.temperature, 0.25), f"wrong token: it misses the draw by {gap:.3f}"
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="a few minutes, larger errors")] = False,
+    size: Annotated[str, typer.Option(help="of the inflated target")] = "1GB",
+    row: Annotated[list[str] | None, typer.Option(help="model, hardware; default: both")] = None,
+) -> None:
+    """Print every row as it is measured, and all of them as JSON on the last line."""
+    effort, results = QUICK if quick else FULL, []
+    rows: dict[str, Callable[[], list[Row]]] = {
+        "model": lambda: [model_is_measurement(temperature, effort) for temperature in (0.0, 0.6)],
+        "hardware": lambda: hardware_aware(size, effort),
+    }
+    for name in row or rows:
+        for result in rows[name]():
+            results.append(result)
+            print(*(f"{key}: {value}" for key, value in result.items()), sep="\n   ", end="\n\n", flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    typer.run(main)
