@@ -1,10 +1,12 @@
 """Two promises about trees, measured: that traces tell what decoding yields, and that the chosen tree is the best one.
 
-model = measurement: traces of the first half of every held-out file predict tokens per sweep on the second half; the
-product form stands beside them with its own error, and so does what traces of the very text that is decoded say, which
-must agree but for bf16 ties. hardware-aware: the tree that `--tree auto` takes, after one tune, against a grid of
-measured sizes and depths, on the disk as it is and with the link slowed down to a fifth. Trees take turns, so that a
-disk that drifts slows all of them; a tree's tokens per sweep are counted on more tokens than are streamed while timing.
+model = measurement: a profile from the first half of every held-out file (traces, tree) predicts the tokens per sweep
+on text that begins in the second half; Sequoia's product form, from the same profile's acceptance vector, stands beside
+it with its own error. What the traces and the vector of the very text that is decoded would have said is printed too:
+it leaves out how far one text carries to another. hardware-aware: the tree that `--tree auto` takes, after one tune,
+against a grid of measured sizes and depths, on the disk as it is and with the link slowed down to a fifth. Trees take
+turns, so that a disk that drifts slows all of them; a tree's tokens per sweep are counted on more tokens than are
+streamed while timing.
 
 No figure is printed for tokens that the original model, run resident in float32, would not have drawn.
 
@@ -36,15 +38,15 @@ from offload.screen import candidate_rows
 from offload.stats import Stats
 from offload.topology import Topology, expected_tokens, isotonic
 from offload.tracer import written_trace
-from offload.traces import bursts, tokens_per_sweep
+from offload.traces import acceptance, bursts, tokens_per_sweep
 from offload.trees import tree_for
-from offload.tune import NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
+from offload.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
 
 Row = dict[str, Any]
 Prompts = Sequence[tuple[int, ...]]
 Shape = tuple[int, int]  # nodes, depth
 MODEL_TREES = ((64, 16), (256, 16))
-LARGEST = "512x24"
+LEAST_RAM_BYTES = 300_000_000  # room for the largest trees of the grid
 _AHEAD = 32  # tokens written beyond a window, so that its last sweep counts as a whole
 
 
@@ -73,7 +75,7 @@ def tuned_on_first_halves(target: Path, sampling: Sampling, num_tokens: int, fol
     paths = [folder / f"{index}.txt" for index in range(len(held_out_halves()[0]))]
     for path, text in zip(paths, held_out_halves()[0], strict=True):
         path.write_text(text or " x", encoding="utf-8")
-    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, tree=LARGEST, ram=ram)
+    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, ram=ram)
     return tuned._replace(path=tuned.path.rename(folder / tuned.path.name))
 
 
@@ -88,7 +90,7 @@ def model_is_measurement(temperature: float, effort: Effort) -> Row:
     with tempfile.TemporaryDirectory() as name:
         tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), "2GiB")
         options = {"context": 512, "sampling": sampling, "profile": tuned.path}
-        with load(PAIR / "target", PAIR / "draft", "2GiB", LARGEST, **options) as decoder:  # type: ignore[arg-type]
+        with load(PAIR / "target", PAIR / "draft", "2GiB", "256x16", **options) as decoder:  # type: ignore[arg-type]
             prompts = other_prompts(decoder, effort.num_tokens)
             same = [
                 written_trace(decoder, prompt, replace(sampling, seed=seed), NUM_NEW + _AHEAD, "64x16")
@@ -119,17 +121,18 @@ def _compared(
         measured.append(_whole([result.stats.num_first_tokens, *result.stats.accepted_per_sweep]))
     got, error = _mean(measured)
     predicted, product = tokens_per_sweep(tree, profile.traces), expected_tokens(tree, isotonic(profile.acceptance))
-    repeated, _ = _mean([_whole(bursts(tree, trace)) for trace in same])
+    same_text, _ = _mean([_whole(bursts(tree, trace)) for trace in same])
+    same_product = expected_tokens(tree, isotonic(acceptance(same)[0]))
     return {
         "measured": got,
         "standard_error": error,
         "num_measured_tokens": sum(map(sum, measured)),
         "traces": predicted,
         "traces_error": predicted / got - 1,
+        "traces_standard_error": 2**0.5 * error / got,  # of the ratio: the text of the profile is about as long
         "product_form": product,
         "product_form_error": product / got - 1,
-        "traces_of_the_same_text": repeated,
-        "traces_of_the_same_text_error": repeated / got - 1,
+        "same_text": {"traces_error": same_text / got - 1, "product_form_error": same_product / got - 1},
     }
 
 
@@ -137,7 +140,7 @@ def hardware_aware(size: str, effort: Effort) -> list[Row]:
     """Seconds per token of the chosen tree and of a grid, on the disk as it is and at a fifth of its speed."""
     target, sampling = inflated_target(parse_size(size, "--size"), lambda done, total: None), Sampling()
     with tempfile.TemporaryDirectory() as name:
-        ram = parse_size(size, "--size") // 4
+        ram = max(LEAST_RAM_BYTES, parse_size(size, "--size") // 4)
         tuned = tuned_on_first_halves(target, sampling, 2048, Path(name), ram)
         fifth = int(tuned.profile.costs.link_bytes_per_s / 5)
         setting = Setting(target, ram, tuned, effort)
@@ -161,10 +164,11 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
     print("\n".join(candidate_rows(choice.candidates)), flush=True)
     chosen = (choice.topology.num_nodes, choice.topology.depth)
     cells = {chosen: choice.topology}
-    for shape in ((n, d) for n in effort.sizes for d in effort.depths):
+    largest = setting.tuned.profile.costs.compute_s.sizes[-1]
+    for shape in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
         tree, _ = tree_for(setting.tuned.profile.acceptance, *shape)
         cells.setdefault((tree.num_nodes, tree.depth), tree)
-    with load(setting.target, PAIR / "draft", setting.ram, LARGEST, **options) as decoder:  # type: ignore[arg-type]
+    with load(setting.target, PAIR / "draft", setting.ram, f"{largest}x{DEPTH}", **options) as decoder:  # type: ignore[arg-type]
         prompts = other_prompts(decoder, effort.num_tokens)
         steps = _step_times(decoder, cells, prompts, num_rounds, effort.num_sweeps)
     yields = _yields(cells, prompts)

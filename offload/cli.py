@@ -195,7 +195,9 @@ def tune(
     seed: Seed = 0,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="positions to trace")] = 2048,
     teacher_forced: Annotated[bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")] = False,
-    tree: Annotated[str, typer.Option(metavar="NxD", help="the largest tree to make room for and to time")] = "512x24",
+    tree: Annotated[
+        str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
+    ] = None,
     ram: Ram = None,
     dtype: Dtype = "auto",
     threads: Threads = None,

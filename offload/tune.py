@@ -23,13 +23,15 @@ from offload.decode import Decoder
 from offload.errors import UserError
 from offload.loading import load
 from offload.meter import measure_costs
+from offload.plan import plan_memory
 from offload.profile import Identity, Machine, Profile, profiles_folder, save_profile, write_atomically
 from offload.topology import isotonic
 from offload.tracer import given_trace, written_trace
 from offload.traces import NUM_RANKS, Trace, acceptance
 
 NUM_PROMPT, NUM_NEW = 64, 128  # tokens of a window: what is given, and what is written or read behind it
-LARGEST_TREE = "512x24"
+DEPTH = 24
+SIZES = (512, 384, 256, 192, 128, 64, 32, 16)  # of the largest tree that is timed: the first that fits
 _WRITING_NODES, _WRITING_DEPTH = 64, 16
 _CONTEXT = 512  # positions: a window, or the steps of one round of timing
 
@@ -67,7 +69,7 @@ def tune(
     sampling: Sampling,
     *,
     num_tokens: int = 2048,
-    tree: str = LARGEST_TREE,
+    tree: str | None = None,
     rule: str = "match",
     is_teacher_forced: bool = False,
     progress: Progress = lambda done, total, label: None,
@@ -79,7 +81,7 @@ def tune(
         texts: UTF-8 files of the kind that will be decoded.
         sampling: what the profile is for; window i draws with its seed plus i.
         num_tokens: positions to trace.
-        tree: the largest to make room for and to time.
+        tree: the largest to make room for and to time; None takes as large a one as the budget has room for.
         rule: of acceptance, one of `config.RULES`.
         is_teacher_forced: trace the given text itself instead of what the target writes.
         progress: hears of finished windows and rounds.
@@ -92,7 +94,8 @@ def tune(
     files = open_checkpoint(model), open_checkpoint(draft)
     machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")))
     identity = Identity.of(*files, sampling, rule, machine)
-    with load(model, draft, tree=tree, rule=rule, context=_context(files[0]), profile="none", **options) as decoder:
+    options |= {"rule": rule, "context": _context(files[0])}
+    with load(model, draft, tree=tree or largest_tree(*files, **options), profile="none", **options) as decoder:
         windows = cut_windows([decoder.encode(text, raw=True) for text in read], num_tokens, is_teacher_forced)
         question = Question(identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced)
         traces = trace_windows(decoder, question, progress)
@@ -105,6 +108,20 @@ def tune(
     question.state_path.unlink(missing_ok=True)
     forest = Forest(isotonic(profile.acceptance), traces, profile.smoothing, costs.compute_s.sizes[-1])
     return Tuned(profile, path, choose(forest, costs, lambda _: traffic))
+
+
+def largest_tree(target: Checkpoint, draft: Checkpoint, **options: Any) -> str:
+    """The largest tree of `SIZES` that memory has room for, the smallest where none fits; `options` are for `load`."""
+    limits: dict[str, Any] = {name: options.get(name) for name in ("ram", "context")} | {
+        "dtype": options.get("dtype", "auto")
+    }
+    for size in SIZES:
+        try:
+            plan_memory(target, draft, num_nodes=size, rule=options["rule"], **limits)
+        except UserError:
+            continue
+        return f"{size}x{DEPTH}"
+    return f"{SIZES[-1]}x{DEPTH}"
 
 
 def read_text(path: Path) -> str:
