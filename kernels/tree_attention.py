@@ -156,6 +156,8 @@ def tree_attention_kernel(
 
 def _choose_splits(num_blocks: int, num_keys: int, device: torch.device) -> int:
     """Pieces of the keys, so that few rows still fill the device with two programs per multiprocessor."""
+    if device.type != "cuda":  # the interpreter takes one program after the other
+        return 1
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(2 * num_processors // num_blocks, math.ceil(num_keys / _MIN_SPLIT)))
 

@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 from scipy import stats
 from torch import Tensor
 
+from offload.bench import kernels as bench
 from offload.config import Drafting, Sampling
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_twin
 from offload.kernels.jit import HAS_TRITON
@@ -121,7 +123,9 @@ def test_match_walks_alike_on_draws_of_all_rows(temperature: float, monkeypatch:
 
 def random_law(num_rows: int, vocab_size: int) -> Tensor:
     law_WV = random_logits(num_rows, vocab_size, seed=3).softmax(1)
-    return law_WV.masked_fill(law_WV < 1 / vocab_size, 0.0)  # most tokens have no mass
+    law_WV[:, ::3] *= 1e-30  # hardly any mass is more than none
+    law_WV[:, 1::3] = 0
+    return law_WV
 
 
 @needs_triton
@@ -272,3 +276,42 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     again = [row for row in compiled if row["is_repeated"]]
     assert {row["kernel"] for row in again} == names
     assert not any(row["is_new"] for row in again), again
+
+
+SMALL = bench.Shapes(
+    num_heads=4,
+    num_groups=2,
+    width=16,
+    num_layers=2,
+    num_slots=100,
+    num_nodes=(1, 5),
+    num_prefix=(8,),
+    vocab_sizes=(300,),
+    dtype=torch.float16,
+)
+
+
+@needs_triton
+def test_bench_compares_like_with_like() -> None:
+    duels = list(bench.duels(SMALL, DEVICE))
+    assert {duel.kernel for duel in duels} == {path.stem for path in (ROOT / "kernels").glob("*_*.py")}
+    for duel in duels:
+        assert duel.agrees(), duel
+        duel.challenger()
+        duel.rival()
+
+
+def test_bench_tells_no_time_of_a_wrong_kernel() -> None:
+    wrong = bench.Duel("thing", "N 1", lambda: 1, lambda: 2, lambda: False)
+    rows = [bench.measure(wrong), {"kernel": "good", "shape": "", "agrees": True, "ratio": 2.0}]
+    assert rows[0] == {"kernel": "thing", "shape": "N 1", "agrees": False}
+    verdicts = bench.verdicts([*rows, {"kernel": "good", "shape": "", "agrees": True, "ratio": 0.4}])
+    assert not verdicts["thing"]["beats_twin"] and not verdicts["good"]["beats_twin"]
+    assert bench.verdicts(rows)["good"] == {"mean_ratio": pytest.approx(2.0), "worst_ratio": 2.0, "beats_twin": True}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes")
+def test_bench_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as end:
+        bench.main()
+    assert end.value.exit_code == 2 and capsys.readouterr().err.count("\n") == 1
