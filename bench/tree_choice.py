@@ -36,7 +36,7 @@ from offload.loading import load
 from offload.profile import Profile
 from offload.screen import candidate_rows
 from offload.stats import Stats
-from offload.topology import Topology, expected_tokens, isotonic
+from offload.topology import Topology, chain, expected_tokens, isotonic
 from offload.tracer import written_trace
 from offload.traces import acceptance, bursts, tokens_per_sweep
 from offload.trees import tree_for
@@ -141,7 +141,7 @@ def hardware_aware(size: str, effort: Effort) -> list[Row]:
     target, sampling = inflated_target(parse_size(size, "--size"), lambda done, total: None), Sampling()
     with tempfile.TemporaryDirectory() as name:
         ram = max(LEAST_RAM_BYTES, parse_size(size, "--size") // 4)
-        tuned = tuned_on_first_halves(target, sampling, 2048, Path(name), ram)
+        tuned = tuned_on_first_halves(target, sampling, min(2048, effort.num_tokens), Path(name), ram)
         fifth = int(tuned.profile.costs.link_bytes_per_s / 5)
         setting = Setting(target, ram, tuned, effort)
         return [_against_grid(setting, limit, effort.rounds[index]) for index, limit in enumerate((None, fifth))]
@@ -163,7 +163,7 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
     best = choice.candidates[0]
     print("\n".join(candidate_rows(choice.candidates)), flush=True)
     chosen = (choice.topology.num_nodes, choice.topology.depth)
-    cells = {chosen: choice.topology}
+    cells = {(1, 0): chain(0), chosen: choice.topology}
     largest = setting.tuned.profile.costs.compute_s.sizes[-1]
     for shape in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
         tree, _ = tree_for(setting.tuned.profile.acceptance, *shape)
@@ -177,6 +177,7 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
     link = "as it is" if limit is None else f"at {limit / 1e9:.2f} GB/s"
     return {
         "row": f"hardware-aware, link {link}: s/token of the chosen tree / best of the grid",
+        "link": link,
         "value": seconds[chosen] / seconds[winner],
         "wanted": "<= 1.07",
         "chosen": "{}x{}".format(*chosen),
