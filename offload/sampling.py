@@ -12,6 +12,8 @@ Invariant: no fresh number is handed out twice, and none is a function of the sh
 is biased.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,12 +36,13 @@ class Sampler:
     """The drawing rule of one generation; the target and every drafter use the same one.
 
     Attributes:
+        sampling: its settings.
         is_greedy: whether no chance enters at all.
         drafting: how drafters choose children, which the rule of verification decides.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, drafting: Drafting = Drafting.COUPLED) -> None:
-        self._sampling, self._vocab_size = sampling, vocab_size
+        self.sampling, self._vocab_size = sampling, vocab_size
         self.is_greedy, self.drafting = sampling.is_greedy, drafting
         self._warpers = _warpers(sampling)
         self._noise: dict[int, Tensor] = {}
@@ -49,12 +52,18 @@ class Sampler:
         """The token at `position`, given the target's logits there."""
         return int(self.perturbed(logits_V[None], position).argmax())
 
-    def perturbed(self, logits_TV: Tensor, position: int) -> Tensor:
-        """log p + G up to a constant per row, for rows that all predict the token at `position`; fp32 without noise."""
+    def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
+        """log p + G up to a constant per row; fp32 without noise.
+
+        Args:
+            position: of the token that each row predicts, or of all of them.
+        """
         if self.is_greedy:
             return logits_TV
         scores_TV = self._warped(logits_TV)
-        return scores_TV + self._noise_at(position, scores_TV.device)[: scores_TV.shape[1]]
+        positions = [position] if isinstance(position, int) else position
+        noise_TV = torch.stack([self._noise_at(one, scores_TV.device) for one in positions])
+        return scores_TV + noise_TV[:, : scores_TV.shape[1]]
 
     def law(self, logits_TV: Tensor) -> Tensor:
         """The distributions that are drawn from, float32 (T, V); when greedy, all on the argmax (ties: lowest id)."""
@@ -80,7 +89,7 @@ class Sampler:
         if position not in self._noise:
             if len(self._noise) >= _KEPT_POSITIONS:
                 del self._noise[min(self._noise)]
-            self._noise[position] = keyed_gumbel(self._sampling.seed, position, self._vocab_size, device)
+            self._noise[position] = keyed_gumbel(self.sampling.seed, position, self._vocab_size, device)
         return self._noise[position]
 
 

@@ -1,0 +1,35 @@
+"""How far the draft's scores are to be trusted: the exponent that best foretells what the target really emits.
+
+A draft's law to the power beta, normalised, is what is taken for the chance of a child; a distilled draft is too modest
+about the target's choice, so beta is mostly above one. It is learned while decoding: every exponent of a grid is
+charged the log-loss of each token that was emitted, old charges fade, and the cheapest exponent is used next.
+Only the shape of later trees follows from it, and so never what is emitted.
+"""
+
+import torch
+from torch import Tensor
+
+_GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2)
+_START = 1.6  # before anything was seen
+_DOUBT = 4.0  # nats per squared log of the ratio to `_START` that a tie is broken with
+_KEPT = 0.998  # of a charge, from one token to the next
+
+
+class Sharpness:
+    """The exponent for one kind of sampling."""
+
+    def __init__(self) -> None:
+        self._grid_G = torch.tensor(_GRID)
+        self._loss_G = _DOUBT * (self._grid_G / _START).log().square()
+
+    @property
+    def exponent(self) -> float:
+        """beta, for the next tree."""
+        return _GRID[int(self._loss_G.argmin())]
+
+    def learn(self, score_V: Tensor, token: int) -> None:
+        """`token` was emitted where the draft gave these scores; one that it ruled out tells nothing."""
+        if not torch.isfinite(score_V[token]):
+            return
+        scaled_GV = self._grid_G[:, None] * score_V
+        self._loss_G = _KEPT * self._loss_G + scaled_GV.logsumexp(1) - scaled_GV[:, token]
