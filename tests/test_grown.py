@@ -98,6 +98,17 @@ def test_few_passes() -> None:
     assert tree.num_nodes == 64 and len(model.num_rows) <= 16 + 3
 
 
+def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two certain chains: all their nodes tie at f = 1/2, more than there is room for; no child may oust a parent."""
+    logits_VV = torch.zeros(NUM_TOKENS, NUM_TOKENS)
+    for token, follower in ((0, 1), (0, 2), (1, 3), (3, 1), (2, 4), (4, 2)):
+        logits_VV[token, follower] = 1e4
+    monkeypatch.setattr(BigramModel, "logits_VV", logits_VV)
+    tree = grow_bigrams(BigramModel(), Growth(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5).tree
+    assert tree.topology.num_children_N.tolist() == [2] + [1] * 37 + [0] * 2
+    assert path_of(tree, 39) == (1, 3) * 10 and path_of(tree, 38) == (2, 4) * 9 + (2,)
+
+
 def test_the_root_alone_asks_nothing() -> None:
     model = BigramModel()
     assert grow_bigrams(model, Growth(1, 0), Sampler(GREEDY, NUM_TOKENS), 1.0).tree.tokens == [0]
@@ -182,9 +193,10 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: BorrowedModel) -> None
 def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
     """Tokens drawn from softmax(exponent * score): the log-loss is least at that very exponent."""
     generator, sharpness = torch.Generator().manual_seed(1), Sharpness()
-    for _ in range(1500):
-        score_V = torch.randn(20, generator=generator)
-        sharpness.learn(score_V, int((exponent * score_V).softmax(0).multinomial(1, generator=generator)))
+    for _ in range(500):
+        score_TV = torch.randn(3, 20, generator=generator)
+        token_T1 = (exponent * score_TV).softmax(1).multinomial(1, generator=generator)
+        sharpness.learn(score_TV, token_T1[:, 0].tolist())
     assert sharpness.exponent == exponent
 
 
@@ -192,7 +204,7 @@ def test_a_token_that_was_ruled_out_teaches_nothing() -> None:
     sharpness = Sharpness()
     start = sharpness.exponent
     for _ in range(50):
-        sharpness.learn(torch.tensor([0.0, -torch.inf, 3.0]), 1)
+        sharpness.learn(torch.tensor([[0.0, -torch.inf, 3.0]]), [1])
     assert sharpness.exponent == start
 
 

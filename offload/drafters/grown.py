@@ -116,10 +116,10 @@ def _children(parents: Candidates, score_WV: Tensor, exponent: float) -> Candida
     """The likeliest children of rows that have just been run; none without a chance."""
     top_WK, token_WK = score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1]))
     norm_W1 = (exponent * score_WV).logsumexp(1, keepdim=True)
-    log_pi_WK = (exponent * top_WK - norm_W1).clamp(max=0)  # rounding must not let f rise
+    log_pi_WK = (exponent * top_WK - norm_W1).clamp(max=0).cpu()  # rounding must not let f rise
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
     children_WK["log_f"] = parents["log_f"][:, None] + log_pi_WK.numpy()
-    children_WK["token"], children_WK["row"] = token_WK.numpy(), _NOT_RUN
+    children_WK["token"], children_WK["row"] = token_WK.cpu().numpy(), _NOT_RUN
     children_WK["depth"], children_WK["parent"] = parents["depth"][:, None] + 1, parents["row"][:, None]
     return children_WK[children_WK["log_f"] > -np.inf]
 

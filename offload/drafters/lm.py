@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from offload.config import Drafting, Sampling
@@ -60,9 +61,11 @@ class ModelDrafter:
             tokens: what was emitted after each of `nodes`, from which the shape of later trees is learned.
         """
         self._draft.commit([self._row_of_node[node] for node in nodes[1:] if node in self._row_of_node])
-        for node, token in zip(nodes, tokens, strict=True):
-            if node in self._score_of_node:
-                self._learner.learn(self._score_of_node[node], token)
+        emitted_after = dict(zip(nodes, tokens, strict=True))
+        seen = [node for node in nodes if node in self._score_of_node]
+        if seen:
+            scores_TV = torch.stack([self._score_of_node[node] for node in seen])
+            self._learner.learn(scores_TV, [emitted_after[node] for node in seen])
         self._score_of_node = {}
 
     def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:

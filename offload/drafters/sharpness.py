@@ -6,30 +6,32 @@ charged the log-loss of each token that was emitted, old charges fade, and the c
 Only the shape of later trees follows from it, and so never what is emitted.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 _GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2)
 _START = 1.6  # before anything was seen
-_DOUBT = 4.0  # nats per squared log of the ratio to `_START` that a tie is broken with
-_KEPT = 0.998  # of a charge, from one token to the next
+_DOUBT = 4.0  # nats per squared log of the ratio to `_START`, charged in advance
+_KEPT = 0.998  # of all charges, from one token to the next
 
 
 class Sharpness:
     """The exponent for one kind of sampling."""
 
     def __init__(self) -> None:
-        self._grid_G = torch.tensor(_GRID)
-        self._loss_G = _DOUBT * (self._grid_G / _START).log().square()
+        self._charge_G = _DOUBT * (torch.tensor(_GRID) / _START).log().square()
 
     @property
     def exponent(self) -> float:
         """beta, for the next tree."""
-        return _GRID[int(self._loss_G.argmin())]
+        return _GRID[int(self._charge_G.argmin())]
 
-    def learn(self, score_V: Tensor, token: int) -> None:
-        """`token` was emitted where the draft gave these scores; one that it ruled out tells nothing."""
-        if not torch.isfinite(score_V[token]):
-            return
-        scaled_GV = self._grid_G[:, None] * score_V
-        self._loss_G = _KEPT * self._loss_G + scaled_GV.logsumexp(1) - scaled_GV[:, token]
+    def learn(self, score_TV: Tensor, tokens: Sequence[int]) -> None:
+        """`tokens` were emitted where the draft gave these scores; one that it ruled out tells nothing."""
+        score_T = score_TV.gather(1, torch.tensor(tokens, device=score_TV.device)[:, None])[:, 0]
+        losses = [(beta * score_TV).logsumexp(1) - beta * score_T for beta in _GRID]
+        for loss_G in torch.stack(losses, 1).cpu():
+            if torch.isfinite(loss_G).all():
+                self._charge_G = _KEPT * self._charge_G + loss_G
