@@ -33,9 +33,9 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
         UserError: what is named is none of these, or its headers or config make no sense.
     """
     path = Path(os.path.expanduser(model))
-    if path.is_file() and path.suffix == ".json":
+    if os.path.isfile(path) and path.suffix == ".json":
         return checkpoint_of_config(read_config(path), path)
-    if not path.is_dir() and is_hub_id(str(model)):
+    if not os.path.isdir(path) and is_hub_id(str(model)):
         return _on_the_hub(str(model))
     return open_checkpoint(model)
 
