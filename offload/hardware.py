@@ -14,6 +14,7 @@ No torch, no clock. Invariant: every figure is above zero, and no share above on
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -140,4 +141,4 @@ def _parsed(path: Path, name: str, value: Any) -> Any:
             return parsers[ending](value, f"{path.name}: {name}")
     if type(value) not in (int, float):
         raise UserError(f"{path.name}: {name} must be a number, got {value!r}: fix it")
-    return int(value) if name.endswith("_bytes") else float(value)
+    return int(value) if name.endswith("_bytes") and math.isfinite(value) else value
