@@ -22,7 +22,7 @@ from offload.errors import UserError
 from offload.host_store import HostStore
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan, default_ram_bytes, plan_memory
+from offload.plan import MemoryPlan, default_ram_bytes, plan_memory, ram_warning
 from offload.rules import find_rule
 from offload.survey import Situation, look_around, make_trees, pick_num_threads
 from offload.target import Target
@@ -72,6 +72,7 @@ def load(
         UserError: whatever the user can mend, in one line.
     """
     _check_device(device, gpu_memory)
+    warning = None if ram is None else ram_warning(ram)
     limit, situation = parse_rate(link_limit, "--link-limit"), Situation(sampling or Sampling(), rule, threads)
     files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
     wish, acceptance = tree_to_fill(tree, rule, has_draft=files.draft is not None), find_rule(rule)
@@ -82,7 +83,7 @@ def load(
         trees = make_trees(wish, *files, dtype, profile, plan_for)
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
         stream = _start_stream(pair.store, pair.target, plan, on_bytes)
-        return Decoder(
+        decoder = Decoder(
             Target(pair.target, stream, plan, on_layer=on_layer),
             pair.drafter(plan),
             plan=plan,
@@ -93,6 +94,8 @@ def load(
             num_threads=num_threads,
             resources=resources.pop_all(),
         )
+        decoder.notes += [warning] if warning else []
+        return decoder
 
 
 class _Files(NamedTuple):
