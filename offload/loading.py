@@ -62,9 +62,8 @@ def load(
         device, gpu_memory: `auto` or `cpu`; the budget is reserved for devices that have memory of their own.
         dtype: to compute in; `auto` is the checkpoint's own.
         context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
-        threads: compute threads; default: the fastest in a short measurement.
-        sampling: what most generations will use: memory is planned for its automatic tree. Default: greedy.
-        profile: file written by `offload tune`, or `none`; default: the one in the cache that holds for this run.
+        threads: compute threads (default: the fastest); sampling: of most runs, whose automatic tree sets the memory.
+        profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
         link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
         on_bytes, on_layer: hear of resident bytes as they land, and of every layer that a sweep has run.
 
@@ -72,7 +71,6 @@ def load(
         UserError: whatever the user can mend, in one line.
     """
     _check_device(device, gpu_memory)
-    warning = None if ram is None else ram_warning(ram)
     limit, situation = parse_rate(link_limit, "--link-limit"), Situation(sampling or Sampling(), rule, threads)
     files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
     wish, acceptance = tree_to_fill(tree, rule, has_draft=files.draft is not None), find_rule(rule)
@@ -94,7 +92,7 @@ def load(
             num_threads=num_threads,
             resources=resources.pop_all(),
         )
-        decoder.notes += [warning] if warning else []
+        decoder.notes += [warning for warning in [ram_warning(ram) if ram else None] if warning]
         return decoder
 
 
