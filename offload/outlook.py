@@ -228,7 +228,8 @@ def _best(case: _Case, costs: Costs, forest: Forest) -> Guess:
 def _named(case: _Case, forest: Forest) -> Guess:
     """A grown tree has no shape to predict from: the fixed one of its size yields less, so it stands in."""
     tree = forest.tree(case.tree.a, case.tree.b) if case.tree.kind in ("best", "grown") else None
-    topology = case.tree.build() if tree is None else tree
+    named = TreeSpec("best", case.tree.a, case.tree.b) if case.tree.kind == "grown" else case.tree
+    topology = named.build() if tree is None else tree
     assert isinstance(topology, Topology), "only grown trees have no shape of their own"
     if case.wish.tokens_per_sweep is not None:
         return Guess(topology, case.wish.tokens_per_sweep)
