@@ -69,14 +69,14 @@ _TUNED = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
 }
-_ONE_BY_ONE, _DRAFTED = (8, 2), (48, 4)  # (new tokens, prompts)
+_ONE_BY_ONE, _DRAFTED = (8, 2), (40, 3)  # (new tokens, prompts)
 PROGRAMS: dict[str, Program] = {
     OURS: _ours("ours, --tree 128x20", "128x20", _DRAFTED, None),
     "none": _ours("ours, --tree none", "none", _ONE_BY_ONE, 5),
     "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
-    "disk-assistant": _transformers("disk offload, assistant at its defaults", (24, 4), None, assistant={}),
+    "disk-assistant": _transformers("disk offload, assistant at its defaults", (24, 3), None, assistant={}),
     "disk-tuned": _transformers("disk offload, assistant tuned", _DRAFTED, 3, assistant=_TUNED),
-    "disk-lookup": _transformers("disk offload, prompt lookup", (16, 4), None, lookup=10),
+    "disk-lookup": _transformers("disk offload, prompt lookup", (12, 3), None, lookup=10),
     "mmap": _transformers("transformers on the mmap", _ONE_BY_ONE, 8, weights="mmap"),
     "mmap-tuned": _transformers("the mmap, assistant tuned", _DRAFTED, 3, weights="mmap", assistant=_TUNED),
     "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 8),
