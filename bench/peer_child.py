@@ -9,14 +9,15 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offload.bench.memory_cap import drop_pages
-from offload.machine import peak_rss_bytes
+from offload.machine import available_ram_bytes, peak_rss_bytes, rss_bytes
 
-_FEWEST_TOKENS = 3  # of a trial: the first tells nothing
+LONGEST_BURST, _FEWEST_TOKENS = 40, 2  # in one pass; of a trial
 Emit = Callable[[list[int]], None]  # takes new tokens at the moment they are known
 
 
@@ -28,7 +29,7 @@ class Order(NamedTuple):
     target: str  # folder of the checkpoint, or the GGUF file
     draft: str
     prompts: list[list[int]]
-    num_tokens: int  # new ones, for every prompt
+    num_tokens: int  # new ones for every prompt, at least, after the first burst
     limit_s: float  # a run that takes longer is cut there
     threads: list[int]  # counts to try, briefly, before the best one is measured. Empty: the program's own choice
     cap_bytes: int  # memory of the whole process
@@ -42,7 +43,7 @@ class Peer(Protocol):
         """Compute with so many threads from now on."""
 
     def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
-        """Continue the prompt and hand over every new token as it is known."""
+        """Continue the prompt and hand over the new tokens of every pass; `emit` may raise to end it."""
 
 
 class Measured(NamedTuple):
@@ -91,20 +92,34 @@ def follow(order: Order) -> dict[str, Any]:
     return {"runs": runs, **figures}
 
 
+def free_bytes(order: Order) -> int:
+    """What the cap leaves beside what this process holds already, its libraries above all."""
+    return available_ram_bytes() if order.group else order.cap_bytes - rss_bytes()
+
+
+class _EnoughError(Exception):
+    """Raised through a program that has decoded what was wanted."""
+
+
 def _trial(peer: Peer, order: Order, num_threads: int) -> Measured:
     peer.use_threads(num_threads)
     return _run(peer, order, 0, max(_FEWEST_TOKENS, order.num_tokens // 4))
 
 
 def _run(peer: Peer, order: Order, prompt: int, num_tokens: int) -> Measured:
-    bursts: list[tuple[float, list[int]]] = []
+    """Stop after the burst that reaches `num_tokens`, and count it whole: to cut it would count its time in full."""
+    run = Measured(prompt, [])
     started = time.perf_counter()
 
     def note(tokens: list[int]) -> None:
-        bursts.append((time.perf_counter() - started, tokens))
+        run.bursts.append((time.perf_counter() - started, tokens))
+        if run.num_decoded >= num_tokens:
+            raise _EnoughError
 
-    peer.generate(order.prompts[prompt], num_tokens, order.limit_s, note)
-    return Measured(prompt, bursts)
+    # a program that stops by itself gets room for the longest last burst
+    with suppress(_EnoughError):
+        peer.generate(order.prompts[prompt], num_tokens + LONGEST_BURST, order.limit_s, note)
+    return run
 
 
 if __name__ == "__main__":

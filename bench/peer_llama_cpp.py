@@ -1,6 +1,6 @@
 """llama.cpp through llama-cpp-python, on the mapped GGUF; option `draft_tokens` is the draft's n-max, 0 without one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from time import perf_counter
 from typing import Any
@@ -29,11 +29,20 @@ class LlamaCpp:
             llama_cpp.llama_set_n_threads(model.ctx, count, count)
 
     def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
-        """Greedy; tokens of one pass come one by one, at nearly the same time."""
-        stop = perf_counter() + limit_s
+        """Greedy; a burst is what one pass has accepted."""
+        stop, burst = perf_counter() + limit_s, list[int]()
+
+        def end_pass() -> None:
+            emit(burst.copy())
+            burst.clear()
+
+        if self._draft:
+            self._draft.before = end_pass
         self._model.reset()
         for token in islice(self._model.generate(prompt_ids, **_GREEDY), num_tokens):
-            emit([int(token)])
+            burst.append(int(token))
+            if not self._draft:
+                end_pass()
             if perf_counter() > stop:
                 break
 
@@ -43,8 +52,10 @@ class _Draft(LlamaDraftModel):
 
     def __init__(self, path: str, num_tokens: int) -> None:
         self.model, self._num_tokens = _open(path, None), num_tokens
+        self.before: Callable[[], None] = lambda: None  # called when a pass of the target is over
 
     def __call__(self, input_ids: Sequence[int], /, **_: Any) -> np.ndarray:
+        self.before()
         tokens = self.model.generate([int(token) for token in input_ids], **_GREEDY)
         return np.fromiter(islice(tokens, self._num_tokens), dtype=np.intc)
 

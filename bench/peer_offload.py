@@ -6,12 +6,11 @@ from time import perf_counter
 import torch
 import transformers
 
-from offload.bench.peer_child import Emit, Order
+from offload.bench.peer_child import Emit, Order, free_bytes
 from offload.config import Sampling
 from offload.loading import load
-from offload.machine import rss_bytes
 
-_MARGIN_BYTES = 64 << 20  # what the kernel charges to a group beyond the process: its pages of libraries
+_MARGIN_BYTES = 96 << 20  # libraries that the first run imports, tables of the kernel
 
 
 class Ours:
@@ -19,7 +18,7 @@ class Ours:
 
     def __init__(self, order: Order) -> None:
         _ = torch.__version__, transformers.AutoModelForCausalLM  # imported lazily: now, so that it is counted
-        ram_bytes = order.cap_bytes - rss_bytes() - _MARGIN_BYTES
+        ram_bytes = free_bytes(order) - _MARGIN_BYTES
         self._decoder = load(order.target, order.draft, ram=ram_bytes, tree=order.options["tree"], context=512)
 
     def use_threads(self, count: int) -> None:

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from offload.bench.peer_child import Emit, Order
-from offload.machine import rss_bytes
+from offload.bench.peer_child import Emit, Order, free_bytes
 
 _LAYER_ROOM_BYTES = 256 << 20  # for the layer at work, activations, keys and values
 
@@ -20,7 +19,7 @@ class Transformers:
     """A model as `from_pretrained` makes it, and `generate`."""
 
     def __init__(self, order: Order) -> None:
-        weights = _disk_offload(order.cap_bytes) if order.options["weights"] == "disk" else {}
+        weights = _disk_offload(order) if order.options["weights"] == "disk" else {}
         self._model = AutoModelForCausalLM.from_pretrained(order.target, dtype=torch.bfloat16, **weights)
         self._options: dict[str, Any] = {}
         if order.options["assistant"] is not None:
@@ -62,10 +61,9 @@ class Bursts(BaseStreamer):
         pass
 
 
-def _disk_offload(cap_bytes: int) -> dict[str, Any]:
+def _disk_offload(order: Order) -> dict[str, Any]:
     """As many layers in memory as the cap leaves room for; the others are read from their safetensors every time."""
-    room_bytes = cap_bytes - rss_bytes() - _LAYER_ROOM_BYTES
-    return {"device_map": "auto", "max_memory": {"cpu": room_bytes}}
+    return {"device_map": "auto", "max_memory": {"cpu": free_bytes(order) - _LAYER_ROOM_BYTES}}
 
 
 def open_peer(order: Order) -> Transformers:

@@ -25,7 +25,7 @@ from offload.bench.peer_run import Outcome, gguf_file, interpreter_with, last_li
 from offload.config import parse_size
 
 OURS, PROMPT_TOKENS, QUICK_LIMIT_S, FULL_LIMIT_S = "ours", 128, 60.0, 240.0
-_ROOM_FOR_NEW = 300  # of the context of 512: prompt, new tokens and the deepest draft beyond them
+_ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
 Row = dict[str, Any]
 Say = Callable[[Row], None]
 
@@ -37,7 +37,7 @@ class Program(NamedTuple):
     module: str  # has `open_peer`
     options: dict[str, Any]  # see the module
     needs: tuple[str, ...]  # what the interpreter must be able to import
-    num_tokens: int  # new ones per prompt; three times as many without --quick
+    num_tokens: int  # new ones per prompt; four times as many without --quick
     num_prompts: int
     wanted: float | None = None  # at least: our tokens per second / theirs
     threads: tuple[int, ...] = (1, 2)
@@ -69,19 +69,19 @@ _TUNED = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
 }
-_ONE_BY_ONE, _DRAFTED = (8, 2), (40, 3)  # (new tokens, prompts)
+_ONE_BY_ONE, _DRAFTED = (8, 2), (20, 6)  # (new tokens, prompts)
 PROGRAMS: dict[str, Program] = {
     OURS: _ours("ours, --tree 128x20", "128x20", _DRAFTED, None),
     "none": _ours("ours, --tree none", "none", _ONE_BY_ONE, 5),
     "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
-    "disk-assistant": _transformers("disk offload, assistant at its defaults", (24, 3), None, assistant={}),
+    "disk-assistant": _transformers("disk offload, assistant at its defaults", (12, 6), None, assistant={}),
     "disk-tuned": _transformers("disk offload, assistant tuned", _DRAFTED, 3, assistant=_TUNED),
-    "disk-lookup": _transformers("disk offload, prompt lookup", (12, 3), None, lookup=10),
+    "disk-lookup": _transformers("disk offload, prompt lookup", (8, 6), None, lookup=10),
     "mmap": _transformers("transformers on the mmap", _ONE_BY_ONE, 8, weights="mmap"),
     "mmap-tuned": _transformers("the mmap, assistant tuned", _DRAFTED, 3, weights="mmap", assistant=_TUNED),
     "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 8),
     "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 16", 16, _DRAFTED, 2.5),
-    "airllm": Program("airllm", f"{_HERE}.peer_airllm", {}, ("airllm",), 3, 1, threads=(1,)),
+    "airllm": Program("airllm", f"{_HERE}.peer_airllm", {}, ("airllm",), 2, 1, threads=(1,)),
 }
 
 
@@ -125,7 +125,7 @@ def measure(program: Program, setting: Setting) -> Outcome:
             target, draft = (gguf_file(path, setting.gguf_folder, python) for path in (target, draft))
     except subprocess.CalledProcessError as error:
         return Outcome(reason=f"failed: {last_line(error.stderr)}")
-    num_tokens = program.num_tokens if setting.is_quick else min(3 * program.num_tokens, _ROOM_FOR_NEW)
+    num_tokens = program.num_tokens if setting.is_quick else min(4 * program.num_tokens, _ROOM_FOR_NEW)
     order = Order(
         module=program.module,
         options=program.options,

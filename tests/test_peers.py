@@ -197,7 +197,7 @@ def test_fastest_thread_count_is_measured(tmp_path: Path, monkeypatch: pytest.Mo
         def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Callable) -> None:
             for _ in range(num_tokens):
                 time.sleep(0.03 / self.num_threads**2)
-                emit([self.num_threads])
+                emit([self.num_threads] * 4)
 
     module = type(sys)("two_are_better")
     module.open_peer = lambda order: TwoAreBetter()  # type: ignore[attr-defined]
@@ -208,7 +208,8 @@ def test_fastest_thread_count_is_measured(tmp_path: Path, monkeypatch: pytest.Mo
     figures = follow(wish)
     assert group.read_text() == str(os.getpid())
     assert figures["num_threads"] == 2
-    assert [run.token_ids for run in figures["runs"]] == [[2] * NUM_NEW] * 3
+    # 10 tokens after the first burst are 3 bursts of 4, the last one whole
+    assert [run.token_ids for run in figures["runs"]] == [[2] * 4 * 4] * 3
 
 
 def test_rate_leaves_the_first_burst_out() -> None:
