@@ -165,6 +165,7 @@ def _row(name: str, program: Program, outcome: Outcome) -> Row:
         "tokens_per_s": rate(runs),
         "s_per_token": 1 / rate(runs),
         "tokens_per_s_by_prompt": [rate([run]) for run in runs],
+        "tokens_per_pass": sum(run.num_decoded for run in runs) / sum(len(run.bursts) - 1 for run in runs),
         "first_token_s": sum(run.bursts[0][0] for run in runs) / len(runs),
         "num_tokens": sum(run.num_decoded for run in runs),
         "num_prompts": len({run.prompt for run in runs}),
@@ -188,7 +189,19 @@ def _ratio(ours: float | None, row: Row, wanted: float | None) -> Row:
 
 def table(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Heading and one line per row, as text; a row without figures says why."""
-    yield ["", "tokens/s", "s/token", "ours / it", "wanted", "tokens", "prompts", "threads", "first token", "memory"]
+    yield [
+        "",
+        "tokens/s",
+        "s/token",
+        "ours / it",
+        "wanted",
+        "a pass",
+        "tokens",
+        "prompts",
+        "threads",
+        "first token",
+        "memory",
+    ]
     for row in rows:
         yield [row["title"], row["reason"]] if "reason" in row else _cells(row)
 
@@ -198,7 +211,12 @@ def _cells(row: Row) -> list[str]:
     wanted = f">= {row['wanted']:g} {'met' if row['is_met'] else 'MISSED'}" if "wanted" in row else ""
     held = f"{row['peak_bytes'] / 1e9:.2f} GB" if row["is_capped"] and row["peak_bytes"] else "uncapped"
     rates = [f"{row['tokens_per_s']:.2f}", f"{row['s_per_token']:.3f}", ratio, wanted]
-    counts = [str(row["num_tokens"]), str(row["num_prompts"]), str(row["threads"] or "own")]
+    counts = [
+        f"{row['tokens_per_pass']:.1f}",
+        str(row["num_tokens"]),
+        str(row["num_prompts"]),
+        str(row["threads"] or "own"),
+    ]
     return [row["title"], *rates, *counts, f"{row['first_token_s']:.1f} s", held]
 
 
