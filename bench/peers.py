@@ -217,7 +217,7 @@ def _cells(row: Row) -> list[str]:
         str(row["num_prompts"]),
         str(row["threads"] or "own"),
     ]
-    return [row["title"], *rates, *counts, f"{row['first_token_s']:.1f} s", held]
+    return [row["title"], *rates, *counts, str(row["threads"] or "own"), f"{row['first_token_s']:.1f} s", held]
 
 
 def _print_table(rows: Sequence[Row]) -> None:
