@@ -12,6 +12,7 @@ Programs that are not installed are listed as missing; `--python` names another 
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -263,6 +264,7 @@ def main(
     names = peer or list(PROGRAMS)
     if unknown := [name for name in names if name not in PROGRAMS]:
         raise typer.BadParameter(f"must be one of {', '.join(PROGRAMS)}, got {unknown[0]!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that no child and no group is left
     rows = compare(names, PROGRAMS, _setting(size, cap, python, quick), _print_row)
     _print_table(rows)
     text = json.dumps({"bench": "peers", "size": size, "cap": cap, "quick": quick, "rows": rows})
