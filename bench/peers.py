@@ -212,12 +212,7 @@ def _cells(row: Row) -> list[str]:
     wanted = f">= {row['wanted']:g} {'met' if row['is_met'] else 'MISSED'}" if "wanted" in row else ""
     held = f"{row['peak_bytes'] / 1e9:.2f} GB" if row["is_capped"] and row["peak_bytes"] else "uncapped"
     rates = [f"{row['tokens_per_s']:.2f}", f"{row['s_per_token']:.3f}", ratio, wanted]
-    counts = [
-        f"{row['tokens_per_pass']:.1f}",
-        str(row["num_tokens"]),
-        str(row["num_prompts"]),
-        str(row["threads"] or "own"),
-    ]
+    counts = [f"{row['tokens_per_pass']:.1f}", str(row["num_tokens"]), str(row["num_prompts"])]
     return [row["title"], *rates, *counts, str(row["threads"] or "own"), f"{row['first_token_s']:.1f} s", held]
 
 

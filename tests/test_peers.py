@@ -281,6 +281,7 @@ def test_rows_ratios_and_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert [row.get("ratio") for row in rows] == [None, pytest.approx(16 / 3), pytest.approx(16 / 9), None]
     assert [row.get("is_met") for row in rows] == [None, True, False, None]
     assert rows[3]["reason"] == "missing: no interpreter here can import absent_module"
+    assert {len(line) for line in table(rows[:3])} == {11}  # heading and cells
     lines = ["|".join(line) for line in table(json.loads(json.dumps(rows)))]
     assert "5.33|>= 5 met" in lines[2]
     assert "1.78|>= 2.5 MISSED" in lines[3]
