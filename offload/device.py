@@ -1,0 +1,120 @@
+"""What streaming asks of an accelerator: memory, copies, and events that order two streams of work.
+
+Two streams: `copies` moves weights, `compute` runs the model; whatever one needs of the other it waits for through an
+event, on the device, while the host goes on enqueueing. Every call names its stream, because "the current one" means
+another stream inside a `with` block and in another thread. Invariant: nothing here waits for the whole device.
+"""
+
+import re
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.errors import UserError
+
+Event = Any  # a mark in a stream, reached or not yet
+Stream = Any  # work that is done in order
+
+
+class Device(Protocol):
+    """An accelerator with memory of its own."""
+
+    place: torch.device
+    copies: Stream
+    compute: Stream
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory of the device as flat uint8."""
+        ...
+
+    def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy; both tensors must stay untouched until an event recorded after it is reached."""
+
+    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+        """Enqueue setting every byte."""
+
+    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
+        """An event that is reached when everything enqueued so far is done."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let what is enqueued on `stream` from now on begin after `event`; the host does not wait."""
+
+    def synchronize(self, event: Event) -> None:
+        """Let the host wait for `event`."""
+
+    def elapsed_s(self, before: Event, after: Event) -> float | None:
+        """Seconds between two timed events; None while the later one is not reached."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most device memory that this process has taken at once."""
+        ...
+
+
+class CudaDevice:
+    """One CUDA device; compute runs on the stream that was current where this was built."""
+
+    def __init__(self, index: int) -> None:
+        self.place = torch.device("cuda", index)
+        free_bytes, _ = torch.cuda.mem_get_info(self.place)
+        torch.empty(1, device=self.place)  # makes the context
+        self._context_bytes = max(0, free_bytes - torch.cuda.mem_get_info(self.place)[0])
+        self.compute = torch.cuda.current_stream(self.place)
+        self.copies = torch.cuda.Stream(self.place)
+        torch.cuda.reset_peak_memory_stats(self.place)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory of the device as flat uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+
+    def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy; from page-locked memory the host does not wait for it."""
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+
+    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+        """Enqueue setting every byte."""
+        with torch.cuda.stream(stream):
+            tensor.fill_(value)
+
+    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
+        """An event on `stream`; a thread that waits for it sleeps, because spinning would take a reader's core."""
+        event = torch.cuda.Event(enable_timing=is_timed, blocking=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Order `stream` behind `event`."""
+        stream.wait_event(event)
+
+    def synchronize(self, event: Event) -> None:
+        """Let the host wait for `event`."""
+        event.synchronize()
+
+    def elapsed_s(self, before: Event, after: Event) -> float | None:
+        """Seconds between two timed events; None while the later one is not reached."""
+        return before.elapsed_time(after) / 1e3 if after.query() else None
+
+    def peak_bytes(self) -> int:
+        """torch's own high-water mark, and the context that CUDA keeps beside it."""
+        return int(torch.cuda.max_memory_reserved(self.place)) + self._context_bytes
+
+
+def open_device(name: str) -> Device | None:
+    """The device that `--device` names; None is the CPU.
+
+    Raises:
+        UserError: no such name, no driver, or no such card.
+    """
+    if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
+        raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}: try --device auto")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return None
+    if not torch.cuda.is_available():
+        raise UserError(f"--device {name} needs a CUDA device and driver, this machine shows none: use --device cpu")
+    index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise UserError(f"--device {name} does not exist, this machine shows {count} of them: use cuda:0")
+    return CudaDevice(index)
