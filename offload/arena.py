@@ -3,7 +3,8 @@
 Allocators that keep blocks for later round up to powers of two, a quarter more for a layer of a 70B model; so memory is
 taken from the driver directly. Three ways, the first that works: cupy's `PinnedMemory`; pages of ours, touched by many
 threads and registered with the driver; plain pages, which reach the device through a small locked bounce buffer. A way
-that has refused a size is asked again only for much smaller ones. Invariant: a buffer says whether it is locked, and nobody guesses.
+that has refused a size is asked again only for much smaller ones. Invariant: a buffer says whether it is locked, and
+nobody guesses.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ _TOUCH_BYTES = 64 << 20  # by one thread at a time
 _NUM_THREADS = 8  # that touch pages: more gain nothing, the kernel's own locks are the limit then
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """This way of locking pages is not open here; the message says why."""
 
 
@@ -44,7 +45,7 @@ class Way(Protocol):
     name: str
 
     def allocate(self, num_bytes: int) -> np.ndarray:
-        """Exactly so many locked bytes. Raises `Refused`."""
+        """Exactly so many locked bytes. Raises `RefusedError`."""
         ...
 
     def free(self, array: np.ndarray) -> None:
@@ -52,7 +53,7 @@ class Way(Protocol):
 
 
 class CupyWay:
-    """Locked memory from the driver by way of cupy. Raises `Refused` when cupy is missing or for another CUDA."""
+    """Locked memory from the driver by way of cupy. Raises `RefusedError` when cupy is missing or for another CUDA."""
 
     name = "cupy"
 
@@ -67,10 +68,10 @@ class CupyWay:
             self._cupy = import_cupy()
             major = int(self._cupy.cuda.runtime.runtimeGetVersion()) // 1000
         except Exception as error:  # a package for the wrong driver fails in its own ways
-            raise Refused(f"cupy: {reason(error)}") from error
+            raise RefusedError(f"cupy: {reason(error)}") from error
         if cuda_version and major != int(cuda_version.partition(".")[0]):
             wanted = cuda_version.partition(".")[0]
-            raise Refused(f"cupy is made for CUDA {major}, torch for {wanted}: install cupy-cuda{wanted}x")
+            raise RefusedError(f"cupy is made for CUDA {major}, torch for {wanted}: install cupy-cuda{wanted}x")
         self._index = index
         self._near = ThreadPoolExecutor(1, "offload-pin", initializer=stay_on, initargs=(cpus,))
 
@@ -79,7 +80,7 @@ class CupyWay:
         try:
             memory = self._near.submit(self._allocate_here, num_bytes).result()
         except Exception as error:  # CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
-            raise Refused(f"cupy: {reason(error)}") from error
+            raise RefusedError(f"cupy: {reason(error)}") from error
         return np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes)
 
     def _allocate_here(self, num_bytes: int) -> Any:
@@ -115,7 +116,7 @@ class RegisterWay:
         code = int(self._runtime.cudaHostRegister(array.ctypes.data, num_bytes, 0))
         if code:
             self._forget_error()
-            raise Refused(f"cudaHostRegister returned {code} for {format_bytes(num_bytes)}")
+            raise RefusedError(f"cudaHostRegister returned {code} for {format_bytes(num_bytes)}")
         return array
 
     def free(self, array: np.ndarray) -> None:
@@ -145,7 +146,7 @@ class Arena:
                 continue
             try:
                 array = way.allocate(num_bytes)
-            except Refused as refusal:
+            except RefusedError as refusal:
                 self._refusals.append(str(refusal))
                 self._limits_bytes[index] = num_bytes // 2
                 continue
@@ -164,6 +165,16 @@ class Arena:
         why = "; ".join(self._refusals) or "no way to lock pages"
         return f"{sizes} host memory could not be page-locked, copies from it are slower ({why})"
 
+    def release(self, buffer: HostBuffer) -> None:
+        """Take a buffer back before the others; no copy from it may be under way."""
+        for index, (way, array) in enumerate(self._owners):
+            if array is buffer.array:
+                way.free(array)
+                del self._owners[index]
+                self.pinned_bytes -= len(array)
+                return
+        self.pageable_bytes -= len(buffer.array)
+
     def close(self) -> None:
         """Unlock everything; no copy may be under way."""
         while self._owners:
@@ -180,7 +191,7 @@ def open_arena(place: torch.device) -> Arena:
     ):
         try:
             ways.append(build())
-        except Refused as refusal:
+        except RefusedError as refusal:
             refusals.append(str(refusal))
     return Arena(ways, refusals)
 

@@ -75,6 +75,7 @@ class Decoder:
         tree = self.drafter.grow(topology, tokens, sampler)
         grown = time.perf_counter()
         logits_NV = self.target.score(tree, tokens)
+        self.target.wait()
         scored = time.perf_counter()
         accepted = rule.verify(tree, logits_NV, sampler, len(tokens) - 1)
         self.target.commit(accepted.nodes)
@@ -86,6 +87,7 @@ class Decoder:
             stall_s=stream.stall_s - stalled_s,
             num_bytes=stream.bytes_read - moved_bytes,
         )
+        stats.peak_device_bytes = self.target.peak_device_bytes
         return accepted.tokens
 
     def generate(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from offload.config import format_bytes, parse_size
 from offload.errors import UserError
 
 Event = Any  # a mark in a stream, reached or not yet
@@ -56,7 +57,7 @@ class Device(Protocol):
 class CudaDevice:
     """One CUDA device; compute runs on the stream that was current where this was built."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, limit_bytes: int | None = None) -> None:
         self.place = torch.device("cuda", index)
         free_bytes, _ = torch.cuda.mem_get_info(self.place)
         torch.empty(1, device=self.place)  # makes the context
@@ -64,6 +65,9 @@ class CudaDevice:
         self.compute = torch.cuda.current_stream(self.place)
         self.copies = torch.cuda.Stream(self.place)
         torch.cuda.reset_peak_memory_stats(self.place)
+        if limit_bytes is not None:  # torch keeps to it, so that a large card can stand in for a small one
+            share = (limit_bytes - self._context_bytes) / torch.cuda.mem_get_info(self.place)[1]
+            torch.cuda.set_per_process_memory_fraction(max(0.0, share), self.place)
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
@@ -102,19 +106,30 @@ class CudaDevice:
         return int(torch.cuda.max_memory_reserved(self.place)) + self._context_bytes
 
 
-def open_device(name: str) -> Device | None:
+def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None:
     """The device that `--device` names; None is the CPU.
 
+    Args:
+        gpu_memory: of which this process takes no more than that.
+
     Raises:
-        UserError: no such name, no driver, or no such card.
+        UserError: no such name, no driver, no such card, or a budget where there is none or larger than the card.
     """
     if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
         raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}: try --device auto")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        if gpu_memory is not None:
+            parse_size(gpu_memory, "--gpu-mem")
+            raise UserError("--gpu-mem limits a CUDA device, and this run uses the CPU: leave it out and use --ram")
         return None
     if not torch.cuda.is_available():
         raise UserError(f"--device {name} needs a CUDA device and driver, this machine shows none: use --device cpu")
     index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
     if index >= count:
         raise UserError(f"--device {name} does not exist, this machine shows {count} of them: use cuda:0")
-    return CudaDevice(index)
+    limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-mem")
+    free_bytes = torch.cuda.mem_get_info(index)[0]
+    if limit_bytes is not None and limit_bytes > free_bytes:
+        wish, free = format_bytes(limit_bytes), format_bytes(free_bytes)
+        raise UserError(f"--gpu-mem must be at most what is free on {name}, {free}, got {wish}: lower it")
+    return CudaDevice(index, limit_bytes)

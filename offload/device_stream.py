@@ -1,14 +1,15 @@
 """Decoder layers through a few slots on a device, in the order in which a sweep needs them, each ahead of its use.
 
 A slot's way round: a released slot has a `free` event on the compute stream; the copy of its next layer waits for that
-event and is followed by a `ready` event; the layer's kernels wait for that one. The host only enqueues: layers in locked
-memory are sent the moment a slot is released, one copy each, so a whole sweep is on its way before its first layer has
-run, and the first layers of the next sweep follow the last of this one. Layers on disk are read ahead into locked buffers; a
-thread sends each as soon as it is there, whatever else the copy stream has been given meanwhile. Which layers stay on
-the device, in locked memory or on disk is fixed for the run, because a cyclic scan through an LRU cache never hits.
+event and is followed by a `ready` event; the layer's kernels wait for that one. The host only enqueues: layers in
+locked memory are sent the moment a slot is released, one copy each, so a whole sweep is on its way before its first
+layer has run, and the first layers of the next sweep follow the last of this one. Layers on disk are read ahead into
+locked buffers; a thread sends each as soon as it is there, whatever else the copy stream has been given meanwhile.
+Which layers stay on the device, in locked memory or on disk is fixed for the run, because a cyclic scan through an LRU
+cache never hits.
 
-Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read before the event that says
-it is there; and the host waits for the device nowhere but where a disk has not delivered.
+Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read before the event that
+says it is there; and the host waits nowhere but where a disk has not delivered.
 """
 
 import threading
@@ -109,7 +110,8 @@ class DeviceStream:
         self._waits: deque[tuple[Event, Event]] = deque()
         self._sending = threading.Lock()  # a wait, a copy and an event stand together on the copy stream
         self._feed: _Feed | None = None
-        self._next, self._stall_s, self.bytes_read = 0, 0.0, 0
+        self._next, self._stall_s = 0, 0.0
+        self.bytes_read = 0  # of layers that were handed out, not of those on their way for the next sweep
 
     @property
     def note(self) -> str | None:
@@ -131,7 +133,7 @@ class DeviceStream:
         reads = []
         for layer in self._of_host:
             size = self._layouts[layer].slab_bytes
-            self._hosted[layer] = self._arena.allocate(size)  # while the readers fill the ones before
+            self._host(layer)  # while the readers fill the ones before
             reads.append((size, self.store.read(self._layouts[layer], self._hosted[layer].array)))
         for size, futures in reads:
             for future in futures:
@@ -164,6 +166,7 @@ class DeviceStream:
         self._waits.append((before, device.record(device.compute, is_timed=True)))
         self._pending.popleft()
         self._held[layer] = arrival.slot
+        self.bytes_read += self._layouts[layer].slab_bytes
         return arrival.slot
 
     def release(self, layer: int) -> None:
@@ -239,7 +242,6 @@ class DeviceStream:
                 device.wait(device.copies, arrival.free)
             device.copy(arrival.slot[:size], torch.from_numpy(source[:size]), device.copies)
             ready = device.record(device.copies)
-            self.bytes_read += size
         arrival.ready.set_result(ready)
         return ready
 
@@ -255,21 +257,18 @@ class DeviceStream:
             if sent is not None:
                 device.synchronize(sent)
             bounce.array[: len(piece)] = piece
-            device.copy(
-                arrival.slot[lo : lo + len(piece)], torch.from_numpy(bounce.array[: len(piece)]), device.copies
-            )
+            device.copy(arrival.slot[lo : lo + len(piece)], torch.from_numpy(bounce.array[: len(piece)]), device.copies)
             self._bounces.append((bounce, device.record(device.copies)))
-        with self._sending:
-            self.bytes_read += size
         arrival.ready.set_result(self._bounces[-1][1])
 
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:
-        """Resident layers, through locked buffers of their own unless the stream has some."""
+        """Resident layers, through buffers that later hold other layers, where there are any large enough."""
         if not self._resident:
             return
         self.device.wait(self.device.copies, self.device.record(self.device.compute))  # memory that was in use before
         size = max(slab.nbytes for slab in self._resident.values())
-        fitting = [buffer for buffer in self._buffers if len(buffer.array) >= size]
+        later = [*self._buffers, *(self._host(layer) for layer in self._of_host[:_NUM_LOADERS])]
+        fitting = [buffer for buffer in later if len(buffer.array) >= size]
         buffers = fitting or [self._arena.allocate(size) for _ in range(_NUM_LOADERS)]
         ahead = ReadAhead(self.store.read, self._layouts, list(self._resident), buffers, self.device)
         try:
@@ -280,7 +279,15 @@ class DeviceStream:
                 on_bytes(self._layouts[layer].slab_bytes)
         finally:
             ahead.close()
-        self.device.synchronize(self.device.record(self.device.copies))
+            self.device.synchronize(self.device.record(self.device.copies))
+            for buffer in [] if fitting else buffers:
+                self._arena.release(buffer)
+
+    def _host(self, layer: int) -> HostBuffer:
+        """The layer's place in host memory."""
+        if layer not in self._hosted:
+            self._hosted[layer] = self._arena.allocate(self._layouts[layer].slab_bytes)
+        return self._hosted[layer]
 
 
 def _of(tiers: Sequence[Tier], wanted: Tier) -> list[int]:

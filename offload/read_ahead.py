@@ -1,7 +1,7 @@
 """Layers from disk, read in a fixed order into a few host buffers before they are wanted there.
 
-One thread starts the reads. It is the one that waits until the device has copied from a buffer, so that whoever computes
-never does. Invariant: a buffer is read into again only after the event that was given back with it.
+One thread starts the reads. It is the one that waits until the device has copied from a buffer, so that whoever
+computes never does. Invariant: a buffer is read into again only after the event that was given back with it.
 """
 
 import threading

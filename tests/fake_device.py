@@ -1,9 +1,9 @@
 """A device without a card: streams are queues whose work is done late, early and out of step with one another.
 
-Nothing that is enqueued happens at once. A stream moves when somebody must wait for it, and otherwise by chance, so that
-whoever forgets an event reads what is not there yet or overwrites what is still read. Compute has two modes: `late` leaves
-it in its queue like the copies (the test enqueues it with `launch`); otherwise it is the host's own, as torch on a CPU is,
-and the host waits where its stream would.
+Nothing that is enqueued happens at once. A stream moves when somebody must wait for it, and otherwise by chance, so
+that whoever forgets an event reads what is not there yet or overwrites what is still read. Compute has two modes:
+`late` leaves it in its queue like the copies (the test enqueues it with `launch`); otherwise it is the host's own, as
+torch on a CPU is, and the host waits where its stream would.
 """
 
 import random
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.arena import Arena, Refused
+from offload.arena import Arena, RefusedError
 from offload.host_store import allocate
 
 
@@ -125,7 +125,7 @@ class FakeWay:
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         if num_bytes > self.left_bytes:
-            raise Refused(f"the wall is at {self.left_bytes} bytes")
+            raise RefusedError(f"the wall is at {self.left_bytes} bytes")
         self.left_bytes -= num_bytes
         return allocate(num_bytes)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.arena import Arena, CupyWay, Refused, RegisterWay, forget_cuda_error, touch_pages
+from offload.arena import Arena, CupyWay, RefusedError, RegisterWay, forget_cuda_error, touch_pages
 from offload.numa import cpus_near, stay_on
 
 ODD_BYTES = 3 * 4096 * 5  # no power of two
@@ -80,12 +80,12 @@ def test_cupy_gives_exactly_what_is_asked() -> None:
     ("build", "why"),
     [
         (lambda: CupyWay(0, no_cupy, "12.8"), "No module named 'cupy'"),
-        (lambda: CupyWay(0, lambda: PaperCupy(13000), "12.8"), "cupy is made for CUDA 13, torch for 12: install cupy-cuda12x"),
+        (lambda: CupyWay(0, lambda: PaperCupy(13000), "12.8"), "CUDA 13, torch for 12: install cupy-cuda12x"),
     ],
     ids=["missing", "wrong CUDA"],
 )  # fmt: skip
 def test_cupy_that_cannot_be_used_says_why(build: Any, why: str) -> None:
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(RefusedError, match=why):
         build()
 
 
@@ -121,7 +121,7 @@ def test_a_way_that_refused_is_asked_again_only_for_less() -> None:
         def allocate(self, num_bytes: int) -> np.ndarray:
             self.asked.append(num_bytes)
             if num_bytes > 5000:
-                raise Refused("a wall")
+                raise RefusedError("a wall")
             return np.zeros(num_bytes, np.uint8)
 
         def free(self, array: np.ndarray) -> None: ...
