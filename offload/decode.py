@@ -46,12 +46,13 @@ class Decoder:
         end_ids: frozenset[int],
         num_threads: int,
         resources: ExitStack,
+        notes: Sequence[str] = (),
     ) -> None:
         self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
         self._num_runs = 0
-        self.notes = [target.stream.note] if target.stream.note and plan.num_slots else []
+        self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
 
     def begin(self, sampling: Sampling, rule: Rule) -> Sampler:
         """A new sequence begins and overtakes the one before; returns the sampler that `step` draws with."""

@@ -21,6 +21,7 @@ from offload.drafters import Drafter
 from offload.drafters.lm import ModelDrafter
 from offload.drafters.none import NoDrafter
 from offload.errors import UserError
+from offload.graphed import use_graphs
 from offload.host_store import HostStore
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
@@ -64,8 +65,7 @@ def load(
         device, gpu_memory: `auto`, `cpu`, `cuda` or `cuda:N`, and a budget on it; default: what is free there.
         dtype: to compute in; `auto` is the checkpoint's own.
         context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
-        threads: compute threads; default: the fastest in a short measurement.
-        sampling: what most generations will use: memory is planned for its automatic tree. Default: greedy.
+        threads: compute threads (default: the fastest); sampling: of most runs, whose automatic tree sets the memory.
         profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
         link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
         on_bytes, on_layer: hear of resident bytes as they land, and of every layer that a sweep has run.
@@ -73,8 +73,8 @@ def load(
     Raises:
         UserError: whatever the user can mend, in one line.
     """
-    card = open_device(device, gpu_memory)
-    limit, situation = parse_rate(link_limit, "--link-limit"), Situation(sampling or Sampling(), rule, threads)
+    card, situation = open_device(device, gpu_memory), Situation(sampling or Sampling(), rule, threads)
+    limit = parse_rate(link_limit, "--link-limit")
     files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
     wish, acceptance = tree_to_fill(tree, has_draft=files.draft is not None), find_rule(rule)
     plan_for = _planner(files, ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
@@ -94,6 +94,7 @@ def load(
             end_ids=pair.end_ids,
             num_threads=num_threads,
             resources=resources.pop_all(),
+            notes=pair.notes,
         )
 
 
@@ -113,6 +114,7 @@ class _Pair(NamedTuple):
     tokenizer: Any | None
     end_ids: frozenset[int]
     card: Device | None  # that both compute on; None is the CPU
+    notes: list[str]  # for the user
 
     def drafter(self, plan: MemoryPlan) -> Drafter:
         """What grows the trees."""
@@ -137,16 +139,17 @@ def _open_pair(
     target = BorrowedModel(files.target, dtype, place, has_host_table=card is not None)
     end_ids = _end_ids(files.target)
     resources.callback(target.close)
-    tokenizer, draft = load_tokenizer(files.target.directory), None
+    tokenizer, draft, notes = load_tokenizer(files.target.directory), None, list[str]()
     if files.draft is not None:
         draft = BorrowedModel(files.draft, dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
         _fill(draft, files.draft)
+        notes += [note for note in [use_graphs(draft)] if note] if place.type == "cuda" else []
     store = HostStore(files.target.shards, rate_limit_bytes_per_s=limit_bytes_per_s)
     resources.callback(store.close)
     target.bind_rest(store.fetch(target.rest_layout))
-    return _Pair(target, draft, store, tokenizer, end_ids, card)
+    return _Pair(target, draft, store, tokenizer, end_ids, card, notes)
 
 
 def _plan_tree(

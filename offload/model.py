@@ -23,6 +23,9 @@ from offload.skeleton import attention_windows, build_skeleton
 
 Value = TypeVar("Value")
 Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
+Masks = Mapping[int | None, Tensor | None]  # by attention window; None where nothing is masked
+# token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
+Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -60,7 +63,8 @@ class BorrowedModel:
         self._move_buffers()
         self._layers: nn.ModuleList = self.skeleton.get_decoder().layers
         self._windows = attention_windows(self.skeleton.config, len(self._layers))
-        self._masks: Mapping[int | None, Tensor | None] = {}
+        self._masks: Masks = {}
+        self._replay: Replay | None = None
         prefix = next(name for name, module in self.skeleton.named_modules() if module is self._layers)
         prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
         places = _places(self.skeleton)
@@ -146,6 +150,7 @@ class BorrowedModel:
         while self._hooks:
             self._hooks.pop().remove()
         self._views.clear()
+        self._replay = None
 
     @torch.inference_mode()
     def forward(
@@ -165,19 +170,41 @@ class BorrowedModel:
         Returns:
             logits of shape (T or num_logits, V).
         """
+        if self._replay is not None:
+            logits = self._replay(token_T, position_U, ancestor_TU, cache, num_logits)
+            if logits is not None:
+                return logits
         num_rows, num_uncommitted = ancestor_TU.shape
         position_U, ancestor_TU = position_U.to(self.place), ancestor_TU.to(self.place)
         cache.place(num_uncommitted - num_rows, num_rows)
-        self._masks = self._build_masks(position_U, ancestor_TU, cache.length)
+        masks = self._build_masks(position_U, ancestor_TU, cache.length)
+        return self.run(token_T, position_U[-num_rows:], masks, cache, num_logits=num_logits)
+
+    def run(self, token_T: Tensor, position_T: Tensor, masks: Masks, cache: KVCache, *, num_logits: int = 0) -> Tensor:
+        """The pass itself, over rows that `cache` has been told where to write; see `forward` for what it returns.
+
+        Args:
+            masks: additive, (1, 1, T, S) for each of `windows`.
+        """
+        self._masks = masks
         out = self.skeleton(
             input_ids=token_T.to(self._table_place)[None],
-            attention_mask=self._masks[self._windows[0]],
-            position_ids=position_U[None, -num_rows:],
+            attention_mask=masks[self._windows[0]],
+            position_ids=position_T[None],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=num_logits,
         )
         return out.logits[0, -num_logits:]  # some families score every row whatever they are asked; -0 is all of them
+
+    @property
+    def windows(self) -> set[int | None]:
+        """How far back layers see, without repetition; None is without limit."""
+        return set(self._windows)
+
+    def replay_with(self, replay: Replay) -> None:
+        """From now on ask `replay` for each pass first; what it declines is computed as ever."""
+        self._replay = replay
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> dict[int | None, Tensor | None]:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
@@ -186,7 +213,7 @@ class BorrowedModel:
             window: None
             if is_plain and (window is None or num_prefix < window)
             else attention.tree_mask(num_prefix, position_U, ancestor_TU, window, self.dtype)
-            for window in set(self._windows)
+            for window in self.windows
         }
 
     def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
