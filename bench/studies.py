@@ -1,7 +1,7 @@
 """Evidence for trees and rules, one command each: figures as JSON, a picture, a table, one JSON line at the end.
 
-All of them use the packaged pair, resident in memory, and prompts from files that it was not trained on: 128 tokens and
-128 new ones. Standard errors take prompts as what is independent.
+All use the packaged pair, resident in memory but for `choice`, and prompts from files that it was not trained on: 128
+tokens and 128 new ones. Standard errors take prompts as what is independent.
 
     python -m offload.bench.studies size --quick             minutes on two cores; without --quick, a quarter of an hour
     python -m offload.bench.studies rejection --out results
@@ -12,6 +12,7 @@ All of them use the packaged pair, resident in memory, and prompts from files th
 | rejection | rejection rate against the number of children, for every rule | figure 3 |
 | temperature | rules against temperature and top-p with the tree fixed | figure 5b, table 6 |
 | baselines | SpecInfer 5x8, 8x8, 16x48 against Sequoia of the same size | tables 4 and 5 |
+| choice | the tree chosen for the machine against fixed sizes, really streamed | figure 5c, table 3 |
 """
 
 import json
@@ -25,7 +26,7 @@ import typer
 from matplotlib.figure import Figure
 from transformers.utils import logging
 
-from offload.bench import study_rejection, study_rules, study_size
+from offload.bench import study_choice, study_rejection, study_rules, study_size
 from offload.bench.pair_text import PROMPT_TOKENS, Pair
 from offload.bench.scale import FULL, QUICK, Scale
 
@@ -45,6 +46,7 @@ STUDIES = {
     "rejection": Study(study_rejection.measure, study_rejection.table, study_rejection.draw),
     "temperature": Study(study_rules.measure_temperature, study_rules.table_temperature, study_rules.draw_temperature),
     "baselines": Study(study_rules.measure_baselines, study_rules.table_baselines, study_rules.draw_baselines),
+    "choice": Study(study_choice.measure, study_choice.table, study_choice.draw),
 }
 
 

@@ -36,7 +36,7 @@ from offload.loading import load
 from offload.profile import Profile
 from offload.screen import candidate_rows
 from offload.stats import Stats
-from offload.topology import Topology, expected_tokens, isotonic
+from offload.topology import Topology, chain, expected_tokens, isotonic
 from offload.tracer import written_trace
 from offload.traces import acceptance, bursts, tokens_per_sweep
 from offload.trees import tree_for
@@ -58,6 +58,7 @@ class Effort(NamedTuple):
     depths: tuple[int, ...]
     rounds: tuple[int, int]  # over the grid: as it is, and slowed down
     num_sweeps: int  # of every tree in every round
+    largest: str | None = None  # tree to time; None is what memory has room for
 
 
 FULL = Effort(8192, (16, 32, 64, 128, 256, 512), (4, 8, 12, 16, 24), (4, 1), 8)
@@ -70,12 +71,14 @@ def held_out_halves() -> tuple[list[str], list[str]]:
     return [text[: len(text) // 2] for text in texts], [text[len(text) // 2 :] for text in texts]
 
 
-def tuned_on_first_halves(target: Path, sampling: Sampling, num_tokens: int, folder: Path, ram: str | int) -> Tuned:
+def tuned_on_first_halves(
+    target: Path, sampling: Sampling, num_tokens: int, folder: Path, *, ram: str | int, tree: str | None = None
+) -> Tuned:
     """The outcome of `offload tune`; its profile is moved into `folder`, out of the user's cache."""
     paths = [folder / f"{index}.txt" for index in range(len(held_out_halves()[0]))]
     for path, text in zip(paths, held_out_halves()[0], strict=True):
         path.write_text(text or " x", encoding="utf-8")
-    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, ram=ram)
+    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, tree=tree, ram=ram)
     return tuned._replace(path=tuned.path.rename(folder / tuned.path.name))
 
 
@@ -88,7 +91,7 @@ def model_is_measurement(temperature: float, effort: Effort) -> Row:
     """Tokens per sweep as predicted from one half of every file, and as measured on the other."""
     sampling = Sampling(temperature=temperature)
     with tempfile.TemporaryDirectory() as name:
-        tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), "2GiB")
+        tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), ram="2GiB")
         options = {"context": 512, "sampling": sampling, "profile": tuned.path}
         with load(PAIR / "target", PAIR / "draft", "2GiB", "256x16", **options) as decoder:  # type: ignore[arg-type]
             prompts = other_prompts(decoder, effort.num_tokens)
@@ -141,7 +144,9 @@ def hardware_aware(size: str, effort: Effort) -> list[Row]:
     target, sampling = inflated_target(parse_size(size, "--size"), lambda done, total: None), Sampling()
     with tempfile.TemporaryDirectory() as name:
         ram = max(LEAST_RAM_BYTES, parse_size(size, "--size") // 4)
-        tuned = tuned_on_first_halves(target, sampling, 2048, Path(name), ram)
+        tuned = tuned_on_first_halves(
+            target, sampling, min(2048, effort.num_tokens), Path(name), ram=ram, tree=effort.largest
+        )
         fifth = int(tuned.profile.costs.link_bytes_per_s / 5)
         setting = Setting(target, ram, tuned, effort)
         return [_against_grid(setting, limit, effort.rounds[index]) for index, limit in enumerate((None, fifth))]
@@ -163,7 +168,7 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
     best = choice.candidates[0]
     print("\n".join(candidate_rows(choice.candidates)), flush=True)
     chosen = (choice.topology.num_nodes, choice.topology.depth)
-    cells = {chosen: choice.topology}
+    cells = {(1, 0): chain(0), chosen: choice.topology}
     largest = setting.tuned.profile.costs.compute_s.sizes[-1]
     for shape in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
         tree, _ = tree_for(setting.tuned.profile.acceptance, *shape)
@@ -177,6 +182,7 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
     link = "as it is" if limit is None else f"at {limit / 1e9:.2f} GB/s"
     return {
         "row": f"hardware-aware, link {link}: s/token of the chosen tree / best of the grid",
+        "link": link,
         "value": seconds[chosen] / seconds[winner],
         "wanted": "<= 1.07",
         "chosen": "{}x{}".format(*chosen),

@@ -65,11 +65,21 @@ def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
         raise _unsupported(checkpoint, reason(error)) from None
 
 
+_RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # of torch and of transformers
+
+
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as `torch.empty`; a layer's experts in one piece may be more than this machine can allocate."""
+    """Parameters begin as `torch.empty`; a layer's experts in one piece may be more than this machine can allocate.
+
+    Their random first values are left out: even without storage drawing them takes longer than all else here.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", None) in _RANDOM_FILLS:
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:
+                return tensor
         if func is torch.empty and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
