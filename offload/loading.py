@@ -25,7 +25,7 @@ from offload.graphed import use_graphs
 from offload.host_store import HostStore
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory
+from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.rules import find_rule
 from offload.survey import Situation, look_around, make_trees, pick_num_threads
 from offload.target import Layers, Target
@@ -80,7 +80,7 @@ def load(
     plan_for = _planner(files, ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
     plan_for(1 if wish.kind == "auto" else wish.build().num_nodes)  # refuses before a weight is read
     with ExitStack() as resources:
-        pair = _open_pair(files, dtype, limit, resources, card)
+        pair = _open_pair(files, dtype, limit, resources, card, ram)
         trees = make_trees(wish, *files, dtype, profile, plan_for)
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
         stream = _start_stream(pair, plan, on_bytes, resources)
@@ -133,13 +133,15 @@ def _planner(
 
 
 def _open_pair(
-    files: _Files, dtype: str, limit_bytes_per_s: int | None, resources: ExitStack, card: Device | None
-) -> _Pair:
+    files: _Files, dtype: str, limit_bytes_per_s: int | None, resources: ExitStack, card: Device | None,
+    ram: str | int | None,
+) -> _Pair:  # fmt: skip
     place = torch.device("cpu") if card is None else card.place
     target = BorrowedModel(files.target, dtype, place, has_host_table=card is not None)
     end_ids = _end_ids(files.target)
     resources.callback(target.close)
-    tokenizer, draft, notes = load_tokenizer(files.target.directory), None, list[str]()
+    notes = [] if ram is None else [line for line in [ram_warning(ram)] if line]
+    tokenizer, draft = load_tokenizer(files.target.directory), None
     if files.draft is not None:
         draft = BorrowedModel(files.draft, dtype, place)
         resources.callback(draft.close)

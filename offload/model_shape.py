@@ -37,6 +37,7 @@ class ModelShape:
     cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
     table_bytes: int = 0  # of the rest, the embedding table, of which a pass reads a few rows
     head_bytes: int = 0  # of the rest, what has to lie where layers are computed; a tied head is the table
+    num_weights: int = 0  # numbers in the layers and the head, with which every row is multiplied
 
     @property
     def num_bytes(self) -> int:
@@ -69,6 +70,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         cast_bytes=max(_cast_bytes(entries, dtype) for entries in layers),
         table_bytes=_rest_bytes(table, dtype),
         head_bytes=_rest_bytes(head, dtype),
+        num_weights=sum(math.prod(entry.shape) for entries in (*layers, head) for entry in entries),
     )
 
 

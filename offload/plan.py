@@ -123,6 +123,14 @@ def default_ram_bytes() -> int:
     return free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES)
 
 
+def ram_warning(ram: str | int) -> str | None:
+    """A line for the user who allows more than there is."""
+    wanted_bytes, free_bytes = parse_size(ram, "--ram"), available_ram_bytes()
+    if wanted_bytes <= free_bytes:
+        return None
+    return f"--ram {format_bytes(wanted_bytes)} is more than the {format_bytes(free_bytes)} free here: it may not hold"
+
+
 def default_gpu_bytes(device: str) -> int:
     """What is free on a card now, less a reserve."""
     return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(device))
