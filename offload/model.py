@@ -42,6 +42,7 @@ class BorrowedModel:
     """The skeleton of one checkpoint, and the layouts of the slabs from which it borrows.
 
     Attributes:
+        checkpoint: where its weights come from.
         layer_layouts: one slab per decoder layer.
         rest_layout: embeddings, final norm, head.
         dtype: in which it computes.
@@ -56,7 +57,7 @@ class BorrowedModel:
         self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
-        self.place, self._has_host_table = place, has_host_table
+        self.checkpoint, self.place, self._has_host_table = checkpoint, place, has_host_table
         self._table_place = _HOST if has_host_table else place
         self.skeleton = build_skeleton(checkpoint, self.dtype)
         self._table = self.skeleton.get_input_embeddings()
