@@ -300,7 +300,7 @@ def measure(setting: Setting, layer_bytes: int) -> Iterator[Row]:
         peer_s = accelerate_s(decoder, setting.card)
         best_s = min(one["s_per_token"] for one in rows)
         yield row("accelerate, CPU offload, one token", peer_s, None, None, "s")
-        yield {**row("the best tree against accelerate (s/token)", best_s, peer_s, 0.1, "s"), "times": peer_s / best_s}
+        yield {**row("best tree against accelerate (s/token)", best_s, peer_s, 0.1, "s"), "times": peer_s / best_s}
 
 
 def print_row(one: Row) -> None:

@@ -16,6 +16,7 @@ from offload.errors import UserError
 
 Event = Any  # a mark in a stream, reached or not yet
 Stream = Any  # work that is done in order
+_MAX_CONTEXT_BYTES = 1 << 30  # what is taken beyond that is somebody else's
 
 
 class Device(Protocol):
@@ -59,14 +60,13 @@ class CudaDevice:
 
     def __init__(self, index: int, limit_bytes: int | None = None) -> None:
         self.place = torch.device("cuda", index)
-        free_bytes, _ = torch.cuda.mem_get_info(self.place)
-        torch.empty(1, device=self.place)  # makes the context
-        self._context_bytes = max(0, free_bytes - torch.cuda.mem_get_info(self.place)[0])
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)  # makes the context first
+        self._context_bytes = min(_MAX_CONTEXT_BYTES, all_bytes - free_bytes)
         self.compute = torch.cuda.current_stream(self.place)
         self.copies = torch.cuda.Stream(self.place)
         torch.cuda.reset_peak_memory_stats(self.place)
         if limit_bytes is not None:  # torch keeps to it, so that a large card can stand in for a small one
-            share = (limit_bytes - self._context_bytes) / torch.cuda.mem_get_info(self.place)[1]
+            share = (limit_bytes - self._context_bytes) / all_bytes
             torch.cuda.set_per_process_memory_fraction(max(0.0, share), self.place)
 
     def allocate(self, num_bytes: int) -> Tensor:

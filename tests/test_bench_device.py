@@ -24,7 +24,7 @@ def test_every_row_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         "sequences:4x4",
         "24x8",
         "accelerate",
-        "the best",
+        "best",
     ):
         (row,) = (row for name, row in rows.items() if name.startswith(start))
         assert row["value"] > 0
