@@ -69,10 +69,11 @@ class Predicted(NamedTuple):
 def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     """A Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
     card, (target, draft) = KNOWN["l40"], _shapes()
-    costs = costs_on(card, target, draft, _CONTEXT)
-    draft = draft if topology.depth else None
-    sizes = {"context": _CONTEXT, "num_nodes": topology.num_nodes}
-    plan = make_device_plan(target, draft, Card(card.gpu_bytes, card.ram_bytes), **sizes)
+    costs, is_drafted = costs_on(card, target, draft, _CONTEXT), topology.depth > 0
+    budgets = Card(card.gpu_bytes, card.ram_bytes)
+    plan = make_device_plan(
+        target, draft if is_drafted else None, budgets, context=_CONTEXT, num_nodes=topology.num_nodes
+    )
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
     here_s = step_time(costs, traffic_on(card, plan), topology).total_s

@@ -85,10 +85,12 @@ def plan_line(plan: MemoryPlan, num_threads: int) -> str:
     threads = f"{num_threads} compute thread{'s' if num_threads > 1 else ''}"
     if not plan.num_slots:
         return f"all {len(plan.layer_bytes)} layers fit into memory, nothing is streamed; {threads}"
-    return (
-        f"{plan.num_resident} of {len(plan.layer_bytes)} layers stay in memory, the others pass through "
-        f"{plan.num_slots} slots: {format_bytes(plan.streamed_bytes)} a sweep; {threads}"
-    )
+    passing = f"pass through {plan.num_slots} slots: {format_bytes(plan.streamed_bytes)} a sweep"
+    first = f"{plan.num_resident} of {len(plan.layer_bytes)} layers stay"
+    if plan.gpu_bytes is None:
+        return f"{first} in memory, the others {passing}; {threads}"
+    num_host, num_disk = plan.num_layers_in(Tier.HOST), plan.num_layers_in(Tier.DISK)
+    return f"{first} on the card, {num_host} in pinned memory and {num_disk} on disk {passing}"
 
 
 def plan_picture(plan: MemoryPlan) -> str:

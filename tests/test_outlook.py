@@ -158,7 +158,8 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
         "768x22",
         12.18,
     )
-    here = paper_rows()[1]["here"]
+    base, here = (row["here"] for row in paper_rows()[:2])
+    assert plain["s_per_token"] == pytest.approx(base, rel=0.01), "without a tree the draft's memory goes to layers"
     assert tree["s_per_token"] == pytest.approx(here, rel=0.01) and tree["limit"] == "link"
     assert got["tiers"]["disk"]["num_layers"] == 0 and got["hardware"] == "l40" and got["device"] == "cuda"
     printed = shell(*settings, "--tree", "768x22", "--tokens-per-sweep", 12.18).out
@@ -245,6 +246,15 @@ def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Pa
         look_ahead(str(pair[0]), str(pair[1]), Wish(ram="1GiB", profile=str(path)))
 
 
+def test_acceptance_travels_from_machine_to_machine(tmp_path: Path, configs: list[str]) -> None:
+    """Times do not: a profile tells a card how many tokens a tree yields, and nothing else."""
+    path = save_profile(profile_of(save_pair(FAMILIES["llama"](), tmp_path)))
+    wish = Wish(context=512, hardware="l40", tree="chain:4", profile=str(path))
+    plain, tree = look_ahead(*configs, wish).predictions
+    assert tree.tokens_per_sweep == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
+    assert plain.step == look_ahead(*configs, wish._replace(profile=None)).predictions[0].step
+
+
 def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, _ = save_pair(FAMILIES["llama"](), tmp_path)
     monkeypatch.setattr(plan, "available_ram_bytes", lambda: 3 << 30)
@@ -280,6 +290,7 @@ class Hub:
                 dtype=entry.dtype, shape=list(entry.shape), data_offsets=(entry.lo - 8, entry.hi - 8)
             )
             files.setdefault(names[entry.shard], SimpleNamespace(tensors={})).tensors[name] = meta
+        files[names[0]].tensors["model.layers.0.stray.weight"] = meta  # in a file, but not in the index
         self.asked.append("headers")
         weight_map = {name: names[entry.shard] for name, entry in stored.tensors.items()}
         return SimpleNamespace(files_metadata=files, weight_map=weight_map)
@@ -300,6 +311,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def test_a_hub_id_costs_headers_and_no_weights(hub: Hub) -> None:
     got, wanted = look_ahead("org/model", None, Wish(ram="1GiB")), look_ahead(str(hub.folder), None, Wish(ram="1GiB"))
     assert hub.asked == ["config.json", "headers"]
+    assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
     for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
         assert abs(ours - theirs) <= 4096, "where a header ends decides about one block"
     assert got.link_bytes_per_s is None and got.notes == ("the weights are not here: their link was not measured",)
