@@ -27,6 +27,7 @@ from offload.audit import BF16_NOISE, draw_gaps
 from offload.bench.giant import Shape, giants, sketch
 from offload.bench.host_device import HostDevice, PlainWay
 from offload.bench.peers_on_device import accelerate_s
+from offload.calibrate import copy_bytes_per_s
 from offload.checkpoint import read_json
 from offload.config import Sampling, format_bytes, parse_size
 from offload.decode import Decoder
@@ -127,18 +128,10 @@ def measure_rates(setting: Setting, layer_bytes: int) -> tuple[Row, Rates]:
 
 def _copy_rate(setting: Setting, num_bytes: int) -> tuple[str, float]:
     card, arena = setting.card, loading.open_arena(setting.card.place)
-    source, slot = arena.allocate(num_bytes), card.allocate(num_bytes)
-    source.array[:] = 1
-    seconds = []
-    for _ in range(8):
-        before = card.record(card.copies, is_timed=True)
-        card.copy(slot, torch.from_numpy(source.array), card.copies)
-        after = card.record(card.copies, is_timed=True)
-        card.synchronize(after)
-        seconds.append(card.elapsed_s(before, after) or 0.0)
+    rate = copy_bytes_per_s(card, arena.allocate(num_bytes).array)
     name = f"copies of {format_bytes(num_bytes)}: {arena.note or 'page-locked'}"
     arena.close()
-    return name, num_bytes / statistics.median(seconds[2:])
+    return name, rate
 
 
 def _flops_rate(setting: Setting) -> float:

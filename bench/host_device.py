@@ -13,7 +13,7 @@ from offload.host_store import allocate
 class HostDevice:
     """Does everything at once, in the order in which it is asked."""
 
-    place = torch.device("cpu")
+    name, place = "host", torch.device("cpu")
     copies = compute = None
 
     def allocate(self, num_bytes: int) -> Tensor:

@@ -22,6 +22,7 @@ _MAX_CONTEXT_BYTES = 1 << 30  # what is taken beyond that is somebody else's
 class Device(Protocol):
     """An accelerator with memory of its own."""
 
+    name: str  # what it calls itself; measurements are of one kind of card
     place: torch.device
     copies: Stream
     compute: Stream
@@ -60,14 +61,16 @@ class CudaDevice:
 
     def __init__(self, index: int, limit_bytes: int | None = None) -> None:
         self.place = torch.device("cuda", index)
+        self.name = str(torch.cuda.get_device_name(self.place))
+        torch.cuda.set_device(self.place)  # graphs are recorded on the current one
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)  # makes the context first
         self._context_bytes = min(_MAX_CONTEXT_BYTES, all_bytes - free_bytes)
         self.compute = torch.cuda.current_stream(self.place)
         self.copies = torch.cuda.Stream(self.place)
         torch.cuda.reset_peak_memory_stats(self.place)
-        if limit_bytes is not None:  # torch keeps to it, so that a large card can stand in for a small one
-            share = (limit_bytes - self._context_bytes) / all_bytes
-            torch.cuda.set_per_process_memory_fraction(max(0.0, share), self.place)
+        # torch keeps to a limit, so that a large card can stand in for a small one; one from before no longer holds.
+        share = 1.0 if limit_bytes is None else (limit_bytes - self._context_bytes) / all_bytes
+        torch.cuda.set_per_process_memory_fraction(max(0.0, share), self.place)
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""

@@ -7,11 +7,13 @@ is closed again.
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from offload.arena import open_arena
+from offload.calibrate import copy_bytes_per_s, link_bytes_per_s
 from offload.checkpoint import Checkpoint, open_checkpoint, read_json
 from offload.config import Sampling, parse_rate
 from offload.decode import Decoder
@@ -27,13 +29,15 @@ from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
 from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.rules import find_rule
-from offload.survey import Situation, look_around, make_trees, pick_num_threads
+from offload.survey import LOCAL_BYTES_PER_S, Situation, look_around, make_trees, pick_num_threads
 from offload.target import Layers, Target
 from offload.text import load_tokenizer
 from offload.topology import tree_to_fill
 from offload.trees import Trees
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
+_HOST = torch.device("cpu")
+_LINK_BYTES = 64 << 20  # of one copy that measures the link to a card
 
 
 def load(
@@ -81,7 +85,7 @@ def load(
     plan_for(1 if wish.kind == "auto" else wish.build().num_nodes)  # refuses before a weight is read
     with ExitStack() as resources:
         pair = _open_pair(files, dtype, limit, resources, card, ram)
-        trees = make_trees(wish, *files, dtype, profile, plan_for)
+        trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
         stream = _start_stream(pair, plan, on_bytes, resources)
         return Decoder(
@@ -136,7 +140,7 @@ def _open_pair(
     files: _Files, dtype: str, limit_bytes_per_s: int | None, resources: ExitStack, card: Device | None,
     ram: str | int | None,
 ) -> _Pair:  # fmt: skip
-    place = torch.device("cpu") if card is None else card.place
+    place = _HOST if card is None else card.place
     target = BorrowedModel(files.target, dtype, place, has_host_table=card is not None)
     end_ids = _end_ids(files.target)
     resources.callback(target.close)
@@ -158,21 +162,38 @@ def _plan_tree(
     trees: Trees, pair: _Pair, situation: Situation, plan_for: Callable[[int], MemoryPlan]
 ) -> tuple[MemoryPlan, int]:
     """Settle the tree, and with it the memory plan and the number of compute threads."""
+    if pair.card is not None and situation.threads is None:
+        situation = situation._replace(threads=torch.get_num_threads())  # which the card does not compute with
     num_threads = situation.threads
     if pair.draft is not None and trees.wish.kind == "auto":
-        num_threads = look_around(trees, pair.target, pair.draft, pair.store, situation)
+        link = None if pair.card is None else partial(_link_to_card, pair, plan_for(1))
+        num_threads = look_around(trees, pair.target, pair.draft, pair.store, situation, link)
     plan = plan_for(trees.for_run(situation.sampling, situation.rule).topology.num_nodes)
     trees.settle(plan)
-    if pair.card is None:
-        num_threads = num_threads or pick_num_threads(pair.target, plan.num_nodes)
-    num_threads = num_threads or torch.get_num_threads()
+    num_threads = num_threads or pick_num_threads(pair.target, plan.num_nodes)
     torch.set_num_threads(num_threads)
     return plan, num_threads
 
 
-def resident_model(checkpoint: Checkpoint, dtype: str) -> BorrowedModel:
+def _link_to_card(pair: _Pair, plan: MemoryPlan) -> float:
+    """Bytes per second at which streamed layers arrive: over the slower of the card's link and the disk behind it."""
+    assert pair.card is not None, "there is a link to it"
+    if not plan.streamed_bytes:
+        return LOCAL_BYTES_PER_S
+    arena = open_arena(pair.card.place)
+    try:
+        seconds = plan.streamed_bytes / copy_bytes_per_s(pair.card, arena.allocate(_LINK_BYTES).array)
+    finally:
+        arena.close()
+    if plan.disk_streamed_bytes:
+        shard, limit = max(pair.store.paths, key=lambda path: path.stat().st_size), pair.store.rate_limit_bytes_per_s
+        seconds = max(seconds, plan.disk_streamed_bytes / link_bytes_per_s(shard, limit_bytes_per_s=limit))
+    return plan.streamed_bytes / seconds
+
+
+def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> BorrowedModel:
     """A small model with all its weights in memory, bound for good."""
-    model = BorrowedModel(checkpoint, dtype)
+    model = BorrowedModel(checkpoint, dtype, place)
     _fill(model, checkpoint)
     return model
 

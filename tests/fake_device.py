@@ -34,7 +34,7 @@ class FakeStream(deque):
 class FakeDevice:
     """One second of virtual time per copy, none for anything else."""
 
-    place = torch.device("cpu")
+    name, place = "fake", torch.device("cpu")
 
     def __init__(
         self, seed: int = 0, *, is_compute_late: bool = False, haste: float = 0.3, compute_share: float = 0.5

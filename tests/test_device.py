@@ -70,6 +70,11 @@ class PaperCuda:
         yield
         self.current.stream = before
 
+    def set_device(self, place: Any) -> None: ...
+
+    def get_device_name(self, place: Any) -> str:
+        return "Paper 9000"
+
     def reset_peak_memory_stats(self, place: Any) -> None: ...
 
     def max_memory_reserved(self, place: Any) -> int:
@@ -111,10 +116,12 @@ def test_what_cannot_be_opened_is_refused(
 def test_auto_takes_a_card_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     paper_torch(monkeypatch, PaperCuda(0))
     assert open_device("auto") is None and open_device("cpu") is None
-    paper_torch(monkeypatch, PaperCuda(2))
+    cuda = paper_torch(monkeypatch, PaperCuda(2))
     assert open_device("cpu") is None
     for name, index in (("auto", 0), ("cuda", 0), ("cuda:1", 1)):
+        cuda.share = None
         opened = open_device(name)
+        assert cuda.share == 1, "an earlier run's budget no longer holds"
         assert opened is not None and opened.place == torch.device("cuda", index)
 
 

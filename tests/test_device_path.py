@@ -129,6 +129,22 @@ def test_the_plan_decides_where_layers_lie(device: FakeDevice, base: Path, monke
         assert decoder.generate(prompts()[1], max_new_tokens=20).token_ids == wanted[:20]
 
 
+@pytest.mark.parametrize("tiers", ["host", "all three"])
+def test_an_automatic_tree_goes_by_the_link_to_the_card(
+    tiers: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy takes a virtual second, however large: the link of the fake card is as slow as that."""
+    target, draft, wanted = pair_of("llama", base)
+    place_layers(monkeypatch, *TIERS[tiers])
+    seen: list[float] = []
+    monkeypatch.setattr(loading, "_LINK_BYTES", 1 << 16)
+    link = loading._link_to_card
+    monkeypatch.setattr(loading, "_link_to_card", lambda *args: seen.append(link(*args)) or seen[-1])
+    with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
+        assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted[:12]
+    assert seen == [pytest.approx(1 << 16)], "the disk behind it is faster"
+
+
 def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
     """On the meta device everything that was sent can be told from what stayed behind."""
     from offload.checkpoint import open_checkpoint
@@ -187,3 +203,44 @@ def test_a_forgotten_wait_changes_what_is_written(
     with offload.load(target, draft, context=128, tree="8x3", threads=1, **BUDGETS) as decoder:
         got = decoder.generate(prompts()[1], max_new_tokens=8).token_ids
     assert got != wanted[:8]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3"])
+def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on the real thing: poisoned slots, page-locked memory, recorded draft steps."""
+    target, draft, wanted = pair_of(family, base)
+    place_layers(monkeypatch, *TIERS[tiers])
+
+    def poisoned(*args: Any, **options: Any) -> DeviceStream:
+        return DeviceStream(*args, **options, poison_released=True)
+
+    monkeypatch.setattr(loading, "DeviceStream", poisoned)
+    how = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB"}
+    with offload.load(target, draft, context=128, tree="64x16", **how) as decoder:
+        assert not decoder.notes, "nothing was refused"
+        for tree in TREES:
+            got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
+            assert got.token_ids == wanted, tree
+        assert 0 < got.stats.peak_device_bytes <= 2 << 30
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_card_recorded_passes_give_the_same_logits(tmp_path: Path) -> None:
+    from test_graphed import passes
+
+    from offload.checkpoint import open_checkpoint
+    from offload.graphed import use_graphs
+    from offload.kv_cache import KVCache
+    from offload.loading import resident_model
+
+    checkpoint = open_checkpoint(pair_of("llama", tmp_path)[0])
+    place = torch.device("cuda", 0)
+    plain, replayed = (resident_model(checkpoint, "float32", place) for _ in range(2))
+    assert use_graphs(replayed) is None
+    both = [passes(model, KVCache(model.num_layers, 29 + 24 + 12)) for model in (plain, replayed)]
+    for theirs, ours in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
