@@ -9,7 +9,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -86,8 +86,9 @@ class GiantStore(HostStore):
         self._names: dict[int, list[str]] = {}
         for name, entry in self._entries.items():
             self._names.setdefault(entry.shard, []).append(name)
-        self._makers, self._seed = threading.local(), 0
-        self._pool._max_workers = NUM_MAKERS  # making bytes takes processors, where reading takes few
+        self._makers = threading.local()
+        self._pool.shutdown()
+        self._pool = ThreadPoolExecutor(NUM_MAKERS)  # making bytes takes processors, where reading takes few
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start making a slab; see `HostStore.read`."""
