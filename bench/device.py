@@ -198,7 +198,7 @@ def drafting(setting: Setting, decoder: Decoder, rates: Rates) -> list[Row]:
     drafter = decoder.drafter
     assert isinstance(drafter, ModelDrafter), "the bench has a draft"
     curve = draft_curve(drafter, decoder.begin(Sampling(), decoder.rule), [5] * 32, budget_s=setting.draft_s)
-    weights = sum(layout.slab_bytes for layout in drafter._model.layer_layouts)
+    weights = sum(layout.slab_bytes for layout in drafter._draft._model.layer_layouts)
     least_s = weights / rates.memory_bytes_per_s
     return [
         row(f"draft step of {width} rows against reading its weights", seconds, least_s, 1.5, "s")

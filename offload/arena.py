@@ -73,12 +73,13 @@ class CupyWay:
             wanted = cuda_version.partition(".")[0]
             raise RefusedError(f"cupy is made for CUDA {major}, torch for {wanted}: install cupy-cuda{wanted}x")
         self._index = index
-        self._near = ThreadPoolExecutor(1, "offload-pin", initializer=stay_on, initargs=(cpus,))
+        self._cpus = cpus
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """`PinnedMemory` is exact, cupy's pool is not."""
         try:
-            memory = self._near.submit(self._allocate_here, num_bytes).result()
+            with ThreadPoolExecutor(1, initializer=stay_on, initargs=(self._cpus,)) as near:
+                memory = near.submit(self._allocate_here, num_bytes).result()
         except Exception as error:  # CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
             raise RefusedError(f"cupy: {reason(error)}") from error
         return np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes)

@@ -45,7 +45,9 @@ Context = Annotated[
     int | None, typer.Option(metavar="N", help="positions for prompt and new tokens; default: at most 4096")
 ]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
-Tree = Annotated[str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), chain:L or sequences:KxL")]
+Tree = Annotated[
+    str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), grown:NxD, chain:L or sequences:KxL")
+]
 RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]

@@ -28,13 +28,12 @@ from offload.profile import Identity, Machine, Profile, find_profile, parse_prof
 from offload.topology import (
     DEFAULT_ACCEPTANCE,
     Topology,
-    TreeSpec,
     chain,
     check_acceptance,
     expected_tokens,
     isotonic,
-    tree_to_fill,
 )
+from offload.tree_spec import TreeSpec, tree_to_fill
 
 MAX_NODES = 1024  # of a tree that is chosen for a card
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
@@ -123,7 +122,7 @@ def look_ahead(model: str, draft: str | None, wish: Wish) -> Outlook:
     if machine is None and wish.ram is None:
         wish = wish._replace(ram=default_ram_bytes())  # asked once: what is free changes while trees are compared
     files = open_headers(model), None if draft is None else open_headers(draft)
-    case = _Case(*files, machine, wish, tree_to_fill(wish.tree, has_draft=draft is not None))
+    case = _Case(*files, machine, wish, tree_to_fill(wish.tree, wish.rule, has_draft=draft is not None))
     _check(case)
     plan = case.plan(case.tree.num_nodes)  # refuses before the link is measured
     profile, basis = _profile(case)
@@ -234,8 +233,12 @@ def _best(case: _Case, costs: Costs, forest: Forest) -> Guess:
 
 
 def _named(case: _Case, forest: Forest) -> Guess:
-    tree = forest.tree(case.tree.a, case.tree.b) if case.tree.kind == "best" else None
-    topology = tree or case.tree.build()
+    spec = case.tree
+    if spec.kind == "grown":  # no better is known beforehand than the best fixed tree within the same bounds
+        spec = TreeSpec("best", spec.a, spec.b)
+    tree = forest.tree(spec.a, spec.b) if spec.kind == "best" else None
+    topology = tree or spec.build()
+    assert isinstance(topology, Topology), "only grown trees have no shape yet"
     if case.wish.tokens_per_sweep is not None:
         return Guess(topology, case.wish.tokens_per_sweep)
     if tree is not None:

@@ -1,5 +1,6 @@
 """Accept what the target itself draws: exact for any tree, and the same tokens for the same seed."""
 
+import torch
 from torch import Tensor
 
 from offload.rules.walk import Acceptance
@@ -17,10 +18,10 @@ def match(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: i
         logits_NV: the target's scores after each node.
         root_position: absolute position of the root token.
     """
-    best_N = greedy_draws(logits_NV) if sampler.is_greedy and logits_NV.device.type != "cpu" else None
-    nodes, tokens, node = [0], list[int](), 0
+    nodes, tokens, node = [0], [], 0
+    drawn = _draw_all(tree, logits_NV, sampler, root_position) if _is_far(logits_NV) else None
     while True:
-        token = best_N[node] if best_N else sampler.draw(logits_NV[node], root_position + len(nodes))
+        token = sampler.draw(logits_NV[node], root_position + len(nodes)) if drawn is None else drawn[node]
         tokens.append(token)
         child = tree.child(node, token)
         if child is None:
@@ -29,9 +30,12 @@ def match(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: i
         node = child
 
 
-def greedy_draws(logits_NV: Tensor) -> list[int]:
-    """What the target draws after every node without noise: on a device one transfer, where a walk needs one per node.
+def _is_far(logits_NV: Tensor) -> bool:
+    """Whether every single draw would make the host wait for a device."""
+    return logits_NV.is_cuda
 
-    With noise the walk goes row by row there too: top-p would sort every row, which takes longer than the transfers.
-    """
-    return [int(token) for token in logits_NV.argmax(-1).tolist()]
+
+def _draw_all(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> list[int]:
+    """The target's draw after every node, brought to the host at once."""
+    position_N = torch.from_numpy(tree.topology.depth_N.copy()).long() + (root_position + 1)
+    return [int(token) for token in sampler.draw_rows(logits_NV, position_N.to(logits_NV.device)).tolist()]
