@@ -7,6 +7,7 @@ never. The function is registered with transformers under `NAME`; families witho
 also takes `TreeRows`, which says the same in bits; on CUDA a kernel then does the work.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from offload.errors import UserError
 from offload.kernels.tree_attention import pack_bits, tree_attention
 
 NAME = "offload_tree"
+_MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one take their own eager attention
 
 
@@ -84,8 +86,22 @@ def folded_attention(
     folded = query.reshape(
         num_batch, key.shape[1], group * num_rows, head_dim
     )  # head = g * group + i -> rows i * T + t
-    out = scaled_dot_product_attention(folded, key, value, attn_mask=_folded_mask(attention_mask, group), scale=scaling)
+    parts = [
+        scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+        for rows, mask in _parts(folded, attention_mask, group)
+    ]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out.reshape(num_batch, num_heads, num_rows, -1).transpose(1, 2).contiguous(), None
+
+
+def _parts(folded: Tensor, mask: Tensor | None, group: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Folded rows with their masks, in parts where the mask, repeated for every head, would grow too large."""
+    if mask is None or group == 1 or mask.shape[1] != 1:
+        yield folded, _folded_mask(mask, group)
+        return
+    num_rows, num_heads = mask.shape[2], max(1, min(group, _MAX_MASK_BYTES // (mask.nbytes or 1)))
+    for rows in folded.split(num_heads * num_rows, dim=2):
+        yield rows, _folded_mask(mask, rows.shape[2] // num_rows)
 
 
 def _tree_attention(query: Tensor, key: Tensor, value: Tensor, rows: TreeRows, scaling: float | None) -> Tensor:

@@ -4,11 +4,19 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
 
 from offload.host_store import HostStore, allocate
 from offload.layout import BLOCK_BYTES, Piece, SlabLayout
 
+if TYPE_CHECKING:  # what measures a disk does without torch
+    import numpy as np
+
+    from offload.device import Device
+
 _CHUNK_BYTES, _NUM_IN_FLIGHT = 16 << 20, 3
+_NUM_COPIES, _LEAST_S = 8, 1e-9  # of which the first two wake the link up
 _GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are
 
 
@@ -44,6 +52,24 @@ def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: f
         return store.bytes_read / (time.perf_counter() - started)
     finally:
         store.close()
+
+
+def copy_bytes_per_s(card: "Device", array: "np.ndarray") -> float:
+    """Bytes per second at which a card copies from host memory, by its own clock.
+
+    Args:
+        array: page-locked, as large as what will be copied at once.
+    """
+    import torch
+
+    slot, seconds = card.allocate(array.nbytes), list[float]()
+    for _ in range(_NUM_COPIES):
+        before = card.record(card.copies, is_timed=True)
+        card.copy(slot, torch.from_numpy(array), card.copies)
+        after = card.record(card.copies, is_timed=True)
+        card.synchronize(after)
+        seconds.append(card.elapsed_s(before, after) or 0.0)
+    return array.nbytes / max(median(seconds[2:]), _LEAST_S)
 
 
 def _wait(reads: list[Future[None]]) -> None:

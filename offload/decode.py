@@ -46,12 +46,13 @@ class Decoder:
         end_ids: frozenset[int],
         num_threads: int,
         resources: ExitStack,
+        notes: Sequence[str] = (),
     ) -> None:
         self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
         self._num_runs = 0
-        self.notes = [target.stream.note] if target.stream.note and plan.num_slots else []
+        self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
 
     def begin(self, sampling: Sampling, rule: Rule) -> Sampler:
         """A new sequence begins and overtakes the one before; returns the sampler that `step` draws with."""
@@ -75,6 +76,7 @@ class Decoder:
         tree = self.drafter.grow(shape, tokens, sampler)
         grown = time.perf_counter()
         logits_NV = self.target.score(tree, tokens)
+        self.target.wait()
         scored = time.perf_counter()
         accepted = rule.verify(tree, logits_NV, sampler, len(tokens) - 1)
         self.target.commit(accepted.nodes)
@@ -86,6 +88,7 @@ class Decoder:
             stall_s=stream.stall_s - stalled_s,
             num_bytes=stream.bytes_read - moved_bytes,
         )
+        stats.peak_device_bytes = self.target.peak_device_bytes
         return accepted.tokens
 
     def generate(

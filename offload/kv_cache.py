@@ -6,7 +6,8 @@ A forward pass only writes behind the committed positions; `commit` gathers the 
 length. A pass that is abandoned half-way therefore leaves nothing behind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ class _Window:
 
     def __init__(self) -> None:
         self.lo = 0
+        self.is_fixed = False
+        self.slot_T: Tensor | None = None  # of a recorded pass: where its rows go, read anew at each replay
+        self.extent = 0  # ... and how many slots it looks at
 
 
 class _SlotLayer(DynamicLayer):
@@ -32,13 +36,20 @@ class _SlotLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty((*key_states.shape[:2], self._num_slots, key_states.shape[3]))
-        self.values = value_states.new_empty((*value_states.shape[:2], self._num_slots, value_states.shape[3]))
+        make = torch.zeros if self._window.is_fixed else torch.empty
+        num_slots = self._num_slots + self._window.is_fixed
+        for name, states in (("keys", key_states), ("values", value_states)):
+            shape = (*states.shape[:2], num_slots, states.shape[3])
+            setattr(self, name, make(shape, dtype=states.dtype, device=states.device))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._window.slot_T is not None:
+            self.keys.index_copy_(2, self._window.slot_T, key_states)
+            self.values.index_copy_(2, self._window.slot_T, value_states)
+            return self.keys[:, :, : self._window.extent], self.values[:, :, : self._window.extent]
         lo, hi = self._window.lo, self._window.lo + key_states.shape[2]
         self.keys[:, :, lo:hi] = key_states
         self.values[:, :, lo:hi] = value_states
@@ -67,6 +78,23 @@ class KVCache(Cache):
         """Let the next forward pass write `num_rows` rows behind `num_uncommitted` rows that are not committed yet."""
         self._window.lo = self.length + num_uncommitted
         assert self._window.lo + num_rows <= self.num_slots, f"{num_rows} rows do not fit behind {self._window.lo}"
+
+    def fix(self) -> None:
+        """From the first pass on keep one slot more, for rows that are padding, and zeros in slots not written yet.
+
+        A recorded pass looks at those; its mask gives them no weight, but no weight times NaN is NaN.
+        """
+        assert not self._slot_layers[0].is_initialized or self._window.is_fixed, "too late: passes have been run"
+        self._window.is_fixed = True
+
+    @contextmanager
+    def recorded(self, slot_T: Tensor, extent: int) -> Iterator[None]:
+        """Meanwhile rows go where `slot_T` says and look at the first `extent` slots, whatever `place` was told."""
+        self._window.slot_T, self._window.extent = slot_T, extent
+        try:
+            yield
+        finally:
+            self._window.slot_T = None
 
     @torch.inference_mode()
     def commit(self, rows: Sequence[int]) -> None:

@@ -5,32 +5,39 @@ is closed again.
 """
 
 import os
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from offload.arena import open_arena
+from offload.calibrate import copy_bytes_per_s, link_bytes_per_s
 from offload.checkpoint import Checkpoint, open_checkpoint, read_json
-from offload.config import Sampling, parse_rate, parse_size
+from offload.config import Sampling, parse_rate
 from offload.decode import Decoder
+from offload.device import Device, open_device
+from offload.device_stream import DeviceStream
 from offload.drafters import Drafter
 from offload.drafters.lm import ModelDrafter
 from offload.drafters.none import NoDrafter
 from offload.errors import UserError
+from offload.graphed import use_graphs
 from offload.host_store import HostStore
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan, default_ram_bytes, plan_memory, ram_warning
+from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.rules import find_rule
-from offload.survey import Situation, look_around, make_trees, pick_num_threads
-from offload.target import Target
+from offload.survey import LOCAL_BYTES_PER_S, Situation, look_around, make_trees, pick_num_threads
+from offload.target import Layers, Target
 from offload.text import load_tokenizer
 from offload.tree_spec import tree_to_fill
 from offload.trees import Trees
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
+_HOST = torch.device("cpu")
+_LINK_BYTES = 64 << 20  # of one copy that measures the link to a card
 
 
 def load(
@@ -59,8 +66,9 @@ def load(
         ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
         tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
-        device, gpu_memory: `auto` or `cpu`; the budget is reserved for devices that have memory of their own.
-        dtype: to compute in; context: positions to make room for, prompt and new tokens together.
+        device, gpu_memory: `auto`, `cpu`, `cuda` or `cuda:N`, and a budget on it; default: what is free there.
+        dtype: to compute in; `auto` is the checkpoint's own.
+        context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
         threads: compute threads (default: the fastest); sampling: of most runs, whose automatic tree sets the memory.
         profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
         link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
@@ -69,19 +77,19 @@ def load(
     Raises:
         UserError: whatever the user can mend, in one line.
     """
-    _check_device(device, gpu_memory)
-    limit, situation = parse_rate(link_limit, "--link-limit"), Situation(sampling or Sampling(), rule, threads)
+    card, situation = open_device(device, gpu_memory), Situation(sampling or Sampling(), rule, threads)
+    limit = parse_rate(link_limit, "--link-limit")
     files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
     wish, acceptance = tree_to_fill(tree, rule, has_draft=files.draft is not None), find_rule(rule)
-    plan_for = _planner(files, ram=ram, dtype=dtype, context=context, rule=rule)
+    plan_for = _planner(files, ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
     plan_for(1 if wish.kind == "auto" else wish.build().num_nodes)  # refuses before a weight is read
     with ExitStack() as resources:
-        pair = _open_pair(files, dtype, limit, resources)
-        trees = make_trees(wish, *files, dtype, profile, plan_for)
+        pair = _open_pair(files, dtype, limit, resources, card, ram)
+        trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
-        stream = _start_stream(pair.store, pair.target, plan, on_bytes)
-        decoder = Decoder(
-            Target(pair.target, stream, plan, on_layer=on_layer),
+        stream = _start_stream(pair, plan, on_bytes, resources)
+        return Decoder(
+            Target(pair.target, stream, plan, device=card, on_layer=on_layer),
             pair.drafter(plan),
             plan=plan,
             trees=trees,
@@ -90,9 +98,8 @@ def load(
             end_ids=pair.end_ids,
             num_threads=num_threads,
             resources=resources.pop_all(),
+            notes=pair.notes,
         )
-        decoder.notes += [warning for warning in [ram_warning(ram) if ram else None] if warning]
-        return decoder
 
 
 class _Files(NamedTuple):
@@ -110,6 +117,8 @@ class _Pair(NamedTuple):
     store: HostStore  # of the target
     tokenizer: Any | None
     end_ids: frozenset[int]
+    card: Device | None  # that both compute on; None is the CPU
+    notes: list[str]  # for the user
 
     def drafter(self, plan: MemoryPlan) -> Drafter:
         """What grows the trees."""
@@ -117,36 +126,48 @@ class _Pair(NamedTuple):
 
 
 def _planner(
-    files: _Files, *, ram: str | int | None, dtype: str, context: int | None, rule: str
+    files: _Files, ram: str | int | None, card: Device | None, gpu: str | int | None, **settings: Any
 ) -> Callable[[int], MemoryPlan]:
     """Plans for trees of any size against one budget: what is free must not be asked again while loading takes some."""
-    ram_bytes = default_ram_bytes() if ram is None else ram
-    limits: dict[str, Any] = {"ram": ram_bytes, "dtype": dtype, "context": context, "rule": rule}
-    return lambda num_nodes: plan_memory(*files, num_nodes=num_nodes, **limits)
+    settings["ram"] = default_ram_bytes() if ram is None else ram
+    if card is not None:
+        name = str(card.place)
+        settings |= {"device": name, "gpu": default_gpu_bytes(name) if gpu is None else gpu}
+    return lambda num_nodes: plan_memory(*files, num_nodes=num_nodes, **settings)
 
 
-def _open_pair(files: _Files, dtype: str, limit_bytes_per_s: int | None, resources: ExitStack) -> _Pair:
-    target, end_ids = BorrowedModel(files.target, dtype), _end_ids(files.target)
+def _open_pair(
+    files: _Files, dtype: str, limit_bytes_per_s: int | None, resources: ExitStack, card: Device | None,
+    ram: str | int | None,
+) -> _Pair:  # fmt: skip
+    place = _HOST if card is None else card.place
+    target = BorrowedModel(files.target, dtype, place, has_host_table=card is not None)
+    end_ids = _end_ids(files.target)
     resources.callback(target.close)
+    notes = [] if ram is None else [line for line in [ram_warning(ram)] if line]
     tokenizer, draft = load_tokenizer(files.target.directory), None
     if files.draft is not None:
-        draft = BorrowedModel(files.draft, dtype)
+        draft = BorrowedModel(files.draft, dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
         _fill(draft, files.draft)
+        notes += [note for note in [use_graphs(draft)] if note] if place.type == "cuda" else []
     store = HostStore(files.target.shards, rate_limit_bytes_per_s=limit_bytes_per_s)
     resources.callback(store.close)
     target.bind_rest(store.fetch(target.rest_layout))
-    return _Pair(target, draft, store, tokenizer, end_ids)
+    return _Pair(target, draft, store, tokenizer, end_ids, card, notes)
 
 
 def _plan_tree(
     trees: Trees, pair: _Pair, situation: Situation, plan_for: Callable[[int], MemoryPlan]
 ) -> tuple[MemoryPlan, int]:
     """Settle the tree, and with it the memory plan and the number of compute threads."""
+    if pair.card is not None and situation.threads is None:
+        situation = situation._replace(threads=torch.get_num_threads())  # which the card does not compute with
     num_threads = situation.threads
     if pair.draft is not None and trees.wish.kind == "auto":
-        num_threads = look_around(trees, pair.target, pair.draft, pair.store, situation)
+        link = None if pair.card is None else partial(_link_to_card, pair, plan_for(1))
+        num_threads = look_around(trees, pair.target, pair.draft, pair.store, situation, link)
     plan = plan_for(trees.for_run(situation.sampling, situation.rule).shape.num_nodes)
     trees.settle(plan)
     num_threads = num_threads or pick_num_threads(pair.target, plan.num_nodes)
@@ -154,21 +175,25 @@ def _plan_tree(
     return plan, num_threads
 
 
-def _check_device(device: str, gpu_memory: str | int | None) -> None:
-    if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}: try --device auto")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device {device} needs a CUDA device and driver, this machine shows none: use --device cpu")
-    if device.startswith("cuda"):
-        raise UserError(f"--device {device}: this version streams to the CPU only: use --device cpu")
-    if gpu_memory is not None:
-        parse_size(gpu_memory, "--gpu-mem")
-        raise UserError("--gpu-mem limits a CUDA device, and this run uses the CPU: leave it out and use --ram")
+def _link_to_card(pair: _Pair, plan: MemoryPlan) -> float:
+    """Bytes per second at which streamed layers arrive: over the slower of the card's link and the disk behind it."""
+    assert pair.card is not None, "there is a link to it"
+    if not plan.streamed_bytes:
+        return LOCAL_BYTES_PER_S
+    arena = open_arena(pair.card.place)
+    try:
+        seconds = plan.streamed_bytes / copy_bytes_per_s(pair.card, arena.allocate(_LINK_BYTES).array)
+    finally:
+        arena.close()
+    if plan.disk_streamed_bytes:
+        shard, limit = max(pair.store.paths, key=lambda path: path.stat().st_size), pair.store.rate_limit_bytes_per_s
+        seconds = max(seconds, plan.disk_streamed_bytes / link_bytes_per_s(shard, limit_bytes_per_s=limit))
+    return plan.streamed_bytes / seconds
 
 
-def resident_model(checkpoint: Checkpoint, dtype: str) -> BorrowedModel:
+def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> BorrowedModel:
     """A small model with all its weights in memory, bound for good."""
-    model = BorrowedModel(checkpoint, dtype)
+    model = BorrowedModel(checkpoint, dtype, place)
     _fill(model, checkpoint)
     return model
 
@@ -183,11 +208,12 @@ def _fill(model: BorrowedModel, checkpoint: Checkpoint) -> None:
         store.close()
 
 
-def _start_stream(store: HostStore, model: BorrowedModel, plan: MemoryPlan, on_bytes: Progress) -> LayerStream:
+def _start_stream(pair: _Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:
     """Read what stays, and let the first streamed layers follow."""
+    model = pair.target
     planned = zip(model.layer_layouts, plan.layer_bytes, strict=True)
     assert all(layout.slab_bytes <= size for layout, size in planned), "a layer is larger than planned"
-    total_bytes, landed = model.rest_layout.slab_bytes + plan.resident_bytes, 0
+    total_bytes, landed = model.rest_layout.slab_bytes + plan.resident_bytes + plan.host_bytes, 0
 
     def count(num_bytes: int) -> None:
         nonlocal landed
@@ -195,8 +221,29 @@ def _start_stream(store: HostStore, model: BorrowedModel, plan: MemoryPlan, on_b
         on_bytes(landed, total_bytes)
 
     count(model.rest_layout.slab_bytes)
-    stream = LayerStream(store, model.layer_layouts, plan.is_resident, plan.num_slots)
+    if pair.card is None:
+        stream: LayerStream | DeviceStream = LayerStream(
+            pair.store, model.layer_layouts, plan.is_resident, plan.num_slots
+        )
+    else:
+        stream = _device_stream(pair, plan, pair.card, resources)
     stream.load_resident(count)
+    return stream
+
+
+def _device_stream(pair: _Pair, plan: MemoryPlan, card: Device, resources: ExitStack) -> DeviceStream:
+    arena = open_arena(card.place)
+    resources.callback(arena.close)
+    stream = DeviceStream(
+        pair.store,
+        pair.target.layer_layouts,
+        plan.tier_L,
+        plan.num_slots,
+        device=card,
+        arena=arena,
+        num_host_slots=plan.num_host_slots,
+    )
+    resources.callback(stream.close)
     return stream
 
 

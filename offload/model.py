@@ -22,6 +22,11 @@ from offload.naming import sources_of_parameters
 from offload.skeleton import attention_windows, build_skeleton
 
 Value = TypeVar("Value")
+Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
+Masks = Mapping[int | None, Tensor | None]  # by attention window; None where nothing is masked
+# token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
+Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
+_HOST = torch.device("cpu")
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -37,18 +42,30 @@ class BorrowedModel:
     """The skeleton of one checkpoint, and the layouts of the slabs from which it borrows.
 
     Attributes:
+        checkpoint: where its weights come from.
         layer_layouts: one slab per decoder layer.
         rest_layout: embeddings, final norm, head.
         dtype: in which it computes.
+        place: where it computes.
         vocab_size: V, width of the logits.
+
+    Args:
+        has_host_table: the embedding table stays in host memory; the few rows that a pass needs are sent.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str = "auto") -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
+    ) -> None:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
+        self.checkpoint, self.place, self._has_host_table = checkpoint, place, has_host_table
+        self._table_place = _HOST if has_host_table else place
         self.skeleton = build_skeleton(checkpoint, self.dtype)
+        self._table = self.skeleton.get_input_embeddings()
+        self._move_buffers()
         self._layers: nn.ModuleList = self.skeleton.get_decoder().layers
         self._windows = attention_windows(self.skeleton.config, len(self._layers))
-        self._masks: Mapping[int | None, Tensor | None] = {}
+        self._masks: Masks = {}
+        self._replay: Replay | None = None
         prefix = next(name for name, module in self.skeleton.named_modules() if module is self._layers)
         prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
         places = _places(self.skeleton)
@@ -66,6 +83,9 @@ class BorrowedModel:
             layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
             for index, layer in enumerate(self._layers)
         ]
+        if has_host_table:
+            self._hooks.append(self._table.register_forward_hook(lambda _, __, rows: rows.to(self.place)))
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -73,17 +93,37 @@ class BorrowedModel:
         return len(self._layers)
 
     def bind_rest(self, slab: np.ndarray) -> None:
-        """Give embeddings, norm and head their weights for good; tied ones share one tensor."""
+        """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""
         weights = {name: _view(slab, self.rest_layout, name) for name in self.rest_layout.parameters}
         weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
+        sent: dict[tuple[str, bool], Tensor] = {}
         for source, place in self._rest_places:
-            place.table[place.key] = nn.Parameter(weights[source], requires_grad=False)
+            is_table = self._has_host_table and place.table is self._table._parameters
+            if (source, is_table) not in sent:
+                sent[source, is_table] = self._sent(weights[source], is_table)
+            place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
 
-    def bind_layer(self, layer: int, slab: np.ndarray) -> None:
-        """Let a layer's parameters be views of `slab`, or copies where the compute type differs from the stored one."""
+    def bind_layer(self, layer: int, slab: Slab) -> None:
+        """Let a layer's parameters be views of `slab`, or copies where the compute type differs from the stored one.
+
+        A slab on another device than the model's is sent there. Views of a slab on a device are kept: slots are few.
+        """
+        if isinstance(slab, np.ndarray):
+            flat = torch.from_numpy(slab).to(self.place)
+            self._bind(layer, self._views_of(layer, flat))
+            return
+        key = (layer, slab.data_ptr())
+        if key not in self._views:
+            self._views[key] = self._views_of(layer, slab)
+        self._bind(layer, self._views[key])
+
+    def _views_of(self, layer: int, slab: Tensor) -> dict[str, Tensor]:
         layout = self.layer_layouts[layer]
+        return {name: _view(slab, layout, name) for name in self._layer_places[layer]}
+
+    def _bind(self, layer: int, views: dict[str, Tensor]) -> None:
         for name, place in self._layer_places[layer].items():
-            place.table[place.key] = _view(slab, layout, name).to(place.empty.dtype)
+            place.table[place.key] = views[name].to(place.empty.dtype)
 
     def unbind_layer(self, layer: int) -> None:
         """Let go of the slab that a layer's parameters are views of."""
@@ -100,7 +140,7 @@ class BorrowedModel:
         finally:
             decoder.layers = self._layers
 
-    def borrow_layers(self, acquire: Callable[[int], np.ndarray], release: Callable[[int], None]) -> None:
+    def borrow_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
         """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
         for index, layer in enumerate(self._layers):
             self._hooks.append(layer.register_forward_pre_hook(partial(self._bind_from, acquire, index)))
@@ -110,6 +150,8 @@ class BorrowedModel:
         """Take the hooks off: they refer back to this model, and such a cycle would hold its weights for longer."""
         while self._hooks:
             self._hooks.pop().remove()
+        self._views.clear()
+        self._replay = None
 
     @torch.inference_mode()
     def forward(
@@ -129,18 +171,41 @@ class BorrowedModel:
         Returns:
             logits of shape (T or num_logits, V).
         """
+        if self._replay is not None:
+            logits = self._replay(token_T, position_U, ancestor_TU, cache, num_logits)
+            if logits is not None:
+                return logits
         num_rows, num_uncommitted = ancestor_TU.shape
+        position_U, ancestor_TU = position_U.to(self.place), ancestor_TU.to(self.place)
         cache.place(num_uncommitted - num_rows, num_rows)
-        self._masks = self._build_masks(position_U, ancestor_TU, cache.length)
+        masks = self._build_masks(position_U, ancestor_TU, cache.length)
+        return self.run(token_T, position_U[-num_rows:], masks, cache, num_logits=num_logits)
+
+    def run(self, token_T: Tensor, position_T: Tensor, masks: Masks, cache: KVCache, *, num_logits: int = 0) -> Tensor:
+        """The pass itself, over rows that `cache` has been told where to write; see `forward` for what it returns.
+
+        Args:
+            masks: additive, (1, 1, T, S) for each of `windows`.
+        """
+        self._masks = masks
         out = self.skeleton(
-            input_ids=token_T[None],
-            attention_mask=self._masks[self._windows[0]],
-            position_ids=position_U[None, -num_rows:],
+            input_ids=token_T.to(self._table_place)[None],
+            attention_mask=masks[self._windows[0]],
+            position_ids=position_T[None],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=num_logits,
         )
         return out.logits[0, -num_logits:]  # some families score every row whatever they are asked; -0 is all of them
+
+    @property
+    def windows(self) -> set[int | None]:
+        """How far back layers see, without repetition; None is without limit."""
+        return set(self._windows)
+
+    def replay_with(self, replay: Replay) -> None:
+        """From now on ask `replay` for each pass first; what it declines is computed as ever."""
+        self._replay = replay
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> dict[int | None, Tensor | None]:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
@@ -149,7 +214,7 @@ class BorrowedModel:
             window: None
             if is_plain and (window is None or num_prefix < window)
             else attention.tree_mask(num_prefix, position_U, ancestor_TU, window, self.dtype)
-            for window in set(self._windows)
+            for window in self.windows
         }
 
     def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -159,7 +224,19 @@ class BorrowedModel:
             mask = mask[:, :, -hidden.shape[-2] :]  # some families run their last layers on the rows to be scored alone
         return args, {**kwargs, "attention_mask": mask}
 
-    def _bind_from(self, acquire: Callable[[int], np.ndarray], index: int, *_: Any) -> None:
+    def _move_buffers(self) -> None:
+        """What a family computes at construction (rotary frequencies, scales) goes where it is used."""
+        for module in self.skeleton.modules():
+            place = self._table_place if module is self._table else self.place
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[key] = buffer.to(place)
+
+    def _sent(self, weight: Tensor, is_table: bool) -> Tensor:
+        """A weight where it is used; a table that stays behind is cut out of the slab, whose other parts leave."""
+        return weight.clone() if is_table else weight.to(self.place)
+
+    def _bind_from(self, acquire: Callable[[int], Slab], index: int, *_: Any) -> None:
         self.bind_layer(index, acquire(index))
 
     def _give_back(self, release: Callable[[int], None], index: int, *_: Any) -> None:
@@ -188,8 +265,9 @@ def _below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
 
 
-def _view(slab: np.ndarray, layout: SlabLayout, name: str) -> Tensor:
+def _view(slab: Slab, layout: SlabLayout, name: str) -> Tensor:
     """A parameter as a typed view of its bytes."""
     dtype, shape, lo = layout.parameters[name]
-    flat = torch.from_numpy(slab[lo : lo + layout.parameters[name].num_bytes])
+    whole = torch.from_numpy(slab) if isinstance(slab, np.ndarray) else slab
+    flat = whole[lo : lo + layout.parameters[name].num_bytes]
     return flat.view(_TORCH_DTYPES[dtype]).view(shape)

@@ -55,16 +55,19 @@ class Proposals:
     law_EV: Tensor
 
     @classmethod
-    def blank(cls, topology: Topology, vocab_size: int, draw: Draw) -> "Proposals":
-        """For a tree all of whose children are drawn alike: a law for each node that has children, to be written."""
+    def blank(cls, topology: Topology, vocab_size: int, draw: Draw, place: torch.device | str = "cpu") -> "Proposals":
+        """For a tree all of whose children are drawn alike: a law for each node that has children, to be written.
+
+        Laws stay where they are drawn from: verification fetches the few that its walk passes.
+        """
         has_children_N = topology.num_children_N > 0
         row_N = np.where(has_children_N, np.cumsum(has_children_N) - 1, -1)
-        law_EV = torch.zeros(int(has_children_N.sum()), vocab_size)
+        law_EV = torch.zeros(int(has_children_N.sum()), vocab_size, device=place)
         return cls(np.full(topology.num_nodes, int(draw)), row_N, law_EV)
 
     def write(self, node_W: Sequence[int] | Ints, law_WV: Tensor) -> None:
         """Note what the children of these nodes are drawn from."""
-        self.law_EV[torch.from_numpy(self.row_N[node_W])] = law_WV
+        self.law_EV[torch.from_numpy(self.row_N[node_W]).to(self.law_EV.device)] = law_WV
 
     def offers(self, parent: int, children: Sequence[int], tokens: Sequence[int]) -> Iterator[Offer]:
         """The children of `parent` in the order of their draws, which ends early where no token was left to draw."""

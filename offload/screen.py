@@ -200,6 +200,8 @@ def closing_lines(stats: Stats, ram_bytes: int) -> str:
     memory = (
         f"peak memory {format_bytes(stats.peak_rss_bytes)} with the program's own, budget {format_bytes(ram_bytes)}"
     )
+    if stats.peak_device_bytes:
+        memory += f", {format_bytes(stats.peak_device_bytes)} on the card"
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
     tree = f"tree of {stats.tree_num_nodes} nodes, {stats.tree_depth} deep" if stats.tree_depth else "no tree"

@@ -30,7 +30,7 @@ from offload.tree_spec import TreeSpec
 from offload.trees import FindProfile, Trees
 
 _TYPICAL_NODES = 64
-_LOCAL_BYTES_PER_S = 1e12  # of a link that nothing passes over
+LOCAL_BYTES_PER_S = 1e12  # of a link that nothing passes over
 _PROBE_PROMPT = 32  # committed tokens that the draft is timed behind
 _LINK_S = 0.3
 
@@ -42,6 +42,8 @@ def make_trees(
     dtype: str,
     named: str | os.PathLike[str] | None,
     plan_for: Callable[[int], MemoryPlan],
+    *,
+    device: str = "cpu",
 ) -> Trees:
     """The trees of a decoder that is about to be loaded.
 
@@ -49,6 +51,7 @@ def make_trees(
         dtype: to compute in, one of `DTYPES`.
         named: file of a profile that must hold, or `none`; None takes what the cache has.
         plan_for: the memory plan by nodes of the largest tree.
+        device: name of what computes; a profile holds for one kind.
     """
 
     def traffic_of(num_nodes: int) -> Traffic | None:
@@ -57,7 +60,7 @@ def make_trees(
         except UserError:
             return None
 
-    return Trees(wish, _profile_finder(target, draft, dtype, named), cache(traffic_of))
+    return Trees(wish, _profile_finder(target, draft, dtype, named, device), cache(traffic_of))
 
 
 class Situation(NamedTuple):
@@ -69,18 +72,24 @@ class Situation(NamedTuple):
 
 
 def look_around(
-    trees: Trees, target: BorrowedModel, draft: BorrowedModel, store: HostStore, situation: Situation
+    trees: Trees,
+    target: BorrowedModel,
+    draft: BorrowedModel,
+    store: HostStore,
+    situation: Situation,
+    link: Callable[[], float] | None = None,
 ) -> int:
     """Find out what an automatic choice needs to know, and tell `trees`; returns the number of compute threads.
 
     Args:
         target: embeddings and head are bound, no layer borrows yet.
         store: of the target.
+        link: measures the bytes per second that layers arrive with; None measures the disk.
     """
     profile, _ = trees.find(situation.sampling, situation.rule)
     num_threads = situation.threads or (profile.num_threads if profile else pick_num_threads(target, _TYPICAL_NODES))
     torch.set_num_threads(num_threads)
-    trees.num_threads, trees.link_bytes_per_s = num_threads, _link_bytes_per_s(trees, store)
+    trees.num_threads, trees.link_bytes_per_s = num_threads, link() if link else _link_bytes_per_s(trees, store)
     if profile is None or profile.num_threads != num_threads:
         slab = store.fetch(target.layer_layouts[0])
         drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_PROBE_NODES)
@@ -103,19 +112,19 @@ def pick_num_threads(target: BorrowedModel, num_rows: int) -> int:
 def _link_bytes_per_s(trees: Trees, store: HostStore) -> float:
     traffic = trees.traffic_of(_TYPICAL_NODES) or trees.traffic_of(1)
     if traffic is None or not traffic.streamed_bytes:
-        return _LOCAL_BYTES_PER_S
+        return LOCAL_BYTES_PER_S
     shard = max(store.paths, key=lambda path: path.stat().st_size)
     return link_bytes_per_s(shard, budget_s=_LINK_S, limit_bytes_per_s=store.rate_limit_bytes_per_s)
 
 
 def _profile_finder(
-    target: Checkpoint, draft: Checkpoint | None, dtype: str, named: str | os.PathLike[str] | None
+    target: Checkpoint, draft: Checkpoint | None, dtype: str, named: str | os.PathLike[str] | None, device: str
 ) -> FindProfile:
     @cache
     def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
         if draft is None or str(named) == "none":
             return None, "no profile is wanted"
-        machine = Machine.here(compute_dtype_name(target, dtype))
+        machine = Machine.here(compute_dtype_name(target, dtype), device)
         identity = Identity.of(target, draft, sampling, rule, machine)
         return find_profile(identity) if named is None else (read_profile(Path(named), identity), str(named))
 

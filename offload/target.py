@@ -1,23 +1,57 @@
 """The streamed model: one sweep over its layers scores a whole token tree."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from offload.device import Device
+from offload.host_store import HostStore
 from offload.kv_cache import KVCache
-from offload.layer_stream import LayerStream
-from offload.model import BorrowedModel
+from offload.model import BorrowedModel, Slab
 from offload.plan import MemoryPlan
 from offload.tree import TokenTree, ancestors
 
 
+class Layers(Protocol):
+    """What a target asks of the stream of its layers: `LayerStream` on a CPU, `DeviceStream` on a device."""
+
+    store: HostStore
+
+    @property
+    def bytes_read(self) -> int:
+        """Everything that has come over the link so far."""
+        ...
+
+    @property
+    def stall_s(self) -> float:
+        """For how long compute has waited for the link so far."""
+        ...
+
+    @property
+    def note(self) -> str | None:
+        """A line for the user when the fast way is not open."""
+        ...
+
+    def begin_sweep(self) -> None:
+        """Make the first layer the next to arrive."""
+
+    def acquire(self, layer: int) -> Slab:
+        """The slab of `layer`; valid until its release."""
+        ...
+
+    def release(self, layer: int) -> None:
+        """Nothing will be computed with the slab of `layer` any more."""
+
+
 class Target:
-    """A model whose layers pass through a `LayerStream`.
+    """A model whose layers pass through a stream.
 
     Args:
         model: embeddings and head are bound for good.
         stream: its layers.
+        device: that it computes on; None is the CPU.
         plan: gives the capacity of the cache and how many committed tokens one sweep may take in beside the tree; a
             longer prompt takes several. Positions beyond its context are never emitted: nodes that lie there are
             computed as if at the last one, because some rotary embeddings (dynamic, longrope) turn every row by the
@@ -28,16 +62,17 @@ class Target:
     def __init__(
         self,
         model: BorrowedModel,
-        stream: LayerStream,
+        stream: Layers,
         plan: MemoryPlan,
         *,
+        device: Device | None = None,
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
         self._last_position = plan.context - 1
         self._cache = KVCache(model.num_layers, plan.cache_slots)
         self._num_pending = 0
-        self._on_layer = on_layer
+        self._device, self._on_layer = device, on_layer
         self.num_sweeps = 0
         model.borrow_layers(stream.acquire, self._release)
 
@@ -67,6 +102,16 @@ class Target:
         offset_T = torch.cat([torch.arange(len(pending)), depth_N + len(pending)])
         sees_TT = _chain_then_tree(len(pending), ancestors(tree.topology))
         return self._sweep(torch.cat([pending, tree.token_N]), sees_TT, offset_T, tree.num_nodes)
+
+    def wait(self) -> None:
+        """Return when the last sweep is over, which on a device goes on after `score` has returned."""
+        if self._device is not None:
+            self._device.synchronize(self._device.record(self._device.compute))
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The most memory that this process has taken on the device; 0 on a CPU."""
+        return 0 if self._device is None else self._device.peak_bytes()
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Keep what was taken in and the accepted path, root first."""

@@ -20,6 +20,7 @@ from offload.choose import Candidate, Forest, best_smoothing, choose
 from offload.config import Sampling
 from offload.costs import Costs, Traffic
 from offload.decode import Decoder
+from offload.device import open_device
 from offload.errors import UserError
 from offload.loading import load
 from offload.meter import measure_costs
@@ -92,10 +93,12 @@ def tune(
     """
     read = [read_text(path) for path in texts]
     files = open_checkpoint(model), open_checkpoint(draft)
-    machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")))
+    card = open_device("auto")
+    machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")), card.name if card else "cpu")
     identity = Identity.of(*files, sampling, rule, machine)
+    place = str(card.place) if card else "cpu"
     options |= {"rule": rule, "context": _context(files[0])}
-    with load(model, draft, tree=tree or largest_tree(*files, **options), profile="none", **options) as decoder:
+    with load(model, draft, tree=tree or largest_tree(*files, place, **options), profile="none", **options) as decoder:
         windows = cut_windows([decoder.encode(text, raw=True) for text in read], num_tokens, is_teacher_forced)
         question = Question(identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced)
         traces = trace_windows(decoder, question, progress)
@@ -110,14 +113,14 @@ def tune(
     return Tuned(profile, path, choose(forest, costs, lambda _: traffic))
 
 
-def largest_tree(target: Checkpoint, draft: Checkpoint, **options: Any) -> str:
+def largest_tree(target: Checkpoint, draft: Checkpoint, device: str = "cpu", **options: Any) -> str:
     """The largest tree of `SIZES` that memory has room for, the smallest where none fits; `options` are for `load`."""
     limits: dict[str, Any] = {name: options.get(name) for name in ("ram", "context")} | {
         "dtype": options.get("dtype", "auto")
     }
     for size in SIZES:
         try:
-            plan_memory(target, draft, num_nodes=size, rule=options["rule"], **limits)
+            plan_memory(target, draft, num_nodes=size, rule=options["rule"], device=device, **limits)
         except UserError:
             continue
         return f"{size}x{DEPTH}"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from offload import attention
 from offload.attention import folded_attention, tree_mask
 from offload.errors import UserError
 from offload.topology import Topology
@@ -92,6 +93,24 @@ def test_folding_changes_nothing(num_groups: int, mask_heads: int | None, num_ro
     assert weights is None and got.shape == (1, num_rows, 4, 16)
     torch.testing.assert_close(got, eager(query, key, value, mask, 0.3).float(), atol=1e-6, rtol=1e-5)
     assert got.is_contiguous(), "some families take a view of it"
+
+
+def test_a_mask_too_large_to_repeat_is_used_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(1, 12, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    mask = torch.zeros(1, 1, 5, 9).masked_fill_(torch.rand(1, 1, 5, 9) < 0.4, torch.finfo(torch.float32).min)
+    whole, _ = folded_attention(nn.Module(), query, key, value, mask)
+    for num_heads in (0, 1, 4, 5):  # of a group of six; a single head is the least there is
+        calls: list[int] = []
+
+        def count(rows: Tensor, *args: Tensor, calls: list[int] = calls, **more: object) -> Tensor:
+            calls.append(rows.shape[2])
+            return torch.nn.functional.scaled_dot_product_attention(rows, *args, **more)
+
+        monkeypatch.setattr(attention, "_MAX_MASK_BYTES", num_heads * mask.nbytes)
+        monkeypatch.setattr(attention, "scaled_dot_product_attention", count)
+        torch.testing.assert_close(folded_attention(nn.Module(), query, key, value, mask)[0], whole)
+        assert max(calls) == max(1, num_heads) * 5 and sum(calls) == 30
+        monkeypatch.undo()
 
 
 def test_keys_and_values_may_differ_in_width() -> None:

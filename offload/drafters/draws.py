@@ -24,7 +24,7 @@ _LEAST_LAW = 1e-300  # stands in for zero: below any float32, and log(u) / _LEAS
 class Children(NamedTuple):
     """The choice for W nodes."""
 
-    token_WK: Tensor  # int64, in the order of the draws; K is smaller than asked for where the vocabulary is
+    token_WK: Tensor  # int64 on the host, in the order of the draws; K is smaller where the vocabulary is
     draw: Draw
     law_WV: Tensor | None  # float32, what was drawn from; None for point masses
 
@@ -41,8 +41,8 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
         return _best(point_mass_scores(logits_WV, sampler, position), num_children)
     law_WV = sampler.law(logits_WV)
     if drafting is Drafting.WITHOUT_REPLACEMENT:
-        return Children(_without_replacement(law_WV, num_children, sampler), Draw.WITHOUT_REPLACEMENT, law_WV)
-    return Children(_with_replacement(law_WV, num_children, sampler), Draw.WITH_REPLACEMENT, law_WV)
+        return Children(_without_replacement(law_WV, num_children, sampler).cpu(), Draw.WITHOUT_REPLACEMENT, law_WV)
+    return Children(_with_replacement(law_WV, num_children, sampler).cpu(), Draw.WITH_REPLACEMENT, law_WV)
 
 
 def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
@@ -55,7 +55,7 @@ def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Seque
 
 
 def _best(score_WV: Tensor, num_children: int) -> Children:
-    token_WK = score_WV.topk(min(num_children, score_WV.shape[1])).indices
+    token_WK = score_WV.topk(min(num_children, score_WV.shape[1])).indices.cpu()
     return Children(token_WK, Draw.POINT_MASS, None)
 
 

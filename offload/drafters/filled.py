@@ -39,7 +39,7 @@ def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampl
         token_WK, draw, law_WV = draw_children(logits_WV, num_children, sampler, root + depth + 1)
         token_N[level.child_C] = token_WK[level.parent_row_C, level.rank_C.clamp(max=token_WK.shape[1] - 1)]
         if law_WV is not None:
-            proposals = proposals or Proposals.blank(topology, draft.vocab_size, draw)
+            proposals = proposals or Proposals.blank(topology, draft.vocab_size, draw, law_WV.device)
             proposals.write(level.node_W.numpy(), law_WV)
     return Filled(TokenTree(topology, token_N, proposals), schedule.row_of_node)
 

@@ -1,0 +1,138 @@
+"""What streaming asks of an accelerator: memory, copies, and events that order two streams of work.
+
+Two streams: `copies` moves weights, `compute` runs the model; whatever one needs of the other it waits for through an
+event, on the device, while the host goes on enqueueing. Every call names its stream, because "the current one" means
+another stream inside a `with` block and in another thread. Invariant: nothing here waits for the whole device.
+"""
+
+import re
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.config import format_bytes, parse_size
+from offload.errors import UserError
+
+Event = Any  # a mark in a stream, reached or not yet
+Stream = Any  # work that is done in order
+_MAX_CONTEXT_BYTES = 1 << 30  # what is taken beyond that is somebody else's
+
+
+class Device(Protocol):
+    """An accelerator with memory of its own."""
+
+    name: str  # what it calls itself; measurements are of one kind of card
+    place: torch.device
+    copies: Stream
+    compute: Stream
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory of the device as flat uint8."""
+        ...
+
+    def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy; both tensors must stay untouched until an event recorded after it is reached."""
+
+    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+        """Enqueue setting every byte."""
+
+    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
+        """An event that is reached when everything enqueued so far is done."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let what is enqueued on `stream` from now on begin after `event`; the host does not wait."""
+
+    def synchronize(self, event: Event) -> None:
+        """Let the host wait for `event`."""
+
+    def elapsed_s(self, before: Event, after: Event) -> float | None:
+        """Seconds between two timed events; None while the later one is not reached."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most device memory that this process has taken at once."""
+        ...
+
+
+class CudaDevice:
+    """One CUDA device; compute runs on the stream that was current where this was built."""
+
+    def __init__(self, index: int, limit_bytes: int | None = None) -> None:
+        self.place = torch.device("cuda", index)
+        self.name = str(torch.cuda.get_device_name(self.place))
+        torch.cuda.set_device(self.place)  # graphs are recorded on the current one
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)  # makes the context first
+        self._context_bytes = min(_MAX_CONTEXT_BYTES, all_bytes - free_bytes)
+        self.compute = torch.cuda.current_stream(self.place)
+        self.copies = torch.cuda.Stream(self.place)
+        torch.cuda.reset_peak_memory_stats(self.place)
+        # torch keeps to a limit, so that a large card can stand in for a small one; one from before no longer holds.
+        share = 1.0 if limit_bytes is None else (limit_bytes - self._context_bytes) / all_bytes
+        torch.cuda.set_per_process_memory_fraction(max(0.0, share), self.place)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory of the device as flat uint8."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+
+    def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy; from page-locked memory the host does not wait for it."""
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+
+    def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
+        """Enqueue setting every byte."""
+        with torch.cuda.stream(stream):
+            tensor.fill_(value)
+
+    def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
+        """An event on `stream`; a thread that waits for it sleeps, because spinning would take a reader's core."""
+        event = torch.cuda.Event(enable_timing=is_timed, blocking=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Order `stream` behind `event`."""
+        stream.wait_event(event)
+
+    def synchronize(self, event: Event) -> None:
+        """Let the host wait for `event`."""
+        event.synchronize()
+
+    def elapsed_s(self, before: Event, after: Event) -> float | None:
+        """Seconds between two timed events; None while the later one is not reached."""
+        return before.elapsed_time(after) / 1e3 if after.query() else None
+
+    def peak_bytes(self) -> int:
+        """torch's own high-water mark, and the context that CUDA keeps beside it."""
+        return int(torch.cuda.max_memory_reserved(self.place)) + self._context_bytes
+
+
+def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None:
+    """The device that `--device` names; None is the CPU.
+
+    Args:
+        gpu_memory: of which this process takes no more than that.
+
+    Raises:
+        UserError: no such name, no driver, no such card, or a budget where there is none or larger than the card.
+    """
+    if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
+        raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}: try --device auto")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        if gpu_memory is not None:
+            parse_size(gpu_memory, "--gpu-mem")
+            raise UserError("--gpu-mem limits a CUDA device, and this run uses the CPU: leave it out and use --ram")
+        return None
+    if not torch.cuda.is_available():
+        raise UserError(f"--device {name} needs a CUDA device and driver, this machine shows none: use --device cpu")
+    index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise UserError(f"--device {name} does not exist, this machine shows {count} of them: use cuda:0")
+    limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-mem")
+    free_bytes = torch.cuda.mem_get_info(index)[0]
+    if limit_bytes is not None and limit_bytes > free_bytes:
+        wish, free = format_bytes(limit_bytes), format_bytes(free_bytes)
+        raise UserError(f"--gpu-mem must be at most what is free on {name}, {free}, got {wish}: lower it")
+    return CudaDevice(index, limit_bytes)

@@ -1,0 +1,137 @@
+"""A device without a card: streams are queues whose work is done late, early and out of step with one another.
+
+Nothing that is enqueued happens at once. A stream moves when somebody must wait for it, and otherwise by chance, so
+that whoever forgets an event reads what is not there yet or overwrites what is still read. Compute has two modes:
+`late` leaves it in its queue like the copies (the test enqueues it with `launch`); otherwise it is the host's own, as
+torch on a CPU is, and the host waits where its stream would.
+"""
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.arena import Arena, RefusedError
+from offload.host_store import allocate
+
+
+class FakeEvent:
+    """Reached at a virtual time."""
+
+    at: float | None = None
+
+
+class FakeStream(deque):
+    """Work not done yet: a callable to run, or an event to wait for."""
+
+    now = 0.0
+
+
+class FakeDevice:
+    """One second of virtual time per copy, none for anything else."""
+
+    name, place = "fake", torch.device("cpu")
+
+    def __init__(
+        self, seed: int = 0, *, is_compute_late: bool = False, haste: float = 0.3, compute_share: float = 0.5
+    ) -> None:
+        self.copies, self.compute = FakeStream(), FakeStream()
+        self._random, self._lock = random.Random(seed), threading.RLock()
+        self._is_compute_late, self._haste, self._compute_share = is_compute_late, haste, compute_share
+        self.num_copies, self.num_host_waits = 0, 0
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+
+    def copy(self, to: Tensor, source: Tensor, stream: FakeStream) -> None:
+        def work() -> None:
+            to.copy_(source)
+            stream.now += 1
+            self.num_copies += 1
+
+        self._enqueue(stream, work)
+
+    def fill(self, tensor: Tensor, value: int, stream: FakeStream) -> None:
+        self._enqueue(stream, lambda: tensor.fill_(value))
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """A kernel: runs when the compute stream gets to it."""
+        self._enqueue(self.compute, work)
+
+    def record(self, stream: FakeStream, *, is_timed: bool = False) -> FakeEvent:
+        event = FakeEvent()
+        self._enqueue(stream, lambda: setattr(event, "at", stream.now))
+        return event
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        self._enqueue(stream, event)
+
+    def synchronize(self, event: FakeEvent) -> None:
+        with self._lock:
+            self.num_host_waits += 1
+            while event.at is None:
+                assert self._advance(), "the host waits for an event that no stream gets to"
+
+    def elapsed_s(self, before: FakeEvent, after: FakeEvent) -> float | None:
+        return None if after.at is None or before.at is None else after.at - before.at
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def finish(self) -> None:
+        """Do everything that is enqueued."""
+        with self._lock:
+            while self._advance():
+                pass
+            assert not self.copies and not self.compute, "streams wait for each other"
+
+    def _enqueue(self, stream: FakeStream, work: Callable[[], object] | FakeEvent) -> None:
+        with self._lock:
+            stream.append(work)
+            while self._random.random() < self._haste and self._advance():
+                pass
+            while stream is self.compute and not self._is_compute_late and self.compute:
+                assert self._step(self.compute) or self._step(self.copies), "compute waits for what was never sent"
+
+    def _advance(self) -> bool:
+        """One piece of work on a stream chosen by chance; False when none can go on."""
+        if self._random.random() < self._compute_share:
+            return self._step(self.compute) or self._step(self.copies)
+        return self._step(self.copies) or self._step(self.compute)
+
+    def _step(self, stream: FakeStream) -> bool:
+        if not stream:
+            return False
+        if isinstance(stream[0], FakeEvent):
+            if stream[0].at is None:
+                return False
+            stream.now = max(stream.now, stream.popleft().at)
+        else:
+            stream.popleft()()
+        return True
+
+
+class FakeWay:
+    """Locks pages as long as `limit_bytes` lasts."""
+
+    name = "fake"
+
+    def __init__(self, limit_bytes: float = float("inf")) -> None:
+        self.left_bytes, self.freed = limit_bytes, 0
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        if num_bytes > self.left_bytes:
+            raise RefusedError(f"the wall is at {self.left_bytes} bytes")
+        self.left_bytes -= num_bytes
+        return allocate(num_bytes)
+
+    def free(self, array: np.ndarray) -> None:
+        self.freed += 1
+
+
+def fake_arena(limit_bytes: float = float("inf")) -> Arena:
+    return Arena([FakeWay(limit_bytes)])

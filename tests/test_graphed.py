@@ -1,0 +1,120 @@
+"""Padding and buckets of recorded passes, with direct calls in the place of a recording: same logits, same text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB_SIZE, build, save, save_pair
+
+import offload
+from offload import graphed
+from offload.checkpoint import open_checkpoint
+from offload.graphed import Graphs, Work
+from offload.kv_cache import KVCache
+from offload.loading import resident_model
+from offload.model import BorrowedModel
+from offload.tree import ancestors
+from offload.tree_spec import parse_tree
+
+
+class Calls:
+    """Stands in for a recorder; counts what was recorded."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
+    def __call__(self, work: Work) -> Work:
+        self.num_recorded += 1
+        work()
+        return work
+
+
+def models(family: str, directory: Path) -> tuple[BorrowedModel, BorrowedModel, Calls]:
+    checkpoint = open_checkpoint(save(build(FAMILIES[family]()), directory))
+    plain, replayed, calls = resident_model(checkpoint, "float32"), resident_model(checkpoint, "float32"), Calls()
+    replayed.replay_with(Graphs(replayed, calls))
+    return plain, replayed, calls
+
+
+def passes(model: BorrowedModel, cache: KVCache) -> list[torch.Tensor]:
+    """A prompt, then trees grown level by level, of which a path is kept; several widths, and an extent crossed."""
+    generator, out = torch.Generator().manual_seed(1), []
+    prompt = torch.randint(3, VOCAB_SIZE, (29,), generator=generator)
+    causal = torch.ones(29, 29, dtype=torch.bool).tril()
+    out.append(model.forward(prompt, torch.arange(29), causal, cache, num_logits=2))
+    cache.commit(range(29))
+    for spec in ("8x3", "sequences:3x2", "chain:2", "12x3"):
+        topology = parse_tree(spec).build()
+        depth_N, sees_NN = torch.from_numpy(topology.depth_N.copy()), ancestors(topology)
+        token_N = torch.randint(3, VOCAB_SIZE, (topology.num_nodes,), generator=generator)
+        for level in topology.levels:
+            position_U = depth_N[: level.stop] + cache.length
+            out.append(model.forward(token_N[level], position_U, sees_NN[level, : level.stop], cache))
+        deep = topology.num_nodes - 1
+        cache.commit([node for node in range(topology.num_nodes) if sees_NN[deep, node]])
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma2"])
+def test_padded_passes_give_the_same_logits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed, "WIDTHS", (2, 5, 12))
+    monkeypatch.setattr(graphed, "_EXTENT_STEP", 16)
+    plain, replayed, calls = models(family, tmp_path)
+    num_slots = 29 + 24 + 12
+    wanted = passes(plain, KVCache(plain.num_layers, num_slots))
+    got = passes(replayed, KVCache(replayed.num_layers, num_slots))
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert 3 < calls.num_recorded < len(wanted) - 1, "a shape is recorded once; the prompt is wider than any of them"
+
+
+def test_a_full_cache_has_room_for_padding(tmp_path: Path) -> None:
+    """The last rows of a cache are real ones: padding must not land on them."""
+    plain, replayed, _ = models("llama", tmp_path)
+    token_T, position_T = torch.arange(3, 9), torch.arange(6)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    logits = []
+    for model in (plain, replayed):
+        cache = KVCache(model.num_layers, 6)
+        for lo, hi in ((0, 3), (3, 6)):  # three rows are padded to four
+            logits.append(model.forward(token_T[lo:hi], position_T[:hi], causal[lo:hi, :hi], cache))
+        logits.append(model.forward(token_T[5:], position_T, causal[5:], cache))
+    for theirs, ours in zip(logits[:3], logits[3:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_slots_that_were_never_written_hold_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory as an allocator may hand it out: NaN in every slot that nobody has written."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
+    _, replayed, _ = models("llama", tmp_path)
+    one, sees = torch.tensor([5]), torch.ones(1, 1, dtype=torch.bool)
+    cache = KVCache(replayed.num_layers, 40)
+    assert not replayed.forward(one, torch.zeros(1, dtype=torch.long), sees, cache).isnan().any()
+
+
+def test_logits_outlive_the_next_pass(tmp_path: Path) -> None:
+    _, replayed, _ = models("llama", tmp_path)
+    cache, sees = KVCache(replayed.num_layers, 8), torch.ones(1, 1, dtype=torch.bool)
+    recorded = Graphs(replayed, Calls())
+    replayed.replay_with(recorded)
+    first = replayed.forward(torch.tensor([5]), torch.tensor([0]), sees, cache)
+    kept = first.clone()
+    with torch.inference_mode():
+        for recording in recorded._recordings.values():
+            assert recording.logits_WV is not None
+            recording.logits_WV.fill_(0)
+    assert torch.equal(first, kept)
+
+
+def test_a_draft_that_replays_writes_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = save_pair(FAMILIES["llama"](), tmp_path)
+    results = []
+    for is_replaying in (False, True):
+        with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
+            if is_replaying:
+                model = decoder.drafter._draft._model
+                model.replay_with(Graphs(model, Calls()))
+            results.append(decoder.generate([5, 6, 7] * 9, max_new_tokens=80))
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].stats.accepted_per_sweep == results[1].stats.accepted_per_sweep, "the draft guessed differently"
