@@ -31,7 +31,7 @@ def plain_read_s(shards: Sequence[Path], num_bytes: int, how: Reading = Reading(
     wanted = max(1, num_bytes // block_bytes)
     files = [(_open(path, how.is_direct), path.stat().st_size) for path in shards]
     blocks = [(fd, lo) for fd, size in files for lo in range(0, size - block_bytes + 1, block_bytes)]
-    free = [memoryview(mmap.mmap(-1, block_bytes)) for _ in range(how.num_threads)]
+    free = [_touched(block_bytes) for _ in range(how.num_threads)]
 
     def read(block: tuple[int, int]) -> None:
         buffer = free.pop()
@@ -59,6 +59,13 @@ def plain_rate(shards: Sequence[Path], num_bytes: int, how: Reading = Reading())
 def shards_of(target: Path) -> list[Path]:
     """The weight files of a checkpoint folder."""
     return sorted(target.glob("*.safetensors"))
+
+
+def _touched(num_bytes: int) -> memoryview:
+    """A page-aligned buffer that really lies in memory: the first use of a page is not the disk's affair."""
+    region = mmap.mmap(-1, num_bytes)
+    region.write(bytes(num_bytes))
+    return memoryview(region)
 
 
 def _open(path: Path, is_direct: bool) -> int:

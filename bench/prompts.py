@@ -15,9 +15,12 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.errors import UserError
+
+if TYPE_CHECKING:
+    from offload.decode import Decoder
 
 LICENCES = Path("/usr/share/common-licenses")
 _CHARS = 1200  # of a text: more than enough for 128 tokens
@@ -48,6 +51,7 @@ class Prompt(NamedTuple):
 
     name: str  # unique within a bench, such as code/argparse.py
     text: str
+    is_chat: bool = False  # a question: it belongs into a chat template where the model has one
 
 
 def prompts(sources: Iterable[str], num_each: int, *, chars: int = _CHARS) -> list[Prompt]:
@@ -57,7 +61,14 @@ def prompts(sources: Iterable[str], num_each: int, *, chars: int = _CHARS) -> li
         UserError: a source that is neither a set nor a file, has no text, or cannot be read.
     """
     found = [prompt for source in sources for prompt in _spread(_texts(source), num_each)]
-    return [Prompt(prompt.name, prompt.text[:chars]) for prompt in found]
+    return [prompt._replace(text=prompt.text[:chars]) for prompt in found]
+
+
+def encoded(decoder: "Decoder", prompt: Prompt, num_tokens: int) -> list[int]:
+    """Token ids: a text cut to `num_tokens`, a question whole where a chat template surrounds it."""
+    if prompt.is_chat and decoder.tokenizer is not None and decoder.tokenizer.chat_template:
+        return decoder.encode(prompt.text)
+    return decoder.encode(prompt.text, raw=True)[:num_tokens]
 
 
 def _texts(source: str) -> list[Prompt]:
@@ -88,7 +99,7 @@ def _prose() -> Iterator[Prompt]:
 
 
 def _chat() -> Iterator[Prompt]:
-    yield from (Prompt(f"chat/{kind}", question) for kind, question in _CHAT)
+    yield from (Prompt(f"chat/{kind}", question, is_chat=True) for kind, question in _CHAT)
 
 
 def _from_file(path: Path) -> Iterator[Prompt]:
@@ -102,7 +113,7 @@ def _from_file(path: Path) -> Iterator[Prompt]:
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
-            yield Prompt(f"{path.name}:{number}", _question(line, f"{path.name}:{number}"))
+            yield Prompt(f"{path.name}:{number}", _question(line, f"{path.name}:{number}"), is_chat=True)
 
 
 def _question(line: str, place: str) -> str:
