@@ -154,7 +154,7 @@ def draw(events: Sequence[Event]) -> "Figure":
         spans = [event for event in events if event.kind == kind]
         for shade in (0, 1):
             bars = [(e.start_s - zero_s, e.end_s - e.start_s) for e in spans if e.layer % 2 == shade]
-            panel.broken_barh(bars, (row - 0.4, 0.8), color=COLOURS[row], alpha=0.95 - 0.35 * shade, linewidth=0)
+            panel.broken_barh(bars, (row - 0.4, 0.8), color=COLOURS[row], alpha=(0.95, 0.6)[shade], linewidth=0)
     panel.set_yticks(range(len(LANES)), [_NAMES[kind] for kind in LANES])
     panel.invert_yaxis()
     panel.set_xlabel("seconds since the step began; layers in turn in two shades")
