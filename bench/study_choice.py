@@ -15,7 +15,7 @@ from offload.bench.picture import COLOURS, Line, draw_line, draw_reference, labe
 from offload.bench.scale import FULL, QUICK, Scale
 from offload.bench.tree_choice import Effort
 
-TINY_EFFORT = Effort(256, (8, 16), (3,), (1, 1), 1)
+TINY_EFFORT = Effort(128, (8, 16), (3,), (1, 1), 1, "16x4")
 Figures = dict[str, Any]
 
 

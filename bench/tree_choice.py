@@ -59,6 +59,7 @@ class Effort(NamedTuple):
     depths: tuple[int, ...]
     rounds: tuple[int, int]  # over the grid: as it is, and slowed down
     num_sweeps: int  # of every tree in every round
+    largest: str | None = None  # tree to time; None is what memory has room for
 
 
 FULL = Effort(8192, (16, 32, 64, 128, 256, 512), (4, 8, 12, 16, 24), (4, 1), 8)
@@ -71,12 +72,14 @@ def held_out_halves() -> tuple[list[str], list[str]]:
     return [text[: len(text) // 2] for text in texts], [text[len(text) // 2 :] for text in texts]
 
 
-def tuned_on_first_halves(target: Path, sampling: Sampling, num_tokens: int, folder: Path, ram: str | int) -> Tuned:
+def tuned_on_first_halves(
+    target: Path, sampling: Sampling, num_tokens: int, folder: Path, *, ram: str | int, tree: str | None = None
+) -> Tuned:
     """The outcome of `offload tune`; its profile is moved into `folder`, out of the user's cache."""
     paths = [folder / f"{index}.txt" for index in range(len(held_out_halves()[0]))]
     for path, text in zip(paths, held_out_halves()[0], strict=True):
         path.write_text(text or " x", encoding="utf-8")
-    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, ram=ram)
+    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, tree=tree, ram=ram)
     return tuned._replace(path=tuned.path.rename(folder / tuned.path.name))
 
 
@@ -89,7 +92,7 @@ def model_is_measurement(temperature: float, effort: Effort) -> Row:
     """Tokens per sweep as predicted from one half of every file, and as measured on the other."""
     sampling = Sampling(temperature=temperature)
     with tempfile.TemporaryDirectory() as name:
-        tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), "2GiB")
+        tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), ram="2GiB")
         options = {"context": 512, "sampling": sampling, "profile": tuned.path}
         with load(PAIR / "target", PAIR / "draft", "2GiB", "256x16", **options) as decoder:  # type: ignore[arg-type]
             prompts = other_prompts(decoder, effort.num_tokens)
@@ -142,7 +145,9 @@ def hardware_aware(size: str, effort: Effort) -> list[Row]:
     target, sampling = inflated_target(parse_size(size, "--size"), lambda done, total: None), Sampling()
     with tempfile.TemporaryDirectory() as name:
         ram = max(LEAST_RAM_BYTES, parse_size(size, "--size") // 4)
-        tuned = tuned_on_first_halves(target, sampling, min(2048, effort.num_tokens), Path(name), ram)
+        tuned = tuned_on_first_halves(
+            target, sampling, min(2048, effort.num_tokens), Path(name), ram=ram, tree=effort.largest
+        )
         fifth = int(tuned.profile.costs.link_bytes_per_s / 5)
         setting = Setting(target, ram, tuned, effort)
         return [_against_grid(setting, limit, effort.rounds[index]) for index, limit in enumerate((None, fifth))]
