@@ -38,7 +38,8 @@ Compare = Annotated[
     Path | None, typer.Option(metavar="OLD.json", help="flag what is slower than there beyond noise; exits with 1")
 ]
 Prompts = Annotated[
-    list[str] | None, typer.Option(metavar="SET", help="code, prose, chat or a text or .jsonl file; several times")
+    list[str] | None,
+    typer.Option("--prompts", metavar="SET", help="code, prose, chat or a text or .jsonl file; several times"),
 ]
 
 

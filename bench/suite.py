@@ -52,7 +52,7 @@ def load_command(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "offload":
             raise
-        raise UserError(f"bench {name} needs {error.name}: pip install 'offload[bench]'") from None
+        raise UserError(f"bench {name} needs {error.name.split('.')[0]}: pip install 'offload[bench]'") from None
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
     parser = typer.Typer(rich_markup_mode=None)
