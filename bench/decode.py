@@ -22,7 +22,7 @@ from offload.bench.metrics import Burst, acceptance_by_depth, latencies
 from offload.bench.prompts import Prompt, encoded, prompts
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
-from offload.bench.timeline import record_steps, write_trace
+from offload.bench.timeline import record_steps, require_pictures, write_trace
 from offload.config import Sampling, drafting_of
 from offload.decode import Decoder
 from offload.errors import UserError
@@ -137,10 +137,10 @@ def rows_of(runs: Sequence[Timed]) -> list[Row]:
     base = {row["temperature"]: row for row in rows if row["tree"] == "none"}
     for row in rows:
         plain = base.get(row["temperature"])
-        if plain is not None and plain is not row:
+        if plain is not None and plain is not row and plain["decode_tokens_per_s"]:
             row["speedup"] = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
             pairs = zip(row["tokens_per_s_samples"], plain["tokens_per_s_samples"], strict=True)
-            row["speedup_samples"] = [fast / slow for fast, slow in pairs]
+            row["speedup_samples"] = [fast / slow if slow else 0.0 for fast, slow in pairs]
     return rows
 
 
@@ -242,6 +242,9 @@ def main(
     """How many tokens per second, how smoothly, and what of the link is used?"""
     if preset is not None and preset not in PRESETS:
         raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    if trace is not None:
+        require_pictures()
+    old = common.earlier("decode", compare)
     effort = PRESETS[preset] if preset else QUICK if quick else FULL
     effort = Effort(
         num_prompts=num_prompts or effort.num_prompts,
@@ -271,7 +274,7 @@ def main(
         rows=rows,
         guards=guards_of(rows, [prompt.name for prompt in found]),
     )
-    common.finish(result, json_file, compare)
+    common.finish(result, json_file, old)
 
 
 def _settings(setting: Setting, effort: Effort, measured: Measured, proof: Proof) -> Row:

@@ -96,7 +96,7 @@ def main(
     compare: common.Compare = None,
 ) -> None:
     """How long does drafting take, and how many of the guesses are accepted at each depth?"""
-    effort = QUICK if quick else FULL
+    effort, old = QUICK if quick else FULL, common.earlier("draft", compare)
     with Screen(is_quiet=False) as screen:
         setting = _small(model, draft, ram)
         rate = memory_bytes_per_s()
@@ -106,6 +106,7 @@ def main(
         with setting.open(effort.trees[-1], context=1024) as decoder:
             found = prompts(source or ["code"], effort.num_prompts)
             texts = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in found]
+            decoder.generate(texts[0], max_new_tokens=2 * effort.num_tokens // 3)  # warms everything up
             rows, written = measure(decoder, texts, effort, temp, screen)
     proof = setting.prove(written)
     head = ["tree", "draft s", "ms a step", "of the ceiling", "tokens/sweep", "reached depth 1, 2, 4, 8"]
@@ -118,7 +119,7 @@ def main(
         rows=rows,
         guards=_guards(rows, [prompt.name for prompt in found]),
     )
-    common.finish(result, json_file, compare)
+    common.finish(result, json_file, old)
 
 
 def _small(model: str | None, draft: str | None, ram: str | None) -> Setting:

@@ -162,7 +162,7 @@ def main(
     compare: common.Compare = None,
 ) -> None:
     """How fast do bytes arrive, and which way of reading is fastest?"""
-    effort = QUICK if quick else FULL
+    effort, old = QUICK if quick else FULL, common.earlier("link", compare)
     with Screen(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, None, screen)
         common.say_ceiling("plain reader, O_DIRECT, 4 x 8 MiB", setting.ceiling())
@@ -178,4 +178,4 @@ def main(
         rows=rows,
         guards={"layer stream / plain reader": Guard(stream["shares"], "higher")},
     )
-    common.finish(result, json_file, compare)
+    common.finish(result, json_file, old)

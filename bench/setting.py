@@ -18,6 +18,7 @@ from offload.bench.record import Result, read, store
 from offload.checkpoint import open_checkpoint
 from offload.config import parse_size
 from offload.decode import Decoder
+from offload.errors import UserError
 from offload.loading import load
 from offload.screen import Screen
 
@@ -114,11 +115,19 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def finish(result: Result, json_file: Path | None, compare: Path | None) -> None:
+def earlier(bench: str, compare: Path | None) -> Result | None:
+    """What `--compare` names, read before anything is measured. Raises `UserError`."""
+    old = None if compare is None else read(compare)
+    if old is not None and old.bench != bench:
+        raise UserError(f"--compare needs a result of {bench}, got one of {old.bench}: name another file")
+    return old
+
+
+def finish(result: Result, json_file: Path | None, old: Result | None) -> None:
     """Store, compare, and end with one JSON line; what is slower beyond noise exits with 1."""
     if json_file is not None:
         store(result, json_file)
-    found = changes(read(compare), result) if compare is not None else []
+    found = [] if old is None else changes(old, result)
     for one in found:
         print(one.line)
     print(json.dumps(result.as_dict()))

@@ -137,7 +137,7 @@ def main(
     compare: common.Compare = None,
 ) -> None:
     """How long does a sweep take for trees of many sizes, and is the link busy?"""
-    effort = QUICK if quick else FULL
+    effort, old = QUICK if quick else FULL, common.earlier("sweep", compare)
     with Screen(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, ram, screen)
         common.say_ceiling("plain reader, O_DIRECT, 4 x 8 MiB", setting.ceiling())
@@ -155,7 +155,7 @@ def main(
         rows=rows,
         guards=_guards(rows, floor_s),
     )
-    common.finish(result, json_file, compare)
+    common.finish(result, json_file, old)
 
 
 def _guards(rows: Sequence[Row], floor_s: float) -> dict[str, Any]:

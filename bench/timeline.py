@@ -8,6 +8,7 @@ is asked for while the ones before it still read, so it begins when they end, at
 import json
 import threading
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -89,6 +90,12 @@ def record_steps(
     finally:
         stream.record = None
     return timeline, tokens[len(prompt_ids) :]
+
+
+def require_pictures() -> None:
+    """Raises `UserError` where pictures cannot be drawn; ask before measuring."""
+    if find_spec("matplotlib") is None:
+        raise UserError("--trace draws a picture and needs matplotlib: pip install 'offload[bench]'")
 
 
 def chrome_trace(events: Sequence[Event]) -> dict[str, object]:

@@ -199,6 +199,23 @@ def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: p
     )
 
 
+def test_what_cannot_end_well_is_refused_before_measuring(
+    decoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ["bench", "decode", "--quick", *SIZE, *RAM, *FEW]
+    wishes = {
+        "needs a result of link, got one of decode": ["bench", "link", "--compare", decoded / "decode.json"],
+        "cannot read": [*few, "--compare", tmp_path / "none.json"],
+        "sequoia, pipeinfer, got 'specinfer'": [*few, "--preset", "specinfer"],
+    }
+    for said, command in wishes.items():
+        outcome = shell(*command)
+        assert outcome.code == 2 and outcome.out == "" and said in outcome.err
+    monkeypatch.setattr("offload.bench.timeline.find_spec", lambda _: None)
+    outcome = shell(*few, "--trace", tmp_path / "t.json")
+    assert outcome.code == 2 and outcome.out == "" and "pip install 'offload[bench]'" in outcome.err
+
+
 def test_commands_whose_file_is_absent_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(suite.COMMANDS, "nothing", ("no_such_file", "never shown"))
     assert "never shown" not in shell("bench").out
