@@ -28,7 +28,7 @@ from offload.decode import Decoder
 from offload.errors import UserError
 from offload.generation import Generation
 from offload.screen import Screen
-from offload.topology import parse_tree
+from offload.tree_spec import parse_tree
 
 _MOST_PROMPT_TOKENS = 512  # of a question in its chat template, which is not cut
 _STALLED_SHARE = 0.05  # of its sweeps: a run that waits for less is not bound by the link
@@ -207,7 +207,7 @@ def _largest(trees: Sequence[str]) -> str:
     """The tree that memory must be planned for; `auto` finds its own size, and the others must fit beside it."""
     if "auto" in trees:
         return "auto"
-    return max(trees, key=lambda tree: parse_tree(tree).build().num_nodes)
+    return max(trees, key=lambda tree: parse_tree(tree).num_nodes)
 
 
 app = typer.Typer(rich_markup_mode=None)

@@ -22,6 +22,8 @@ COMMANDS = {  # name: file, what it answers
     "draft": ("draft", "seconds of drafting, and how deep its guesses hold"),
     "decode": ("decode", "tokens per second and latencies: prompts x temperatures x trees x rules"),
     "peers": ("peers", "other programs on the same files and prompts in the same memory"),
+    "kernels": ("kernels", "each kernel against what runs without it, on a CUDA device"),
+    "grown": ("grown_trees", "grown trees against fixed ones of the same size"),
     "device": ("device", "what a CUDA device gives: copies, overlap, kernels"),
     "prediction": ("prediction", "what the plan promises for cards that are not here"),
     "tree": ("studies", "Sequoia's studies of trees and rules"),

@@ -75,14 +75,14 @@ def record_steps(
     stream, timeline = decoder.target.stream, Timeline()
     if not hasattr(stream, "record"):
         raise UserError("--trace is for streams through host memory, this one tells no times: use --device cpu")
-    topology = decoder.run(prompt_ids, Sampling(), max_new_tokens=1, tree=tree).tree_choice.topology
+    shape = decoder.run(prompt_ids, Sampling(), max_new_tokens=1, tree=tree).tree_choice.shape
     sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompt_ids)
-    tokens += decoder.step(tokens, topology, decoder.rule, sampler, Stats())
+    tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
     stream.record = timeline.add
     try:
         for _ in range(num_steps):
             stats, started = Stats(), time.perf_counter()
-            tokens += decoder.step(tokens, topology, decoder.rule, sampler, stats)
+            tokens += decoder.step(tokens, shape, decoder.rule, sampler, stats)
             drafted, swept = started + stats.draft_s, started + stats.draft_s + stats.sweep_s
             timeline.add("draft", -1, started, drafted)
             timeline.add("sweep", -1, drafted, swept)

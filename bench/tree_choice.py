@@ -120,7 +120,7 @@ def _compared(
     settings: dict[str, Any] = {"tree": "{}x{}".format(*size), "max_new_tokens": NUM_NEW + _AHEAD}
     for seed, prompt in enumerate(prompts):
         result = decoder.generate(prompt, temperature=temperature, seed=seed, **settings)
-        assert result.tree_choice.topology == tree, "the decoder builds another tree from the profile"
+        assert result.tree_choice.shape == tree, "the decoder builds another tree from the profile"
         _prove(prompt, result.token_ids, result.sampling)
         measured.append(_whole([result.stats.num_first_tokens, *result.stats.accepted_per_sweep]))
     got, error = _mean(measured)
@@ -168,8 +168,8 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
         choice = decoder.run([0], Sampling(), max_new_tokens=1).tree_choice
     best = choice.candidates[0]
     print("\n".join(candidate_rows(choice.candidates)), flush=True)
-    chosen = (choice.topology.num_nodes, choice.topology.depth)
-    cells = {(1, 0): chain(0), chosen: choice.topology}
+    chosen = (best.topology.num_nodes, best.topology.depth)
+    cells = {(1, 0): chain(0), chosen: best.topology}
     largest = setting.tuned.profile.costs.compute_s.sizes[-1]
     for shape in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
         tree, _ = tree_for(setting.tuned.profile.acceptance, *shape)

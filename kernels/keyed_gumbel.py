@@ -3,22 +3,91 @@
 A counter-based hash (two rounds of the SplitMix64 finaliser, constants from Steele, Lea and Flood 2014) of the three
 keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel. argmax(log p + G) is then a draw from p (the
 Gumbel-max trick), and whoever knows the key can repeat the draw.
+
+Invariant: kernel and twin compute the same 64 bits; only the logarithms may differ in their last place between devices.
 """
 
 import torch
 from torch import Tensor
 
+from offload.kernels.jit import is_for_kernels, jit, tl, triton
+
 _MASK = (1 << 64) - 1
 _STEP, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_BEATS_TWIN = True  # about 25 launches become one; not measured on a device yet: `python -m offload.bench.kernels`
+_BLOCK = 1024  # tokens of one program
 
 
 def keyed_gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
     """Noise `gumbel_V` (float64) for one absolute position."""
-    key = _mix_int(_mix_int(seed & _MASK) ^ (position & _MASK))
+    takes_kernel = _BEATS_TWIN and is_for_kernels(device)
+    return (keyed_gumbel_kernel if takes_kernel else keyed_gumbel_twin)(seed, position, vocab_size, device)
+
+
+def keyed_gumbel_twin(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """The noise in plain torch."""
     token_V = torch.arange(vocab_size, dtype=torch.int64, device=device)
-    bits_V = _mix(_mix(token_V ^ _signed(key)))
-    uniform_V = (_shift(bits_V, 12).to(torch.float64) + 0.5) * 2.0**-52  # in (0, 1): with 53 bits 1 would be reached
-    return -torch.log(-torch.log(uniform_V))
+    return -torch.log(-torch.log(uniform(_signed(_mix_int(seed_key(seed) ^ (position & _MASK))), token_V)))
+
+
+def keyed_gumbel_kernel(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """The noise in Triton."""
+    gumbel_V = torch.empty(vocab_size, dtype=torch.float64, device=device)
+    grid = (triton.cdiv(vocab_size, _BLOCK),)
+    _fill[grid](gumbel_V, signed_seed_key(seed), position, vocab_size, BLOCK=_BLOCK)
+    return gumbel_V
+
+
+def seed_key(seed: int) -> int:
+    """The first half of a key, in [0, 2^64)."""
+    return _mix_int(seed & _MASK)
+
+
+def signed_seed_key(seed: int) -> int:
+    """The same 64 bits as an int64, for kernels."""
+    return _signed(seed_key(seed))
+
+
+def row_keys(seed: int, number_N: Tensor) -> Tensor:
+    """Keys (int64) of rows with these numbers, positions for example; `uniform` takes them."""
+    return _mix(number_N.long() ^ signed_seed_key(seed))
+
+
+def uniform(key: int | Tensor, token_V: Tensor) -> Tensor:
+    """52 uniform bits in (0, 1), float64: with 53 bits 1 would be reached."""
+    bits_V = _mix(_mix(token_V ^ key))
+    return (_shift(bits_V, 12).to(torch.float64) + 0.5) * 2.0**-52
+
+
+@jit
+def mix_bits(value: tl.tensor) -> tl.tensor:
+    """The finaliser on uint64."""
+    value = value + 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    return value ^ (value >> 31)
+
+
+@jit
+def row_key(key_of_seed: tl.tensor, number: tl.tensor) -> tl.tensor:
+    """`row_keys` for one row."""
+    return mix_bits(number.to(tl.int64).to(tl.uint64) ^ key_of_seed.to(tl.uint64))
+
+
+@jit
+def log_uniform(key: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """log of `uniform` for a block of tokens."""
+    bits = mix_bits(mix_bits(token.to(tl.uint64) ^ key))
+    return tl.log(((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16)
+
+
+@jit(do_not_specialize=["key_of_seed", "position"])
+def _fill(
+    gumbel: tl.tensor, key_of_seed: tl.tensor, position: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    noise = -tl.log(-log_uniform(row_key(key_of_seed, position), token))
+    tl.store(gumbel + token, noise, mask=token < vocab_size)
 
 
 def _mix_int(value: int) -> int:

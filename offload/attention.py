@@ -3,10 +3,11 @@ queries.
 
 Query heads that share a key/value head are folded into the query rows, so keys and values are read once and copied
 never. The function is registered with transformers under `NAME`; families without scaled-dot-product attention
-(soft-capped scores, sinks) keep their own eager one and get the same additive masks.
+(soft-capped scores, sinks) keep their own eager one and get the same additive masks. Instead of a mask the function
+also takes `TreeRows`, which says the same in bits; on CUDA a kernel then does the work.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offload.errors import UserError
+from offload.kernels.tree_attention import pack_bits, tree_attention
 
 NAME = "offload_tree"
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one take their own eager attention
+
+
+class TreeRows(NamedTuple):
+    """What the rows of one pass see, in place of an additive mask; see `tree_mask` for the terms."""
+
+    seen_TW: Tensor  # int32, ancestors as bits
+    num_prefix: int  # P
+    position_U: Tensor  # int64
+    window: int | None
+
+
+def tree_rows(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: int | None) -> TreeRows:
+    """The same as `tree_mask`, in bits."""
+    return TreeRows(pack_bits(ancestor_TU), num_prefix, position_U, window)
 
 
 def tree_mask(
@@ -45,7 +61,7 @@ def folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | TreeRows | None,
     *,
     scaling: float | None = None,
     **more: Any,
@@ -61,6 +77,8 @@ def folded_attention(
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
         raise UserError(f"token trees do not support attention with {' and '.join(wanted)}: choose another model")
+    if isinstance(attention_mask, TreeRows):
+        return _tree_attention(query, key, value, attention_mask, scaling), None
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     folded = query.reshape(
@@ -68,6 +86,21 @@ def folded_attention(
     )  # head = g * group + i -> rows i * T + t
     out = scaled_dot_product_attention(folded, key, value, attn_mask=_folded_mask(attention_mask, group), scale=scaling)
     return out.reshape(num_batch, num_heads, num_rows, -1).transpose(1, 2).contiguous(), None
+
+
+def _tree_attention(query: Tensor, key: Tensor, value: Tensor, rows: TreeRows, scaling: float | None) -> Tensor:
+    """Some families run their last layers on the last rows alone."""
+    out = tree_attention(
+        query[0],
+        key[0],
+        value[0],
+        rows.seen_TW[-query.shape[2] :],
+        rows.num_prefix,
+        scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=rows.window,
+        position_U=rows.position_U,
+    )
+    return out[None].contiguous()
 
 
 def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:

@@ -47,7 +47,9 @@ Context = Annotated[
     int | None, typer.Option(metavar="N", help="positions for prompt and new tokens; default: at most 4096")
 ]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
-Tree = Annotated[str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), chain:L or sequences:KxL")]
+Tree = Annotated[
+    str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), grown:NxD, chain:L or sequences:KxL")
+]
 RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
@@ -159,12 +161,12 @@ def plan(
     from offload.calibrate import link_bytes_per_s
     from offload.checkpoint import open_checkpoint
     from offload.plan import plan_memory
-    from offload.topology import tree_to_fill
+    from offload.tree_spec import tree_to_fill
 
     if gpu_mem is not None:
         raise UserError("--gpu-mem limits a CUDA device, which this version does not stream to: leave it out")
     target, small = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
-    num_nodes = tree_to_fill(tree, has_draft=small is not None).num_nodes
+    num_nodes = tree_to_fill(tree, rule, has_draft=small is not None).num_nodes
     memory = plan_memory(target, small, ram=ram, dtype=dtype, context=context, num_nodes=num_nodes, rule=rule)
     speed = link_bytes_per_s(max(target.shards, key=lambda path: path.stat().st_size))
     figures = {

@@ -19,7 +19,7 @@ from offload.sampling import Sampler
 from offload.stats import Stats
 from offload.target import Target
 from offload.text import TextStream, encode_prompt
-from offload.topology import Topology
+from offload.topology import Shape
 from offload.trees import Trees
 
 
@@ -60,7 +60,7 @@ class Decoder:
         self._num_runs += 1
         return Sampler(sampling, self._vocab_size, rule.drafting)
 
-    def step(self, tokens: Sequence[int], topology: Topology, rule: Rule, sampler: Sampler, stats: Stats) -> list[int]:
+    def step(self, tokens: Sequence[int], shape: Shape, rule: Rule, sampler: Sampler, stats: Stats) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.
 
         Args:
@@ -72,13 +72,13 @@ class Decoder:
         """
         stream, started = self.target.stream, time.perf_counter()
         moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
-        tree = self.drafter.grow(topology, tokens, sampler)
+        tree = self.drafter.grow(shape, tokens, sampler)
         grown = time.perf_counter()
         logits_NV = self.target.score(tree, tokens)
         scored = time.perf_counter()
         accepted = rule.verify(tree, logits_NV, sampler, len(tokens) - 1)
         self.target.commit(accepted.nodes)
-        self.drafter.commit(accepted.nodes)
+        self.drafter.commit(accepted.nodes, accepted.tokens)
         stats.add_step(
             draft_s=grown - started,
             sweep_s=scored - grown,
@@ -159,15 +159,15 @@ class Decoder:
         self._require_room(len(prompt_ids), max_new_tokens)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
-        topology = choice.topology
-        stats = Stats(tree_num_nodes=topology.num_nodes, tree_depth=topology.depth)
+        shape = choice.shape
+        stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth)
         sampler = self.begin(sampling, acceptance)
         number = self._num_runs
 
         def step(tokens: Sequence[int]) -> list[int]:
             if number != self._num_runs:
                 raise UserError("this decoder has begun another generation or was closed: finish one before the next")
-            return self.step(tokens, topology, acceptance, sampler, stats)
+            return self.step(tokens, shape, acceptance, sampler, stats)
 
         return Run(
             step,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from offload.kernels.kv_commit import kv_commit
+
 
 class _Window:
     """Where the running pass writes, shared by all layers of one cache."""
@@ -45,11 +47,6 @@ class _SlotLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self._window.lo
 
-    def gather(self, length: int, row_A: Tensor) -> None:
-        """Move rows `length + row_A` to the front of the uncommitted part."""
-        for buffer in (self.keys, self.values):
-            buffer[:, :, length : length + len(row_A)] = buffer.index_select(2, row_A + length)
-
 
 class KVCache(Cache):
     """The cache of one model for one sequence.
@@ -78,8 +75,7 @@ class KVCache(Cache):
             # In some families the last layers share the keys and values of earlier ones and have none of their own.
             filled = [layer for layer in self._slot_layers if layer.is_initialized]
             row_A = torch.tensor(rows, device=filled[0].keys.device)
-            for layer in filled:
-                layer.gather(self.length, row_A)
+            kv_commit([buffer for layer in filled for buffer in (layer.keys, layer.values)], self.length, row_A)
         self.length += len(rows)
         self._window.lo = self.length
 

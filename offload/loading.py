@@ -27,7 +27,7 @@ from offload.rules import find_rule
 from offload.survey import Situation, look_around, make_trees, pick_num_threads
 from offload.target import Target
 from offload.text import load_tokenizer
-from offload.topology import tree_to_fill
+from offload.tree_spec import tree_to_fill
 from offload.trees import Trees
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
@@ -57,7 +57,7 @@ def load(
         model: directory or hub id of the target.
         draft: directory or hub id of a small model with the same vocabulary; without it every sweep yields one token.
         ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
-        tree: `auto`, `none`, `NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for `sampling` and this machine.
+        tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         device, gpu_memory: `auto` or `cpu`; the budget is reserved for devices that have memory of their own.
         dtype: to compute in; `auto` is the checkpoint's own.
@@ -74,7 +74,7 @@ def load(
     _check_device(device, gpu_memory)
     limit, situation = parse_rate(link_limit, "--link-limit"), Situation(sampling or Sampling(), rule, threads)
     files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
-    wish, acceptance = tree_to_fill(tree, has_draft=files.draft is not None), find_rule(rule)
+    wish, acceptance = tree_to_fill(tree, rule, has_draft=files.draft is not None), find_rule(rule)
     plan_for = _planner(files, ram=ram, dtype=dtype, context=context, rule=rule)
     plan_for(1 if wish.kind == "auto" else wish.build().num_nodes)  # refuses before a weight is read
     with ExitStack() as resources:
@@ -147,7 +147,7 @@ def _plan_tree(
     num_threads = situation.threads
     if pair.draft is not None and trees.wish.kind == "auto":
         num_threads = look_around(trees, pair.target, pair.draft, pair.store, situation)
-    plan = plan_for(trees.for_run(situation.sampling, situation.rule).topology.num_nodes)
+    plan = plan_for(trees.for_run(situation.sampling, situation.rule).shape.num_nodes)
     trees.settle(plan)
     num_threads = num_threads or pick_num_threads(pair.target, plan.num_nodes)
     torch.set_num_threads(num_threads)

@@ -12,6 +12,8 @@ Invariant: no fresh number is handed out twice, and none is a function of the sh
 is biased.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ from transformers.generation.logits_process import (
 
 from offload.config import Drafting, Sampling
 from offload.kernels.keyed_gumbel import keyed_gumbel
+from offload.kernels.match_rows import match_rows
 
 _KEPT_POSITIONS = 256  # a tree's depth and then some
 _LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
@@ -34,27 +37,42 @@ class Sampler:
     """The drawing rule of one generation; the target and every drafter use the same one.
 
     Attributes:
+        sampling: its settings.
         is_greedy: whether no chance enters at all.
         drafting: how drafters choose children, which the rule of verification decides.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, drafting: Drafting = Drafting.COUPLED) -> None:
-        self._sampling, self._vocab_size = sampling, vocab_size
+        self.sampling, self._vocab_size = sampling, vocab_size
         self.is_greedy, self.drafting = sampling.is_greedy, drafting
         self._warpers = _warpers(sampling)
         self._noise: dict[int, Tensor] = {}
         self._fresh = np.random.Generator(np.random.Philox(key=sampling.seed))
+        self._num_rows_taken = 0
 
     def draw(self, logits_V: Tensor, position: int) -> int:
         """The token at `position`, given the target's logits there."""
         return int(self.perturbed(logits_V[None], position).argmax())
 
-    def perturbed(self, logits_TV: Tensor, position: int) -> Tensor:
-        """log p + G up to a constant per row, for rows that all predict the token at `position`; fp32 without noise."""
+    def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
+        """`draw` for many rows at once, each at its own position: tokens (int64, N) on the device of the logits."""
+        seed, temperature = self.sampling.seed, self.sampling.temperature
+        if len(self._warpers) > 1:
+            return match_rows(self._warped(logits_NV), position_N, seed, temperature=1.0)
+        return match_rows(logits_NV, position_N, seed, temperature=temperature)
+
+    def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
+        """log p + G up to a constant per row; fp32 without noise.
+
+        Args:
+            position: of the token that each row predicts, or of all of them.
+        """
         if self.is_greedy:
             return logits_TV
         scores_TV = self._warped(logits_TV)
-        return scores_TV + self._noise_at(position, scores_TV.device)[: scores_TV.shape[1]]
+        positions = [position] if isinstance(position, int) else position
+        noise_TV = torch.stack([self._noise_at(one, scores_TV.device) for one in positions])
+        return scores_TV + noise_TV[:, : scores_TV.shape[1]]
 
     def law(self, logits_TV: Tensor) -> Tensor:
         """The distributions that are drawn from, float32 (T, V); when greedy, all on the argmax (ties: lowest id)."""
@@ -71,6 +89,11 @@ class Sampler:
         """Fresh numbers in the open interval (0, 1)."""
         return np.maximum(self._fresh.random(shape), _LEAST_UNIFORM)
 
+    def take_rows(self, num_rows: int) -> int:
+        """Number of the first of so many rows of fresh hashed numbers; no row is handed out twice."""
+        self._num_rows_taken += num_rows
+        return self._num_rows_taken - num_rows
+
     def _warped(self, logits_TV: Tensor) -> Tensor:
         nothing = torch.empty(len(logits_TV), 0, dtype=torch.long)
         return self._warpers(nothing, logits_TV.float())
@@ -80,7 +103,7 @@ class Sampler:
         if position not in self._noise:
             if len(self._noise) >= _KEPT_POSITIONS:
                 del self._noise[min(self._noise)]
-            self._noise[position] = keyed_gumbel(self._sampling.seed, position, self._vocab_size, device)
+            self._noise[position] = keyed_gumbel(self.sampling.seed, position, self._vocab_size, device)
         return self._noise[position]
 
 

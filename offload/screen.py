@@ -108,8 +108,7 @@ def plan_picture(plan: MemoryPlan) -> str:
 
 def choice_lines(choice: "TreeChoice") -> str:
     """What tree is used and why; where it was chosen, beside the next best."""
-    topology = choice.topology
-    first = f"tree of {topology.num_nodes} nodes, {topology.depth} deep: {choice.why}"
+    first = f"tree of {choice.shape.num_nodes} nodes, {choice.shape.depth} deep: {choice.why}"
     return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
 
 

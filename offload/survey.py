@@ -26,7 +26,7 @@ from offload.plan import MemoryPlan
 from offload.probe import MAX_PROBE_NODES, draft_curve, sweep_curve
 from offload.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.sampling import Sampler
-from offload.topology import TreeSpec
+from offload.tree_spec import TreeSpec
 from offload.trees import FindProfile, Trees
 
 _TYPICAL_NODES = 64

@@ -12,11 +12,9 @@ Shape letters, in this file only: N nodes (or sizes 0..N), D depths 0..D, K rank
 """
 
 import heapq
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +25,6 @@ from offload.errors import UserError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 AcceptanceVector = Sequence[float] | Floats
-
-MAX_TREE_NODES = 65536  # what `--tree` may ask for; far beyond any size whose verification hides behind a link
-AUTO_NODES, AUTO_DEPTH = 64, 16  # `auto` where nothing was measured; `choose` has the measured answer
 
 # The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail is assumed, not
 # measured: k^-3.5, so that all 32 sum to .995 and the rest is what such a draft never lists.
@@ -97,6 +92,17 @@ class Topology:
         return hash(self.parent_N.tobytes())
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Bounds of a tree whose shape is settled anew in every step, by what the draft says."""
+
+    num_nodes: int  # at most, the root included
+    depth: int  # at most, in edges from the root
+
+
+Shape = Topology | Growth
+
+
 def check_acceptance(p: AcceptanceVector) -> Floats:
     """`p` as float64 `p_K`, proved to be chances of which at most one comes true. Raises `UserError`."""
     try:
@@ -162,14 +168,20 @@ def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
 
 def in_level_order(parents: Sequence[int]) -> Topology:
     """The tree of nodes that were found in any order that has parents before children and siblings by rank."""
+    order = level_order(parents)
+    place = dict(zip(order, range(len(order)), strict=True))
+    return Topology.from_parents([-1, *(place[parents[node]] for node in order[1:])])
+
+
+def level_order(parents: Sequence[int]) -> list[int]:
+    """The nodes as `in_level_order` places them."""
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
     order = [0]
     for node in order:  # grows while it is read: a queue that remembers
         order.extend(children[node])
-    place = dict(zip(order, range(len(order)), strict=True))
-    return Topology.from_parents([-1, *(place[parents[node]] for node in order[1:])])
+    return order
 
 
 def optimal(p: AcceptanceVector, num_nodes: int, max_depth: int | None = None) -> Topology:
@@ -240,64 +252,6 @@ def k_ary(k: int, num_nodes: int) -> Topology:
     require(k >= 1, "a k-ary tree needs 1 child or more per node", k, "2 is the binary tree")
     _check_sizes(num_nodes, 0)
     return Topology.from_parents((np.arange(num_nodes) - 1) // k)
-
-
-TreeKind = Literal["auto", "none", "best", "chain", "sequences"]
-_TREE_FORMS: dict[TreeKind, str] = {
-    "auto": "auto",
-    "none": "none",
-    "best": r"(\d{1,9})x(\d{1,9})",
-    "chain": r"chain:(\d{1,9})",
-    "sequences": r"sequences:(\d{1,9})x(\d{1,9})",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TreeSpec:
-    """A tree as the user named it, not yet built: what `a` and `b` mean depends on the kind."""
-
-    kind: TreeKind
-    a: int = 0  # best: nodes; chain: length; sequences: count
-    b: int = 0  # best: most draft steps; sequences: length
-
-    @property
-    def num_nodes(self) -> int:
-        """The most nodes the built tree can have, known before any acceptance vector is."""
-        sizes = {"auto": AUTO_NODES, "best": self.a, "chain": 1 + self.a, "sequences": 1 + self.a * self.b}
-        return sizes.get(self.kind, 1)
-
-    def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Topology:
-        """The topology; `none` is the root alone. Raises `UserError` where best-first meets a `p` that rises."""
-        match self.kind:
-            case "auto":
-                return best_first(p, AUTO_NODES, AUTO_DEPTH)
-            case "none":
-                return chain(0)
-            case "best":
-                return best_first(p, self.a, self.b)
-            case "chain":
-                return chain(self.a)
-            case "sequences":
-                return sequences(self.a, self.b)
-
-
-def parse_tree(text: str) -> TreeSpec:
-    """`auto`, `none`, `NxD` (N nodes, at most D deep), `chain:L` or `sequences:KxL`. Raises `UserError`."""
-    for kind, form in _TREE_FORMS.items():
-        if match := re.fullmatch(form, text, re.ASCII):
-            numbers = [int(group) for group in match.groups()]
-            spec = TreeSpec(kind, *numbers)
-            rule = f"--tree must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
-            require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try --tree 64x16")
-            return spec
-    raise UserError(f"--tree must be auto, none, NxD, chain:L or sequences:KxL, got {text!r}: try --tree 64x16")
-
-
-def tree_to_fill(text: str, *, has_draft: bool) -> TreeSpec:
-    """The tree that `text` asks for; without a draft that can only be the root alone. Raises `UserError`."""
-    spec = parse_tree(text)
-    require(has_draft or spec.kind in ("auto", "none"), "--tree needs a draft to fill it", repr(text), "give --draft")
-    return spec if has_draft else TreeSpec("none")
 
 
 def _check_sizes(num_nodes: int, max_depth: int) -> None:

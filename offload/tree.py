@@ -69,7 +69,7 @@ def children_of(topology: Topology) -> list[list[int]]:
 def ancestors(topology: Topology) -> Tensor:
     """Bool (N, N): entry (i, j) tells whether node j lies on the path from the root to node i, i included."""
     ancestor_NN = torch.eye(topology.num_nodes, dtype=torch.bool)
-    for node, parent in enumerate(topology.parent_N.tolist()):
-        if parent >= 0:
-            ancestor_NN[node] |= ancestor_NN[parent]
+    parent_N = torch.from_numpy(topology.parent_N.copy())
+    for level in topology.levels[1:]:
+        ancestor_NN[level] |= ancestor_NN[parent_N[level]]
     return ancestor_NN

@@ -17,17 +17,16 @@ from offload.plan import MemoryPlan
 from offload.profile import Profile
 from offload.topology import (
     DEFAULT_ACCEPTANCE,
-    MAX_TREE_NODES,
     AcceptanceVector,
+    Shape,
     Topology,
-    TreeSpec,
     best_first,
     chain,
     check_acceptance,
     isotonic,
     optimal,
-    parse_tree,
 )
+from offload.tree_spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, parse_tree
 
 AUTO_MAX_NODES = 512  # of a chosen tree whose size was not measured
 NUM_SHOWN = 5
@@ -40,15 +39,15 @@ TrafficOf = Callable[[int], Traffic | None]  # by nodes of the largest tree; Non
 class TreeChoice(NamedTuple):
     """A tree and what speaks for it."""
 
-    topology: Topology
+    shape: Shape
     why: str
     candidates: tuple[Candidate, ...] = ()  # the best few, best first; empty where nothing was chosen
 
     def as_dict(self) -> dict[str, object]:
         """The field `tree_choice` of `--json`."""
         return {
-            "num_nodes": self.topology.num_nodes,
-            "depth": self.topology.depth,
+            "num_nodes": self.shape.num_nodes,
+            "depth": self.shape.depth,
             "why": self.why,
             "candidates": [candidate.as_dict() for candidate in self.candidates],
         }
@@ -89,10 +88,11 @@ class Trees:
             tree: named for this run; None takes what was named for all.
         """
         spec = self.wish if tree is None else parse_tree(tree)
+        spec.check_rule(rule)
         key = (spec, replace(sampling, seed=0), rule)
         if key not in self._known:
             choice = self._auto(sampling, rule) if spec.kind == "auto" else self._named(spec, sampling, rule)
-            self._check(choice.topology, tree)
+            self._check(choice.shape, tree)
             self._known[key] = choice
         return self._known[key]
 
@@ -127,6 +127,8 @@ class Trees:
 
     def _named(self, spec: TreeSpec, sampling: Sampling, rule: str) -> TreeChoice:
         """A tree as named; where a profile holds, NxD is the best for its acceptance vector."""
+        if spec.kind == "grown":
+            return TreeChoice(spec.build(), "at most, as the draft's scores suggest")
         if spec.kind != "best":
             return TreeChoice(spec.build(), "as named")
         profile, note = self.find(sampling, rule)
@@ -136,20 +138,17 @@ class Trees:
         return TreeChoice(topology, f"acceptance of {profile.num_tokens} traced tokens{how}")
 
     def _default(self) -> Topology:
-        topology = TreeSpec("auto").build()
-        if topology.num_nodes <= self.max_nodes:
-            return topology
-        return best_first(DEFAULT_ACCEPTANCE, self.max_nodes, topology.depth)
+        return best_first(DEFAULT_ACCEPTANCE, min(AUTO_NODES, self.max_nodes), AUTO_DEPTH)
 
-    def _check(self, topology: Topology, tree: str | None) -> None:
-        if topology.num_nodes > self.max_nodes:
+    def _check(self, shape: Shape, tree: str | None) -> None:
+        if shape.num_nodes > self.max_nodes:
             raise UserError(
-                f"tree {tree} has {topology.num_nodes} nodes, memory was planned for {self.max_nodes}: "
+                f"tree {tree} has {shape.num_nodes} nodes, memory was planned for {self.max_nodes}: "
                 "give the largest tree to load()"
             )
-        if self.context is not None and topology.depth >= self.context:
+        if self.context is not None and shape.depth >= self.context:
             raise UserError(
-                f"the tree is {topology.depth} deep, the context has {self.context} positions: "
+                f"the tree is {shape.depth} deep, the context has {self.context} positions: "
                 "raise --context or name a tree that is less deep"
             )
 

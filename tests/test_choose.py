@@ -18,10 +18,10 @@ from offload.topology import (
     check_acceptance,
     expected_tokens,
     optimal,
-    parse_tree,
     sequences,
 )
 from offload.traces import PRODUCT_FORM, RankTrie, acceptance, bursts, cut_order, grow_order, tokens_per_sweep, tree_of
+from offload.tree_spec import parse_tree
 from offload.trees import Trees, tree_for
 
 RULE = "match"
@@ -240,23 +240,23 @@ def no_profile(*_: object) -> tuple[Profile | None, str]:
 
 def test_trees_without_any_measurement_fall_back_and_say_so() -> None:
     choice = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0)).for_run(Sampling(), RULE)
-    assert choice.topology == parse_tree("auto").build() and "nothing was measured" in choice.why
+    assert choice.shape == parse_tree("auto").build() and "nothing was measured" in choice.why
     small = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0), max_nodes=8)
-    assert small.for_run(Sampling(), RULE).topology.num_nodes == 8
+    assert small.for_run(Sampling(), RULE).shape.num_nodes == 8
 
 
 def test_trees_choose_by_what_was_measured_and_by_todays_link() -> None:
     def chosen(link: float) -> int:
         trees = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), link, costs(row_s=2e-3))
-        return trees.for_run(Sampling(), RULE).topology.num_nodes
+        return trees.for_run(Sampling(), RULE).shape.num_nodes
 
     assert chosen(1e11) < chosen(1e8)
 
 
 def test_named_trees_are_as_named() -> None:
     trees = Trees(parse_tree("16x4"), no_profile, lambda _: Traffic(0, 0), max_nodes=32, context=8)
-    assert trees.for_run(Sampling(), RULE).topology == best_first(P_K, 16, 4)
-    assert trees.for_run(Sampling(), RULE, "chain:3").topology == chain(3)
+    assert trees.for_run(Sampling(), RULE).shape == best_first(P_K, 16, 4)
+    assert trees.for_run(Sampling(), RULE, "chain:3").shape == chain(3)
     with pytest.raises(UserError, match="64 nodes, memory was planned for 32"):
         trees.for_run(Sampling(), RULE, "64x4")
     with pytest.raises(UserError, match="9 deep, the context has 8 positions"):

@@ -13,7 +13,7 @@ from offload.config import Sampling
 from offload.demo import PAIR, PROMPT
 
 PROMPTS = (PROMPT, "import os\n\n\ndef walk(top):\n", "class Stack(list):\n    def push(self, item):\n")
-TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4")
+TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
 
 
 def reference(prompt_ids: list[int], num_tokens: int) -> list[int]:

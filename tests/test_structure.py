@@ -35,12 +35,12 @@ def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
-    """The parameters of a command are its flags, and a program may have many."""
+    """The parameters of a command are its flags, and a program may have many; a kernel takes its sizes one by one."""
     for function in functions(source):
         positional = [a.arg for a in function.args.posonlyargs + function.args.args if a.arg not in ("self", "cls")]
         num_keyword_only = len(function.args.kwonlyargs)
         too_many = len(positional) > MAX_POSITIONAL or num_keyword_only > MAX_KEYWORD_ONLY
-        if too_many and not decorators(function) & {"command", "callback"}:
+        if too_many and not decorators(function) & {"command", "callback", "jit"}:
             limits = f"at most {MAX_POSITIONAL} and {MAX_KEYWORD_ONLY}"
             counts = f"{len(positional)} positional and {num_keyword_only} keyword-only parameters"
             yield f"{path}:{function.lineno} {function.name} takes {counts}, {limits}"
@@ -157,6 +157,10 @@ from offload.kernels import other
 @app.command()
 def run(a, b, c, d, e, f, g, h):
     """A program's flags are not counted."""
+
+@jit(do_not_specialize=["h"])
+def kernel(a, b, c, d, e, f, g, h):
+    """Nor are a kernel's."""
 
 class Thing:
     """What it is."""

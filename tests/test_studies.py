@@ -14,7 +14,7 @@ from offload.bench.studies import STUDIES, aligned, run_study
 from offload.bench.tree_walk import walk_all
 from offload.config import RULES, Sampling
 from offload.demo import PAIR
-from offload.topology import parse_tree
+from offload.tree_spec import parse_tree
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import offload
 
-TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4")
+TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
 NUM_NEW = 200
 
 

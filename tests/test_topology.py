@@ -11,8 +11,9 @@ from offload.errors import UserError
 from offload.topology import (
     DEFAULT_ACCEPTANCE,
     AcceptanceVector,
+    Growth,
+    Shape,
     Topology,
-    TreeSpec,
     best_first,
     chain,
     check_acceptance,
@@ -22,9 +23,9 @@ from offload.topology import (
     isotonic,
     k_ary,
     optimal,
-    parse_tree,
     sequences,
 )
+from offload.tree_spec import TreeSpec, parse_tree
 
 BRUTE_NODES = 8
 
@@ -337,9 +338,11 @@ def test_a_tree_wider_than_the_vector_is_refused() -> None:
         ("8x999", TreeSpec("best", 8, 999), best_first(DEFAULT_ACCEPTANCE, 8, 7)),
         ("chain:5", TreeSpec("chain", 5), chain(5)),
         ("sequences:3x7", TreeSpec("sequences", 3, 7), sequences(3, 7)),
+        ("grown:48x6", TreeSpec("grown", 48, 6), Growth(48, 6)),
+        ("grown:8x999", TreeSpec("grown", 8, 999), Growth(8, 7)),
     ],
 )
-def test_tree_specs(text: str, spec: TreeSpec, tree: Topology) -> None:
+def test_tree_specs(text: str, spec: TreeSpec, tree: Shape) -> None:
     assert parse_tree(text) == spec
     assert spec.build(DEFAULT_ACCEPTANCE) == spec.build() == tree
     assert spec.num_nodes == tree.num_nodes
@@ -360,15 +363,27 @@ MALFORMED = [
     "chain:",
     "chain:2x3",
 ]
-MALFORMED += ["sequences:4", "64x16x2", "1e3x4", "6.4x2", "٣x٤", "9999999999x2"]
-ABSURD = ["0x4", "4x0", "chain:0", "sequences:0x3", "sequences:3x0", "65537x4", "chain:65536", "sequences:256x256"]
+MALFORMED += ["sequences:4", "grown:64", "grown", "64x16x2", "1e3x4", "6.4x2", "٣x٤", "9999999999x2"]
+ABSURD = [
+    "0x4",
+    "4x0",
+    "grown:0x4",
+    "grown:4x0",
+    "grown:65537x4",
+    "chain:0",
+    "sequences:0x3",
+    "sequences:3x0",
+    "65537x4",
+    "chain:65536",
+    "sequences:256x256",
+]
 
 
 @pytest.mark.parametrize("text", MALFORMED)
 def test_malformed_tree_names_the_forms(text: str) -> None:
     with pytest.raises(UserError) as error:
         parse_tree(text)
-    rule = "--tree must be auto, none, NxD, chain:L or sequences:KxL"
+    rule = "--tree must be auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
     assert str(error.value) == f"{rule}, got {text!r}: try --tree 64x16"
 
 

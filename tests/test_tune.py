@@ -19,9 +19,9 @@ from offload.decode import Decoder
 from offload.errors import UserError
 from offload.plan import make_plan, model_shape
 from offload.profile import Identity, Machine, profiles_folder
-from offload.topology import parse_tree
 from offload.tracer import given_trace, written_trace
 from offload.traces import bursts
+from offload.tree_spec import parse_tree
 from offload.trees import tree_for
 from offload.tune import NUM_NEW, NUM_PROMPT, Question, Tuned, cut_windows, trace_window, trace_windows, tune
 
@@ -169,13 +169,13 @@ def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], tex
     with offload.load(*pair, context=256, **SETTINGS) as decoder:
         choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
         assert f"{profile.num_tokens} traced tokens" in choice.why and choice.candidates
-        assert choice.topology.num_nodes <= decoder.plan.num_nodes
+        assert choice.shape.num_nodes <= decoder.plan.num_nodes
         assert decoder.generate([5], max_new_tokens=40).as_dict()["tree_choice"] == choice.as_dict()
         other = decoder.run([5], Sampling(temperature=0.5), max_new_tokens=1).tree_choice
         assert "temperature 0.0, not 0.5" in other.why
     with offload.load(*pair, "1GiB", "24x6", context=256, threads=1) as decoder:
         named = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
-        assert named.topology == tree_for(profile.acceptance, 24, 6)[0] and "traced tokens" in named.why
+        assert named.shape == tree_for(profile.acceptance, 24, 6)[0] and "traced tokens" in named.why
 
 
 def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
@@ -206,7 +206,7 @@ def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
         assert time.perf_counter() - started < 5
         result = decoder.generate(window(3), max_new_tokens=40)
     assert "default acceptance" in result.tree_choice.why and len(result.tree_choice.candidates) > 1
-    assert result.stats.tree_num_nodes == result.tree_choice.topology.num_nodes
+    assert result.stats.tree_num_nodes == result.tree_choice.shape.num_nodes
 
 
 def test_interrupted_tune_goes_on_behind_its_last_window(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from offload.sampling import Sampler
-from offload.topology import Topology
+from offload.topology import Shape
 from offload.tree import TokenTree
 
 
@@ -14,9 +14,9 @@ class Drafter(Protocol):
     def reset(self) -> None:
         """A new sequence begins."""
 
-    def grow(self, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
-        """Propose a tree of this shape below the last of the committed `tokens`."""
+    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
+        """Propose a tree of this shape, or within these bounds, below the last of the committed `tokens`."""
         ...
 
-    def commit(self, nodes: Sequence[int]) -> None:
-        """The accepted path of the tree grown last, root first."""
+    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        """The accepted path of the tree grown last, root first, and the token emitted after each of its nodes."""

@@ -6,12 +6,14 @@ anything is drawn, and a node takes its first so-many draws in their order; noth
 W rows (nodes of one level) in this file.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.config import Drafting
+from offload.kernels.draw_without_replacement import draw_without_replacement
 from offload.proposals import Draw
 from offload.sampling import Sampler
 
@@ -34,15 +36,22 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
         logits_WV: the draft's scores; all rows predict the token at `position`.
     """
     drafting = sampler.drafting
-    if drafting is Drafting.COUPLED:
-        return _best(sampler.perturbed(logits_WV, position), num_children)
     # Draws without replacement become a ranking as the temperature falls to zero.
-    if drafting is Drafting.TOP_K or (drafting is Drafting.WITHOUT_REPLACEMENT and sampler.is_greedy):
-        return _best(logits_WV, num_children)
+    if not drafting.keeps_laws or (drafting is Drafting.WITHOUT_REPLACEMENT and sampler.is_greedy):
+        return _best(point_mass_scores(logits_WV, sampler, position), num_children)
     law_WV = sampler.law(logits_WV)
     if drafting is Drafting.WITHOUT_REPLACEMENT:
         return Children(_without_replacement(law_WV, num_children, sampler), Draw.WITHOUT_REPLACEMENT, law_WV)
     return Children(_with_replacement(law_WV, num_children, sampler), Draw.WITH_REPLACEMENT, law_WV)
+
+
+def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
+    """What the children of W nodes are ranked by: the likelihood, with the target's noise where drafting is coupled.
+
+    Args:
+        position: of the token that each row predicts, or of all of them.
+    """
+    return sampler.perturbed(logits_WV, position) if sampler.drafting is Drafting.COUPLED else logits_WV
 
 
 def _best(score_WV: Tensor, num_children: int) -> Children:
@@ -55,6 +64,8 @@ def _without_replacement(law_WV: Tensor, num_children: int, sampler: Sampler) ->
 
     Tokens with q = 0 come after all others and among themselves in uniform order, which is Alg. 1's fall-back.
     """
+    if law_WV.is_cuda:
+        return draw_without_replacement(law_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(law_WV)))
     num_kept = min(num_children, law_WV.shape[1])
     chosen = []
     for law_RV in _blocks(law_WV):

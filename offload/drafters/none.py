@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from offload.sampling import Sampler
-from offload.topology import Topology
+from offload.topology import Shape, chain
 from offload.tree import TokenTree
 
 
@@ -15,10 +15,10 @@ class NoDrafter:
     def reset(self) -> None:
         """Nothing is kept."""
 
-    def grow(self, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
-        """The root; a topology with more nodes cannot be filled."""
-        assert topology.num_nodes == 1, "there is no drafter to fill a tree"
-        return TokenTree(topology, torch.tensor([tokens[-1]]))
+    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
+        """The root; a shape with more nodes cannot be filled."""
+        assert shape.num_nodes == 1, "there is no drafter to fill a tree"
+        return TokenTree(chain(0), torch.tensor([tokens[-1]]))
 
-    def commit(self, nodes: Sequence[int]) -> None:
+    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Nothing is kept."""

@@ -1,5 +1,6 @@
 """Accept what the target itself draws: exact for any tree, and the same tokens for the same seed."""
 
+import torch
 from torch import Tensor
 
 from offload.rules.walk import Acceptance
@@ -18,11 +19,23 @@ def match(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: i
         root_position: absolute position of the root token.
     """
     nodes, tokens, node = [0], [], 0
+    drawn = _draw_all(tree, logits_NV, sampler, root_position) if _is_far(logits_NV) else None
     while True:
-        token = sampler.draw(logits_NV[node], root_position + len(nodes))
+        token = sampler.draw(logits_NV[node], root_position + len(nodes)) if drawn is None else drawn[node]
         tokens.append(token)
         child = tree.child(node, token)
         if child is None:
             return Acceptance(nodes, tokens)
         nodes.append(child)
         node = child
+
+
+def _is_far(logits_NV: Tensor) -> bool:
+    """Whether every single draw would make the host wait for a device."""
+    return logits_NV.is_cuda
+
+
+def _draw_all(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> list[int]:
+    """The target's draw after every node, brought to the host at once."""
+    position_N = torch.from_numpy(tree.topology.depth_N.copy()).long() + (root_position + 1)
+    return [int(token) for token in sampler.draw_rows(logits_NV, position_N.to(logits_NV.device)).tolist()]

@@ -1,0 +1,94 @@
+"""Grown trees against fixed ones of the same size: tokens per sweep and drafting time, on the packaged pair, resident.
+
+Nothing streams, so what is compared is what a sweep yields and what the draft takes for it. Trees take turns prompt by
+prompt. Every token is proved to be the original model's float32 draw, up to bf16 rounding.
+
+    python -m offload.bench.grown_trees --size 64x16 --size 128x20 --temp 0 --temp 0.6
+"""
+
+import json
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from transformers.utils import logging
+
+from offload.audit import BF16_NOISE, draw_gaps
+from offload.bench.main_job import PROMPT_TOKENS, held_out_prompts
+from offload.bench.tree_walk import Steps, ratio_of
+from offload.config import Sampling
+from offload.decode import Decoder
+from offload.demo import PAIR
+from offload.generation import Generation
+from offload.loading import load
+
+Row = dict[str, Any]
+
+
+def compare(decoder: Decoder, size: str, temperature: float, prompts: list[list[int]], num_tokens: int) -> Row:
+    """One size at one temperature; prompt b has seed b."""
+    runs: dict[str, list[Generation]] = {size: [], f"grown:{size}": []}
+    for seed, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=temperature, seed=seed)
+        for tree, results in runs.items():
+            run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree)
+            list(run)
+            results.append(run.result())
+            _prove(prompt, results[-1].token_ids, sampling)
+    fixed, grown = (_steps(results) for results in runs.values())
+    ratio, error = ratio_of(grown, fixed)
+    return {
+        "size": size,
+        "temperature": temperature,
+        "ratio": ratio,
+        "standard_error": error,
+        "fixed": {**fixed.as_dict(), "draft_s": _draft_s(runs[size])},
+        "grown": {**grown.as_dict(), "draft_s": _draft_s(runs[f"grown:{size}"])},
+    }
+
+
+def _prove(prompt: list[int], new_ids: list[int], sampling: Sampling) -> None:
+    worst = max(draw_gaps(PAIR / "target", prompt, new_ids, sampling))
+    assert worst <= BF16_NOISE / max(sampling.temperature, 0.25), f"wrong token: it misses the draw by {worst:.3f}"
+
+
+def _steps(results: list[Generation]) -> Steps:
+    counts = [(sum(run.stats.accepted_per_sweep), run.stats.num_sweeps) for run in results]
+    return Steps(*np.array(counts, dtype=np.float64).T)
+
+
+def _draft_s(results: list[Generation]) -> float:
+    """Per step; a text that ends in its first burst has none."""
+    return sum(run.stats.draft_s for run in results) / sum(run.stats.num_sweeps for run in results)
+
+
+def main(
+    size: Annotated[list[str] | None, typer.Option(metavar="NxD", help="several times")] = None,
+    temp: Annotated[list[float] | None, typer.Option(metavar="T", help="several times")] = None,
+    prompts: Annotated[int, typer.Option(help="held-out files to begin from")] = 16,
+    tokens: Annotated[int, typer.Option(help="new ones after each prompt")] = 96,
+) -> None:
+    """Print a row for every size and temperature, and all of it as JSON on the last line."""
+    logging.disable_progress_bar()
+    sizes, rows = size or ["64x16", "128x20", "256x24"], []
+    largest = max(sizes, key=lambda text: int(text.split("x")[0]))
+    with load(PAIR / "target", PAIR / "draft", "2GiB", largest, context=512, threads=1, profile="none") as decoder:
+        ids = [decoder.encode(text, raw=True)[:PROMPT_TOKENS] for text in held_out_prompts(prompts)]
+        for temperature in temp or [0.0, 0.6, 1.0]:
+            for one in sizes:
+                rows.append(compare(decoder, one, temperature, ids, tokens))
+                print(_line(rows[-1]), flush=True)
+    print(json.dumps(rows))
+
+
+def _line(row: Row) -> str:
+    kinds = (
+        f"{kind} {row[kind]['tokens_per_step']:5.2f} tokens, drafted in {1e3 * row[kind]['draft_s']:.1f} ms"
+        for kind in ("fixed", "grown")
+    )
+    gain = f"ratio {row['ratio']:.3f} +- {row['standard_error']:.3f}"
+    return f"T = {row['temperature']} {row['size']:>7}: {'; '.join(kinds)}; {gain}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

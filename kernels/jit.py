@@ -1,0 +1,33 @@
+"""Triton where it is installed; the one file that knows it may be missing.
+
+A kernel file takes `jit` and `tl` from here, so that it can be imported, and its twin be used, without Triton. The
+parameters of a kernel are annotated as `tl.tensor` (pointers, numbers, tuples of them) or `tl.constexpr`: Triton reads
+the annotations and allows no others. Invariant: nothing that is defined with `jit` is called unless `HAS_TRITON`.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    triton, tl = None, SimpleNamespace(tensor=object, constexpr=object)
+    HAS_TRITON = False
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`triton.jit`; without Triton the function as it is, never to be called."""
+    if HAS_TRITON:
+        return triton.jit(function, **options)
+    return function if function is not None else lambda later: later
+
+
+def is_for_kernels(device: torch.device | str) -> bool:
+    """Whether kernels run there: CUDA, and Triton to compile them with."""
+    return HAS_TRITON and torch.device(device).type == "cuda"

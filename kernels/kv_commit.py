@@ -1,0 +1,94 @@
+"""Gather of the accepted path: rows of the keys and values of every layer move to the front, in one launch.
+
+A commit moves a few rows in each of two buffers per layer. With torch that is four launches a layer, hundreds for a
+large model; the kernel reads the addresses of all buffers from a table, so the buffers may lie anywhere.
+
+Invariant: every row is read before any is written, so sources and destinations may overlap in any way.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload.kernels.jit import HAS_TRITON, is_for_kernels, jit, tl, triton
+
+_BEATS_TWIN = True  # one launch for hundreds; not measured on a device yet: `python -m offload.bench.kernels`
+_MAX_ROWS, _TILE = 256, 4096  # rows of a path that one program holds, and numbers
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if HAS_TRITON else {}
+
+
+def kv_commit(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
+    """Move rows `length + row_A` of each buffer to rows `length ...`, in this order.
+
+    Args:
+        buffers: keys and values of all layers, (1, G, S, K) each.
+        row_A: int64, on the device of the buffers.
+    """
+    takes_kernel = _BEATS_TWIN and is_for_kernels(row_A.device) and are_alike(buffers) and len(row_A) <= _MAX_ROWS
+    (kv_commit_kernel if takes_kernel else kv_commit_twin)(buffers, length, row_A)
+
+
+def kv_commit_twin(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
+    """The gather in plain torch."""
+    for buffer in buffers:
+        buffer[:, :, length : length + len(row_A)] = buffer.index_select(2, row_A + length)
+
+
+def are_alike(buffers: Sequence[Tensor]) -> bool:
+    """Whether one kernel can walk through all of them: same shape, type and strides, rows without gaps."""
+    kinds = {(buffer.shape, buffer.dtype, buffer.stride()) for buffer in buffers}
+    is_plain = buffers[0].shape[0] == 1 and buffers[0].stride(3) == 1
+    return len(kinds) == 1 and is_plain and buffers[0].dtype in _TYPES
+
+
+def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
+    """The gather in Triton, for buffers that `are_alike`."""
+    first, num_rows = buffers[0], len(row_A)
+    assert are_alike(buffers) and num_rows <= _MAX_ROWS, "buffers of one kind, a short path"
+    address_L = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(first.device)
+    is_aligned = all(buffer.data_ptr() % 16 == 0 for buffer in buffers)
+    block_rows = triton.next_power_of_2(max(1, num_rows))
+    block_width = min(triton.next_power_of_2(first.shape[3]), _TILE // block_rows)
+    grid = (len(buffers), first.shape[1], triton.cdiv(first.shape[3], block_width))
+    _gather[grid](
+        address_L,
+        row_A,
+        num_rows,
+        length,
+        first.stride(1),
+        first.stride(2),
+        WIDTH=first.shape[3],
+        BLOCK_A=block_rows,
+        BLOCK_K=block_width,
+        TYPE=_TYPES[first.dtype],
+        IS_ALIGNED=is_aligned,
+    )
+
+
+@jit(do_not_specialize=["num_rows", "length"])
+def _gather(
+    address: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    length: tl.tensor,
+    head_stride: tl.tensor,
+    row_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+) -> None:
+    """One program holds all moved rows of one buffer and head, or some of their columns."""
+    base = tl.load(address + tl.program_id(0)).to(tl.pointer_type(TYPE))
+    if IS_ALIGNED:  # an address from a table says nothing of itself; this allows wide loads
+        base = tl.multiple_of(base, 16)
+    base += tl.program_id(1).to(tl.int64) * head_stride
+    index, column = tl.arange(0, BLOCK_A), tl.program_id(2) * BLOCK_K + tl.arange(0, BLOCK_K)
+    is_inside = (index < num_rows)[:, None] & (column < WIDTH)[None, :]
+    source = (length + tl.load(rows + index, mask=index < num_rows, other=0))[:, None] * row_stride + column[None, :]
+    tile = tl.load(base + source, mask=is_inside)
+    tl.debug_barrier()  # a destination may be another thread's source
+    target = (length + index).to(tl.int64)[:, None] * row_stride + column[None, :]
+    tl.store(base + target, tile, mask=is_inside)

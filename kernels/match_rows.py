@@ -1,0 +1,101 @@
+"""The target's draw for many rows at once: argmax over the vocabulary of logits / temperature + keyed Gumbel noise.
+
+The rule `match` asks for one token per row. Noise is made where it is added, so that no (N, V) matrix of it is ever
+stored, and the tokens of all rows come to the host in one copy instead of one per accepted node.
+
+Invariant: noise and sum are float64 and the division is float32, as when one row is drawn alone; ties go to the lowest
+token. Kernel and twin therefore draw the same token, but for logarithms that differ in their last place.
+"""
+
+import torch
+from torch import Tensor
+
+from offload.kernels.jit import is_for_kernels, jit, tl, triton
+from offload.kernels.keyed_gumbel import keyed_gumbel_twin, log_uniform, row_key, signed_seed_key
+
+_BEATS_TWIN = True  # one launch instead of some 30 a row; not measured on a device yet: see bench/kernels.py
+_BLOCK, _BLOCKS = 1024, 4  # tokens at once, and how often in one program
+
+
+def match_rows(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
+    """The token (int64, N) that each row draws.
+
+    Args:
+        logits_NV: float32, float16 or bfloat16; -inf for tokens that top-k and top-p have dropped. (A cut-off value
+            per row could not say it: of tokens with the same score top-p keeps some.)
+        position_N: absolute position of the token that a row predicts; the noise depends on it.
+        temperature: 0 is greedy, no noise enters.
+    """
+    takes_kernel = _BEATS_TWIN and is_for_kernels(logits_NV.device)
+    draw = match_rows_kernel if takes_kernel else match_rows_twin
+    return draw(logits_NV, position_N, seed, temperature=temperature)
+
+
+def match_rows_twin(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
+    """The draws in plain torch, one row after the other."""
+    if temperature == 0:
+        return logits_NV.argmax(1)
+    # A scalar would be turned into a product with its reciprocal on CUDA.
+    divisor = torch.tensor([temperature], dtype=torch.float32, device=logits_NV.device)
+    tokens = []
+    for row, position in enumerate(position_N.tolist()):
+        score_V = logits_NV[row].float() / divisor
+        tokens.append((score_V + keyed_gumbel_twin(seed, position, len(score_V), score_V.device)).argmax())
+    return torch.stack(tokens)
+
+
+def match_rows_kernel(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
+    """The draws in Triton: the best of each chunk of a row, then the best of its chunks."""
+    assert logits_NV.stride(1) == 1, "a row is one run of memory"
+    (num_rows, vocab_size), has_noise = logits_NV.shape, temperature > 0
+    num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)
+    best_NC = logits_NV.new_empty((num_rows, num_chunks), dtype=torch.float64 if has_noise else torch.float32)
+    token_NC = torch.empty_like(best_NC, dtype=torch.int64)
+    _best_of_chunk[(num_rows, num_chunks)](
+        best_NC,
+        token_NC,
+        logits_NV,
+        position_N,
+        logits_NV.stride(0),
+        vocab_size,
+        signed_seed_key(seed),
+        float(temperature),
+        HAS_NOISE=has_noise,
+        BLOCK=_BLOCK,
+        BLOCKS=_BLOCKS,
+    )
+    return token_NC.gather(1, best_NC.argmax(1, keepdim=True))[:, 0]
+
+
+@jit(do_not_specialize=["key_of_seed", "temperature"])
+def _best_of_chunk(
+    best: tl.tensor,
+    best_token: tl.tensor,
+    logits: tl.tensor,
+    position: tl.tensor,
+    stride: tl.tensor,
+    vocab_size: tl.tensor,
+    key_of_seed: tl.tensor,
+    temperature: tl.tensor,
+    HAS_NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """One program per row and chunk; each lane keeps the first of its best tokens, then the lanes are compared."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = chunk * BLOCK * BLOCKS + tl.arange(0, BLOCK)
+    token = tl.minimum(lane, vocab_size - 1)
+    top = tl.full((BLOCK,), float("-inf"), tl.float64 if HAS_NOISE else tl.float32)
+    for block in range(BLOCKS):
+        here = lane + block * BLOCK
+        score = tl.load(logits + row * stride + here, mask=here < vocab_size, other=float("-inf")).to(tl.float32)
+        if HAS_NOISE:
+            score = tl.div_rn(score, tl.full((BLOCK,), 0.0, tl.float32) + temperature)
+            key = row_key(key_of_seed, tl.load(position + row))
+            score = score.to(tl.float64) - tl.log(-log_uniform(key, here))
+        token = tl.where(score > top, here, token)
+        top = tl.maximum(score, top)
+    winner = tl.max(top, 0)
+    place = row * tl.num_programs(1) + chunk
+    tl.store(best + place, winner)
+    tl.store(best_token + place, tl.min(tl.where(top == winner, token, vocab_size), 0).to(tl.int64))

@@ -1,0 +1,97 @@
+"""Compile every kernel for a GPU that need not be there, through the code that launches it; a line of JSON for each.
+
+    python tests/compile_kernels.py 86 FOLDER        # compute capability 8.6; FOLDER takes the compiler's cache
+
+Each is asked for a second time with other sizes and numbers, which must not compile it again. Triton is told that a
+device of this kind is present, and the last step, to start the kernel there, is left out; so tensors may be of the CPU.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
+from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
+from offload.kernels.kv_commit import kv_commit_kernel
+from offload.kernels.match_rows import match_rows_kernel
+from offload.kernels.tree_attention import pack_bits, tree_attention_kernel
+
+
+class NoDevice:
+    """What Triton asks of a driver before it starts a kernel."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class CompiledError(Exception):
+    """Ends a launch: there is no result to go on with."""
+
+
+def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    done = start(kernel, *args, grid=grid, warmup=True, **options)
+    is_new = id(done) not in seen
+    seen[id(done)] = done
+    row = {"kernel": done.metadata.name, "shared_bytes": done.metadata.shared, "is_new": is_new}
+    row["has_tensor_cores"] = any(name in done.asm["ptx"] for name in ("mma.sync", "wgmma"))
+    row["is_repeated"] = is_repeated
+    print(json.dumps(row))
+    raise CompiledError
+
+
+def attention(num_heads: int, num_prefix: int, num_rows: int, window: int | None) -> None:
+    query = torch.zeros(num_rows, num_heads, 128, dtype=torch.bfloat16).transpose(0, 1)
+    keys = torch.zeros(8, 512, 128, dtype=torch.bfloat16)[:, : num_prefix + num_rows]
+    seen_TW, position_T = pack_bits(torch.eye(num_rows, dtype=torch.bool)), torch.arange(num_rows)
+    options = {"scaling": 0.1, "softcap": 30.0 if window else None, "window": window, "position_U": position_T}
+    tree_attention_kernel(query, keys, keys, seen_TW, num_prefix, **options, num_splits=2 if window else 1)
+
+
+def commit(length: int, num_rows: int) -> None:
+    kv_commit_kernel([torch.zeros(1, 8, 300, 128, dtype=torch.bfloat16)] * 2, length, torch.arange(num_rows))
+
+
+def match(seed: int, temperature: float) -> None:
+    logits_NV: Tensor = torch.zeros(3, 32000, dtype=torch.bfloat16)
+    match_rows_kernel(logits_NV, torch.arange(3), seed, temperature=temperature)
+
+
+LAW = torch.zeros(2, 32000)
+# What is compiled, and what then must come from the cache: other lengths, seeds, positions, 1 and multiples of 16.
+ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
+    (keyed_gumbel_kernel, [(3, 7, 32000), (4, 1, 32000), (5, 16, 32000)]),
+    (match, [(3, 0.7), (4, 1.0), (2**62, 16.0)]),
+    (match, [(3, 0.0)]),
+    (draw_without_replacement_kernel, [(LAW, 20, 3, 100), (LAW, 1, 4, 0), (LAW, 16, 5, 16)]),
+    (commit, [(7, 5), (16, 7), (1, 8)]),
+    (attention, [(64, 300, 77, None), (64, 320, 64, None), (64, 1, 160, None), (64, 0, 90, None)]),
+    (attention, [(64, 300, 77, 50), (64, 320, 64, 64)]),
+    (attention, [(8, 300, 1, None), (8, 1, 1, None)]),
+]
+
+driver.set_active(NoDevice())
+start, seen, is_repeated = JITFunction.run, {}, False
+JITFunction.run = compile_only
+for launch, calls in ROUNDS:
+    for index, call in enumerate(calls):
+        is_repeated = index > 0
+        try:
+            launch(*call)
+        except CompiledError:
+            continue
+        raise AssertionError(f"{launch} started no kernel")
