@@ -1,30 +1,51 @@
 """What the link gives on this machine, measured on the very files that will be streamed."""
 
 import time
+from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 
 from offload.host_store import HostStore, allocate
-from offload.layout import Piece, SlabLayout
+from offload.layout import BLOCK_BYTES, Piece, SlabLayout
 
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES, _NUM_IN_FLIGHT = 16 << 20, 3
+_GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are
 
 
-def link_bytes_per_s(shard: Path, *, budget_s: float = 0.4, limit_bytes_per_s: float | None = None) -> float:
-    """Bytes per second at which a slab of `shard` arrives, the way a sweep reads it.
+def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: float | None = None) -> float:
+    """Bytes per second at which slabs of `shard` arrive, the way a sweep reads them.
+
+    Chunks from all over the file are kept in flight until the time is over, so that neither a cache below nor the start
+    of the file speaks for the rest.
 
     Args:
+        budget_s: after which no further chunk is asked for.
         limit_bytes_per_s: of the link, where it is slowed down on purpose.
     """
     size_bytes = shard.stat().st_size
-    slab = allocate(min(_CHUNK_BYTES, -(-size_bytes // 4096) * 4096))
+    chunk_bytes = min(_CHUNK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+    slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
+    for slab in slabs:
+        slab.fill(0)  # pages are given on first touch, which is no matter of the link
     store = HostStore([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
-    started, lo = time.perf_counter(), 0
+    in_flight: deque[list[Future[None]]] = deque()
+    started, index = time.perf_counter(), 0
     try:
-        while time.perf_counter() - started < budget_s:
-            hi = min(lo + _CHUNK_BYTES, size_bytes)
-            for future in store.read(SlabLayout((Piece(0, lo, hi, 0),), {}, slab.nbytes, is_direct=True), slab):
-                future.result()
-            lo = hi if hi < size_bytes else 0
+        while index == 0 or time.perf_counter() - started < budget_s:
+            if len(in_flight) == _NUM_IN_FLIGHT:
+                _wait(in_flight.popleft())
+            lo = int(index * _GOLDEN % 1 * max(0, size_bytes - chunk_bytes)) // BLOCK_BYTES * BLOCK_BYTES
+            piece = Piece(0, lo, min(lo + chunk_bytes, size_bytes), 0)
+            layout = SlabLayout((piece,), {}, chunk_bytes, is_direct=True)
+            in_flight.append(store.read(layout, slabs[index % len(slabs)]))
+            index += 1
+        while in_flight:
+            _wait(in_flight.popleft())
         return store.bytes_read / (time.perf_counter() - started)
     finally:
         store.close()
+
+
+def _wait(reads: list[Future[None]]) -> None:
+    for read in reads:
+        read.result()

@@ -57,7 +57,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         UserError: missing directory or config, pickles only, or a header that contradicts its file.
     """
     directory = _resolve(model)
-    config = _read_config(directory)
+    config = read_config(directory / "config.json")
     shards, weight_map = _find_shards(directory)
     tensors: dict[str, TensorEntry] = {}
     for index, shard in enumerate(shards):
@@ -67,10 +67,10 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise UserError(f"{directory.name}: the index places {name} in {file}, which lacks it: {_AGAIN}")
-    return Checkpoint(directory, config, shards, _language_model(config, tensors))
+    return Checkpoint(directory, config, shards, language_model(config, tensors))
 
 
-def _language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Of a model that sees or hears as well, what reads and writes text alone, by the names that it has on its own."""
     if "text_config" not in config or not any(_TEXT_PART in name for name in tensors):
         return tensors
@@ -112,7 +112,7 @@ def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
     except OSError as error:
         raise _unreadable(path, error) from None
     data_lo = 8 + len(raw)
-    entries = {name: _entry(path, name, meta, shard, data_lo) for name, meta in _parse_json(path, raw).items()}
+    entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in _parse_json(path, raw).items()}
     _check_extents(path, entries, file_bytes)
     return entries
 
@@ -149,7 +149,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-def _entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
+def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
+    """One tensor of a header, proved sound in itself; the file's tensors begin at `data_lo`. Raises `UserError`."""
     try:
         dtype, shape, (lo, hi) = meta["dtype"], meta["shape"], meta["data_offsets"]
         sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS
@@ -184,9 +185,14 @@ def _resolve(model: str | os.PathLike[str]) -> Path:
         return path
     if os.path.exists(path):
         raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or str(model).startswith("."):
+    if not is_hub_id(str(model)):
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
     return _download(str(model))
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether this could name a model on the hub."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not model.startswith(".")
 
 
 def _download(repo: str) -> Path:
@@ -202,13 +208,14 @@ def _download(repo: str) -> Path:
         ) from None
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    config = read_json(directory / "config.json")
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's config. Raises `UserError` where it is missing, or says that the weights are quantised."""
+    config = read_json(path)
     quantised = config.get("quantization_config")
     if quantised:
         method = f"{quantised['quant_method']} " if isinstance(quantised, dict) and "quant_method" in quantised else ""
         raise UserError(
-            f"{directory.name}: {method}quantised weights are not supported: use a bf16, fp16 or fp32 checkpoint"
+            f"{path.parent.name}: {method}quantised weights are not supported: use a bf16, fp16 or fp32 checkpoint"
         )
     return config
 

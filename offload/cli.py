@@ -21,8 +21,8 @@ from offload.screen import (
     choice_lines,
     closing_lines,
     comparison_lines,
+    outlook_lines,
     plan_line,
-    plan_picture,
     profile_lines,
 )
 
@@ -144,7 +144,9 @@ def generate(
 
     offload plan -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB
 
-    offload plan -m big --context 16384 --json"""
+    offload plan -m big --context 16384 --json
+
+    offload plan -m 70b/config.json -d 7b/config.json --hardware l40 --tree 768x22 --tokens-per-sweep 12.2"""
 )
 def plan(
     model: Model,
@@ -155,30 +157,22 @@ def plan(
     dtype: Dtype = "auto",
     tree: Tree = "auto",
     rule: RuleName = "match",
+    hardware: Annotated[
+        str | None, typer.Option(metavar="NAME", help="another machine: l40, rtx4090, ..., h200 or FILE.json")
+    ] = None,
+    tokens_per_sweep: Annotated[
+        float | None, typer.Option(metavar="G", help="what the named tree yields; default: from the profile")
+    ] = None,
+    profile: ProfileFile = None,
     as_json: Json = False,
 ) -> None:
-    """Will it fit, and how long is a sweep? Reads headers only."""
-    from offload.calibrate import link_bytes_per_s
-    from offload.checkpoint import open_checkpoint
-    from offload.plan import plan_memory
-    from offload.tree_spec import tree_to_fill
+    """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
+    from offload.outlook import Wish, look_ahead
 
-    if gpu_mem is not None:
-        raise UserError("--gpu-mem limits a CUDA device, which this version does not stream to: leave it out")
-    target, small = open_checkpoint(model), None if draft is None else open_checkpoint(draft)
-    num_nodes = tree_to_fill(tree, rule, has_draft=small is not None).num_nodes
-    memory = plan_memory(target, small, ram=ram, dtype=dtype, context=context, num_nodes=num_nodes, rule=rule)
-    speed = link_bytes_per_s(max(target.shards, key=lambda path: path.stat().st_size))
-    figures = {
-        "bytes_per_sweep": memory.streamed_bytes,
-        "link_bytes_per_s": speed,
-        "sweep_s": memory.streamed_bytes / speed,
-    }
-    if as_json:
-        print(json.dumps({"fits": True, **memory.as_dict(), **figures}))
-        return
-    print(plan_picture(memory))
-    print(f"  a sweep reads {memory.streamed_bytes / 1e9:.2f} GB at {speed / 1e9:.2f} GB/s: {figures['sweep_s']:.2f} s")
+    outlook = look_ahead(
+        model, draft, Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep)
+    )
+    print(json.dumps(outlook.as_dict()) if as_json else outlook_lines(outlook))
 
 
 @app.command(

@@ -22,7 +22,7 @@ from offload.errors import UserError
 from offload.host_store import HostStore
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan, default_ram_bytes, plan_memory
+from offload.plan import MemoryPlan, default_ram_bytes, plan_memory, ram_warning
 from offload.rules import find_rule
 from offload.survey import Situation, look_around, make_trees, pick_num_threads
 from offload.target import Target
@@ -60,11 +60,9 @@ def load(
         tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         device, gpu_memory: `auto` or `cpu`; the budget is reserved for devices that have memory of their own.
-        dtype: to compute in; `auto` is the checkpoint's own.
-        context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
-        threads: compute threads; default: the fastest in a short measurement.
-        sampling: what most generations will use: memory is planned for its automatic tree. Default: greedy.
-        profile: file written by `offload tune`, or `none`; default: the one in the cache that holds for this run.
+        dtype: to compute in; context: positions to make room for, prompt and new tokens together.
+        threads: compute threads (default: the fastest); sampling: of most runs, whose automatic tree sets the memory.
+        profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
         link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
         on_bytes, on_layer: hear of resident bytes as they land, and of every layer that a sweep has run.
 
@@ -82,7 +80,7 @@ def load(
         trees = make_trees(wish, *files, dtype, profile, plan_for)
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
         stream = _start_stream(pair.store, pair.target, plan, on_bytes)
-        return Decoder(
+        decoder = Decoder(
             Target(pair.target, stream, plan, on_layer=on_layer),
             pair.drafter(plan),
             plan=plan,
@@ -93,6 +91,8 @@ def load(
             num_threads=num_threads,
             resources=resources.pop_all(),
         )
+        decoder.notes += [warning for warning in [ram_warning(ram) if ram else None] if warning]
+        return decoder
 
 
 class _Files(NamedTuple):

@@ -18,6 +18,13 @@ def available_ram_bytes() -> int:
     return max(0, min(free))
 
 
+def available_gpu_bytes(device: str) -> int:
+    """Memory that is free on a CUDA device: `cuda` or `cuda:N`."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(torch.device(device))[0])
+
+
 def peak_rss_bytes() -> int:
     """The most memory this process has held at once.
 

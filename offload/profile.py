@@ -160,7 +160,7 @@ def read_profile(path: Path, identity: Identity) -> Profile:
     Raises:
         UserError: unreadable, malformed, of another schema, or measured for something else.
     """
-    profile = _parse(path)
+    profile = parse_profile(path)
     differences = identity.differences(profile.identity)
     if differences:
         raise UserError(f"profile {path.name} was measured for another run ({'; '.join(differences)}): {_AGAIN}")
@@ -192,12 +192,13 @@ def format_json(values: Mapping[str, object]) -> str:
 
 def _why_not(path: Path, identity: Identity) -> str:
     try:
-        return f"the one at hand has {'; '.join(identity.differences(_parse(path).identity))}"
+        return f"the one at hand has {'; '.join(identity.differences(parse_profile(path).identity))}"
     except UserError as error:
         return f"the one at hand is of no use ({error})"
 
 
-def _parse(path: Path) -> Profile:
+def parse_profile(path: Path) -> Profile:
+    """A sound profile, whatever it was measured for. Raises `UserError`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

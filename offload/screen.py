@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from offload.config import format_bytes
-from offload.plan import MemoryPlan
+from offload.plan import MemoryPlan, Tier
 from offload.stats import Stats
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.choose import Candidate
     from offload.costs import Curve
+    from offload.outlook import Outlook
+    from offload.predict import Prediction
     from offload.profile import Profile
     from offload.trees import TreeChoice
 
@@ -83,27 +85,69 @@ def plan_line(plan: MemoryPlan, num_threads: int) -> str:
     threads = f"{num_threads} compute thread{'s' if num_threads > 1 else ''}"
     if not plan.num_slots:
         return f"all {len(plan.layer_bytes)} layers fit into memory, nothing is streamed; {threads}"
-    return (
-        f"{plan.num_resident} of {len(plan.layer_bytes)} layers stay in memory, the others pass through "
-        f"{plan.num_slots} slots: {format_bytes(plan.streamed_bytes)} a sweep; {threads}"
-    )
+    passing = f"pass through {plan.num_slots} slots: {format_bytes(plan.streamed_bytes)} a sweep"
+    first = f"{plan.num_resident} of {len(plan.layer_bytes)} layers stay"
+    if plan.gpu_bytes is None:
+        return f"{first} in memory, the others {passing}; {threads}"
+    num_host, num_disk = plan.num_layers_in(Tier.HOST), plan.num_layers_in(Tier.DISK)
+    return f"{first} on the card, {num_host} in pinned memory and {num_disk} on disk {passing}"
 
 
 def plan_picture(plan: MemoryPlan) -> str:
-    """One row per use of memory: bytes and a bar in proportion to the budget."""
+    """One row per use of memory: bytes and a bar in proportion to the budget; first a card, then its host."""
     num_streamed = len(plan.layer_bytes) - plan.num_resident
-    rows = [
+    computing = [
         (f"{plan.num_resident} resident layers", plan.resident_bytes),
         (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
-        ("embeddings and head", plan.rest_bytes),
+        ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
         ("draft with its cache", plan.draft_bytes),
         ("laws of the draft's guesses", plan.law_bytes),
         (f"keys and values, {plan.context} positions", plan.kv_bytes),
         (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
-        ("program", plan.runtime_bytes),
-        ("free", max(0, plan.ram_bytes - plan.total_bytes)),
     ]
-    return "\n".join(_picture_row(label, size, plan.ram_bytes) for label, size in rows if size)
+    if plan.gpu_bytes is None:
+        return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes)
+    num_disk = plan.num_layers_in(Tier.DISK)
+    feeding = [
+        (f"{plan.num_layers_in(Tier.HOST)} layers in pinned memory", plan.host_bytes),
+        (f"{plan.num_host_slots} slots for {num_disk} layers from disk", plan.num_host_slots * plan.slot_bytes),
+        ("embeddings", plan.table_bytes),
+        ("loading", plan.staging_bytes),
+        ("program and driver", plan.runtime_bytes),
+    ]
+    card = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes)
+    return f"on the card\n{card}\non the host\n{_picture(feeding, plan.ram_bytes)}"
+
+
+def outlook_lines(outlook: "Outlook") -> str:
+    """The plan as a picture, what a sweep moves, and what decoding is expected to take, term by term."""
+    plan, rate = outlook.plan, outlook.link_bytes_per_s
+    moved = f"a sweep {'reads' if plan.gpu_bytes is None else 'moves'} {plan.streamed_bytes / 1e9:.2f} GB"
+    if rate:
+        moved += f" at {rate / 1e9:.2f} GB/s"
+    if plan.gpu_bytes is not None and plan.disk_streamed_bytes:
+        moved += f", {plan.disk_streamed_bytes / 1e9:.2f} GB of it from disk"
+    seconds = f": {outlook.sweep_s:.2f} s" if outlook.sweep_s is not None else ""
+    heading = [f"{outlook.hardware.name}, {outlook.basis}"] if outlook.hardware else []
+    rows = [_prediction_row(prediction) for prediction in outlook.predictions]
+    table = [*heading, _PREDICTION_HEAD, *rows] if rows else []
+    return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *outlook.notes])
+
+
+_PREDICTION_HEAD = (
+    f"{'':>12} {'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
+)
+
+
+def _prediction_row(row: "Prediction") -> str:
+    step = row.step
+    terms = f"{row.tokens_per_sweep:>12.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
+    return f"{row.label:>12} {terms} {row.s_per_token:>8.3f}  {row.limit}"
+
+
+def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
+    rows = [*rows, ("free", max(0, budget_bytes - sum(size for _, size in rows)))]
+    return "\n".join(_picture_row(label, size, budget_bytes) for label, size in rows if size)
 
 
 def choice_lines(choice: "TreeChoice") -> str:

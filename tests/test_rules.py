@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.config import RULES, Drafting, Sampling
 from offload.drafters.lm import ModelDrafter
-from offload.plan import DRAW_BYTES, make_plan, model_shape
+from offload.memory_plan import DRAW_BYTES
+from offload.plan import make_plan, model_shape
 from offload.proposals import Draw, Proposals
 from offload.rules import find_rule
 from offload.sampling import Sampler

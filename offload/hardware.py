@@ -1,0 +1,144 @@
+"""Machines with a card, by what limits decoding on them: known ones by name, any other from a JSON file.
+
+Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). What of them a program sees is said
+beside them, as a share or as a measured rate:
+
+- Pinned memory to the card over 16 lanes: users of NVIDIA/nvbandwidth report 23.9 to 26.4 GB/s on PCIe 4 (RTX 4090,
+  issue 15; A100 25.1, issue 42) and 52.8 GB/s on PCIe 5 (H100, issue 24, in the other direction).
+- Matrix products reach 0.80 (H100) to 0.86 (A100) of the peak at their best shape (table "maximum achievable matmul
+  FLOPS" in stas00/ml-engineering). A whole pass over some hundred rows, with attention, norms and launches, is taken to
+  reach three quarters of that: 0.6. Weights are read at 0.8 of the memory's peak. These two are assumptions.
+- The host is taken to have 256 GiB and a disk of 5 GB/s; `--ram` or a file says otherwise.
+
+No torch, no clock. Invariant: every figure is above zero, and no share above one.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from offload.config import parse_rate, parse_size, require
+from offload.errors import UserError, reason
+
+_GIB = 1 << 30
+_PCIE_4, _PCIE_5 = 25e9, 52e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """One machine with one card."""
+
+    name: str
+    gpu_bytes: int
+    memory_bytes_per_s: float  # of the card's own memory, peak
+    flops_per_s: float  # dense bf16, peak
+    link_bytes_per_s: float  # pinned host memory to the card, as achieved
+    ram_bytes: int = 256 * _GIB
+    disk_bytes_per_s: float = 5e9
+    memory_share: float = 0.8  # of the peak, that reading weights achieves
+    flops_share: float = 0.6  # of the peak, that a pass over some hundred rows achieves
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "name":
+                value = getattr(self, field.name)
+                require(0 < value < float("inf"), f"{self.name}: {field.name} must be above 0", value, "fix it")
+                is_share = field.name.endswith("_share")
+                require(not is_share or value <= 1, f"{self.name}: {field.name} must be at most 1", value, "fix it")
+
+
+# Memory is what the driver reports, which ECC and the vendor's GB make less than the name says.
+_CARDS = (
+    Hardware(
+        name="l40",
+        gpu_bytes=46068 << 20,
+        memory_bytes_per_s=864e9,
+        flops_per_s=181e12,
+        link_bytes_per_s=_PCIE_4,
+    ),
+    Hardware(
+        name="rtx4090",
+        gpu_bytes=24564 << 20,
+        memory_bytes_per_s=1008e9,
+        flops_per_s=165e12,
+        link_bytes_per_s=_PCIE_4,
+    ),
+    Hardware(
+        name="rtx3090",
+        gpu_bytes=24576 << 20,
+        memory_bytes_per_s=936e9,
+        flops_per_s=71e12,
+        link_bytes_per_s=_PCIE_4,
+    ),
+    Hardware(
+        name="a100-80gb",
+        gpu_bytes=81920 << 20,
+        memory_bytes_per_s=1935e9,
+        flops_per_s=312e12,
+        link_bytes_per_s=_PCIE_4,
+    ),
+    Hardware(
+        name="h100",
+        gpu_bytes=81559 << 20,
+        memory_bytes_per_s=3350e9,
+        flops_per_s=989e12,
+        link_bytes_per_s=_PCIE_5,
+    ),
+    Hardware(
+        name="h200",
+        gpu_bytes=143771 << 20,
+        memory_bytes_per_s=4800e9,
+        flops_per_s=989e12,
+        link_bytes_per_s=_PCIE_5,
+    ),
+)
+KNOWN = {card.name: card for card in _CARDS}
+
+
+def find_hardware(name: str) -> Hardware:
+    """A known machine, or one from a JSON file. Raises `UserError`."""
+    if name.lower() in KNOWN:
+        return KNOWN[name.lower()]
+    if not name.endswith(".json"):
+        raise UserError(f"--hardware must be one of {', '.join(KNOWN)} or a FILE.json, got {name!r}")
+    return read_hardware(Path(name))
+
+
+def read_hardware(path: Path) -> Hardware:
+    """A machine from a JSON object with the fields of `Hardware`; sizes and rates also as `48GiB` and `25GB/s`.
+
+    Raises:
+        UserError: unreadable, not JSON, a field too many or too few, or a value that makes no sense.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({reason(error)}): fix it") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds a JSON {type(values).__name__}, not an object: give the fields of a machine")
+    known = {field.name: field.default is MISSING for field in fields(Hardware)}
+    values = {"name": path.stem, **values}
+    for name in values:
+        require(name in known, f"{path.name}: a machine has the fields {', '.join(known)}", repr(name), "fix it")
+    missing = [name for name, is_needed in known.items() if is_needed and name not in values]
+    require(not missing, f"{path.name}: a machine needs {', '.join(missing)} as well", sorted(values), "add it")
+    return Hardware(**{name: _parsed(path, name, value) for name, value in values.items()})
+
+
+def _parsed(path: Path, name: str, value: Any) -> Any:
+    """The value of one field, of the type that it needs."""
+    if name == "name":
+        return str(value)
+    if isinstance(value, str):
+        parsers: dict[str, Callable[..., Any]] = {"_bytes": parse_size, "_per_s": parse_rate}
+        ending = "_bytes" if name.endswith("_bytes") else "_per_s" if name.endswith("bytes_per_s") else ""
+        if ending:
+            return parsers[ending](value, f"{path.name}: {name}")
+    if type(value) not in (int, float):
+        raise UserError(f"{path.name}: {name} must be a number, got {value!r}: fix it")
+    return int(value) if name.endswith("_bytes") and math.isfinite(value) else value

@@ -1,0 +1,246 @@
+"""Will it fit, and how fast will it be: the answer of `offload plan`, for this machine or one that nobody here owns.
+
+Headers tell what lies where. Rates come from `--hardware`, or for this machine from the link, measured here and now,
+and from a profile of `offload tune` where one holds. What is not known is left out rather than guessed.
+
+No torch. Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from offload.calibrate import link_bytes_per_s
+from offload.checkpoint import Checkpoint, compute_dtype_name
+from offload.choose import DEPTHS, Forest, choose
+from offload.config import Sampling, require
+from offload.costs import Costs, Traffic
+from offload.errors import UserError
+from offload.hardware import Hardware, find_hardware
+from offload.headers import is_here, open_headers
+from offload.model_shape import model_shape
+from offload.plan import MemoryPlan, default_ram_bytes, plan_memory, ram_warning
+from offload.predict import Prediction, costs_on, is_disk_slower, predict, traffic_on
+from offload.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
+from offload.topology import DEFAULT_ACCEPTANCE, Topology, chain, check_acceptance, expected_tokens, isotonic
+from offload.tree_spec import TreeSpec, tree_to_fill
+
+MAX_NODES = 1024  # of a tree that is chosen for a card
+_FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
+
+
+class Outlook(NamedTuple):
+    """What is known before anything is loaded."""
+
+    plan: MemoryPlan
+    hardware: Hardware | None  # None for this machine
+    link_bytes_per_s: float | None  # measured, or the hardware's; None where neither is known
+    predictions: tuple[Prediction, ...]  # without a tree, then with the wanted one; empty where costs are not known
+    basis: str  # of the tokens per sweep, in words
+    notes: tuple[str, ...]
+
+    @property
+    def sweep_s(self) -> float | None:
+        """What moving the weights of one sweep takes."""
+        if self.link_bytes_per_s is None:
+            return None
+        if self.hardware is None:
+            return self.plan.streamed_bytes / self.link_bytes_per_s
+        return traffic_on(self.hardware, self.plan).streamed_bytes / self.link_bytes_per_s
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures by the names that `--json` uses."""
+        link = {"link_bytes_per_s": self.link_bytes_per_s, "sweep_s": self.sweep_s}
+        return {
+            "fits": True,
+            **self.plan.as_dict(),
+            "bytes_per_sweep": self.plan.streamed_bytes,
+            **link,
+            "hardware": self.hardware.name if self.hardware else None,
+            "predictions": [prediction.as_dict() for prediction in self.predictions],
+            "basis": self.basis,
+            "notes": list(self.notes),
+        }
+
+
+class Wish(NamedTuple):
+    """What is to be planned for."""
+
+    ram: str | int | None = None
+    gpu: str | int | None = None
+    context: int | None = None
+    dtype: str = "auto"
+    tree: str = "auto"
+    rule: str = "match"
+    hardware: str | None = None
+    profile: str | None = None
+    tokens_per_sweep: float | None = None
+
+
+class _Case(NamedTuple):
+    """One question, opened."""
+
+    target: Checkpoint
+    draft: Checkpoint | None
+    machine: Hardware | None
+    wish: Wish
+    tree: TreeSpec
+
+    def plan(self, num_nodes: int, *, with_draft: bool = True) -> MemoryPlan:
+        """Memory for trees of so many nodes."""
+        wish, machine, is_card = self.wish, self.machine, self.machine is not None or self.wish.gpu is not None
+        return plan_memory(
+            self.target,
+            self.draft if with_draft else None,
+            ram=wish.ram or (machine.ram_bytes if machine else None),
+            gpu=wish.gpu or (machine.gpu_bytes if machine else None),
+            device="cuda" if is_card else "cpu",
+            dtype=wish.dtype,
+            context=wish.context,
+            num_nodes=num_nodes,
+            rule=wish.rule,
+        )
+
+    def traffic(self, plan: MemoryPlan) -> Traffic:
+        """What a sweep moves."""
+        return traffic_on(self.machine, plan) if self.machine else Traffic.of(plan)
+
+
+def look_ahead(model: str, draft: str | None, wish: Wish) -> Outlook:
+    """Plan and predict. Raises `UserError` for whatever does not fit or cannot be read."""
+    machine = find_hardware(wish.hardware) if wish.hardware else None
+    if machine is None and wish.ram is None:
+        wish = wish._replace(ram=default_ram_bytes())  # asked once: what is free changes while trees are compared
+    files = open_headers(model), None if draft is None else open_headers(draft)
+    case = _Case(*files, machine, wish, tree_to_fill(wish.tree, wish.rule, has_draft=draft is not None))
+    _check(case)
+    plan = case.plan(case.tree.num_nodes)  # refuses before the link is measured
+    profile, basis = _profile(case)
+    costs = _costs(case, profile)
+    if costs is None:
+        return Outlook(plan, machine, _measured_link(case), (), basis, _notes(case))
+    predictions = _predictions(case, costs, _forest(profile, costs, machine))
+    plan = case.plan(predictions[-1].topology.num_nodes)
+    basis = "tokens per sweep as given" if wish.tokens_per_sweep else basis
+    return Outlook(plan, machine, costs.link_bytes_per_s, predictions, basis, _notes(case))
+
+
+def _check(case: _Case) -> None:
+    given = case.wish.tokens_per_sweep
+    if given is None:
+        return
+    require(given >= 1, "--tokens-per-sweep must be 1 or more", given, "a sweep yields one token at least")
+    if case.tree.kind in ("auto", "none"):
+        raise UserError(f"--tokens-per-sweep {given:g} belongs to one tree: name it, such as --tree 128x20")
+    if case.machine is None:
+        raise UserError("--tokens-per-sweep goes with --hardware; on this machine offload tune measures it")
+
+
+def _profile(case: _Case) -> tuple[Profile | None, str]:
+    """What is known of acceptance, and in words where from."""
+    named, is_open = case.wish.profile, case.draft is not None and is_here(case.target) and is_here(case.draft)
+    if case.draft is None or named == "none":
+        return None, "default acceptance"
+    if named is not None:
+        return _named_profile(case, Path(named), is_checked=is_open), f"acceptance of {named}"
+    if case.machine is not None or case.wish.gpu is not None or not is_open:
+        return None, "default acceptance"
+    machine = Machine.here(compute_dtype_name(case.target, case.wish.dtype))
+    profile, where = find_profile(Identity.of(case.target, case.draft, Sampling(), case.wish.rule, machine))
+    return profile, f"profile {where}" if profile else where
+
+
+def _named_profile(case: _Case, path: Path, *, is_checked: bool) -> Profile:
+    """A profile for these models; times of another machine do not matter where a card's are asked for."""
+    profile = parse_profile(path)
+    if is_checked:
+        own = profile.identity
+        here = Machine.here(compute_dtype_name(case.target, case.wish.dtype)) if case.machine is None else own.machine
+        sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+        assert case.draft is not None, "a profile is of two models"
+        return read_profile(path, Identity.of(case.target, case.draft, sampling, case.wish.rule, here))
+    return profile
+
+
+def _costs(case: _Case, profile: Profile | None) -> Costs | None:
+    """Of the named card, or of this machine where it was measured."""
+    if case.machine is not None:
+        wish, context = case.wish, case.plan(1, with_draft=False).context
+        draft = model_shape(case.draft, wish.dtype) if case.draft else None
+        return costs_on(case.machine, model_shape(case.target, wish.dtype), draft, int(_FILLED_SHARE * context))
+    link = _measured_link(case)
+    return None if profile is None or link is None else replace(profile.costs, link_bytes_per_s=link)
+
+
+def _measured_link(case: _Case) -> float | None:
+    if case.machine is not None or case.wish.gpu is not None or not is_here(case.target):
+        return None
+    return link_bytes_per_s(max(case.target.shards, key=lambda path: path.stat().st_size))
+
+
+def _forest(profile: Profile | None, costs: Costs, machine: Hardware | None) -> Forest:
+    """The trees to choose from; here none is larger than what was timed."""
+    max_nodes = MAX_NODES if machine else costs.compute_s.sizes[-1]
+    if profile is None:
+        return Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max_nodes)
+    return Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, max_nodes)
+
+
+def _predictions(case: _Case, costs: Costs, forest: Forest) -> tuple[Prediction, ...]:
+    """One token per sweep and no draft, then the wanted tree, or the best."""
+    plain = case.plan(1, with_draft=False)
+    found = [_predict(case, costs, plain, "none", Guess(chain(0), 1.0))]
+    if case.draft is not None and case.tree.kind != "none":
+        guess = _best(case, costs, forest) if case.tree.kind == "auto" else _named(case, forest)
+        topology = guess.topology
+        label = f"{topology.num_nodes}x{topology.depth}" if case.tree.kind == "auto" else case.wish.tree
+        found.append(_predict(case, costs, case.plan(topology.num_nodes), label, guess))
+    return tuple(found)
+
+
+class Guess(NamedTuple):
+    """A tree and what it is expected to yield."""
+
+    topology: Topology
+    tokens_per_sweep: float
+
+
+def _predict(case: _Case, costs: Costs, plan: MemoryPlan, label: str, guess: Guess) -> Prediction:
+    is_slower = case.machine is not None and is_disk_slower(case.machine, plan)
+    return predict(label, costs, case.traffic(plan), *guess, is_disk_slower=is_slower)
+
+
+def _best(case: _Case, costs: Costs, forest: Forest) -> Guess:
+    @cache
+    def traffic_of(num_nodes: int) -> Traffic | None:
+        try:
+            return case.traffic(case.plan(num_nodes))
+        except UserError:
+            return None
+
+    best = choose(forest, costs, traffic_of, min(DEPTHS[-1], case.plan(1).context - 1))
+    return Guess(best[0].topology, best[0].tokens_per_sweep) if best else Guess(chain(0), 1.0)
+
+
+def _named(case: _Case, forest: Forest) -> Guess:
+    """A grown tree has no shape to predict from: the fixed one of its size yields less, so it stands in."""
+    tree = forest.tree(case.tree.a, case.tree.b) if case.tree.kind in ("best", "grown") else None
+    topology = case.tree.build() if tree is None else tree
+    assert isinstance(topology, Topology), "only grown trees have no shape of their own"
+    if case.wish.tokens_per_sweep is not None:
+        return Guess(topology, case.wish.tokens_per_sweep)
+    if tree is not None:
+        return Guess(tree, forest.expected(case.tree.a, case.tree.b))
+    p_K = np.zeros(max(forest.p_K.size, int(topology.rank_N.max()) + 1))
+    p_K[: forest.p_K.size] = forest.p_K
+    return Guess(topology, expected_tokens(topology, p_K))
+
+
+def _notes(case: _Case) -> tuple[str, ...]:
+    warning = ram_warning(case.wish.ram) if case.machine is None and case.wish.ram is not None else None
+    absent = None if case.machine or is_here(case.target) else "the weights are not here: their link was not measured"
+    grown = "predicted as the fixed tree of that size, which yields less" if case.tree.kind == "grown" else None
+    return tuple(note for note in (warning, absent, grown) if note)
