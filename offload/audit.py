@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from offload.checkpoint import open_checkpoint
 from offload.config import Sampling
@@ -29,10 +30,13 @@ def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sa
     causal_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     cache = KVCache(reference.num_layers, len(ids))
     logits_TV = reference.forward(ids, torch.arange(len(ids)), causal_TT, cache)
-    sampler = Sampler(sampling, reference.vocab_size)
-    gaps = []
+    return gaps_of(logits_TV[len(prompt_ids) - 1 : -1], len(prompt_ids), new_ids, sampling)
+
+
+def gaps_of(logits_TV: Tensor, position: int, new_ids: Sequence[int], sampling: Sampling) -> list[float]:
+    """The same for logits (T, V) that predicted `new_ids`, the first of which stands at `position`."""
+    sampler, gaps = Sampler(sampling, logits_TV.shape[1]), []
     for index, token in enumerate(new_ids):
-        position = len(prompt_ids) + index
-        score_V = sampler.perturbed(logits_TV[position - 1 : position], position)[0]
+        score_V = sampler.perturbed(logits_TV[index : index + 1], position + index)[0]
         gaps.append(float(score_V.max() - score_V[token]))
     return gaps

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from offload.bench.suite import app as bench
 from offload.config import RULES, Sampling, format_bytes, parse_size
 from offload.errors import ReadError, UserError
 from offload.screen import (
@@ -34,6 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench, name="bench")
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder or hub id of the target")]
 Draft = Annotated[

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import count
 
 import numpy as np
 
@@ -18,11 +19,14 @@ from offload.layout import SlabLayout
 
 _POISON = 0xFF  # NaN in every float format we stream
 
+Record = Callable[[str, int, float, float], None]  # what (copy, wait, compute), layer, start and end of perf_counter
+
 
 class LayerStream:
     """Slabs of the layers of one checkpoint: some resident, the rest passing through `num_slots` slots.
 
-    `stall_s` is the time that `acquire` has waited for the link.
+    `stall_s` is the time that `acquire` has waited for the link. Whoever sets `record` hears of every copy (from the
+    moment it is asked for), every wait and every use of a layer; copies are told by the readers' threads.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class LayerStream:
         self._next = 0  # index into _streamed of the next layer to read
         self._poison_released = poison_released
         self.stall_s = 0.0
+        self.record: Record | None = None
+        self._acquired_at = 0.0
 
     @property
     def bytes_read(self) -> int:
@@ -77,18 +83,23 @@ class LayerStream:
         Raises:
             ReadError: the disk failed.
         """
+        started = self._acquired_at = time.perf_counter()
         if layer in self._resident:
             return self._resident[layer]
         assert self._pending and self._pending[0][0] == layer, f"layer {layer} acquired out of order"
-        started = time.perf_counter()
         _wait(self._pending[0][2])
-        self.stall_s += time.perf_counter() - started
+        self._acquired_at = time.perf_counter()
+        self.stall_s += self._acquired_at - started
+        if self.record is not None:
+            self.record("wait", layer, started, self._acquired_at)
         _, slot, _ = self._pending.popleft()
         self._held[layer] = slot
         return slot
 
     def release(self, layer: int) -> None:
         """Give the slot of `layer` back: whatever still reads from it is a bug."""
+        if self.record is not None:
+            self.record("compute", layer, self._acquired_at, time.perf_counter())
         slot = self._held.pop(layer, None)
         if slot is None:
             return
@@ -101,7 +112,10 @@ class LayerStream:
         while self._free:
             slot, layer = self._free.pop(), self._streamed[self._next]
             self._next = (self._next + 1) % len(self._streamed)
-            self._pending.append((layer, slot, self.store.read(self._layouts[layer], slot)))
+            asked_s, futures = time.perf_counter(), self.store.read(self._layouts[layer], slot)
+            self._pending.append((layer, slot, futures))
+            if self.record is not None:
+                _tell_copy(self.record, layer, asked_s, futures)
 
     def _rewind(self) -> None:
         for _, slot, futures in self._pending:
@@ -117,6 +131,18 @@ class LayerStream:
 def _wait(futures: list[Future[None]]) -> None:
     for future in futures:
         future.result()
+
+
+def _tell_copy(record: Record, layer: int, asked_s: float, futures: list[Future[None]]) -> None:
+    """Report a copy when the last of its reads is over; a dropped one is not reported."""
+    num_done = count(1)  # counts in one step, whichever readers meet here
+
+    def one_done(future: Future[None]) -> None:
+        if next(num_done) == len(futures) and not future.cancelled():
+            record("copy", layer, asked_s, time.perf_counter())
+
+    for future in futures:
+        future.add_done_callback(one_done)
 
 
 def _has_failed(futures: list[Future[None]]) -> bool:

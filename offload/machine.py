@@ -3,11 +3,24 @@
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
-_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+class GroupFiles(NamedTuple):
+    """What one version of cgroups calls the parts of a memory group."""
+
+    limit: str
+    used: str
+    peak: str
+    idle_cache: str  # a key of memory.stat
+
+
+CGROUP_V2 = GroupFiles("memory.max", "memory.current", "memory.peak", "inactive_file")
+CGROUP_V1 = GroupFiles(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes", "total_inactive_file"
+)
 
 
 def available_ram_bytes() -> int:
@@ -93,29 +106,36 @@ def _kilobytes(file: str, key: str) -> int:
     raise OSError(f"{file} names no {key}")
 
 
-def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
-    """(limit, used) of every memory group that this process is in, innermost first."""
-    if not membership.is_file():
-        return []
-    limits = []
-    for line in membership.read_text().splitlines():
+def memory_groups(root: Path, membership: Path) -> Iterator[tuple[Path, GroupFiles]]:
+    """Folder and file names of every memory group that this process is in, innermost first; none where nobody groups.
+
+    Args:
+        root: where the cgroup file systems are mounted.
+        membership: the kernel's list of this process's groups, /proc/self/cgroup.
+    """
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
-            base, names = (root, _CGROUP_V2) if controllers == "" else (root / "memory", _CGROUP_V1)
+            base, names = (root, CGROUP_V2) if controllers == "" else (root / "memory", CGROUP_V1)
             group = base / path.lstrip("/")
             for folder in (group, *group.parents):
-                limits += _read_limit(folder, names)
+                yield folder, names
                 if folder == base:
                     break
-    return limits
 
 
-def _read_limit(folder: Path, names: tuple[str, str, str]) -> list[tuple[int, int]]:
+def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:
+    """(limit, used) of every memory group that this process is in, innermost first."""
+    return [limit for folder, names in memory_groups(root, membership) for limit in _read_limit(folder, names)]
+
+
+def _read_limit(folder: Path, names: GroupFiles) -> list[tuple[int, int]]:
     try:
-        limit, used = ((folder / name).read_text().strip() for name in names[:2])
+        limit, used = ((folder / name).read_text().strip() for name in (names.limit, names.used))
     except OSError:
         return []
-    return [(int(limit), int(used) - _idle_cache_bytes(folder, names[2]))] if limit.isdigit() else []
+    return [(int(limit), int(used) - _idle_cache_bytes(folder, names.idle_cache))] if limit.isdigit() else []
 
 
 def _idle_cache_bytes(folder: Path, key: str) -> int:

@@ -25,14 +25,7 @@ from offload.model_shape import model_shape
 from offload.plan import MemoryPlan, default_ram_bytes, plan_memory, ram_warning
 from offload.predict import Prediction, costs_on, is_disk_slower, predict, traffic_on
 from offload.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
-from offload.topology import (
-    DEFAULT_ACCEPTANCE,
-    Topology,
-    chain,
-    check_acceptance,
-    expected_tokens,
-    isotonic,
-)
+from offload.topology import DEFAULT_ACCEPTANCE, Topology, chain, check_acceptance, expected_tokens, isotonic
 from offload.tree_spec import TreeSpec, tree_to_fill
 
 MAX_NODES = 1024  # of a tree that is chosen for a card
@@ -233,12 +226,11 @@ def _best(case: _Case, costs: Costs, forest: Forest) -> Guess:
 
 
 def _named(case: _Case, forest: Forest) -> Guess:
-    spec = case.tree
-    if spec.kind == "grown":  # no better is known beforehand than the best fixed tree within the same bounds
-        spec = TreeSpec("best", spec.a, spec.b)
-    tree = forest.tree(spec.a, spec.b) if spec.kind == "best" else None
-    topology = tree or spec.build()
-    assert isinstance(topology, Topology), "only grown trees have no shape yet"
+    """A grown tree has no shape to predict from: the fixed one of its size yields less, so it stands in."""
+    tree = forest.tree(case.tree.a, case.tree.b) if case.tree.kind in ("best", "grown") else None
+    named = TreeSpec("best", case.tree.a, case.tree.b) if case.tree.kind == "grown" else case.tree
+    topology = named.build() if tree is None else tree
+    assert isinstance(topology, Topology), "only grown trees have no shape of their own"
     if case.wish.tokens_per_sweep is not None:
         return Guess(topology, case.wish.tokens_per_sweep)
     if tree is not None:
@@ -251,4 +243,5 @@ def _named(case: _Case, forest: Forest) -> Guess:
 def _notes(case: _Case) -> tuple[str, ...]:
     warning = ram_warning(case.wish.ram) if case.machine is None and case.wish.ram is not None else None
     absent = None if case.machine or is_here(case.target) else "the weights are not here: their link was not measured"
-    return tuple(note for note in (warning, absent) if note)
+    grown = "predicted as the fixed tree of that size, which yields less" if case.tree.kind == "grown" else None
+    return tuple(note for note in (warning, absent, grown) if note)

@@ -190,6 +190,13 @@ def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None
         )
 
 
+@pytest.mark.parametrize("size", ["64x8", "4096x24"])
+def test_a_grown_tree_is_predicted_as_the_fixed_one_of_its_size(size: str, configs: list[str]) -> None:
+    """The larger one has more nodes than the trees to choose from."""
+    fixed, grown = (look_ahead(*configs, Wish(hardware="l40", tree=tree)) for tree in (size, f"grown:{size}"))
+    assert grown.predictions[-1].tokens_per_sweep == fixed.predictions[-1].tokens_per_sweep > 1
+
+
 def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
     got = look_ahead(*configs, Wish(context=512, hardware="rtx4090", ram="64GiB", tree="64x8"))
     assert got.plan.disk_streamed_bytes > 0 and got.predictions[1].limit == "disk" and got.plan.ram_bytes == 64 << 30

@@ -1,0 +1,101 @@
+"""Is it slower than it was? Ratios of two results, flagged only where they lie outside their noise.
+
+Where both runs measured the same things (the same prompts), each is compared with itself, so that what differs between
+prompts cancels; else medians are, with the scatter of both runs. A flag needs a change for the worse that is larger
+than the 99 % range of Student's t on the logarithms and than `FLOOR`, because machines breathe.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Annotated, NamedTuple
+
+import typer
+
+from offload.bench.record import Guard, Result, read
+from offload.errors import UserError
+
+FLOOR = 0.03
+_T_99 = {1: 63.7, 2: 9.92, 3: 5.84, 4: 4.60, 5: 4.03, 6: 3.71, 7: 3.50, 8: 3.36, 9: 3.25, 10: 3.17, 15: 2.95, 30: 2.75}
+_MEDIAN_ERROR = 1.2533  # of a median, against the error of a mean (normal scatter)
+
+
+class Change(NamedTuple):
+    """One guarded figure, then and now."""
+
+    name: str
+    before: float
+    after: float
+    ratio: float  # after / before, above 1 is better
+    noise: float  # the ratio may lie so far from 1 by chance
+    is_worse: bool  # beyond noise
+
+    @property
+    def line(self) -> str:
+        """For a person."""
+        verdict = "WORSE" if self.is_worse else "better" if self.ratio - 1 > max(self.noise, FLOOR) else "same"
+        told = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {self.noise:.3f}"
+        return f"{self.name:<44} {told}  {verdict}"
+
+
+def changes(old: Result, new: Result) -> list[Change]:
+    """All figures that both results guard. Raises `UserError` for results of different benches."""
+    if old.bench != new.bench:
+        raise UserError(f"--compare needs a result of {new.bench}, got one of {old.bench}: name another file")
+    shared = [name for name in new.guards if name in old.guards]
+    if not shared:
+        raise UserError("--compare: the two results share no figure: measure with the same options")
+    return [change(name, old.guards[name], new.guards[name]) for name in shared]
+
+
+def change(name: str, old: Guard, new: Guard) -> Change:
+    """One figure. Samples must be above zero; others say nothing and never flag."""
+    sign = 1 if new.better == "higher" else -1
+    if min([*old.samples, *new.samples]) <= 0:
+        return Change(name, old.value, new.value, 1.0, 0.0, False)
+    centre, error, freedom = _paired(old, new) if _is_paired(old, new) else _unpaired(old.samples, new.samples)
+    noise = _t_99(freedom) * error if freedom else math.inf
+    worse_by = -sign * centre
+    is_worse = worse_by > noise and worse_by > -math.log1p(-FLOOR)
+    return Change(name, old.value, new.value, math.exp(sign * centre), math.expm1(min(noise, 1.0)), is_worse)
+
+
+def _is_paired(old: Guard, new: Guard) -> bool:
+    return bool(old.labels) and old.labels == new.labels
+
+
+def _paired(old: Guard, new: Guard) -> tuple[float, float, int]:
+    logs = [math.log(after / before) for before, after in zip(old.samples, new.samples, strict=True)]
+    return mean(logs), _standard_error(logs), len(logs) - 1
+
+
+def _unpaired(old: Sequence[float], new: Sequence[float]) -> tuple[float, float, int]:
+    before, after = ([math.log(value) for value in samples] for samples in (old, new))
+    error = _MEDIAN_ERROR * math.hypot(_standard_error(before), _standard_error(after))
+    return median(after) - median(before), error, min(len(before), len(after)) - 1
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
+def _t_99(freedom: int) -> float:
+    """Two-sided 99 % of Student's t; between the tabulated degrees the wider."""
+    return _T_99[max(known for known in _T_99 if known <= freedom)]
+
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(epilog="Example:\n\n    offload bench compare before.json after.json")
+def main(
+    old: Annotated[Path, typer.Argument(help="stored with --json")],
+    new: Annotated[Path, typer.Argument(help="the same bench, later")],
+) -> None:
+    """What has become slower beyond noise; exits with 1 if anything has."""
+    found = changes(read(old), read(new))
+    for one in found:
+        print(one.line)
+    if any(one.is_worse for one in found):
+        raise typer.Exit(1)

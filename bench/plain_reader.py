@@ -1,0 +1,75 @@
+"""The ceiling of everything that streams from disk: a few threads that read the same files and do nothing else.
+
+It shares no code with the host store, so that a slow store cannot hide behind a ceiling of its own making.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
+from pathlib import Path
+from typing import NamedTuple
+
+_PAGE_BYTES = 4096
+
+
+class Reading(NamedTuple):
+    """How to read."""
+
+    num_threads: int = 4
+    block_bytes: int = 8 << 20
+    is_direct: bool = True  # past the page cache; where a file system cannot, pages are dropped after use instead
+
+
+def plain_read_s(shards: Sequence[Path], num_bytes: int, how: Reading = Reading()) -> float:  # noqa: B008 (immutable)
+    """Seconds in which `num_bytes` of these files arrive, read from their beginnings, again and again if need be."""
+    largest_bytes = max(path.stat().st_size for path in shards) // _PAGE_BYTES * _PAGE_BYTES
+    block_bytes = min(how.block_bytes, largest_bytes)
+    assert block_bytes, "there is nothing to read"
+    wanted = max(1, num_bytes // block_bytes)
+    files = [(_open(path, how.is_direct), path.stat().st_size) for path in shards]
+    blocks = [(fd, lo) for fd, size in files for lo in range(0, size - block_bytes + 1, block_bytes)]
+    free = [_touched(block_bytes) for _ in range(how.num_threads)]
+
+    def read(block: tuple[int, int]) -> None:
+        buffer = free.pop()
+        assert os.preadv(block[0], [buffer], block[1]) == block_bytes, "short read"
+        if not how.is_direct:
+            os.posix_fadvise(block[0], block[1], block_bytes, os.POSIX_FADV_DONTNEED)
+        free.append(buffer)
+
+    try:
+        with ThreadPoolExecutor(how.num_threads) as pool:
+            started = time.perf_counter()
+            list(pool.map(read, islice(cycle(blocks), wanted)))
+            elapsed_s = time.perf_counter() - started
+    finally:
+        for fd, _ in files:
+            os.close(fd)
+    return elapsed_s * num_bytes / (wanted * block_bytes)
+
+
+def plain_rate(shards: Sequence[Path], num_bytes: int, how: Reading = Reading()) -> float:  # noqa: B008
+    """Bytes per second of `plain_read_s`."""
+    return num_bytes / plain_read_s(shards, num_bytes, how)
+
+
+def shards_of(target: Path) -> list[Path]:
+    """The weight files of a checkpoint folder."""
+    return sorted(target.glob("*.safetensors"))
+
+
+def _touched(num_bytes: int) -> memoryview:
+    """A page-aligned buffer that really lies in memory: the first use of a page is not the disk's affair."""
+    region = mmap.mmap(-1, num_bytes)
+    region.write(bytes(num_bytes))
+    return memoryview(region)
+
+
+def _open(path: Path, is_direct: bool) -> int:
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
+    if not is_direct:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return fd

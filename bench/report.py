@@ -1,0 +1,187 @@
+"""A report from stored results: one Markdown file, a table and a picture for every question that they answer.
+
+It takes what the commands of `offload bench` store with `--json`, the studies' own files included. Nothing is measured.
+Invariant: every figure in the report stands in one of the files it names.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from matplotlib.figure import Figure
+
+from offload.bench import report_pictures as pictures
+from offload.bench.record import Result, read
+from offload.bench.timeline import draw, last_step, read_trace
+from offload.errors import UserError
+
+Cells = Sequence[Sequence[str]]
+
+
+class Section(NamedTuple):
+    """How results of one bench are told."""
+
+    title: str
+    table: Callable[[Result], Cells]
+    pictures: dict[str, Callable[[Result], Figure]]  # by file name
+
+
+def write_report(results: Sequence[Result], traces: Sequence[Path], out: Path) -> Path:
+    """Write `report.md` and its pictures into `out`. Raises `UserError`."""
+    parts = ["# What was measured", *[_section(result, index, out) for index, result in enumerate(results)]]
+    for index, path in enumerate(traces):
+        figure = draw(last_step(read_trace(path)))
+        parts.append(_picture(f"timeline-{index}.svg", figure, out, "One step, layer by layer"))
+    report = out / "report.md"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {report} ({error.strerror}): name another folder with --out") from None
+    return report
+
+
+def markdown(rows: Cells) -> str:
+    """A table: the first column to the left, figures to the right."""
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|" + "|".join(["---", *["--:"] * (len(rows[0]) - 1)]) + "|", *body])
+
+
+def _section(result: Result, index: int, out: Path) -> str:
+    section = _study(result) if result.bench == "study" else SECTIONS.get(result.bench)
+    section = section or Section(result.bench, _any_table, {})
+    lines = [f"## {section.title}", _origin(result), markdown(section.table(result))]
+    for name, picture in section.pictures.items():
+        lines.append(_picture(f"{name}-{index}.png", picture(result), out, name.replace("-", " ")))
+    return "\n\n".join(lines)
+
+
+def _picture(name: str, figure: Figure, out: Path, text: str) -> str:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out / name)
+    except OSError as error:
+        raise UserError(f"cannot write {out / name} ({error.strerror}): name another folder with --out") from None
+    return f"![{text}]({name})"
+
+
+def _origin(result: Result) -> str:
+    """When, where, on what, as far as the file tells."""
+    machine = result.machine
+    if not machine:
+        return "The file does not say when and where."
+    size = f"{machine['num_cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB"
+    where = f"{machine['cpu']}, {size}, torch {machine['torch']}"
+    commit = f", commit {result.commit}" if result.commit else ""
+    rate = result.ceiling.get("bytes_per_s")
+    ceiling = f" Ceiling: {rate / 1e9:.3f} GB/s." if rate else ""
+    return f"{result.created}{commit}; {where}.{ceiling}"
+
+
+def _decode_table(result: Result) -> Cells:
+    columns = {
+        "tokens/s": ("decode_tokens_per_s", 2),
+        "x none": ("speedup", 2),
+        "tokens/sweep": ("tokens_per_sweep", 2),
+        "mean ttft s": ("mean_ttft_s", 3),
+        "mean tpot s": ("mean_tpot_s", 3),
+        "median itl s": ("median_itl_s", 3),
+        "p99 itl s": ("p99_itl_s", 3),
+        "median sweep s": ("median_sweep_s", 3),
+        "mean e2el s": ("mean_e2el_s", 2),
+        "link used": ("link_utilisation", 3),
+    }
+    return _columns(result, "name", columns)
+
+
+def _sweep_table(result: Result) -> Cells:
+    names = ("step_s", "sweep_s", "stall_s", "compute_s", "draft_s", "link_utilisation")
+    return _columns(result, "num_nodes", {name.replace("_", " "): (name, 3) for name in names})
+
+
+def _draft_table(result: Result) -> Cells:
+    columns = {"draft s": ("draft_s", 4), "s a step": ("draft_step_s", 5), "tokens/sweep": ("tokens_per_sweep", 2)}
+    return _columns(result, "tree", columns)
+
+
+def _link_table(result: Result) -> Cells:
+    return _columns(result, "name", {"bytes/s": ("bytes_per_s", 0), "of the ceiling": ("share_of_ceiling", 3)})
+
+
+def _peers_table(result: Result) -> Cells:
+    columns = {"tokens/s": ("tokens_per_s", 2), "s/token": ("s_per_token", 3), "ours / it": ("ratio", 2)}
+    return _columns(result, "title", columns)
+
+
+def _study(result: Result) -> Section:
+    """A study draws and tabulates its own figures."""
+    from offload.bench.studies import STUDIES
+
+    name = result.settings["study"]
+    study = STUDIES[name]
+
+    def table(_: Result) -> Cells:
+        return [row for row in study.table(result.settings) if len(row) > 1]
+
+    return Section(f"Study: {name}", table, {f"study-{name}": lambda _: study.draw(result.settings)})
+
+
+def read_any(path: Path) -> Result:
+    """A stored result; that of a study or of other programs comes without machine and guards. Raises `UserError`."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return read(path)  # which says what is wrong
+    blank: dict[str, Any] = {"ceiling": {}, "guards": {}, "machine": {}, "created": "", "commit": None}
+    if isinstance(stored, dict) and "study" in stored:
+        return Result(bench="study", settings=stored, rows=[], **blank)
+    if isinstance(stored, dict) and "schema" not in stored and isinstance(stored.get("rows"), list):
+        return Result(bench=str(stored.get("bench")), settings=stored, rows=stored["rows"], **blank)
+    return read(path)
+
+
+def _any_table(result: Result) -> Cells:
+    """A bench that is not known here: its plain numbers."""
+    if not result.rows:
+        return [["nothing"]]
+    label = next((name for name, value in result.rows[0].items() if isinstance(value, str)), next(iter(result.rows[0])))
+    numbers = [name for name, value in result.rows[0].items() if name != label and isinstance(value, int | float)]
+    return _columns(result, label, {name: (name, 3) for name in numbers})
+
+
+def _columns(result: Result, label: str, columns: dict[str, tuple[str, int]]) -> Cells:
+    def cell(row: dict[str, Any], name: str, digits: int) -> str:
+        value = row.get(name)
+        return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+
+    body = [[str(row.get(label, "-")), *(cell(row, *how) for how in columns.values())] for row in result.rows]
+    return [[label.replace("_", " "), *columns], *body]
+
+
+SECTIONS = {
+    "link": Section("The link", _link_table, {"link": pictures.link}),
+    "sweep": Section("A sweep against the size of its tree", _sweep_table, {"sweep-roofline": pictures.sweep}),
+    "peers": Section("Other programs", _peers_table, {"peers": pictures.speed_bars}),
+    "draft": Section(
+        "Drafting", _draft_table, {"tokens-per-sweep": pictures.tokens_per_sweep, "acceptance": pictures.acceptance}
+    ),
+    "decode": Section(
+        "Decoding", _decode_table, {"tokens-per-s": pictures.speed_bars, "acceptance-by-depth": pictures.acceptance}
+    ),
+}
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(
+    epilog="Example:\n\n    offload bench report decode.json sweep.json --trace sweep-trace.json --out build/report"
+)
+def main(
+    files: Annotated[list[Path], typer.Argument(help="stored with --json, of any benches")],
+    trace: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="of bench decode --trace")] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="where report.md and the pictures go")] = Path("report"),
+) -> None:
+    """Markdown and pictures from stored results."""
+    print(write_report([read_any(path) for path in files], trace or [], out))

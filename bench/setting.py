@@ -1,0 +1,135 @@
+"""What the commands of `offload bench` share: their options, the models they name, and how a result ends.
+
+Without a model the packaged pair is used, its target inflated, so every command runs on any machine.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from offload.bench.compare import changes
+from offload.bench.gate import Proof, Written, prove, reference
+from offload.bench.plain_reader import plain_rate
+from offload.bench.record import Result, read, store
+from offload.checkpoint import open_checkpoint
+from offload.config import parse_size
+from offload.decode import Decoder
+from offload.errors import UserError
+from offload.loading import load
+from offload.screen import Screen
+
+PROMPT_TOKENS = 128
+_CEILING_BYTES = 400_000_000  # of one look at the link
+
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="target; default: the packaged one, inflated")
+]
+Draft = Annotated[
+    str | None, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")
+]
+Size = Annotated[str, typer.Option(metavar="SIZE", help="how large to make the packaged target")]
+Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the target")]
+Quick = Annotated[bool, typer.Option("--quick", help="under three minutes on two cores, larger errors")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="store the result")]
+Compare = Annotated[
+    Path | None, typer.Option(metavar="OLD.json", help="flag what is slower than there beyond noise; exits with 1")
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompts", metavar="SET", help="code, prose, chat or a text or .jsonl file; several times"),
+]
+
+
+class Setting(NamedTuple):
+    """Models and budget of one bench."""
+
+    target: Path
+    draft: Path | None
+    origin: Path  # the model whose draws are right: the target, or the small one that it was inflated from
+    ram_bytes: int
+
+    @property
+    def shards(self) -> Sequence[Path]:
+        """Weight files of the target."""
+        return open_checkpoint(self.target).shards
+
+    def open(self, tree: str, **options: Any) -> Decoder:
+        """A decoder with room for that tree; `options` are those of `load`."""
+        return load(self.target, self.draft, self.ram_bytes, tree, **{"profile": "none", **options})
+
+    def ceiling(self) -> float:
+        """Bytes per second of a plain reader, now."""
+        return plain_rate(self.shards, _CEILING_BYTES)
+
+    def prove(self, written: Sequence[Written]) -> Proof:
+        """The gate; call it when all measuring is over and decoders are closed. Raises `UserError`."""
+        with reference(self.origin, self.draft, self.ram_bytes) as score:
+            return prove(written, score)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the stored result."""
+        return {
+            "target": self.target.name,
+            "target_bytes": sum(path.stat().st_size for path in self.shards),
+            "draft": None if self.draft is None else self.draft.name,
+            "ram_bytes": self.ram_bytes,
+        }
+
+
+def find_setting(model: str | None, draft: str | None, size: str, ram: str | None, screen: Screen) -> Setting:
+    """The named models, or the packaged pair with a target of `size`. Raises `UserError`."""
+    if model is not None:
+        target = open_checkpoint(model)
+        small = None if draft is None else open_checkpoint(draft).directory
+        num_bytes = sum(path.stat().st_size for path in target.shards)
+        return Setting(target.directory, small, target.directory, parse_size(ram or num_bytes // 4, "--ram"))
+    from offload.demo import PAIR, inflated_target
+
+    size_bytes = parse_size(size, "--size")
+    made = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
+    small = PAIR / "draft" if draft is None else open_checkpoint(draft).directory
+    return Setting(made, small, PAIR / "target", parse_size(ram or size_bytes // 4, "--ram"))
+
+
+def say_ceiling(text: str, rate: float) -> None:
+    """The first line of every bench."""
+    print(f"ceiling: {text}, {rate / 1e9:.3f} GB/s", flush=True)
+
+
+def proof_line(proof: Proof) -> str:
+    """What the gate found."""
+    told = f"{proof.num_exact} tokens are the reference's own draw in float32, {proof.num_near} within bf16 rounding"
+    by_law = f"; {proof.num_by_law} follow its law, {proof.sigmas:+.1f} standard errors off" if proof.num_by_law else ""
+    return f"gate: {told}{by_law}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table: the first column to the left, figures to the right."""
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    lines = [[cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))]
+             for row in rows]  # fmt: skip
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def earlier(bench: str, compare: Path | None) -> Result | None:
+    """What `--compare` names, read before anything is measured. Raises `UserError`."""
+    old = None if compare is None else read(compare)
+    if old is not None and old.bench != bench:
+        raise UserError(f"--compare needs a result of {bench}, got one of {old.bench}: name another file")
+    return old
+
+
+def finish(result: Result, json_file: Path | None, old: Result | None) -> None:
+    """Store, compare, and end with one JSON line; what is slower beyond noise exits with 1."""
+    if json_file is not None:
+        store(result, json_file)
+    found = [] if old is None else changes(old, result)
+    for one in found:
+        print(one.line)
+    print(json.dumps(result.as_dict()))
+    if any(one.is_worse for one in found):
+        raise typer.Exit(1)

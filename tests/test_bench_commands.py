@@ -1,0 +1,222 @@
+"""The commands of `offload bench`, as small as they get: what they end in, and that wrong tokens stop them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shell import Outcome, process, shell
+
+from offload.bench import decode, draft, link, setting, suite, sweep
+from offload.bench.record import read
+from offload.bench.timeline import read_trace
+from offload.layer_stream import LayerStream
+
+SIZE = ["--size", "100MB"]
+RAM = ["--ram", "230MB"]
+FEW = ["--num-prompts", "1", "-n", "12", "--tree", "8x4"]
+
+
+LISTS_IMPORTS = """
+import sys
+from offload.cli import main
+try:
+    main()
+finally:
+    print("heavy:", {"torch", "matplotlib", "numpy"} & sys.modules.keys())
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One small target for all, and little effort."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(setting, "_CEILING_BYTES", 20_000_000)
+        patch.setattr(link, "QUICK", link.Effort(20_000_000, 2, (2,), (1,)))
+        patch.setattr(sweep, "QUICK", sweep.Effort((1, 8), 2, 1))
+        patch.setattr(draft, "QUICK", draft.Effort(1, 8, ("chain:2", "8x4")))
+        yield
+
+
+def result_of(outcome: Outcome, bench: str) -> dict[str, Any]:
+    """The last line; the ceiling is the first."""
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("ceiling: ") and "gate: " in outcome.out
+    result = json.loads(outcome.out.splitlines()[-1])
+    assert result["bench"] == bench and result["rows"] and result["ceiling"]["bytes_per_s"] > 0
+    return result
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stored result of `decode`, with its trace beside it."""
+    folder = tmp_path_factory.mktemp("decoded")
+    files = ["--json", folder / "decode.json", "--trace", folder / "trace.json"]
+    result = result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, *files), "decode")
+    assert read(folder / "decode.json").as_dict() == result
+    return folder
+
+
+def test_decode_tells_what_every_case_took(decoded: Path) -> None:
+    rows = {row["name"]: row for row in read(decoded / "decode.json").rows}
+    assert list(rows) == ["T=0 match none", "T=0 match 8x4", "T=0.6 match none", "T=0.6 match 8x4"]
+    for name, row in rows.items():
+        later = sum(count for run in row["runs"] for _, count in run["bursts"][1:])
+        assert row["tokens_per_sweep"] == pytest.approx(later / row["num_sweeps"])
+        assert row["num_accepted_tokens"] == later - row["num_sweeps"] <= row["num_draft_tokens"]
+        assert row["mean_ttft_s"] > 0 and row["p99_itl_s"] >= row["median_itl_s"] and row["peak_rss_bytes"] > 1e8
+        assert ("speedup" in row) == ("none" not in name)
+    assert rows["T=0 match none"]["tokens_per_sweep"] == 1 and rows["T=0 match none"]["accepted_per_pos"] == []
+    assert len(rows["T=0 match 8x4"]["accepted_per_pos"]) == 4
+
+
+def test_trace_has_every_layer_of_every_step(decoded: Path) -> None:
+    events = read_trace(decoded / "trace.json")
+    kinds = {kind: [event for event in events if event.kind == kind] for kind in ("draft", "sweep", "compute", "copy")}
+    num_layers = 1 + max(event.layer for event in kinds["compute"])
+    assert len(kinds["draft"]) == len(kinds["sweep"]) == 3
+    assert [event.layer for event in kinds["compute"]] == [*range(num_layers)] * 3
+    assert {event.layer for event in kinds["copy"]} <= set(range(num_layers)) and len(kinds["copy"]) >= 3
+    for one in kinds["compute"]:
+        assert any(sweep.start_s <= one.start_s <= one.end_s <= sweep.end_s for sweep in kinds["sweep"])
+    assert "<svg" in (decoded / "trace.svg").read_text()
+
+
+def test_decode_with_rules_that_draw_afresh() -> None:
+    rules = ["--rule", "match", "--rule", "sequoia", "--temp", "0.6"]
+    result = result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, *rules), "decode")
+    assert [row["name"] for row in result["rows"]][1:] == ["T=0.6 match 8x4", "T=0.6 sequoia 8x4"]
+    assert result["settings"]["proof"]["num_by_law"] == 12
+
+
+def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode.timed_run
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        bursts, result = right(*arguments, **options)
+        return bursts, replace(result, token_ids=[*result.token_ids[:1], 17, *result.token_ids[2:]])
+
+    monkeypatch.setattr(decode, "timed_run", wrong)
+    outcome = shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--temp", "0")
+    assert outcome.code == 2 and "no speed is worth printing" in outcome.err
+    assert outcome.out.startswith("ceiling") and len(outcome.out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["sweep", "draft"])
+def test_gate_of_sweep_and_draft(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = {"sweep": sweep, "draft": draft}[command]
+    written = module.Written
+    monkeypatch.setattr(module, "Written", lambda ids, new, *more: written(ids, [*new[:-1], 17], *more))
+    size = [] if command == "draft" else [*SIZE, *RAM]
+    outcome = shell("bench", command, "--quick", *size)
+    assert outcome.code == 2 and "is wrong" in outcome.err and len(outcome.out.splitlines()) == 1
+
+
+def test_sweep_and_draft(tmp_path: Path) -> None:
+    result = result_of(shell("bench", "sweep", "--quick", *SIZE, *RAM), "sweep")
+    assert [row["num_nodes"] for row in result["rows"]] == [1, 8]
+    assert all(row["sweep_s"] <= row["step_s"] and row["stall_s"] >= 0 for row in result["rows"])
+    result = result_of(shell("bench", "draft", "--quick", "--temp", "0.6", "--prompts", "chat"), "draft")
+    assert [(row["tree"], row["num_nodes"], row["depth"]) for row in result["rows"]] == [
+        ("chain:2", 3, 2),
+        ("8x4", 8, 4),
+    ]
+    assert all(1 <= row["tokens_per_sweep"] <= 1 + row["depth"] for row in result["rows"])
+
+
+def test_link_and_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = result_of(shell("bench", "link", "--quick", *SIZE), "link")
+    names = [row["name"] for row in result["rows"]]
+    assert {"O_DIRECT, 2 x 1 MiB", "layer stream, 3 slots", "memory to memory"} <= set(names)
+    right = LayerStream.acquire
+
+    def wrong(self: LayerStream, layer: int) -> np.ndarray:
+        slab = right(self, layer)
+        slab[slab.nbytes // 2] ^= 1
+        return slab
+
+    monkeypatch.setattr(LayerStream, "acquire", wrong)
+    outcome = shell("bench", "link", "--quick", *SIZE)
+    assert outcome.code == 2 and "other bytes than the file has" in outcome.err
+
+
+def test_compare_flags_what_has_become_slower(decoded: Path, tmp_path: Path) -> None:
+    stored = json.loads((decoded / "decode.json").read_text())
+    for guard in stored["guards"].values():
+        guard["samples"] = [value * factor for value in guard["samples"] for factor in (1, 1.01, 0.99)]
+        guard["labels"] *= 3
+    (tmp_path / "now.json").write_text(json.dumps(stored))
+    for guard in stored["guards"].values():
+        guard["samples"] = [2 * value * factor for value, factor in zip(guard["samples"], (1, 1.02, 1), strict=True)]
+    (tmp_path / "then.json").write_text(json.dumps(stored))
+    same = shell("bench", "compare", tmp_path / "now.json", tmp_path / "now.json")
+    assert same.code == 0 and "same" in same.out and "WORSE" not in same.out
+    worse = shell("bench", "compare", tmp_path / "then.json", tmp_path / "now.json")
+    assert worse.code == 1 and "WORSE" in worse.out
+    missing = shell("bench", "compare", tmp_path / "then.json", tmp_path / "none.json")
+    assert missing.code == 2 and "none.json" in missing.err
+
+
+def test_report_shows_what_is_stored(decoded: Path, tmp_path: Path) -> None:
+    peers = {
+        "bench": "peers",
+        "rows": [{"peer": "a", "title": "A", "tokens_per_s": 2.5}, {"title": "B", "reason": "no"}],
+    }
+    (tmp_path / "peers.json").write_text(json.dumps(peers))
+    shell("bench", "sweep", "--quick", *SIZE, *RAM, "--json", tmp_path / "sweep.json")
+    files = [decoded / "decode.json", tmp_path / "peers.json", tmp_path / "sweep.json"]
+    outcome = shell("bench", "report", *files, "--trace", decoded / "trace.json", "--out", tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    text = (tmp_path / "out" / "report.md").read_text()
+    (row,) = (row for row in read(decoded / "decode.json").rows if row["name"] == "T=0 match 8x4")
+    assert f"| T=0 match 8x4 | {row['decode_tokens_per_s']:.2f} | {row['speedup']:.2f} |" in text
+    assert "| A | 2.50 | - | - |" in text
+    pictures = re.findall(r"!\[.*\]\((.*)\)", text)
+    assert len(pictures) == 5 and all((tmp_path / "out" / name).stat().st_size > 1000 for name in pictures)
+    assert shell("bench", "report", decoded / "trace.json", "--out", tmp_path / "out").code == 2
+
+
+def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = shell("bench")
+    assert listing == shell("bench", "--help") and listing.code == 0
+    assert "decode " in listing.out and "tree " in listing.out
+    for command in ("link", "sweep", "draft", "decode", "compare", "report"):
+        told = shell("bench", command, "--help")
+        assert told.code == 0 and f"offload bench {command}" in told.out, command
+    assert process("bench", "--help", python=("-c", LISTS_IMPORTS)).out.endswith("heavy: set()\n")
+
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {'matplotlib.figure'!r}", name="matplotlib.figure")
+
+    monkeypatch.setattr(suite, "import_module", absent)
+    outcome = shell("bench", "report", "a.json")
+    assert outcome.code == 2 and outcome.err.strip() == (
+        "offload: bench report needs matplotlib: pip install 'offload[bench]'"
+    )
+
+
+def test_what_cannot_end_well_is_refused_before_measuring(
+    decoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ["bench", "decode", "--quick", *SIZE, *RAM, *FEW]
+    wishes = {
+        "needs a result of link, got one of decode": ["bench", "link", "--compare", decoded / "decode.json"],
+        "cannot read": [*few, "--compare", tmp_path / "none.json"],
+        "sequoia, pipeinfer, got 'specinfer'": [*few, "--preset", "specinfer"],
+    }
+    for said, command in wishes.items():
+        outcome = shell(*command)
+        assert outcome.code == 2 and outcome.out == "" and said in outcome.err
+    monkeypatch.setattr("offload.bench.timeline.find_spec", lambda _: None)
+    outcome = shell(*few, "--trace", tmp_path / "t.json")
+    assert outcome.code == 2 and outcome.out == "" and "pip install 'offload[bench]'" in outcome.err
+
+
+def test_commands_whose_file_is_absent_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(suite.COMMANDS, "nothing", ("no_such_file", "never shown"))
+    assert "never shown" not in shell("bench").out
+    assert shell("bench", "nothing").code == 2
