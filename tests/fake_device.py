@@ -8,6 +8,7 @@ torch on a CPU is, and the host waits where its stream would.
 
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -37,12 +38,18 @@ class FakeDevice:
     name, place = "fake", torch.device("cpu")
 
     def __init__(
-        self, seed: int = 0, *, is_compute_late: bool = False, haste: float = 0.3, compute_share: float = 0.5
+        self,
+        seed: int = 0,
+        *,
+        is_compute_late: bool = False,
+        haste: float = 0.3,
+        compute_share: float = 0.5,
+        latency_s: float = 0.0,
     ) -> None:
         self.copies, self.compute = FakeStream(), FakeStream()
         self._random, self._lock = random.Random(seed), threading.RLock()
         self._is_compute_late, self._haste, self._compute_share = is_compute_late, haste, compute_share
-        self.num_copies, self.num_host_waits = 0, 0
+        self.num_copies, self.num_host_waits, self._latency_s = 0, 0, latency_s
 
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
@@ -71,6 +78,7 @@ class FakeDevice:
         self._enqueue(stream, event)
 
     def synchronize(self, event: FakeEvent) -> None:
+        time.sleep(self._latency_s)
         with self._lock:
             self.num_host_waits += 1
             while event.at is None:

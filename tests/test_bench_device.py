@@ -18,8 +18,8 @@ def test_every_row_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["page-locked bytes against layers held"]["is_met"]
     for start in (
         "copies of",
-        "sweep of 24",
-        "draft step of 1",
+        "sweep of 24 rows",
+        "draft step of 1 rows",
         "none:",
         "sequences:4x4",
         "24x8",

@@ -67,7 +67,7 @@ class ThreadStore:
 def streaming(
     tiers: list[Tier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **more: Any
 ) -> Iterator[tuple[DeviceStream, FakeDevice, ThreadStore]]:
-    device, store = FakeDevice(seed, is_compute_late=True, **{"haste": 0.4, **more}), ThreadStore()
+    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), ThreadStore()
     arena = fake_arena(limit_bytes)
     stream = DeviceStream(
         store, LAYOUTS, tiers, num_slots, device=device, arena=arena, num_host_slots=2, poison_released=True
@@ -142,11 +142,15 @@ def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
 )
 def test_a_forgotten_wait_shows(mistake: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, mistake)
-    haste = 0.0 if mistake.startswith("pinned") else 0.4
+    how: dict[str, Any] = {}
+    if mistake == "no ready wait":  # kernels run at once, copies when somebody must have them
+        how = {"is_compute_late": False, "haste": 0.0, "latency_s": 0.005}
+    elif mistake.startswith("pinned"):
+        how = {"haste": 0.0}
 
     def wrong(seed: int) -> list[str]:
-        with streaming(TIERS[kind], seed=seed, haste=haste) as (stream, device, _):
-            return sweeps(stream, device, pause=lambda: time.sleep(0.001) if haste == 0 else None)
+        with streaming(TIERS[kind], seed=seed, **how) as (stream, device, _):
+            return sweeps(stream, device, pause=lambda: time.sleep(0.001) if mistake.startswith("pinned") else None)
 
     assert any(wrong(seed) for seed in range(10)), f"{mistake} went unnoticed"
 
