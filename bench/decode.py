@@ -56,7 +56,7 @@ class Effort:
     num_tokens: int  # of every run with a tree
     num_plain: int  # of every run without one, whose sweeps are all alike
     temperatures: tuple[float, ...] = (0.0, 0.6)
-    trees: tuple[str, ...] = ("none", "128x20")
+    trees: tuple[str, ...] = ("none", "grown:128x20")
     rules: tuple[str, ...] = ("match",)
 
     def cases(self) -> list[Case]:
@@ -65,7 +65,7 @@ class Effort:
         return [Case(temperature, *pair) for temperature in self.temperatures for pair in pairs]
 
 
-FULL = Effort(8, 128, 8, trees=("none", "64x16", "128x20"))
+FULL = Effort(8, 128, 8, trees=("none", "64x16", "128x20", "grown:128x20"))
 QUICK = Effort(3, 64, 4)
 PRESETS = {"sequoia": Effort(8, 128, 8), "pipeinfer": Effort(4, 512, 8, temperatures=(0.0,))}
 
@@ -229,7 +229,7 @@ def main(
     ram: common.Ram = None,
     source: common.Prompts = None,
     temp: Annotated[list[float] | None, typer.Option(metavar="T", help="several times; default: 0 and 0.6")] = None,
-    tree: Annotated[list[str] | None, typer.Option(metavar="TREE", help="several times; default: 128x20")] = None,
+    tree: Annotated[list[str] | None, typer.Option(metavar="TREE", help="several times; default: grown:128x20")] = None,
     rule: Annotated[list[str] | None, typer.Option(metavar="RULE", help="several times; default: match")] = None,
     num_prompts: Annotated[int | None, typer.Option(metavar="N", min=1, help="of every set")] = None,
     max_tokens: Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2)] = None,

@@ -72,7 +72,7 @@ _TUNED = {
 }
 _ONE_BY_ONE, _DRAFTED = (8, 2), (20, 6)  # (new tokens, prompts)
 PROGRAMS: dict[str, Program] = {
-    OURS: _ours("ours, --tree 128x20", "128x20", _DRAFTED, None),
+    OURS: _ours("ours, --tree grown:128x20", "grown:128x20", _DRAFTED, None),
     "none": _ours("ours, --tree none", "none", _ONE_BY_ONE, 5),
     "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
     "disk-assistant": _transformers("disk offload, assistant at its defaults", (12, 6), None, assistant={}),

@@ -77,7 +77,7 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 
     offload generate -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB -p "Once upon a time"
 
-    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree 128x20
+    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree grown:128x20
 
     offload generate -m big -d small -f prompt.txt --json > result.json"""
 )
@@ -236,7 +236,7 @@ def tune(
 
     offload demo
 
-    offload demo --size 2GB --tree 128x20 -p "def main(argv):" --temp 0.6"""
+    offload demo --size 2GB --tree 64x16 -p "def main(argv):" --temp 0.6"""
 )
 def demo(
     prompt: Annotated[
@@ -247,7 +247,7 @@ def demo(
     ram: Annotated[
         str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size")
     ] = None,
-    tree: Tree = "64x16",
+    tree: Tree = "grown:128x20",
     rule: RuleName = "match",
     temp: Temp = 0.0,
     seed: Seed = 0,

@@ -152,7 +152,8 @@ def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
 
 def choice_lines(choice: "TreeChoice") -> str:
     """What tree is used and why; where it was chosen, beside the next best."""
-    first = f"tree of {choice.shape.num_nodes} nodes, {choice.shape.depth} deep: {choice.why}"
+    kind = "grown tree of at most" if choice.is_grown else "tree of"
+    first = f"{kind} {choice.shape.num_nodes} nodes, {choice.shape.depth} deep: {choice.why}"
     return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
 
 

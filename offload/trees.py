@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from offload.choose import DEPTHS, Candidate, Forest, choose
-from offload.config import Sampling
+from offload.config import Sampling, drafting_of
 from offload.costs import Costs, Traffic
 from offload.errors import UserError
 from offload.plan import MemoryPlan
@@ -18,6 +18,7 @@ from offload.profile import Profile
 from offload.topology import (
     DEFAULT_ACCEPTANCE,
     AcceptanceVector,
+    Growth,
     Shape,
     Topology,
     best_first,
@@ -43,11 +44,17 @@ class TreeChoice(NamedTuple):
     why: str
     candidates: tuple[Candidate, ...] = ()  # the best few, best first; empty where nothing was chosen
 
+    @property
+    def is_grown(self) -> bool:
+        """Whether size and depth are bounds, and every step has a shape of its own."""
+        return isinstance(self.shape, Growth)
+
     def as_dict(self) -> dict[str, object]:
         """The field `tree_choice` of `--json`."""
         return {
             "num_nodes": self.shape.num_nodes,
             "depth": self.shape.depth,
+            "is_grown": self.is_grown,
             "why": self.why,
             "candidates": [candidate.as_dict() for candidate in self.candidates],
         }
@@ -100,12 +107,13 @@ class Trees:
         profile, note = self.find(sampling, rule)
         costs = self._costs_of(profile)
         if costs is None:
-            return TreeChoice(self._default(), f"a default, since nothing was measured ({note})")
+            why = f"a default, since nothing was measured ({note})"
+            return TreeChoice(_loosened(self._default(), rule), why)
         forest, basis = self._forest(profile, costs, note)
         best = choose(forest, costs, self.traffic_of, DEPTHS[-1] if self.context is None else self.context - 1)
         if not best:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        return TreeChoice(best[0].topology, basis, tuple(best[:NUM_SHOWN]))
+        return TreeChoice(_loosened(best[0].topology, rule), basis, tuple(best[:NUM_SHOWN]))
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
         """The profile's curves where they are of as many threads, else what was measured at start; today's link."""
@@ -151,6 +159,13 @@ class Trees:
                 f"the tree is {shape.depth} deep, the context has {self.context} positions: "
                 "raise --context or name a tree that is less deep"
             )
+
+
+def _loosened(topology: Topology, rule: str) -> Shape:
+    """Size and depth alone where the rule lets the draft's scores shape the tree: never seen to yield less so."""
+    if drafting_of(rule).keeps_laws or topology.num_nodes == 1:
+        return topology
+    return Growth(topology.num_nodes, topology.depth)
 
 
 def tree_for(p: AcceptanceVector, num_nodes: int, max_depth: int) -> tuple[Topology, str]:

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from offload.choose import DEPTHS, Candidate, Forest, best_smoothing, choose
-from offload.config import Sampling
+from offload.config import RULES, Sampling
 from offload.costs import Costs, Curve, Traffic, draft_widths, step_time
 from offload.errors import UserError
 from offload.profile import Profile
 from offload.topology import (
     DEFAULT_ACCEPTANCE,
+    Growth,
     Topology,
     best_first,
     chain,
@@ -240,9 +241,21 @@ def no_profile(*_: object) -> tuple[Profile | None, str]:
 
 def test_trees_without_any_measurement_fall_back_and_say_so() -> None:
     choice = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0)).for_run(Sampling(), RULE)
-    assert choice.shape == parse_tree("auto").build() and "nothing was measured" in choice.why
+    assert choice.shape == Growth(64, 16) and "nothing was measured" in choice.why
     small = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0), max_nodes=8)
     assert small.for_run(Sampling(), RULE).shape.num_nodes == 8
+
+
+@pytest.mark.parametrize("measured", [None, costs(row_s=2e-3)])
+def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | None) -> None:
+    trees = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), 1e9, measured)
+    for rule in RULES:
+        choice = trees.for_run(Sampling(), rule)
+        assert choice.is_grown == (rule in ("match", "topk")), rule
+        assert choice.as_dict()["is_grown"] == choice.is_grown
+        if choice.candidates:
+            best = choice.candidates[0].topology
+            assert (choice.shape.num_nodes, choice.shape.depth) == (best.num_nodes, best.depth)
 
 
 def test_trees_choose_by_what_was_measured_and_by_todays_link() -> None:
