@@ -18,7 +18,7 @@ demo: $(VENV)/.installed-run
 
 test: check
 	@echo "== pytest"
-	@$(BIN)/pytest -q -n auto
+	@$(BIN)/pytest -q -n auto --dist worksteal
 
 check: $(VENV)/.installed-dev
 	@echo "== ruff check"

@@ -18,8 +18,8 @@ import numpy as np
 from offload.errors import ReadError
 from offload.layout import BLOCK_BYTES, Piece, SlabLayout
 
-NUM_READERS = 4
-REQUEST_BYTES = 4 << 20
+NUM_READERS = 8  # as many requests in flight: a reader that waits for its turn must not leave the disk idle
+REQUEST_BYTES = 2 << 20
 
 
 def allocate(num_bytes: int) -> np.ndarray:
