@@ -19,6 +19,7 @@ import typer
 from offload.bench import setting as common
 from offload.bench.gate import Proof, Written
 from offload.bench.metrics import Burst, acceptance_by_depth, latencies
+from offload.bench.plain_reader import Reading
 from offload.bench.prompts import Prompt, encoded, prompts
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
@@ -258,7 +259,7 @@ def main(
         setting = common.find_setting(model, draft, size, ram, screen)
         if setting.draft is None and effort.trees != ("none",):
             raise UserError("bench decode compares trees, which a draft fills: give --draft")
-        common.say_ceiling("plain reader, O_DIRECT, 4 x 8 MiB", setting.ceiling())
+        common.say_ceiling(Reading().label, setting.ceiling())
         found = prompts(source or ["code"], effort.num_prompts)
         measured, events = measure(setting, effort, found, screen, trace)
     proof = setting.prove(measured.written)

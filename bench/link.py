@@ -72,7 +72,8 @@ def _ways(setting: Setting, effort: Effort) -> dict[str, Way]:
 
     grid = [(threads, mib) for threads in effort.threads for mib in effort.blocks]
     ways = {f"O_DIRECT, {threads} x {mib} MiB": reader(Reading(threads, mib * _MIB)) for threads, mib in grid}
-    ways["page cache, 4 x 8 MiB"] = reader(Reading(is_direct=False))
+    cached = Reading(is_direct=False)
+    ways[cached.label.removeprefix("plain reader, ")] = reader(cached)
     ways["memory to memory"] = _copier(torch.empty(_COPY_BYTES, dtype=torch.uint8))
     if torch.cuda.is_available():
         ways["locked memory to device"] = _copier(torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda"))
@@ -165,7 +166,7 @@ def main(
     effort, old = QUICK if quick else FULL, common.earlier("link", compare)
     with Screen(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, None, screen)
-        common.say_ceiling("plain reader, O_DIRECT, 4 x 8 MiB", setting.ceiling())
+        common.say_ceiling(Reading().label, setting.ceiling())
         rows, ceilings = measure(setting, effort, screen)
     table = [[row["name"], f"{row['bytes_per_s'] / 1e9:.3f}", f"{row['share_of_ceiling']:.3f}"] for row in rows]
     print(common.aligned([["way", "GB/s", "of the ceiling"], *table]))

@@ -22,6 +22,12 @@ class Reading(NamedTuple):
     block_bytes: int = 4 << 20
     is_direct: bool = True  # past the page cache; where a file system cannot, pages are dropped after use instead
 
+    @property
+    def label(self) -> str:
+        """In words."""
+        way = "O_DIRECT" if self.is_direct else "page cache"
+        return f"plain reader, {way}, {self.num_threads} x {self.block_bytes >> 20} MiB"
+
 
 def plain_read_s(shards: Sequence[Path], num_bytes: int, how: Reading = Reading()) -> float:  # noqa: B008 (immutable)
     """Seconds in which `num_bytes` of these files arrive, read from their beginnings, again and again if need be."""
