@@ -15,13 +15,14 @@ from offload.bench.picture import COLOURS, Line, draw_line, draw_reference, labe
 from offload.bench.scale import FULL, QUICK, Scale
 from offload.bench.tree_choice import Effort
 
+QUICK_EFFORT = Effort(1024, (16, 64, 256), (6, 14), (1, 1), 3)
 TINY_EFFORT = Effort(128, (8, 16), (3,), (1, 1), 1, "16x4")
 Figures = dict[str, Any]
 
 
 def measure(pair: Pair, scale: Scale) -> Figures:
     """Seconds per token over a grid of sizes and depths, with the tree that the optimiser takes in its midst."""
-    effort = {FULL: tree_choice.FULL, QUICK: tree_choice.QUICK}.get(scale, TINY_EFFORT)
+    effort = {FULL: tree_choice.FULL, QUICK: QUICK_EFFORT}.get(scale, TINY_EFFORT)
     return {"links": tree_choice.hardware_aware("1GB" if scale in (FULL, QUICK) else "60MB", effort)}
 
 
