@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.audit import BF16_NOISE, gaps_of
+from offload.audit import gaps_of, rounding
 from offload.checkpoint import open_checkpoint
 from offload.config import Sampling
 from offload.decode import Decoder
@@ -70,7 +70,7 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
 
 def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
     """Refuse tokens that miss the reference's draw by more than rounding. Raises `UserError`."""
-    limit = BF16_NOISE / max(sampling.temperature, 0.25)
+    limit = rounding(sampling)
     if gaps and max(gaps) > limit:
         at = next(index for index, gap in enumerate(gaps) if gap > limit)
         raise UserError(f"new token {at} is wrong, it misses the draw by {gaps[at]:.3f}: no speed is worth printing")

@@ -19,6 +19,11 @@ from offload.sampling import Sampler
 BF16_NOISE = 0.15  # of logits around 10 in size: two steps of bf16, 2^-7 of the value each
 
 
+def rounding(sampling: Sampling) -> float:
+    """The largest gap that bf16 explains; scores are logits over the temperature, when greedy the logits themselves."""
+    return BF16_NOISE if sampling.is_greedy else BF16_NOISE / sampling.temperature
+
+
 def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling) -> list[float]:
     """By how much each new token misses the best perturbed score (see `Sampler`) of `model` computed in float32.
 

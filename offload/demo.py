@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.audit import BF16_NOISE, draw_gaps
+from offload.audit import draw_gaps, rounding
 from offload.config import Sampling
 from offload.decode import Decoder
 from offload.errors import UserError
@@ -87,7 +87,7 @@ def compare(
         return Comparison(results[0], results[1], 0, 0)
     prompt_ids = decoder.encode(prompt, raw=True)
     gaps = [gap for result in results for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)]
-    if max(gaps) > BF16_NOISE / max(sampling.temperature, 0.25):
+    if max(gaps) > rounding(sampling):
         raise UserError(f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug")
     num_exact = sum(gap == 0 for gap in gaps)
     return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact)
