@@ -59,12 +59,12 @@ def _draft_s(results: list[Generation]) -> float:
 
 
 def main(
-    size: Annotated[list[str] | None, typer.Option(metavar="NxD", help="several times")] = None,
-    temp: Annotated[list[float] | None, typer.Option(metavar="T", help="several times")] = None,
-    prompts: Annotated[int, typer.Option(help="held-out files to begin from")] = 16,
-    tokens: Annotated[int, typer.Option(help="new ones after each prompt")] = 96,
+    size: Annotated[list[str] | None, typer.Option(metavar="NxD", help="default: 64x16, 128x20 and 256x24")] = None,
+    temp: Annotated[list[float] | None, typer.Option(metavar="T", help="default: 0, 0.6 and 1")] = None,
+    prompts: Annotated[int, typer.Option(metavar="N", min=1, help="held-out files to begin from")] = 16,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="new ones after each prompt")] = 96,
 ) -> None:
-    """Print a row for every size and temperature, and all of it as JSON on the last line."""
+    """How much more does a sweep yield when the draft's scores shape each tree?"""
     logging.disable_progress_bar()
     sizes, rows = size or ["64x16", "128x20", "256x24"], []
     largest = max(sizes, key=lambda text: int(text.split("x")[0]))
@@ -87,4 +87,6 @@ def _line(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("grown")

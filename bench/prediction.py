@@ -181,4 +181,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("prediction")

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from offload.bench import report_pictures as pictures
 from offload.bench.record import Result, read
 from offload.bench.timeline import draw, last_step, read_trace
+from offload.bench.whole_file import whole
 from offload.errors import UserError
 
 Cells = Sequence[Sequence[str]]
@@ -36,8 +37,8 @@ def write_report(results: Sequence[Result], traces: Sequence[Path], out: Path) -
         parts.append(_picture(f"timeline-{index}.svg", figure, out, "One step, layer by layer"))
     report = out / "report.md"
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        with whole(report) as place:
+            place.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {report} ({error.strerror}): name another folder with --out") from None
     return report
@@ -60,8 +61,8 @@ def _section(result: Result, index: int, out: Path) -> str:
 
 def _picture(name: str, figure: Figure, out: Path, text: str) -> str:
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out / name)
+        with whole(out / name) as place:
+            figure.savefig(place)
     except OSError as error:
         raise UserError(f"cannot write {out / name} ({error.strerror}): name another folder with --out") from None
     return f"![{text}]({name})"
@@ -172,7 +173,7 @@ SECTIONS = {
     ),
 }
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from offload.bench.whole_file import whole
 from offload.errors import UserError
 
 if TYPE_CHECKING:
@@ -123,10 +124,13 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, object]:
 
 
 def write_trace(events: Sequence[Event], path: Path) -> None:
-    """Write the trace, and beside it the picture of one step as SVG. Raises `UserError`."""
+    """Write the trace as FILE.json and one step as FILE.svg, whichever of them is named. Raises `UserError`."""
+    traced = path.with_suffix(".json") if path.suffix == ".svg" else path
     try:
-        path.write_text(json.dumps(chrome_trace(events)) + "\n", encoding="utf-8")
-        draw(last_step(events)).savefig(path.with_suffix(".svg"))
+        with whole(traced) as place:
+            place.write_text(json.dumps(chrome_trace(events)) + "\n", encoding="utf-8")
+        with whole(path.with_suffix(".svg")) as place:
+            draw(last_step(events)).savefig(place)
     except OSError as error:
         raise UserError(f"cannot write --trace {path} ({error.strerror}): name another file") from None
 
