@@ -4,7 +4,7 @@ The first needs data sheets only. The paper's rows are given their tokens per st
 and are predicted twice: all layers crossing the link, one thing after the other, which is what the paper's own figures
 add up to, and as this program would run, with as many layers resident as fit and everything overlapped. The second
 measures the curves on this machine, as `offload tune` does, predicts, decodes other text, and compares; the link is
-measured anew before every run, because disks drift. No speed is printed for a token that was not proved right.
+measured before and after every run, because disks drift. No speed is printed for a token that was not proved right.
 
     offload bench prediction              both; two or three minutes on two cores
     offload bench prediction --paper      the first alone, a second
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -51,6 +51,7 @@ _CONTEXT = 256  # 128 prompt tokens and as many new ones, as in the paper
 PAPER_BASE_S = 5.6  # the paper's own system, one token per sweep
 TREES = ("none", "64x16", "128x20")
 PLAIN_TOKENS, TREE_TOKENS, NUM_PROMPTS = 8, 48, 4
+_LINK_S = 0.5  # of one look at the link
 
 
 class PaperRow(NamedTuple):
@@ -109,7 +110,7 @@ def paper_rows() -> list[Row]:
 
 
 class Runs:
-    """Runs with one tree, each with what was predicted just before it."""
+    """Runs with one tree, each with what was predicted for it."""
 
     def __init__(self, tree: str) -> None:
         shape = parse_tree(tree).build()
@@ -145,19 +146,20 @@ class Runs:
 def machine_runs(setting: Setting, found: Sequence[Prompt], screen: Screen) -> tuple[list[Runs], list[Written]]:
     """Decoding without a tree and with ever larger ones on this machine, predicted and as it was; unproved.
 
-    Every run is predicted from the curves measured at first and the link measured just before it.
+    Every run is predicted from the curves measured at first and the link measured just before and just after it.
     """
     runs, written = [Runs(tree) for tree in TREES], list[Written]()
     with setting.open(TREES[-1]) as decoder:
         first_ids, told = encoded(decoder, found[0], PROMPT_TOKENS), partial(screen.count, label="measuring the curves")
         costs = measure_costs(decoder, first_ids, Sampling(), told)
-        traffic = Traffic.of(decoder.plan)
+        traffic, links = Traffic.of(decoder.plan), [link_bytes_per_s(setting.shards[0], budget_s=_LINK_S)]
         for prompt in found:
             ids = encoded(decoder, prompt, PROMPT_TOKENS)
             for one in runs:
-                now = replace(costs, link_bytes_per_s=link_bytes_per_s(setting.shards[0]))
                 num_tokens = PLAIN_TOKENS if one.tree == "none" else TREE_TOKENS
                 result = decoder.generate(ids, max_new_tokens=num_tokens, tree=one.tree)
+                links.append(link_bytes_per_s(setting.shards[0], budget_s=_LINK_S))
+                now = replace(costs, link_bytes_per_s=mean(links[-2:]))
                 one.add(step_time(now, traffic, one.topology).total_s, now.link_bytes_per_s, result.stats)
                 written.append(Written(ids, result.token_ids, result.sampling, result.rule))
                 screen.count(len(written), len(found) * len(runs), "decoding")
