@@ -35,14 +35,15 @@ class Change(NamedTuple):
     before: float
     after: float
     ratio: float  # after / before, above 1 is better
-    noise: float  # the ratio may lie so far from 1 by chance
+    noise: float  # the ratio may lie so far from 1 by chance; infinite where too few samples tell
     is_worse: bool  # beyond noise
 
     @property
     def line(self) -> str:
         """For a person."""
         verdict = "WORSE" if self.is_worse else "better" if self.ratio - 1 > max(self.noise, FLOOR) else "same"
-        told = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {self.noise:.3f}"
+        verdict, noise = ("too few samples", "?") if math.isinf(self.noise) else (verdict, f"{self.noise:.3f}")
+        told = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {noise}"
         return f"{self.name:<44} {told}  {verdict}"
 
 
@@ -91,7 +92,7 @@ def change(name: str, old: Guard, new: Guard) -> Change:
     noise = _t_99(freedom) * error if freedom else math.inf
     worse_by = -sign * centre
     is_worse = worse_by > noise and worse_by > -math.log1p(-FLOOR)
-    return Change(name, old.value, new.value, math.exp(sign * centre), math.expm1(min(noise, 1.0)), is_worse)
+    return Change(name, old.value, new.value, math.exp(sign * centre), math.expm1(noise) if freedom else math.inf, is_worse)
 
 
 def _is_of_other_texts(old: Guard, new: Guard) -> bool:
@@ -137,3 +138,9 @@ def main(
     tell(before, after, found)
     if any(one.is_worse for one in found):
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("compare")

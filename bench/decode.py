@@ -25,7 +25,7 @@ from offload.bench.prompts import Prompt, encoded, prompts
 from offload.bench.record import Guard, Row, new_result, writable
 from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
-from offload.bench.timeline import record_steps, require_pictures, write_trace
+from offload.bench.timeline import record_steps, require_pictures, trace_files, write_trace
 from offload.config import Sampling, drafting_of
 from offload.decode import Decoder
 from offload.errors import UserError
@@ -262,8 +262,12 @@ def main(
     """How many tokens per second, how smoothly, and what of the link is used?"""
     if preset is not None and preset not in PRESETS:
         raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    if preset is not None and quick:
+        raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
     if trace is not None:
         require_pictures()
+        if json_file in trace_files(trace):
+            raise UserError(f"--trace {trace} would be written over by --json {json_file}: name another file")
     old = common.earlier("decode", compare)
     effort = PRESETS[preset] if preset else QUICK if quick else FULL
     effort = Effort(
@@ -308,3 +312,9 @@ def _settings(setting: Setting, effort: Effort, measured: Measured, proof: Proof
         "streamed_bytes": measured.streamed_bytes,
         "proof": proof._asdict(),
     }
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("decode")

@@ -176,3 +176,9 @@ def _cells(row: Row, floor_s: float) -> list[str]:
 
 def _guards(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
     return {f"tokens per sweep, {row['tree']}": Guard(row["tokens_per_sweep_samples"], "higher", names) for row in rows}
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("draft")

@@ -3,7 +3,7 @@
 Nothing streams, so what is compared is what a sweep yields and what the draft takes for it. Trees take turns prompt by
 prompt. Every token is proved to be the original model's float32 draw, up to bf16 rounding.
 
-    python -m offload.bench.grown_trees --size 64x16 --size 128x20 --temp 0 --temp 0.6
+    offload bench grown --size 64x16 --size 128x20 --temp 0 --temp 0.6
 """
 
 import json

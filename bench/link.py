@@ -181,3 +181,9 @@ def main(
         guards={"layer stream / plain reader": Guard(stream["shares"], "higher")},
     )
     common.finish(result, json_file, old)
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("link")

@@ -4,8 +4,8 @@ The target is the packaged one, inflated; the ceiling of everything that streams
 in turn with the sweeps, so that a disk that drifts slows both. No speed is printed for a token that the original model,
 run resident in float32, would not have drawn.
 
-    python -m offload.bench.main_job                          all rows at 1 GB and 2 GB, some minutes on two cores
-    python -m offload.bench.main_job --row speed --size 2GB
+    offload bench main-job                          all rows at 1 GB and 2 GB, some minutes on two cores
+    offload bench main-job --row speed --size 2GB
 """
 
 import json

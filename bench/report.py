@@ -6,6 +6,7 @@ Invariant: every figure in the report stands in one of the files it names.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -19,6 +20,7 @@ from offload.bench.whole_file import whole
 from offload.errors import UserError
 
 Cells = Sequence[Sequence[str]]
+_TOKENS = {"num_prompt_tokens": "prompt", "num_new_tokens": "new"}
 
 
 class Section(NamedTuple):
@@ -53,7 +55,7 @@ def markdown(rows: Cells) -> str:
 def _section(result: Result, index: int, out: Path) -> str:
     section = _study(result) if result.bench == "study" else SECTIONS.get(result.bench)
     section = section or Section(result.bench, _any_table, {})
-    lines = [f"## {section.title}", _origin(result), markdown(section.table(result))]
+    lines = [f"## {section.title}", _origin(result), *_conditions(result), markdown(section.table(result))]
     for name, picture in section.pictures.items():
         lines.append(_picture(f"{name}-{index}.png", picture(result), out, name.replace("-", " ")))
     return "\n\n".join(lines)
@@ -81,6 +83,18 @@ def _origin(result: Result) -> str:
     return f"{result.created}{commit}; {where}.{ceiling}"
 
 
+def _conditions(result: Result) -> list[str]:
+    """Models, budget and amount of text, as far as the file tells."""
+    told = result.settings
+    if "target_bytes" not in told:
+        return []
+    parts = [f"target `{told['target']}`, {told['target_bytes'] / 1e9:.3f} GB"]
+    parts += [f"draft `{told['draft']}`"] if told.get("draft") else []
+    parts += [f"memory budget {told['ram_bytes'] / 1e9:.2f} GB"] if result.bench != "link" else []
+    parts += [f"{told[name]} {word} tokens" for name, word in _TOKENS.items() if name in told]
+    return [f"Conditions: {'; '.join(parts)}."]
+
+
 def _decode_table(result: Result) -> Cells:
     columns = {
         "tokens/s": ("decode_tokens_per_s", 2),
@@ -98,8 +112,9 @@ def _decode_table(result: Result) -> Cells:
 
 
 def _sweep_table(result: Result) -> Cells:
-    names = ("step_s", "sweep_s", "stall_s", "compute_s", "draft_s", "link_utilisation")
-    return _columns(result, "num_nodes", {name.replace("_", " "): (name, 3) for name in names})
+    names = ("step_s", "sweep_s", "stall_s", "compute_s", "draft_s")
+    columns = {name.replace("_", " "): (name, 3) for name in names} | {"link used": ("link_utilisation", 3)}
+    return _columns(result, "num_nodes", columns)
 
 
 def _draft_table(result: Result) -> Cells:
@@ -108,12 +123,23 @@ def _draft_table(result: Result) -> Cells:
 
 
 def _link_table(result: Result) -> Cells:
-    return _columns(result, "name", {"bytes/s": ("bytes_per_s", 0), "of the ceiling": ("share_of_ceiling", 3)})
+    columns = {"GB/s": ("gb_per_s", 3), "of the ceiling": ("share_of_ceiling", 3)}
+    rows = [{**row, "gb_per_s": row["bytes_per_s"] / 1e9} for row in result.rows]
+    return _columns(replace(result, rows=rows), "name", columns)
 
 
 def _peers_table(result: Result) -> Cells:
-    columns = {"tokens/s": ("tokens_per_s", 2), "s/token": ("s_per_token", 3), "ours / it": ("ratio", 2)}
-    return _columns(result, "title", columns)
+    """A program without figures says why."""
+    columns = {
+        "tokens/s": ("tokens_per_s", 2),
+        "s/token": ("s_per_token", 3),
+        "tokens a pass": ("tokens_per_pass", 1),
+        "ours / it": ("ratio", 2),
+        "wanted >=": ("wanted", 1),
+    }
+    head, *body = _columns(result, "title", columns)
+    remarks = [row.get("reason") or ("uncapped" if row.get("is_capped") is False else "") for row in result.rows]
+    return [[*head, "remark"], *([*cells, remark] for cells, remark in zip(body, remarks, strict=True))]
 
 
 def _study(result: Result) -> Section:
@@ -158,7 +184,7 @@ def _columns(result: Result, label: str, columns: dict[str, tuple[str, int]]) ->
         return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
 
     body = [[str(row.get(label, "-")), *(cell(row, *how) for how in columns.values())] for row in result.rows]
-    return [[label.replace("_", " "), *columns], *body]
+    return [[label.removeprefix("num_"), *columns], *body]
 
 
 SECTIONS = {
@@ -186,3 +212,9 @@ def main(
 ) -> None:
     """Markdown and pictures from stored results."""
     print(write_report([read_any(path) for path in files], trace or [], out))
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("report")

@@ -3,8 +3,8 @@
 All use the packaged pair, resident in memory but for `choice`, and prompts from files that it was not trained on: 128
 tokens and 128 new ones. Standard errors take prompts as what is independent.
 
-    python -m offload.bench.studies size --quick             minutes on two cores; without --quick, a quarter of an hour
-    python -m offload.bench.studies rejection --out results
+    offload bench tree size --quick             minutes on two cores; without --quick, a quarter of an hour
+    offload bench tree rejection --out results
 
 | name | what | in the paper (2402.12374) |
 |---|---|---|
@@ -69,7 +69,7 @@ def run_study(name: str, pair: Pair, scale: Scale, folder: Path) -> Figures:
 
 def main(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"one of {', '.join(STUDIES)}")],
-    quick: Annotated[bool, typer.Option("--quick", help="a few minutes on two cores")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="half a minute to six minutes on two cores, by study")] = False,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="where NAME.json and NAME.png go")] = Path(
         "build/studies"
     ),

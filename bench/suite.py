@@ -4,7 +4,7 @@ A command's file has `app`, a typer application, or `main`, a function that type
 are not offered. Invariant: this file imports nothing heavy, since `offload --help` passes through it.
 
     offload bench decode --quick
-    python -m offload.bench.suite decode --quick
+    python -m offload.bench.decode --quick          the same
 """
 
 import signal

@@ -166,3 +166,9 @@ def _guards(rows: Sequence[Row], floor_s: float) -> dict[str, Any]:
         f"step of {row['num_nodes']} nodes / plain reader": Guard([s / floor_s for s in row["step_s_samples"]], "lower")
         for row in rows
     }
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("sweep")

@@ -123,13 +123,18 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, object]:
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *told]}
 
 
+def trace_files(path: Path) -> tuple[Path, Path]:
+    """Where the trace and its picture go, whichever of the two `path` names."""
+    return path.with_suffix(".json") if path.suffix == ".svg" else path, path.with_suffix(".svg")
+
+
 def write_trace(events: Sequence[Event], path: Path) -> None:
     """Write the trace as FILE.json and one step as FILE.svg, whichever of them is named. Raises `UserError`."""
-    traced = path.with_suffix(".json") if path.suffix == ".svg" else path
+    traced, drawn = trace_files(path)
     try:
         with whole(traced) as place:
             place.write_text(json.dumps(chrome_trace(events)) + "\n", encoding="utf-8")
-        with whole(path.with_suffix(".svg")) as place:
+        with whole(drawn) as place:
             draw(last_step(events)).savefig(place)
     except OSError as error:
         raise UserError(f"cannot write --trace {path} ({error.strerror}): name another file") from None

@@ -10,8 +10,8 @@ streamed while timing.
 
 No figure is printed for tokens that the original model, run resident in float32, would not have drawn.
 
-    python -m offload.bench.tree_choice              about half an hour on two cores
-    python -m offload.bench.tree_choice --quick      some minutes
+    offload bench tree-choice              about half an hour on two cores
+    offload bench tree-choice --quick      some minutes
 """
 
 import json
