@@ -92,14 +92,8 @@ def change(name: str, old: Guard, new: Guard) -> Change:
     noise = _t_99(freedom) * error if freedom else math.inf
     worse_by = -sign * centre
     is_worse = worse_by > noise and worse_by > -math.log1p(-FLOOR)
-    return Change(
-        name,
-        old.value,
-        new.value,
-        math.exp(sign * centre),
-        math.expm1(min(noise, 50.0)) if freedom else math.inf,
-        is_worse,
-    )
+    spread = math.expm1(min(noise, 50.0)) if freedom else math.inf
+    return Change(name, old.value, new.value, math.exp(sign * centre), spread, is_worse)
 
 
 def _is_of_other_texts(old: Guard, new: Guard) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,21 @@ def test_report_shows_what_is_stored(decoded: Path, tmp_path: Path) -> None:
     assert shell("bench", "report", decoded / "trace.json", "--out", tmp_path / "out").code == 2
 
 
+@pytest.mark.parametrize("name", ["link", "peers", "tree", "tree-choice"])
+def test_a_file_run_by_itself_is_the_command(name: str) -> None:
+    outcome = process("--no-such-flag", python=("-m", f"offload.bench.{suite.COMMANDS[name][0]}"))
+    assert outcome.code == 2 and outcome.err == "offload: No such option: --no-such-flag (see offload --help)\n"
+
+
+def test_sigterm_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(decode, "timed_run", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    outcome = shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--json", tmp_path / "a.json")
+    assert outcome.code == 143 and outcome.err == "" and not list(tmp_path.iterdir())
+    assert outcome.out.startswith("ceiling") and outcome.out.count("\n") == 1
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     listing = shell("bench")
     assert listing == shell("bench", "--help") and listing.code == 0
@@ -237,6 +253,11 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "needs a result of link, got one of decode": ["bench", "link", "--compare", decoded / "decode.json"],
         "cannot read": [*few, "--compare", tmp_path / "none.json"],
         "sequoia, pipeinfer, got 'specinfer'": [*few, "--preset", "specinfer"],
+        "--preset and --quick exclude each other": [*few, "--preset", "sequoia"],
+        "would be written over": [*few, "--trace", tmp_path / "a.svg", "--json", tmp_path / "a.json"],
+        "num_new_tokens was 12 and is 13": [*few, "-n", "13", "--temp", "0", "--compare", decoded / "decode.json"],
+        "prompts differ": [*few, "--prompts", "chat", "--compare", decoded / "decode.json"],
+        "ram_bytes was 230000000": [*few, "--ram", "240MB", "--compare", decoded / "decode.json"],
     }
     for said, command in wishes.items():
         outcome = shell(*command)

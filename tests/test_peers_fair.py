@@ -1,4 +1,4 @@
-"""The comparison is fair: one test for each way in which one program could be favoured, and what an interruption leaves."""
+"""The comparison is fair: a test for each way in which a program could be favoured. What an interruption leaves."""
 
 import os
 import signal
@@ -52,11 +52,12 @@ def test_all_programs_get_the_same_files_prompts_memory_and_time(
     monkeypatch.setattr(peers, "gguf_file", lambda path, folder, python: path)
     common = setting(*([start] * 128 for start in range(6)), is_quick=is_quick)
     for name, program in PROGRAMS.items():
-        monkeypatch.setattr(
-            peers,
-            "run_child",
-            lambda python, given, name=name: orders.update({name: given}) or Outcome(reason="enough"),
-        )
+
+        def note(python: str, given: Order, name: str = name) -> Outcome:
+            orders[name] = given
+            return Outcome(reason="enough")
+
+        monkeypatch.setattr(peers, "run_child", note)
         measure(program, common)
     for given in orders.values():
         assert given.prompts == common.prompts[: len(given.prompts)] and len(given.prompts) >= 1
