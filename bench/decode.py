@@ -20,7 +20,6 @@ import typer
 from offload.bench import setting as common
 from offload.bench.gate import Proof, Written
 from offload.bench.metrics import Burst, acceptance_by_depth, latencies
-from offload.bench.plain_reader import Reading
 from offload.bench.prompts import Prompt, encoded, prompts
 from offload.bench.record import Guard, Row, new_result, writable
 from offload.bench.setting import PROMPT_TOKENS, Setting
@@ -285,7 +284,7 @@ def main(
         found = prompts(source or ["code"], effort.num_prompts)
         names = [prompt.name for prompt in found]
         common.check_same(old, setting, prompts=names, num_new_tokens=effort.num_tokens)
-        common.say_ceiling(Reading().label, setting.ceiling())
+        common.say_link(setting.shards)
         measured, events = measure(setting, effort, found, screen, trace)
     proof = setting.prove(measured.written)
     rows = rows_of(measured.runs)

@@ -6,6 +6,7 @@ allows. The gate is the decoder's: all accepted tokens are proved.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Annotated, NamedTuple
 
@@ -62,6 +63,15 @@ QUICK = Effort(
         "grown:128x20",
     ),
 )
+
+
+def say_draft_ceiling(draft: Path) -> tuple[float, float]:
+    """Bytes per second of a copy, and the seconds that a draft step takes at least."""
+    rate = memory_bytes_per_s()
+    num_bytes = sum(path.stat().st_size for path in open_checkpoint(draft).shards)
+    floor_s = num_bytes / rate
+    common.say_ceiling(f"the draft's {num_bytes / 1e6:.1f} MB from memory in {floor_s * 1e3:.3f} ms a step", rate)
+    return rate, floor_s
 
 
 def memory_bytes_per_s() -> float:
@@ -131,10 +141,8 @@ def main(
         found = prompts(source or ["code"], effort.num_prompts)
         names = [prompt.name for prompt in found]
         common.check_same(old, setting, temperature=temp, prompts=names)
-        rate = memory_bytes_per_s()
-        num_bytes = sum(path.stat().st_size for path in open_checkpoint(setting.draft or "").shards)
-        floor_s = num_bytes / rate
-        common.say_ceiling(f"the draft's {num_bytes / 1e6:.1f} MB from memory in {floor_s * 1e3:.3f} ms a step", rate)
+        assert setting.draft is not None, "`_small` names one"
+        rate, floor_s = say_draft_ceiling(setting.draft)
         with setting.open(_largest(effort.trees), context=1024) as decoder:
             texts = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in found]
             decoder.generate(texts[0], max_new_tokens=2 * effort.num_tokens // 3)  # warms everything up

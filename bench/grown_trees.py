@@ -14,6 +14,7 @@ import typer
 from transformers.utils import logging
 
 from offload.audit import draw_gaps
+from offload.bench.draft import say_draft_ceiling
 from offload.bench.gate import draws_hold
 from offload.bench.main_job import PROMPT_TOKENS, held_out_prompts
 from offload.bench.tree_walk import Steps, ratio_of
@@ -66,6 +67,7 @@ def main(
 ) -> None:
     """How much more does a sweep yield when the draft's scores shape each tree?"""
     logging.disable_progress_bar()
+    say_draft_ceiling(PAIR / "draft")
     sizes, rows = size or ["64x16", "128x20", "256x24"], []
     largest = max(sizes, key=lambda text: int(text.split("x")[0]))
     with load(PAIR / "target", PAIR / "draft", "2GiB", largest, context=512, threads=1, profile="none") as decoder:

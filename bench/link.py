@@ -167,7 +167,7 @@ def main(
     with Screen(is_quiet=False) as screen:
         setting = common.find_setting(model, None, size, None, screen)
         common.check_same(old, setting)
-        common.say_ceiling(Reading().label, setting.ceiling())
+        common.say_link(setting.shards)
         rows, ceilings = measure(setting, effort, screen)
     table = [[row["name"], f"{row['bytes_per_s'] / 1e9:.3f}", f"{row['share_of_ceiling']:.3f}"] for row in rows]
     print(aligned([["way", "GB/s", "of the ceiling"], *table]))

@@ -249,6 +249,9 @@ def main(
     """The promises of the main job, each beside its ceiling."""
     if unknown := [name for name in row or () if name not in _ROWS]:
         raise UserError(f"--row must be one of {', '.join(_ROWS)}, got {unknown[0]!r}")
+    from offload.bench.setting import say_link  # heavy, and rows import this file into processes that they weigh
+
+    say_link(shards_of(_target((size or ["2GB"])[0])))
     results = []
     for name in row or _ROWS:
         for wish in size or (["1GB", "2GB"] if name in ("streaming", "memory") else ["2GB"]):

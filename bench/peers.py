@@ -25,15 +25,14 @@ import typer
 from offload.bench import setting as common
 from offload.bench.peer_child import Order, rate
 from offload.bench.peer_run import Outcome, gguf_file, interpreter_with, last_line, proved, run_child
-from offload.bench.plain_reader import Reading, plain_rate, shards_of
+from offload.bench.plain_reader import shards_of
 from offload.bench.record import Guard, new_result, store
-from offload.bench.setting import PROMPT_TOKENS, say_ceiling
+from offload.bench.setting import PROMPT_TOKENS
 from offload.bench.text_table import aligned
 from offload.config import parse_size
 from offload.errors import UserError
 
 OURS, QUICK_LIMIT_S, FULL_LIMIT_S = "ours", 60.0, 240.0
-_CEILING_BYTES = 400_000_000  # of the look at the link
 _ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
 Row = dict[str, Any]
 Say = Callable[[Row], None]
@@ -308,8 +307,7 @@ def main(
     if unknown := [name for name in names if name not in PROGRAMS]:
         raise UserError(f"--peer must be one of {', '.join(PROGRAMS)}, got {unknown[0]!r}")
     setting = _setting(size, cap, python, quick)
-    ceiling = plain_rate(shards_of(setting.target), _CEILING_BYTES)
-    say_ceiling(Reading().label, ceiling)
+    ceiling = common.say_link(shards_of(setting.target))
     rows = compare(names, PROGRAMS, setting, _print_row)
     print(aligned(table(rows)))
     result = new_result(

@@ -22,7 +22,6 @@ import typer
 
 from offload.bench import setting as common
 from offload.bench.gate import Written
-from offload.bench.plain_reader import Reading
 from offload.bench.prompts import Prompt, encoded, prompts
 from offload.bench.record import Guard, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
@@ -223,8 +222,7 @@ def main(
         found = prompts(source or ["code"], NUM_PROMPTS)
         names = [prompt.name for prompt in found]
         common.check_same(old, setting, prompts=names)
-        ceiling = setting.ceiling()
-        common.say_ceiling(Reading().label, ceiling)
+        ceiling = common.say_link(setting.shards)
         runs, written = machine_runs(setting, found, screen)
     proof = setting.prove(written)
     here = [one.row() for one in runs]

@@ -13,7 +13,7 @@ import typer
 
 from offload.bench.compare import changes, require_same, tell
 from offload.bench.gate import Proof, Written, prove, reference
-from offload.bench.plain_reader import plain_rate
+from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Result, read, store, writable
 from offload.checkpoint import open_checkpoint
 from offload.config import parse_size
@@ -97,6 +97,13 @@ def find_setting(model: str | None, draft: str | None, size: str, ram: str | Non
 def say_ceiling(text: str, rate: float) -> None:
     """The first line of every bench."""
     print(f"ceiling: {text}, {rate / 1e9:.3f} GB/s", flush=True)
+
+
+def say_link(shards: Sequence[Path]) -> float:
+    """The ceiling of everything that streams: bytes per second of a plain reader, measured and said."""
+    rate = plain_rate(shards, _CEILING_BYTES)
+    say_ceiling(Reading().label, rate)
+    return rate
 
 
 def proof_line(proof: Proof) -> str:

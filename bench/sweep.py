@@ -14,7 +14,7 @@ import typer
 
 from offload.bench import setting as common
 from offload.bench.gate import Written
-from offload.bench.plain_reader import Reading, plain_read_s
+from offload.bench.plain_reader import plain_read_s
 from offload.bench.prompts import encoded, prompts
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
@@ -142,7 +142,7 @@ def main(
     with Screen(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, ram, screen)
         common.check_same(old, setting)
-        common.say_ceiling(Reading().label, setting.ceiling())
+        common.say_link(setting.shards)
         measured = measure(setting, effort, screen)
     proof, rows = setting.prove(measured.written), rows_of(measured)
     head = ["nodes", "step s", "sweep s", "stall s", "compute s", "draft s", "link used", "slower side"]

@@ -29,6 +29,8 @@ import typer
 
 from offload.audit import draw_gaps
 from offload.bench.gate import draws_hold
+from offload.bench.plain_reader import shards_of
+from offload.bench.setting import say_link
 from offload.bench.train_pair import corpus_files, read_source
 from offload.config import Sampling, parse_size
 from offload.decode import Decoder
@@ -251,6 +253,8 @@ def main(
     }
     if unknown := [name for name in row or () if name not in rows]:
         raise UserError(f"--row must be one of {', '.join(rows)}, got {unknown[0]!r}")
+    if "hardware" in (row or rows):
+        say_link(shards_of(inflated_target(parse_size(size, "--size"), lambda done, total: None)))
     for name in row or rows:
         for result in rows[name]():
             results.append(result)

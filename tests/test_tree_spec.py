@@ -57,19 +57,15 @@ ABSURD = [
 ]
 
 
-@pytest.mark.parametrize("text", MALFORMED)
-def test_malformed_tree_names_the_forms(text: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse_tree(text)
-    rule = "--tree must be auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
-    assert str(error.value) == f"{rule}, got {text!r}: try --tree 64x16"
+FORMS = "--tree must be auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
+BOUNDS = "--tree must have numbers of 1 or more and at most 65536 nodes"
+REFUSED = [*((text, FORMS) for text in MALFORMED), *((text, BOUNDS) for text in ABSURD)]
 
 
-@pytest.mark.parametrize("text", ABSURD)
-def test_absurd_tree_names_the_bounds(text: str) -> None:
+@pytest.mark.parametrize(("text", "rule"), REFUSED)
+def test_what_is_refused_is_told_the_forms_or_the_bounds(text: str, rule: str) -> None:
     with pytest.raises(UserError) as error:
         parse_tree(text)
-    rule = "--tree must have numbers of 1 or more and at most 65536 nodes"
     assert str(error.value) == f"{rule}, got {text!r}: try --tree 64x16"
 
 
