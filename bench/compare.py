@@ -10,7 +10,7 @@ than the 99 % range of Student's t on the logarithms and than `FLOOR`, because m
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import geometric_mean, mean, median, stdev
 from typing import Annotated, NamedTuple
 
 import typer
@@ -93,7 +93,8 @@ def change(name: str, old: Guard, new: Guard) -> Change:
     worse_by = -sign * centre
     is_worse = worse_by > noise and worse_by > -math.log1p(-FLOOR)
     spread = math.expm1(min(noise, 50.0)) if freedom else math.inf
-    return Change(name, old.value, new.value, math.exp(sign * centre), spread, is_worse)
+    middle = geometric_mean if _is_paired(old, new) else median  # so that their quotient is the ratio
+    return Change(name, middle(old.samples), middle(new.samples), math.exp(sign * centre), spread, is_worse)
 
 
 def _is_of_other_texts(old: Guard, new: Guard) -> bool:

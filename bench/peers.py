@@ -264,6 +264,14 @@ def _setting(size: str, cap: str, python: str | None, is_quick: bool) -> Setting
     )
 
 
+def _promised(setting: Setting) -> Mapping[str, Program]:
+    """All programs; nothing was promised for a target that fits into the memory of each."""
+    if sum(path.stat().st_size for path in shards_of(setting.target)) > setting.cap_bytes:
+        return PROGRAMS
+    print("the target fits into --cap: no ratio was promised for that")
+    return {name: program._replace(wanted=None) for name, program in PROGRAMS.items()}
+
+
 def _settings(setting: Setting) -> Row:
     return {
         "target": setting.target.name,
@@ -308,7 +316,7 @@ def main(
         raise UserError(f"--peer must be one of {', '.join(PROGRAMS)}, got {unknown[0]!r}")
     setting = _setting(size, cap, python, quick)
     ceiling = common.say_link(shards_of(setting.target))
-    rows = compare(names, PROGRAMS, setting, _print_row)
+    rows = compare(names, _promised(setting), setting, _print_row)
     print(aligned(table(rows)))
     result = new_result(
         "peers", settings=_settings(setting), ceiling={"bytes_per_s": ceiling}, rows=rows, guards=guards_of(rows)

@@ -142,6 +142,24 @@ def _peers_table(result: Result) -> Cells:
     return [[*head, "remark"], *([*cells, remark] for cells, remark in zip(body, remarks, strict=True))]
 
 
+def _prediction_table(result: Result) -> Cells:
+    """Runs on this machine were measured by us, the others by the paper."""
+    columns = {
+        "tokens/step": ("tokens_per_step", 2),
+        "measured s/token": ("measured_s", 3),
+        "predicted s/token": ("predicted_s", 3),
+        "predicted / measured": ("ratio", 3),
+    }
+    return _columns(replace(result, rows=[_as_measured(row) for row in result.rows]), "row", columns)
+
+
+def _as_measured(row: dict[str, Any]) -> dict[str, Any]:
+    measured = row.get("measured_s_per_token", row.get("paper_s"))
+    predicted = row.get("predicted_s_per_token", row.get("in_turn"))  # as the paper's system, which overlaps nothing
+    ratio = row.get("predicted_over_measured") or (predicted / measured if predicted and measured else None)
+    return {**row, "measured_s": measured, "predicted_s": predicted, "ratio": ratio}
+
+
 def _study(result: Result) -> Section:
     """A study draws and tabulates its own figures."""
     from offload.bench.studies import STUDIES
@@ -190,6 +208,7 @@ def _columns(result: Result, label: str, columns: dict[str, tuple[str, int]]) ->
 SECTIONS = {
     "link": Section("The link", _link_table, {"link": pictures.link}),
     "sweep": Section("A sweep against the size of its tree", _sweep_table, {"sweep-roofline": pictures.sweep}),
+    "prediction": Section("Predicted and measured: this machine, and the paper's L40", _prediction_table, {}),
     "peers": Section("Other programs", _peers_table, {"peers": pictures.speed_bars}),
     "draft": Section(
         "Drafting", _draft_table, {"tokens-per-sweep": pictures.tokens_per_sweep, "acceptance": pictures.acceptance}

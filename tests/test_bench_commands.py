@@ -193,19 +193,22 @@ def test_compare_flags_what_has_become_slower(decoded: Path, tmp_path: Path) -> 
 
 
 def test_report_shows_what_is_stored(decoded: Path, tmp_path: Path) -> None:
-    peers = {
-        "bench": "peers",
-        "rows": [{"peer": "a", "title": "A", "tokens_per_s": 2.5}, {"title": "B", "reason": "no"}],
-    }
-    (tmp_path / "peers.json").write_text(json.dumps(peers))
+    peers = [{"peer": "a", "title": "A", "tokens_per_s": 2.5}, {"title": "B", "reason": "not here"}]
+    (tmp_path / "peers.json").write_text(json.dumps({"bench": "peers", "rows": peers}))
+    paper = {"row": "L40", "tokens_per_step": 1.0, "paper_s": 5.0, "in_turn": 5.5}
+    ours = {"row": "8x4", "tokens_per_step": 2.0, "measured_s_per_token": 0.5, "predicted_s_per_token": 0.4}
+    prediction = {"bench": "prediction", "rows": [paper, {**ours, "predicted_over_measured": 0.8}]}
+    (tmp_path / "prediction.json").write_text(json.dumps(prediction))
     shell("bench", "sweep", "--quick", *SIZE, *RAM, "--json", tmp_path / "sweep.json")
-    files = [decoded / "decode.json", tmp_path / "peers.json", tmp_path / "sweep.json"]
+    files = [decoded / "decode.json", *(tmp_path / f"{name}.json" for name in ("peers", "sweep", "prediction"))]
     outcome = shell("bench", "report", *files, "--trace", decoded / "trace.json", "--out", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     text = (tmp_path / "out" / "report.md").read_text()
     (row,) = (row for row in read(decoded / "decode.json").rows if row["name"] == "T=0 match 8x4")
     assert f"| T=0 match 8x4 | {row['decode_tokens_per_s']:.2f} | {row['speedup']:.2f} |" in text
-    assert "| A | 2.50 | - | - |" in text
+    assert "| A | 2.50 | - | - | - | - |" in text and "| B | - | - | - | - | - | not here |" in text
+    assert "| L40 | 1.00 | 5.000 | 5.500 | 1.100 |" in text and "| 8x4 | 2.00 | 0.500 | 0.400 | 0.800 |" in text
+    assert "Conditions: target `demo-100MB`, 0.1" in text and "memory budget 0.23 GB; 128 prompt tokens" in text
     pictures = re.findall(r"!\[.*\]\((.*)\)", text)
     assert len(pictures) == 5 and all((tmp_path / "out" / name).stat().st_size > 1000 for name in pictures)
     assert shell("bench", "report", decoded / "trace.json", "--out", tmp_path / "out").code == 2

@@ -133,6 +133,8 @@ def test_prompts_are_compared_with_themselves() -> None:
     names, rng = ["a", "b", "c", "d"], random.Random(1)
     before = [2.0, 4.0, 6.0, 9.0]
     after = [0.9 * value * rng.gauss(1, 0.005) for value in before]
+    told = change("paired", Guard(before, "higher", names), Guard(after, "higher", names))
+    assert told.after / told.before == pytest.approx(told.ratio)
     assert change("paired", Guard(before, "higher", names), Guard(after, "higher", names)).is_worse
     assert not change("heaps", Guard(before, "higher"), Guard(after, "higher")).is_worse
 
