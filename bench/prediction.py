@@ -210,6 +210,8 @@ def main(
 ) -> None:
     """Does the plan keep its word? Predicted and measured seconds per token; two to three minutes on two cores."""
     rows = paper_rows()
+    if paper and (json_file or compare):
+        raise UserError("--paper measures nothing: leave out --json and --compare")
     if paper:
         _print_paper(rows)
         print(json.dumps({"bench": "prediction", "rows": rows}))

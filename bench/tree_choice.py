@@ -11,7 +11,7 @@ streamed while timing.
 No figure is printed for tokens that the original model, run resident in float32, would not have drawn.
 
     offload bench tree-choice              about half an hour on two cores
-    offload bench tree-choice --quick      some minutes
+    offload bench tree-choice --quick      about ten minutes
 """
 
 import json
@@ -30,7 +30,7 @@ import typer
 from offload.audit import draw_gaps
 from offload.bench.gate import draws_hold
 from offload.bench.plain_reader import shards_of
-from offload.bench.setting import say_link
+from offload.bench.setting import Size, say_link
 from offload.bench.train_pair import corpus_files, read_source
 from offload.config import Sampling, parse_size
 from offload.decode import Decoder
@@ -241,8 +241,8 @@ def _prove(prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="a few minutes, larger errors")] = False,
-    size: Annotated[str, typer.Option(metavar="SIZE", help="of the inflated target")] = "1GB",
+    quick: Annotated[bool, typer.Option("--quick", help="about ten minutes on two cores, larger errors")] = False,
+    size: Size = "1GB",
     row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="model or hardware; default: both")] = None,
 ) -> None:
     """Do traces tell what decoding yields, and is the chosen tree the best one?"""
