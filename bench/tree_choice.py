@@ -28,9 +28,9 @@ import numpy as np
 import typer
 
 from offload.audit import draw_gaps
+from offload.bench import setting as common
 from offload.bench.gate import draws_hold
 from offload.bench.plain_reader import shards_of
-from offload.bench.setting import Size, say_link
 from offload.bench.train_pair import corpus_files, read_source
 from offload.config import Sampling, parse_size
 from offload.decode import Decoder
@@ -242,7 +242,7 @@ def _prove(prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="about ten minutes on two cores, larger errors")] = False,
-    size: Size = "1GB",
+    size: common.Size = "1GB",
     row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="model or hardware; default: both")] = None,
 ) -> None:
     """Do traces tell what decoding yields, and is the chosen tree the best one?"""
@@ -254,7 +254,7 @@ def main(
     if unknown := [name for name in row or () if name not in rows]:
         raise UserError(f"--row must be one of {', '.join(rows)}, got {unknown[0]!r}")
     if "hardware" in (row or rows):
-        say_link(shards_of(inflated_target(parse_size(size, "--size"), lambda done, total: None)))
+        common.say_link(shards_of(inflated_target(parse_size(size, "--size"), lambda done, total: None)))
     for name in row or rows:
         for result in rows[name]():
             results.append(result)
