@@ -32,7 +32,7 @@ Draft = Annotated[
 ]
 Size = Annotated[str, typer.Option(metavar="SIZE", help="how large to make the packaged target")]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the target")]
-Quick = Annotated[bool, typer.Option("--quick", help="under three minutes on two cores, larger errors")]
+Quick = Annotated[bool, typer.Option("--quick", help="up to four minutes on two cores, larger errors")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="store the result", callback=writable)]
 Compare = Annotated[
     Path | None, typer.Option(metavar="OLD.json", help="flag what is slower than there beyond noise; exits with 1")
