@@ -272,7 +272,8 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert names == {"_attend", "_best_of_chunk", "_candidates", "_fill", "_gather"}
     for row in compiled:
         assert row["shared_bytes"] <= 99 << 10, f"more shared memory than such a GPU grants a program: {row}"
-    assert all(row["has_tensor_cores"] for row in compiled if row["kernel"] == "_attend")
+    attending = [row for row in compiled if row["kernel"] == "_attend" and not row["is_float32"]]
+    assert attending and all(row["has_tensor_cores"] for row in attending)
     again = [row for row in compiled if row["is_repeated"]]
     assert {row["kernel"] for row in again} == names
     assert not any(row["is_new"] for row in again), again
