@@ -180,7 +180,7 @@ class PaperCuda:
         self.now = before
         self.log.append("end")
 
-    def CUDAGraph(self) -> SimpleNamespace:  # noqa: N802
+    def CUDAGraph(self) -> SimpleNamespace:
         return SimpleNamespace(replay=lambda: self.log.append(f"replay on {self.now.name}"))
 
 
