@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from shell import Outcome, process, shell, start
 from tiny import save_reciter, save_tokenizer
 
@@ -100,6 +101,16 @@ def only_object(out: str) -> dict[str, Any]:
     value = json.loads(out)
     assert isinstance(value, dict) and out.count("\n") == 1
     return value
+
+
+def test_a_full_device_is_one_line(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+
+    monkeypatch.setattr("offload.loading.open_device", full)
+    outcome = generate(looper)
+    assert outcome.code == 1 and outcome.out == "" and outcome.err.count("\n") == 1
+    assert outcome.err.startswith("offload: device memory ran out") and "lower --context" in outcome.err
 
 
 # What a run prints
