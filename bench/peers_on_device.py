@@ -38,6 +38,7 @@ def accelerate_s(decoder: Decoder, card: Device, *, is_pinned: bool) -> float | 
     if not is_pinned and sum(len(buffer.array) for buffer in stream._hosted.values()) > _SHARE * available_ram_bytes():
         return None
     stream._stop()
+    ours._views.clear()
     stream._slots.clear()  # their room is what a layer at a time needs
     model = _twin(ours)
     for layer, module in enumerate(model.skeleton.get_decoder().layers):

@@ -82,7 +82,10 @@ class CupyWay:
                 memory = near.submit(self._allocate_here, num_bytes).result()
         except Exception as error:  # CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
             raise RefusedError(f"cupy: {reason(error)}") from error
-        return np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes)
+        array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes)
+        if array.ctypes.data % _PAGE_BYTES:  # small pieces may be cut from larger ones, and O_DIRECT wants whole pages
+            raise RefusedError(f"cupy: {format_bytes(num_bytes)} do not begin with a page")
+        return array
 
     def _allocate_here(self, num_bytes: int) -> Any:
         cuda = self._cupy.cuda

@@ -36,7 +36,6 @@ class _Recording:
     position_W: Tensor
     slot_W: Tensor
     masks: dict[int | None, Tensor]  # (1, 1, W, extent) by attention window
-    logits_WV: Tensor | None = None
     replay: Work | None = None
 
 
@@ -51,6 +50,7 @@ class Graphs:
         self._model, self._open_recorder = model, open_recorder
         self._cache: KVCache | None = None
         self._record: Record | None = None
+        self._logits_WV: Tensor | None = None  # of the pass that was replayed last; as wide as the widest
         self._recordings: dict[tuple[int, int], _Recording] = {}
 
     def __call__(
@@ -70,8 +70,8 @@ class Graphs:
         self._fill(recording, token_T, position_U, ancestor_TU, cache)
         self._run(recording, cache, extent)
         self._recordings[width, extent] = recording
-        assert recording.logits_WV is not None, "a recording that has run has logits"
-        return recording.logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
+        assert self._logits_WV is not None, "a recording that has run has logits"
+        return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
 
     def _run(self, recording: _Recording, cache: KVCache, extent: int) -> None:
         if recording.replay is not None:
@@ -80,7 +80,10 @@ class Graphs:
 
         def work() -> None:
             with cache.recorded(recording.slot_W, extent):
-                recording.logits_WV = self._model.run(recording.token_W, recording.position_W, recording.masks, cache)
+                logits_WV = self._model.run(recording.token_W, recording.position_W, recording.masks, cache)
+            if self._logits_WV is None:  # in the first run, before anything is recorded
+                self._logits_WV = logits_WV.new_empty(WIDTHS[-1], logits_WV.shape[1])
+            self._logits_WV[: len(logits_WV)].copy_(logits_WV)
 
         assert self._record is not None, "a pass over a cache has opened a recorder for it"
         recording.replay = self._record(work)

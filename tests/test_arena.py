@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload.arena import Arena, CupyWay, RefusedError, RegisterWay, forget_cuda_error, touch_pages
+from offload.host_store import allocate
 from offload.numa import cpus_near, stay_on
 
 ODD_BYTES = 3 * 4096 * 5  # no power of two
@@ -21,7 +22,7 @@ class PaperCupy:
     def __init__(self, version: int = 12090, error: Exception | None = None) -> None:
         self.asked: list[tuple[int, int]] = []
         self.devices: list[int] = []
-        self.error = error
+        self.error, self.shift = error, 0
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(runtimeGetVersion=lambda: version, hostAllocPortable=1),
             PinnedMemory=self._allocate,
@@ -29,11 +30,11 @@ class PaperCupy:
             Device=self._device,
         )
 
-    def _allocate(self, num_bytes: int, flags: int) -> bytearray:
+    def _allocate(self, num_bytes: int, flags: int) -> np.ndarray:
         if self.error:
             raise self.error
         self.asked.append((num_bytes, flags))
-        return bytearray(num_bytes)
+        return allocate(num_bytes + self.shift)[self.shift :]
 
     def _device(self, index: int) -> Any:
         self.devices.append(index)
@@ -99,6 +100,16 @@ def test_a_refusing_cupy_gives_way_to_registered_pages() -> None:
     assert all(buffer.array.ctypes.data % 4096 == 0 for buffer in buffers)
     arena.close()
     assert not runtime.registered
+
+
+def test_memory_that_does_not_begin_with_a_page_is_not_read_into() -> None:
+    """O_DIRECT would refuse it, at the first layer from disk."""
+    runtime, cupy = PaperRuntime(), PaperCupy()
+    cupy.shift = 512
+    arena = Arena([CupyWay(0, lambda: cupy, None), RegisterWay(runtime, runtime.forget)])
+    buffer = arena.allocate(ODD_BYTES)
+    assert buffer.is_pinned and buffer.array.ctypes.data % 4096 == 0 and runtime.registered
+    arena.close()
 
 
 def test_a_refused_registration_leaves_no_error_behind() -> None:

@@ -104,9 +104,8 @@ def test_logits_outlive_the_next_pass(tmp_path: Path) -> None:
     first = replayed.forward(torch.tensor([5]), torch.tensor([0]), sees, cache)
     kept = first.clone()
     with torch.inference_mode():
-        for recording in recorded._recordings.values():
-            assert recording.logits_WV is not None
-            recording.logits_WV.fill_(0)
+        assert recorded._logits_WV is not None
+        recorded._logits_WV.fill_(0)
     assert torch.equal(first, kept)
 
 
@@ -121,6 +120,20 @@ def test_a_draft_that_replays_writes_the_same_text(tmp_path: Path, monkeypatch: 
             results.append(decoder.generate([5, 6, 7] * 9, max_new_tokens=80))
     assert results[0].token_ids == results[1].token_ids
     assert results[0].stats.accepted_per_sweep == results[1].stats.accepted_per_sweep, "the draft guessed differently"
+
+
+def test_recordings_leave_their_logits_in_one_place(tmp_path: Path) -> None:
+    """With a large vocabulary those of every width and length would take hundreds of megabytes that nobody planned."""
+    _, replayed, _ = models("llama", tmp_path)
+    recorded, cache = Graphs(replayed, Calls), KVCache(replayed.num_layers, 8)
+    replayed.replay_with(recorded)
+    places = set()
+    for width in (1, 2, 4):
+        row_T = torch.arange(width)
+        replayed.forward(row_T, row_T, torch.ones(width, width, dtype=torch.bool).tril(), cache)
+        assert recorded._logits_WV is not None
+        places.add(recorded._logits_WV.data_ptr())
+    assert len(recorded._recordings) == 3 and len(places) == 1
 
 
 def test_another_cache_gets_another_recorder(tmp_path: Path) -> None:
