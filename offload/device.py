@@ -70,11 +70,10 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.place)
         self._context_bytes = self._bytes_beside_torch()
         # torch keeps to a limit, so that a large card can stand in for a small one; one from before no longer holds.
-        share = 1.0
-        if limit_bytes is not None:
-            others_bytes = max(self._context_bytes, _LEAST_CONTEXT_BYTES)
-            share = (limit_bytes - others_bytes) / torch.cuda.mem_get_info(self.place)[1]
-        torch.cuda.set_per_process_memory_fraction(max(0.0, share), self.place)
+        beside_bytes, share = max(self._context_bytes, _LEAST_CONTEXT_BYTES), 1.0
+        if limit_bytes is not None and limit_bytes > beside_bytes:  # with less no plan works, and that says so better
+            share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.place)[1]
+        torch.cuda.set_per_process_memory_fraction(share, self.place)
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""

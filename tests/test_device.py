@@ -168,6 +168,13 @@ def test_a_budget_binds_torch_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
         assert opened.peak_bytes() == pytest.approx(3 * GIB + context_bytes, abs=2)
 
 
+def test_a_budget_that_no_plan_fits_leaves_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused later, and whoever tries again in this process must not find a card without memory."""
+    cuda = paper_torch(monkeypatch, PaperCuda(1))
+    open_device("cuda", "1MiB")
+    assert cuda.share == 1
+
+
 def test_the_peak_counts_what_was_loaded_later_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = paper_torch(monkeypatch, PaperCuda(1, 46 * GIB))
     cuda.reserved_bytes = 3 * GIB // 2  # by an earlier decoder of this process

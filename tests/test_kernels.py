@@ -32,6 +32,7 @@ from offload.tree import TokenTree
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
 rule = importlib.import_module("offload.rules.match")  # the package gives the function this name
 
 
@@ -45,7 +46,9 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
 def test_noise_of_the_kernel_is_that_of_its_twin(seed: int, position: int) -> None:
     for vocab_size in (1, 1024, 3001):
         got_V = keyed_gumbel_kernel(seed, position, vocab_size, DEVICE)
-        assert torch.equal(got_V, keyed_gumbel_twin(seed, position, vocab_size, DEVICE))
+        wanted_V = keyed_gumbel_twin(seed, position, vocab_size, DEVICE)
+        last_place = 0 if DEVICE == "cpu" else 1e-14  # two compilers may round a logarithm differently there
+        torch.testing.assert_close(got_V, wanted_V, atol=last_place, rtol=last_place)
 
 
 SETTINGS = {
