@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
@@ -26,13 +26,13 @@ from offload import loading
 from offload.arena import Arena, open_arena
 from offload.audit import draw_gaps
 from offload.bench.device_gate import gates
+from offload.bench.device_rates import Rates, ceilings
 from offload.bench.gate import draws_hold
 from offload.bench.giant import Shape, giants, sketch
 from offload.bench.host_device import HostDevice, PlainWay
 from offload.bench.peers_on_device import accelerate_s
 from offload.bench.promises import Row, attempt, row, row_line, verdict_lines, verdicts
-from offload.calibrate import copy_bytes_per_s
-from offload.checkpoint import read_json
+from offload.bench.timeline import record_steps, require_pictures, write_trace
 from offload.config import Sampling, format_bytes, parse_size
 from offload.decode import Decoder
 from offload.demo import PAIR, PROMPT
@@ -88,44 +88,10 @@ def offload_load(target: Path, draft: Path, **options: Any) -> Decoder:
     return loading.load(target, draft, **options)
 
 
-class Rates(NamedTuple):
-    """What this machine gives, measured with nothing else in memory."""
-
-    copy_bytes_per_s: float  # page-locked host memory to the card, a layer at a time
-    flops_per_s: float  # the target's own largest matrix
-    memory_bytes_per_s: float  # of the card, read and written
-
-
 def measure_rates(setting: Setting, layer_bytes: int) -> tuple[Row, Rates]:
-    """The ceilings; what they needed is given back before a model is loaded."""
-    name, copy_bytes_per_s = _copy_rate(setting, layer_bytes)
-    rates = Rates(copy_bytes_per_s, _flops_rate(setting), _memory_rate(setting))
-    if setting.card.place.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(setting.card.place)
-    return {**row(name, copy_bytes_per_s / 1e9, None, None, "GB/s"), **rates._asdict()}, rates
-
-
-def _copy_rate(setting: Setting, num_bytes: int) -> tuple[str, float]:
-    card, arena = setting.card, loading.open_arena(setting.card.place)
-    rate = copy_bytes_per_s(card, arena.allocate(num_bytes).array)
-    name = f"copies of {format_bytes(num_bytes)}: {arena.note or 'page-locked'}"
-    arena.close()
-    return name, rate
-
-
-def _flops_rate(setting: Setting) -> float:
-    config, place = read_json(setting.target / "config.json"), setting.card.place
-    weight = torch.randn(config["intermediate_size"], config["hidden_size"], device=place, dtype=torch.bfloat16)
-    rows = torch.randn(2048 if place.type == "cuda" else 64, weight.shape[1], device=place, dtype=torch.bfloat16)
-    seconds = [timed(setting, lambda: torch.nn.functional.linear(rows, weight)) for _ in range(8)]
-    return 2 * len(rows) * weight.numel() / statistics.median(seconds[3:])
-
-
-def _memory_rate(setting: Setting) -> float:
-    size = (1 << 30) if setting.card.place.type == "cuda" else (16 << 20)
-    one, two = (torch.zeros(size, dtype=torch.uint8, device=setting.card.place) for _ in range(2))
-    return 2 * size / statistics.median([timed(setting, lambda: two.copy_(one)) for _ in range(8)][3:])
+    """The ceilings, with nothing else in memory."""
+    name, rates = ceilings(setting.card, setting.target, layer_bytes)
+    return {**row(name, rates.copy_bytes_per_s / 1e9, None, None, "GB/s"), **rates._asdict()}, rates
 
 
 def sweeps(setting: Setting, decoder: Decoder, rates: Rates) -> Iterator[Row]:
@@ -220,6 +186,15 @@ def trees(setting: Setting, decoder: Decoder, rates: Rates) -> Iterator[Row]:
         yield {**told, **more, "draft_s": draft_s, "stall_s": stall_s}
 
 
+def traced(setting: Setting, decoder: Decoder, path: Path) -> Iterator[Row]:
+    """Two steps with the last tree, layer by layer; `path` is written when their tokens have been proved."""
+    ids = decoder.encode(PROMPT, raw=True)
+    timeline, new_ids = record_steps(decoder, ids, setting.trees[-1], 2)
+    draws_hold(draw_gaps(PAIR / "target", ids, new_ids, Sampling()), Sampling())
+    write_trace(timeline.events(), path)
+    yield row(f"trace in {path.name}", len(timeline.events()), None, None, "events")
+
+
 def soak(setting: Setting, decoder: Decoder) -> list[Row]:
     """Sweep after sweep with NaN in every slot that is free: the same scores each time, and no more memory."""
     stream = decoder.target.stream
@@ -278,17 +253,7 @@ def against_accelerate(setting: Setting, decoder: Decoder, best_s: float | None)
             yield {**row(name, best_s, peer_s, 0.1, "s", promise=promise), "times": peer_s / best_s}
 
 
-def timed(setting: Setting, work: Callable[[], object]) -> float:
-    """Seconds of work on the compute stream."""
-    card = setting.card
-    card.synchronize(card.record(card.compute))
-    started = time.perf_counter()
-    work()
-    card.synchronize(card.record(card.compute))
-    return time.perf_counter() - started
-
-
-def measure(setting: Setting, layer_bytes: int) -> Iterator[Row]:
+def measure(setting: Setting, layer_bytes: int, trace: Path | None = None) -> Iterator[Row]:
     """All rows, each as soon as it is known. Raises `UserError` where a token is wrong."""
     yield from gates(setting.open, PAIR, PROMPT, setting.card.place, setting.num_gate)
     first, rates = measure_rates(setting, layer_bytes)
@@ -304,6 +269,8 @@ def measure(setting: Setting, layer_bytes: int) -> Iterator[Row]:
         for one in attempt("trees", "step", trees(setting, decoder, rates)):
             best_s = min(best_s or one["s_per_token"], one["s_per_token"]) if "s_per_token" in one else best_s
             yield one
+        if trace is not None:
+            yield from attempt("trace", None, traced(setting, decoder, trace))
         yield from attempt("soak", "soak", _later(soak, setting, decoder))
         yield from attempt("memory", "memory", _later(memory, setting, decoder))
         yield from attempt("accelerate", "against accelerate", against_accelerate(setting, decoder, best_s))
@@ -319,17 +286,20 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="a few megabytes on the CPU: whether the script works")] = False,
     gpu_mem: Annotated[str, typer.Option(help="of the card, so that a large one stands in for a small one")] = "40GiB",
     device: Annotated[str, typer.Option(help="cuda or cuda:N")] = "cuda",
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="two steps for ui.perfetto.dev, and .svg")] = None,
 ) -> None:
     """Print every row as it is measured, and all of them as JSON on the last line."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         try:
+            if trace is not None:
+                require_pictures()
             setting = _setting(Path(folder), stack, is_quick=quick, is_tiny=tiny, gpu_memory=gpu_mem, device=device)
         except UserError as error:
             typer.echo(f"bench.device: {error}", err=True)
             raise typer.Exit(2) from None
         rows = list[Row]()
         try:
-            for one in measure(setting, (TINY if tiny else LARGE).layer_bytes):
+            for one in measure(setting, (TINY if tiny else LARGE).layer_bytes, trace):
                 rows.append(one)
                 print(row_line(one), flush=True)
         except UserError as error:

@@ -1,6 +1,7 @@
 """The bench of the device path, whole, on a device that is the host: a script nobody runs is a script that fails."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import typer
 from offload.bench import device as bench
 from offload.bench import device_gate
 from offload.bench.promises import PROMISES
+from offload.bench.timeline import LANES, read_trace
 
 
-def test_every_row_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda")
+def test_every_row_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "steps.json" if find_spec("matplotlib") else None
+    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda", trace=trace)
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
     rows = {row["row"]: row for row in result["rows"]}
@@ -42,6 +45,9 @@ def test_every_row_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
         (row,) = (row for name, row in rows.items() if name.startswith(start))
         assert row["value"] > 0 or "gate: bf16" in start or "memory" in start, start
         assert is_met in (..., row["is_met"]), start
+    if trace is not None:
+        assert {event.kind for event in read_trace(trace)} == {"sweep", *LANES}
+        assert {event.layer for event in read_trace(trace) if event.kind == "compute"} == set(range(8))
     promises = {one["promise"]: one for one in result["promises"]}
     assert promises.keys() == PROMISES.keys() and [one["is_met"] for one in promises.values()].count(None) <= 1
     assert all("not measured" not in one["seen"] for one in promises.values()), "a promise that nothing is measured for"
