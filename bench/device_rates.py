@@ -38,7 +38,7 @@ def ceilings(card: Device, target: Path, layer_bytes: int) -> tuple[str, Rates]:
 def _copy_rate(card: Device, num_bytes: int) -> tuple[str, float]:
     arena = loading.open_arena(card.place)
     rate = copy_bytes_per_s(card, arena.allocate(num_bytes).array)
-    name = f"copies of {format_bytes(num_bytes)}: {arena.note or 'page-locked'}"
+    name = f"copies of {format_bytes(num_bytes)}: {arena.note or f'page-locked ({arena.ways})'}"
     arena.close()
     return name, rate
 

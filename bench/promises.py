@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from offload.errors import UserError, reason
+from offload.errors import reason
 
 Row = dict[str, Any]
 
@@ -38,15 +38,9 @@ def row(
 
 
 def attempt(name: str, promise: str | None, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows; what breaks becomes a row that says so, because the rows behind it are still worth having.
-
-    Raises:
-        UserError: a token was wrong, after which nothing is worth measuring.
-    """
+    """The rows; what breaks becomes a row that says so, because the rows behind it are still worth having."""
     try:
         yield from rows
-    except UserError:
-        raise
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         failed = {"row": f"{name}: failed", "value": 0.0, "unit": "", "is_met": False, "promise": promise}

@@ -161,6 +161,11 @@ class Arena:
         return HostBuffer(allocate(num_bytes), num_bytes == 0)
 
     @property
+    def ways(self) -> str:
+        """How memory in use was locked."""
+        return " and ".join(sorted({way.name for way, _ in self._owners})) or "not locked"
+
+    @property
     def note(self) -> str | None:
         """A line for the user when memory could not be locked, with every way's reason."""
         if not self.pageable_bytes:

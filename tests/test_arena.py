@@ -73,7 +73,7 @@ def test_cupy_gives_exactly_what_is_asked() -> None:
     assert buffer.is_pinned and buffer.array.shape == (ODD_BYTES,) and buffer.array.dtype == np.uint8
     assert cupy.asked == [(ODD_BYTES, 1)] and cupy.devices == [1], "no rounding, and on the card in use"
     buffer.array[:] = 7
-    assert arena.note is None and arena.pinned_bytes == ODD_BYTES
+    assert arena.note is None and arena.pinned_bytes == ODD_BYTES and arena.ways == "cupy"
     arena.close()
 
 

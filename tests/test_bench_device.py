@@ -13,6 +13,7 @@ from offload.bench import device as bench
 from offload.bench import device_gate
 from offload.bench.promises import PROMISES
 from offload.bench.timeline import LANES, read_trace
+from offload.config import Sampling
 
 
 def test_every_row_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -92,6 +93,24 @@ def test_nothing_is_timed_after_a_wrong_token(
     lines = capsys.readouterr()
     assert ended.value.exit_code == 1 and "not the ids of transformers" in lines.err
     assert json.loads(lines.out.splitlines()[-1])["rows"] == []
+
+
+def test_a_tree_with_a_wrong_token_has_no_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gaps(model: Path, prompt_ids: list[int], new_ids: list[int], sampling: Sampling) -> list[float]:
+        asked.append(new_ids)
+        return [0.0, 3.0] if len(asked) == 2 else [0.0]
+
+    asked: list[list[int]] = []
+    monkeypatch.setattr(bench, "draw_gaps", gaps)
+    for slow in ("gates", "against_accelerate", "soak", "drafting", "sweeps"):
+        monkeypatch.setattr(bench, slow, lambda *_: iter(()))
+    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda")
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    told = [row for row in rows if row["row"].startswith(("none", "sequences", "24x8"))]
+    assert ["error" in row for row in told] == [False, True, False] and "s_per_token" not in told[1]
+    assert "token 1 is wrong" in told[1]["error"] and not told[1]["is_met"]
 
 
 def test_the_place_where_bf16_parts_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
