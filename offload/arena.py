@@ -172,7 +172,8 @@ class Arena:
             return None
         sizes = f"{format_bytes(self.pageable_bytes)} of {format_bytes(self.pinned_bytes + self.pageable_bytes)}"
         why = "; ".join(self._refusals) or "no way to lock pages"
-        return f"{sizes} host memory could not be page-locked, copies from it are slower ({why})"
+        remedy = "let more be locked, or lower --ram"
+        return f"{sizes} host memory could not be page-locked, copies from it are slower ({why}): {remedy}"
 
     def release(self, buffer: HostBuffer) -> None:
         """Take a buffer back before the others; no copy from it may be under way."""
