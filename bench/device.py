@@ -241,8 +241,8 @@ def memory(setting: Setting, decoder: Decoder) -> list[Row]:
 
 
 def against_accelerate(setting: Setting, decoder: Decoder, best_s: float | None) -> Iterator[Row]:
-    """Seconds per token of accelerate's CPU offload: its weights as its users have them, and page-locked for it."""
-    for is_pinned, how in ((False, "as it comes"), (True, "weights page-locked for it")):
+    """Seconds per token of accelerate's CPU offload: weights page-locked for it, and as its users have them."""
+    for is_pinned, how in ((True, "weights page-locked for it"), (False, "as it comes")):
         peer_s = accelerate_s(decoder, setting.card, is_pinned=is_pinned)
         if peer_s is None:
             yield {

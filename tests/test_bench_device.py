@@ -10,7 +10,7 @@ import torch
 import typer
 
 from offload.bench import device as bench
-from offload.bench import device_gate
+from offload.bench import device_gate, peers_on_device
 from offload.bench.promises import PROMISES
 from offload.bench.timeline import LANES, read_trace
 from offload.config import Sampling
@@ -111,6 +111,21 @@ def test_a_tree_with_a_wrong_token_has_no_figures(
     told = [row for row in rows if row["row"].startswith(("none", "sequences", "24x8"))]
     assert ["error" in row for row in told] == [False, True, False] and "s_per_token" not in told[1]
     assert "token 1 is wrong" in told[1]["error"] and not told[1]["is_met"]
+
+
+def test_pages_that_can_be_unlocked_are_not_copied_for_accelerate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(bench.PlainWay, "name", "registered")
+    monkeypatch.setattr(bench.PlainWay, "free", lambda self, array: freed.append(len(array)))
+    monkeypatch.setattr(peers_on_device, "allocate", None)
+    for slow in ("gates", "trees", "soak", "drafting", "sweeps"):
+        monkeypatch.setattr(bench, slow, lambda *_: iter(()))
+    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda")
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["value"] > 0 for row in rows if row["row"].startswith("accelerate")] == [True, True], rows[-2:]
+    assert len(freed) > 2
 
 
 def test_the_place_where_bf16_parts_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
