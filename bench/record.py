@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from offload.bench.whole_file import whole
 from offload.errors import UserError
 from offload.machine import available_ram_bytes, cpu_name
 
@@ -103,10 +104,21 @@ def checkout_commit() -> str | None:
 def store(result: Result, path: Path) -> None:
     """Write a result. Raises `UserError` where that cannot be."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+        with whole(path) as place:
+            place.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write --json {path} ({error.strerror}): name another file") from None
+
+
+def writable(path: Path | None) -> Path | None:
+    """The same, where a file can be written there: known before anything is measured. Raises `UserError`."""
+    if path is not None:
+        folder = next(parent for parent in (path.parent, *path.absolute().parents) if parent.exists())
+        why = "it is a folder" if path.is_dir() else None if os.access(folder, os.W_OK) else f"{folder} is not yours"
+        why = why if folder.is_dir() else f"{folder} is no folder"
+        if why or (path.exists() and not os.access(path, os.W_OK)):
+            raise UserError(f"cannot write {path} ({why or 'it is not yours to write'}): name another file")
+    return path
 
 
 def read(path: Path) -> Result:
