@@ -5,7 +5,7 @@ is closed again.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,9 +22,13 @@ from offload.device_stream import DeviceStream
 from offload.drafters import Drafter
 from offload.drafters.lm import ModelDrafter
 from offload.drafters.none import NoDrafter
+from offload.duel import Outcome
+from offload.duels import choose_kernels, shapes_of
 from offload.errors import UserError
 from offload.graphed import use_graphs
 from offload.host_store import HostStore
+from offload.kernel_set import TWINS, KernelSet
+from offload.kernels.jit import is_for_kernels
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
 from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
@@ -87,10 +91,11 @@ def load(
         pair = _open_pair(files, dtype, limit, resources, card, ram)
         trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
+        kernels, duels = _pick_kernels(pair, plan, situation.sampling)
         stream = _start_stream(pair, plan, on_bytes, resources)
         return Decoder(
-            Target(pair.target, stream, plan, device=card, on_layer=on_layer),
-            pair.drafter(plan),
+            Target(pair.target, stream, plan, device=card, kernels=kernels, on_layer=on_layer),
+            pair.drafter(plan, kernels),
             plan=plan,
             trees=trees,
             rule=acceptance,
@@ -99,6 +104,8 @@ def load(
             num_threads=num_threads,
             resources=resources.pop_all(),
             notes=pair.notes,
+            kernels=kernels,
+            duels=duels,
         )
 
 
@@ -120,9 +127,11 @@ class _Pair(NamedTuple):
     card: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
 
-    def drafter(self, plan: MemoryPlan) -> Drafter:
+    def drafter(self, plan: MemoryPlan, kernels: KernelSet) -> Drafter:
         """What grows the trees."""
-        return NoDrafter() if self.draft is None else ModelDrafter(self.draft, self.target.vocab_size, plan.cache_slots)
+        if self.draft is None:
+            return NoDrafter()
+        return ModelDrafter(self.draft, self.target.vocab_size, plan.cache_slots, kernels)
 
 
 def _planner(
@@ -189,6 +198,15 @@ def _link_to_card(pair: _Pair, plan: MemoryPlan) -> float:
         shard, limit = max(pair.store.paths, key=lambda path: path.stat().st_size), pair.store.rate_limit_bytes_per_s
         seconds = max(seconds, plan.disk_streamed_bytes / link_bytes_per_s(shard, limit_bytes_per_s=limit))
     return plan.streamed_bytes / seconds
+
+
+def _pick_kernels(pair: _Pair, plan: MemoryPlan, sampling: Sampling) -> tuple[KernelSet, Sequence[Outcome]]:
+    """On a card those that are faster there than what runs without them; timed while most of it is still empty."""
+    if pair.card is None or not is_for_kernels(pair.card.place):
+        return TWINS, ()
+    kernels, duels = choose_kernels(shapes_of(pair.target, plan, sampling), pair.card)
+    torch.cuda.empty_cache()  # slots will not fit into what the duels leave behind
+    return kernels, duels
 
 
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> BorrowedModel:

@@ -12,7 +12,7 @@ from torch import Tensor
 from offload import sampling
 from offload.config import Sampling
 from offload.kernels import keyed_gumbel as noise
-from offload.kernels.keyed_gumbel import keyed_gumbel
+from offload.kernels.keyed_gumbel import keyed_gumbel_twin as keyed_gumbel
 from offload.sampling import Sampler
 
 MASK = (1 << 64) - 1
