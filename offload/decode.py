@@ -11,10 +11,9 @@ from typing import Any
 
 from offload.config import Sampling
 from offload.drafters import Drafter
-from offload.duel import Outcome
+from offload.duels import NO_KERNELS, KernelChoice
 from offload.errors import UserError
 from offload.generation import Generation, Run
-from offload.kernel_set import TWINS, KernelSet
 from offload.plan import MemoryPlan
 from offload.rules import Rule, find_rule
 from offload.sampling import Sampler
@@ -50,13 +49,12 @@ class Decoder:
         num_threads: int,
         resources: ExitStack,
         notes: Sequence[str] = (),
-        kernels: KernelSet = TWINS,
-        duels: Sequence[Outcome] = (),
+        choice: KernelChoice = NO_KERNELS,
     ) -> None:
         self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
-        self._num_runs, self._kernels, self.duels = 0, kernels, tuple(duels)
+        self._num_runs, self._kernels, self.duels = 0, choice.kernels, choice.duels
         self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
 
     def begin(self, sampling: Sampling, rule: Rule) -> Sampler:

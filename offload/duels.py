@@ -72,12 +72,22 @@ def shapes_of(model: BorrowedModel, plan: MemoryPlan, sampling: Sampling) -> Sha
     )
 
 
-def choose_kernels(shapes: Shapes, device: Device, timer: Timer | None = None) -> tuple[KernelSet, list[Outcome]]:
+class KernelChoice(NamedTuple):
+    """What a run takes, and why."""
+
+    kernels: KernelSet
+    duels: tuple[Outcome, ...]  # none on a CPU, where no kernel runs
+
+
+NO_KERNELS = KernelChoice(TWINS, ())
+
+
+def choose_kernels(shapes: Shapes, device: Device, timer: Timer | None = None) -> KernelChoice:
     """Let each kernel fight once per shape; those that win take the place of what runs without them."""
     timer = timer or device_timer(device)
     outcomes = [fight(duel, timer) for duel in duels(shapes, str(device.place))]
     winners = {kernel for kernel, verdict in verdicts(outcomes).items() if verdict.beats_rival}
-    return TWINS._replace(**{kernel: getattr(KERNELS, kernel) for kernel in winners}), outcomes
+    return KernelChoice(TWINS._replace(**{kernel: getattr(KERNELS, kernel) for kernel in winners}), tuple(outcomes))
 
 
 def duels(shapes: Shapes, device: str) -> Iterator[Duel]:

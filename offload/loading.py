@@ -5,7 +5,7 @@ is closed again.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,12 +22,11 @@ from offload.device_stream import DeviceStream
 from offload.drafters import Drafter
 from offload.drafters.lm import ModelDrafter
 from offload.drafters.none import NoDrafter
-from offload.duel import Outcome
-from offload.duels import choose_kernels, shapes_of
+from offload.duels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.errors import UserError
 from offload.graphed import use_graphs
 from offload.host_store import HostStore
-from offload.kernel_set import TWINS, KernelSet
+from offload.kernel_set import KernelSet
 from offload.kernels.jit import is_for_kernels
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
@@ -71,8 +70,7 @@ def load(
         tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         device, gpu_memory: `auto`, `cpu`, `cuda` or `cuda:N`, and a budget on it; default: what is free there.
-        dtype: to compute in; `auto` is the checkpoint's own.
-        context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
+        dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's limit.
         threads: compute threads (default: the fastest); sampling: of most runs, whose automatic tree sets the memory.
         profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
         link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
@@ -82,20 +80,19 @@ def load(
         UserError: whatever the user can mend, in one line.
     """
     card, situation = open_device(device, gpu_memory), Situation(sampling or Sampling(), rule, threads)
-    limit = parse_rate(link_limit, "--link-limit")
     files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
     wish, acceptance = tree_to_fill(tree, rule, has_draft=files.draft is not None), find_rule(rule)
     plan_for = _planner(files, ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
     plan_for(1 if wish.kind == "auto" else wish.build().num_nodes)  # refuses before a weight is read
     with ExitStack() as resources:
-        pair = _open_pair(files, dtype, limit, resources, card, ram)
+        pair = _open_pair(files, dtype, parse_rate(link_limit, "--link-limit"), resources, card, ram)
         trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
-        kernels, duels = _pick_kernels(pair, plan, situation.sampling)
+        choice = _pick_kernels(pair, plan, situation.sampling)
         stream = _start_stream(pair, plan, on_bytes, resources)
         return Decoder(
-            Target(pair.target, stream, plan, device=card, kernels=kernels, on_layer=on_layer),
-            pair.drafter(plan, kernels),
+            Target(pair.target, stream, plan, device=card, kernels=choice.kernels, on_layer=on_layer),
+            pair.drafter(plan, choice.kernels),
             plan=plan,
             trees=trees,
             rule=acceptance,
@@ -104,8 +101,7 @@ def load(
             num_threads=num_threads,
             resources=resources.pop_all(),
             notes=pair.notes,
-            kernels=kernels,
-            duels=duels,
+            choice=choice,
         )
 
 
@@ -200,13 +196,13 @@ def _link_to_card(pair: _Pair, plan: MemoryPlan) -> float:
     return plan.streamed_bytes / seconds
 
 
-def _pick_kernels(pair: _Pair, plan: MemoryPlan, sampling: Sampling) -> tuple[KernelSet, Sequence[Outcome]]:
+def _pick_kernels(pair: _Pair, plan: MemoryPlan, sampling: Sampling) -> KernelChoice:
     """On a card those that are faster there than what runs without them; timed while most of it is still empty."""
     if pair.card is None or not is_for_kernels(pair.card.place):
-        return TWINS, ()
-    kernels, duels = choose_kernels(shapes_of(pair.target, plan, sampling), pair.card)
+        return NO_KERNELS
+    choice = choose_kernels(shapes_of(pair.target, plan, sampling), pair.card)
     torch.cuda.empty_cache()  # slots will not fit into what the duels leave behind
-    return kernels, duels
+    return choice
 
 
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> BorrowedModel:

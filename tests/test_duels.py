@@ -1,4 +1,4 @@
-"""Which kernels a run takes: those that agree with what runs without them and are faster, by a clock of the test's own."""
+"""Which kernels a run takes: those that agree with what runs without them and are faster, by a clock of the test's."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -200,8 +200,7 @@ def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
         with offload.load(target, draft, context=128, tree="6x2", threads=1, **BUDGETS) as decoder:
             result = decoder.generate(prompts()[1], max_new_tokens=6)
             assert result.token_ids == wanted[:6]
-            spy = decoder.target._model._attend
-        assert (spy is not None) == is_used
+            assert (decoder.target._model._attend is not None) == is_used
         rows = result.as_dict()["kernels"]
         assert {row["kernel"] for row in rows} == set(KERNELS._fields)
         assert all(row["is_used"] == is_used and row["kernel_s"] == times[0] for row in rows)

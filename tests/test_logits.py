@@ -19,6 +19,7 @@ from offload import loading
 from offload.checkpoint import open_checkpoint
 from offload.config import Sampling
 from offload.device_plan import MAX_LOGITS_ROWS
+from offload.duels import KernelChoice
 from offload.kernel_set import TWINS
 from offload.kernels.match_rows import match_rows_twin
 from offload.kv_cache import KVCache
@@ -142,7 +143,7 @@ def test_chunks_do_not_change_what_is_written(rule: str, tmp_path: Path, monkeyp
     for num_rows, kernels in ((None, TWINS), (5, TWINS), (5, at_once)):
         with monkeypatch.context() as patch:
             rows_at_a_time(patch, num_rows)
-            patch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: (kernels, ()))
+            patch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
             how = {"ram": "1GiB", "context": 128, "tree": "24x6", "threads": 1, "rule": rule}
             with offload.load(target, draft, **how) as decoder:
                 runs = [

@@ -19,6 +19,7 @@ import offload
 from offload import graphed, loading
 from offload.attention import Attend, folded_attention, is_for_rows, tree_mask, tree_rows
 from offload.checkpoint import open_checkpoint
+from offload.duels import KernelChoice
 from offload.graphed import Graphs
 from offload.kernel_set import TWINS
 from offload.kernels.tree_attention import tree_attention_twin
@@ -138,7 +139,7 @@ def test_decoding_from_bits_writes_the_same_tokens(
     spy, results = Spy(), []
     for attend in (None, spy):
         kernels = TWINS._replace(tree_attention=attend)
-        monkeypatch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: (kernels, ()))
+        monkeypatch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
         with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
             for sampling in ({}, {"temperature": 0.8, "seed": 2}):
                 results.append(decoder.generate(prompts()[1], max_new_tokens=30, **sampling).token_ids)
