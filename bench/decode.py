@@ -26,6 +26,7 @@ from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.timeline import record_steps, require_pictures, write_trace
 from offload.config import Sampling, drafting_of
 from offload.decode import Decoder
+from offload.duel import rows_of as rows_of_duels
 from offload.errors import UserError
 from offload.generation import Generation
 from offload.screen import Screen
@@ -89,6 +90,7 @@ class Measured(NamedTuple):
     ceilings: list[float]
     num_threads: int
     streamed_bytes: int
+    kernels: list[Row]  # how each did on this card; none on a CPU
 
 
 def measure(
@@ -114,8 +116,8 @@ def measure(
             timeline, new_ids = record_steps(decoder, ids, effort.trees[-1], _TRACED_STEPS)
             written.append(Written(ids, new_ids, Sampling(), decoder.rule.name))
             events = timeline.events()
-        plan = decoder.plan
-        return Measured(runs, written, ceilings, decoder.num_threads, plan.streamed_bytes), events
+        kernels, streamed_bytes = rows_of_duels(decoder.duels), decoder.plan.streamed_bytes
+        return Measured(runs, written, ceilings, decoder.num_threads, streamed_bytes, kernels), events
 
 
 def timed_run(
@@ -285,5 +287,6 @@ def _settings(setting: Setting, effort: Effort, measured: Measured, proof: Proof
         "num_new_tokens": effort.num_tokens,
         "num_threads": measured.num_threads,
         "streamed_bytes": measured.streamed_bytes,
+        "kernels": measured.kernels,
         "proof": proof._asdict(),
     }

@@ -70,7 +70,7 @@ def load(
         tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         device, gpu_memory: `auto`, `cpu`, `cuda` or `cuda:N`, and a budget on it; default: what is free there.
-        dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's limit.
+        dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's.
         threads: compute threads (default: the fastest); sampling: of most runs, whose automatic tree sets the memory.
         profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
         link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.

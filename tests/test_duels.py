@@ -200,7 +200,11 @@ def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
         with offload.load(target, draft, context=128, tree="6x2", threads=1, **BUDGETS) as decoder:
             result = decoder.generate(prompts()[1], max_new_tokens=6)
             assert result.token_ids == wanted[:6]
-            assert (decoder.target._model._attend is not None) == is_used
+            wanted_set = KERNELS if is_used else TWINS
+            assert decoder.begin(Sampling(), decoder.rule).kernels == wanted_set
+            caches = (decoder.target._cache, decoder.drafter._draft._cache)
+            assert {cache._gather for cache in caches} == {wanted_set.kv_commit}
+            assert decoder.target._model._attend is wanted_set.tree_attention
         rows = result.as_dict()["kernels"]
         assert {row["kernel"] for row in rows} == set(KERNELS._fields)
         assert all(row["is_used"] == is_used and row["kernel_s"] == times[0] for row in rows)

@@ -81,21 +81,24 @@ def test_a_chunk_is_let_go_before_the_next_one_is_computed() -> None:
     assert len(alive) == 3
 
 
+def count_scored_rows(model: BorrowedModel) -> list[int]:
+    """How many rows the head gets at each call, from now on."""
+    scored: list[int] = []
+    head = model.skeleton.get_output_embeddings()
+    model._hooks.append(head.register_forward_pre_hook(lambda _, args: scored.append(args[0].shape[-2])))
+    return scored
+
+
 def passes(model: BorrowedModel) -> tuple[Tensor, Logits, list[int]]:
     """A tree behind a prompt, taken in by the same pass: all logits at once, then in chunks; rows that heads scored."""
     token_T = torch.randint(3, VOCAB_SIZE, (20 + NUM_NODES,), generator=torch.Generator().manual_seed(3))
     position_T = torch.cat([torch.arange(20), torch.from_numpy(TREE.depth_N.copy()) + 20])
     sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
     sees_TT[20:, 20:] = ancestors(TREE)
-    scored: list[int] = []
-    hook = model.skeleton.get_output_embeddings().register_forward_pre_hook(
-        lambda _, args: scored.append(args[0].shape[-2])
-    )
-    what = (token_T, position_T, sees_TT)
+    scored, what = count_scored_rows(model), (token_T, position_T, sees_TT)
     whole = model.forward(*what, KVCache(model.num_layers, 80), num_logits=NUM_NODES)
     scored.clear()
     logits = model.score(*what, KVCache(model.num_layers, 80), num_logits=NUM_NODES, max_rows=MAX_ROWS)
-    model._hooks.append(hook)
     return whole, logits, scored
 
 
@@ -146,11 +149,13 @@ def test_chunks_do_not_change_what_is_written(rule: str, tmp_path: Path, monkeyp
             patch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
             how = {"ram": "1GiB", "context": 128, "tree": "24x6", "threads": 1, "rule": rule}
             with offload.load(target, draft, **how) as decoder:
+                scored = count_scored_rows(decoder.target._model)
                 runs = [
                     decoder.generate(prompts()[1], max_new_tokens=16, **sampling)
                     for sampling in ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}, {"temperature": 1.2, "seed": 6})
                 ]
         texts.append([run.token_ids for run in runs])
+        assert max(scored) == (24 if num_rows is None else num_rows), "the plan says how many rows are scored at once"
     assert texts[0] == texts[1] == texts[2]
 
 
