@@ -241,6 +241,7 @@ def _check(profile: Profile) -> None:
     times = (*costs.compute_s.seconds, *costs.draft_step_s.seconds, costs.link_bytes_per_s)
     _require(all(0 < time < float("inf") for time in times), "times and rates must be positive")
     _require(0 <= costs.verify_s < float("inf"), "verify_s must not be negative")
+    _require(0 <= costs.friction <= 1, "friction must lie in [0, 1]")
     _require(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
     _require(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
     _require(profile.smoothing > 0 and profile.num_threads > 0, "smoothing and num_threads must be positive")

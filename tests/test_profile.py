@@ -129,6 +129,7 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
         ({"costs": {**COSTS, "link_bytes_per_s": 0}}, "must be positive"),
         ({"costs": {**COSTS, "link_bytes_per_s": float("inf")}}, "must be positive"),
         ({"costs": {**COSTS, "verify_s": -1}}, "verify_s must not be negative"),
+        ({"costs": {**COSTS, "friction": 1.5}}, "friction must lie in"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [1, 2], "seconds": [1, -1]}}}, "must be positive"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [2, 1], "seconds": [1, 1]}}}, "rising sizes"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [], "seconds": []}}}, "rising sizes"),
