@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offload.errors import UserError
-from offload.kernels.tree_attention import is_supported, pack_bits, unpack_bits
+from offload.kernels.tree_attention import Sight, is_supported, pack_bits, unpack_bits
 
 NAME = "offload_tree"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
@@ -34,24 +34,22 @@ class TreeRows:
     No tuple, and not to be calculated with: a family that tries fails at once.
     """
 
-    seen_TW: Tensor  # int32, ancestors as bits
-    num_prefix: int  # P
-    position_U: Tensor  # int64
-    window: int | None
+    sight: Sight
     attend: Attend
     _mask: list[Tensor] = field(default_factory=list)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """The same as a dense mask, for layers whose states `attend` does not take; made once for all of them."""
         if not self._mask:
-            ancestor_TU = unpack_bits(self.seen_TW, len(self.position_U))
-            self._mask.append(tree_mask(self.num_prefix, self.position_U, ancestor_TU, self.window, dtype))
+            seen_TW, num_prefix, position_U, window = self.sight
+            ancestor_TU = unpack_bits(seen_TW, len(position_U))
+            self._mask.append(tree_mask(num_prefix, position_U, ancestor_TU, window, dtype))
         return self._mask[0]
 
 
 def tree_rows(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: int | None, attend: Attend) -> TreeRows:
     """The same as `tree_mask`, in bits."""
-    return TreeRows(pack_bits(ancestor_TU), num_prefix, position_U, window, attend)
+    return TreeRows(Sight(pack_bits(ancestor_TU), num_prefix, position_U, window), attend)
 
 
 def is_for_rows(config: Any) -> bool:
@@ -132,11 +130,8 @@ def _tree_attention(query: Tensor, key: Tensor, value: Tensor, rows: TreeRows, s
     """Some families run their last layers on the last rows alone."""
     out = rows.attend(
         *(states[0] if states.stride(3) == 1 else states[0].contiguous() for states in (query, key, value)),
-        rows.seen_TW[-query.shape[2] :],
-        rows.num_prefix,
+        rows.sight._replace(seen_TW=rows.sight.seen_TW[-query.shape[2] :]),
         scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
-        window=rows.window,
-        position_U=rows.position_U,
     )
     return out[None].contiguous()
 

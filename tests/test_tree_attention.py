@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from offload.attention import folded_attention, tree_mask, tree_rows
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.tree_attention import pack_bits, tree_attention_kernel, tree_attention_twin, unpack_bits
+from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_kernel, tree_attention_twin, unpack_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -62,7 +62,9 @@ class Inputs(NamedTuple):
     options: dict[str, Any]
 
     def call(self, attend: Callable[..., Tensor], **more: Any) -> Tensor:
-        return attend(*self[:3], pack_bits(self.seen_TU), self.num_prefix, **{**self.options, **more})
+        options = {**self.options, **more}
+        sight = Sight(pack_bits(self.seen_TU), self.num_prefix, options.pop("position_U"), options.pop("window", None))
+        return attend(*self[:3], sight, **options)
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:

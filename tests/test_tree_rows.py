@@ -22,7 +22,7 @@ from offload.checkpoint import open_checkpoint
 from offload.duels import KernelChoice
 from offload.graphed import Graphs
 from offload.kernel_set import TWINS
-from offload.kernels.tree_attention import tree_attention_twin
+from offload.kernels.tree_attention import Sight, tree_attention_twin
 from offload.kv_cache import KVCache
 from offload.loading import resident_model
 from offload.model import BorrowedModel
@@ -38,17 +38,18 @@ class Spy:
     def __init__(self, **changes: Any) -> None:
         self.num_calls, self.windows, self._changes = 0, set[int | None](), changes
 
-    def __call__(self, *states: Any, **options: Any) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, scaling: float) -> Tensor:
         self.num_calls += 1
-        self.windows.add(options["window"])
-        return tree_attention_twin(*states, **{**options, **self._changes})
+        self.windows.add(sight.window)
+        told = sight._replace(window=self._changes.get("window", sight.window))
+        return tree_attention_twin(query, key, value, told, scaling=self._changes.get("scaling", scaling))
 
 
-def without_an_ancestor(query: Tensor, key: Tensor, value: Tensor, seen_TW: Tensor, *more: int, **how: Any) -> Tensor:
+def without_an_ancestor(query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, scaling: float) -> Tensor:
     """The first uncommitted row is lost to the last."""
-    wrong_TW = seen_TW.clone()
+    wrong_TW = sight.seen_TW.clone()
     wrong_TW[-1, 0] &= ~1
-    return tree_attention_twin(query, key, value, wrong_TW, *more, **how)
+    return tree_attention_twin(query, key, value, sight._replace(seen_TW=wrong_TW), scaling=scaling)
 
 
 def config_named(family: str) -> Any:
