@@ -20,7 +20,7 @@ from offload.kernels.jit import jit, tl, triton
 
 _WORD = 32  # bits
 _MIN_SPLIT = 256  # keys: a shorter piece is not worth a program of its own
-_MAX_WIDTH = 128  # of heads: wider blocks need more shared memory than the 99 KiB that many cards grant a program
+MAX_WIDTH = 128  # of heads: wider blocks need more shared memory than the 99 KiB that many cards grant a program
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -48,7 +48,7 @@ def unpack_bits(word_TW: Tensor, num_columns: int) -> Tensor:
 def is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel takes such states, and one sequence of them; (1, H or G, rows, K) each."""
     are_alike = query.dtype == key.dtype == value.dtype and query.dtype in _TYPES
-    is_narrow = max(query.shape[3], value.shape[3]) <= _MAX_WIDTH
+    is_narrow = max(query.shape[3], value.shape[3]) <= MAX_WIDTH
     return are_alike and is_narrow and query.shape[0] == 1 and query.shape[1] % key.shape[1] == 0
 
 

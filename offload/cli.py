@@ -269,6 +269,8 @@ def demo(
                 f"target of {format_bytes(size_bytes)} in {target}, {format_bytes(decoder.plan.ram_bytes)} allowed"
             )
             screen.say(plan_line(decoder.plan, decoder.num_threads))
+            if decoder.duels:
+                screen.say(kernel_line(decoder.duels))
             show = partial(_show, screen, is_silent=as_json, num_layers=len(decoder.plan.layer_bytes))
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, prompt or run.PROMPT, sampling, show=show, **limits)

@@ -1,7 +1,7 @@
 """One kernel against what runs without it, on the device at hand: first whether both agree, then which one is faster.
 
-Invariant: no time is told for what is wrong, and a kernel that was wrong once is not used.
-One that the compiler or the device refuses has lost, and the line that says so names the reason.
+Invariant: no time is told for what is wrong, and a kernel that was wrong once is not used. One that the
+compiler or the device refuses has lost, and the line that says so names the reason.
 """
 
 from collections.abc import Callable, Iterable, Sequence

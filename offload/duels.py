@@ -19,6 +19,7 @@ from offload.device import Device
 from offload.duel import Duel, Outcome, Timer, fight, verdicts
 from offload.kernel_set import KERNELS, TWINS, KernelSet
 from offload.kernels.match_rows import match_rows_twin
+from offload.kernels.tree_attention import MAX_WIDTH
 from offload.model import BorrowedModel
 from offload.model_shape import config_sizes, head_dim
 from offload.plan import MemoryPlan
@@ -27,6 +28,7 @@ from offload.tree import ancestors
 
 _CACHE_BYTES = 64 << 20  # written before each run: in a sweep a layer's weights have gone through the cache
 _NUM_ROUNDS = 7
+_MAX_PREFIX = 4096  # positions: which side is faster shows here, and takes little memory
 _NUM_SLOTS = 64  # a commit of a path touches no more of them
 VISITED = 7  # rows that a walk looks at in a step that yields seven tokens
 
@@ -53,21 +55,22 @@ class Shapes(NamedTuple):
 def shapes_of(model: BorrowedModel, plan: MemoryPlan, sampling: Sampling) -> Shapes:
     """One size of everything: this model, the tree that memory was planned for, half of the context written."""
     sizes = config_sizes(model.checkpoint)
-    num_heads = sizes.get("num_attention_heads", 1)
+    num_heads, width = sizes.get("num_attention_heads", 1), head_dim(sizes)
+    takes_bits = is_for_rows(model.skeleton.config) and width <= MAX_WIDTH
     return Shapes(
         num_heads=num_heads,
         num_groups=sizes.get("num_key_value_heads", num_heads),
-        width=head_dim(sizes),
+        width=width,
         num_layers=model.num_layers,
         num_slots=_NUM_SLOTS,
         num_nodes=(plan.num_nodes if plan.num_nodes > 1 else plan.max_prompt_rows,),
         num_scored=(plan.num_logits_rows,),
-        num_prefix=(plan.context // 2,),
+        num_prefix=(min(plan.context // 2, _MAX_PREFIX),),
         vocab_sizes=(model.vocab_size,),
         temperatures=(sampling.temperature,),
         level_sizes=(min(32, plan.num_nodes),),
         path_lengths=(VISITED,),
-        windows=tuple(model.windows) if is_for_rows(model.skeleton.config) else (),
+        windows=tuple(model.windows) if takes_bits else (),
         dtype=model.dtype,
     )
 

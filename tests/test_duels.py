@@ -165,16 +165,18 @@ def test_duels_leave_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("family", ["qwen3-sliding", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3-sliding", "gemma2", "wide"])
 def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save(tiny_model(FAMILIES[family]()), tmp_path))
+    config = FAMILIES["qwen3" if family == "wide" else family]()
+    config.head_dim = 136 if family == "wide" else 16
+    checkpoint = open_checkpoint(save(tiny_model(config), tmp_path))
     model = resident_model(checkpoint, "float32")
     for num_nodes in (40, 1):
         plan = plan_memory(
             checkpoint, None, num_nodes=num_nodes, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
         )
         shapes = shapes_of(model, plan, Sampling(temperature=0.4))
-        assert (shapes.num_heads, shapes.num_groups, shapes.width, shapes.num_layers) == (4, 2, 16, 4)
+        assert (shapes.num_heads, shapes.num_groups, shapes.width, shapes.num_layers) == (4, 2, config.head_dim, 4)
         assert shapes.num_nodes == ((40,) if num_nodes > 1 else (plan.max_prompt_rows,)), (
             "a prompt is attended to as well"
         )
