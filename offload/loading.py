@@ -64,8 +64,7 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model: directory or hub id of the target.
-        draft: directory or hub id of a small model with the same vocabulary; without it every sweep yields one token.
+        model, draft: folders or hub ids of the target and of a small model with its vocabulary; None drafts nothing.
         ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
         tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
@@ -80,12 +79,13 @@ def load(
         UserError: whatever the user can mend, in one line.
     """
     card, situation = open_device(device, gpu_memory), Situation(sampling or Sampling(), rule, threads)
+    limit = parse_rate(link_limit, "--link-limit")
     files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
     wish, acceptance = tree_to_fill(tree, rule, has_draft=files.draft is not None), find_rule(rule)
     plan_for = _planner(files, ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
     plan_for(1 if wish.kind == "auto" else wish.build().num_nodes)  # refuses before a weight is read
     with ExitStack() as resources:
-        pair = _open_pair(files, dtype, parse_rate(link_limit, "--link-limit"), resources, card, ram)
+        pair = _open_pair(files, dtype, limit, resources, card, ram)
         trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
         choice = _pick_kernels(pair, plan, situation.sampling)
