@@ -21,12 +21,17 @@ from offload.screen import (
     choice_lines,
     closing_lines,
     comparison_lines,
+    kernel_line,
     outlook_lines,
     plan_line,
     profile_lines,
 )
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+_NO_DEVICE_MEMORY = (
+    "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
+    "where other programs use the card, lower --gpu-mem"
+)
 
 app = typer.Typer(
     help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
@@ -133,7 +138,8 @@ def generate(
         with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
             run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
             tree_lines = [choice_lines(run.tree_choice)] if draft else []
-            for line in (*decoder.notes, plan_line(decoder.plan, decoder.num_threads), *tree_lines):
+            kernel_lines = [kernel_line(decoder.duels)] if decoder.duels else []
+            for line in (*decoder.notes, plan_line(decoder.plan, decoder.num_threads), *kernel_lines, *tree_lines):
                 screen.say(line)
             screen.expect_sweep(len(decoder.plan.layer_bytes), "reading the prompt")
             _write_run(run, screen, as_json=as_json)
@@ -267,6 +273,8 @@ def demo(
                 f"target of {format_bytes(size_bytes)} in {target}, {format_bytes(decoder.plan.ram_bytes)} allowed"
             )
             screen.say(plan_line(decoder.plan, decoder.num_threads))
+            if decoder.duels:
+                screen.say(kernel_line(decoder.duels))
             show = partial(_show, screen, is_silent=as_json, num_layers=len(decoder.plan.layer_bytes))
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, prompt or run.PROMPT, sampling, show=show, **limits)
@@ -307,6 +315,8 @@ def main() -> None:
     except BrokenPipeError:
         _leave_closed_pipe()
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
+            _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
         if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
             raise
         _fail(f"{error.format_message()} (see offload --help)", EXIT_USER_ERROR)

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from reciting import (
     NUM_SAID,
     PIECES,
@@ -25,6 +26,17 @@ from shell import Outcome, process, shell
 from tiny import save_reciter
 
 from offload import cli
+
+
+def test_a_full_device_is_one_line(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+
+    monkeypatch.setattr("offload.loading.open_device", full)
+    outcome = generate(looper)
+    assert outcome.code == 1 and outcome.out == "" and outcome.err.count("\n") == 1
+    assert outcome.err.startswith("offload: device memory ran out") and "lower --context" in outcome.err
+
 
 # What a run prints
 

@@ -5,28 +5,22 @@ only.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny import FAMILIES, build, save
 from torch import Tensor, nn
 
-from offload.attention import TreeRows, folded_attention, tree_mask, tree_rows
-from offload.checkpoint import open_checkpoint
+from offload.attention import folded_attention, tree_mask, tree_rows
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.tree_attention import pack_bits, tree_attention_kernel, tree_attention_twin, unpack_bits
-from offload.kv_cache import KVCache
-from offload.loading import resident_model
-from offload.model import BorrowedModel
-from offload.topology import Topology
-from offload.tree import ancestors
+from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_kernel, tree_attention_twin, unpack_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# On a card float32 is multiplied in three halves, and the twin's attention rounds at places of its own.
+TOLERANCE = {torch.float32: 2e-5 if DEVICE == "cpu" else 2e-4, torch.float16: 6e-3, torch.bfloat16: 3e-2}
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
 
 
 class Case(NamedTuple):
@@ -49,6 +43,7 @@ CASES = {
     "groups of 4": Case(8, 2, 37, 37, 70),
     "groups of 8": Case(8, 1, 19, 19, 64),
     "wide heads": Case(4, 2, 17, 17, 40, 128, 128),
+    "widest heads": Case(4, 2, 17, 17, 40, 256, 256),
     "odd widths": Case(3, 1, 13, 13, 21, 80, 48),
     "a level of a tree": Case(4, 2, 5, 41, 30),
     "window": Case(4, 2, 37, 37, 150, options={"window": 7}),
@@ -70,7 +65,9 @@ class Inputs(NamedTuple):
     options: dict[str, Any]
 
     def call(self, attend: Callable[..., Tensor], **more: Any) -> Tensor:
-        return attend(*self[:3], pack_bits(self.seen_TU), self.num_prefix, **{**self.options, **more})
+        options = {**self.options, **more}
+        sight = Sight(pack_bits(self.seen_TU), self.num_prefix, options.pop("position_U"), options.pop("window", None))
+        return attend(*self[:3], sight, **options)
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -125,7 +122,9 @@ def test_bits_are_where_they_are_said_to_be(num_columns: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_twin_is_the_formula(name: str) -> None:
     given = inputs(CASES[name])
-    torch.testing.assert_close(given.call(tree_attention_twin).cpu().double(), by_definition(given), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        given.call(tree_attention_twin).cpu().double(), by_definition(given), atol=TOLERANCE[torch.float32], rtol=0
+    )
 
 
 @needs_triton
@@ -143,7 +142,9 @@ def reversed_bits(given: Inputs) -> Inputs:
 
 
 def next_row_of_bits(given: Inputs) -> Inputs:
-    return given._replace(seen_TU=given.seen_TU.roll(1, 0) | torch.eye(len(given.seen_TU), dtype=torch.bool))
+    return given._replace(
+        seen_TU=given.seen_TU.roll(1, 0) | torch.eye(len(given.seen_TU), dtype=torch.bool, device=DEVICE)
+    )
 
 
 def one_ancestor_lost(given: Inputs) -> Inputs:
@@ -194,43 +195,9 @@ def test_rows_in_bits_mean_what_the_mask_means(window: int | None) -> None:
     given = inputs(CASES["a level of a tree"])
     query, key, value = (states[None].cpu() for states in given[:3])
     what = (given.num_prefix, given.options["position_U"].cpu(), given.seen_TU.cpu(), window)
+    rows = tree_rows(*what, tree_attention_twin)
     want, _ = folded_attention(nn.Module(), query, key, value, tree_mask(*what, torch.float32), scaling=0.3)
-    got, _ = folded_attention(nn.Module(), query, key, value, tree_rows(*what), scaling=0.3)
+    got, _ = folded_attention(nn.Module(), query, key, value, rows, scaling=0.3)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
-    last, _ = folded_attention(nn.Module(), query[:, :, -2:], key, value, tree_rows(*what), scaling=0.3)
+    last, _ = folded_attention(nn.Module(), query[:, :, -2:], key, value, rows, scaling=0.3)
     torch.testing.assert_close(last, want[:, -2:], atol=1e-6, rtol=1e-5)
-
-
-def logits_of_two_trees(model: BorrowedModel) -> Tensor:
-    topology = Topology.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7])
-    cache, token_N = KVCache(model.num_layers, 80), torch.arange(10, 21)
-    chain_TT = torch.ones(40, 40, dtype=torch.bool).tril()
-    model.forward(torch.arange(5, 45), torch.arange(40), chain_TT, cache)
-    cache.commit(range(40))
-    both = []
-    for _ in range(2):
-        position_N = torch.from_numpy(topology.depth_N.copy()) + cache.length
-        both.append(model.forward(token_N, position_N, ancestors(topology), cache))
-        cache.commit([0, 1, 4])
-    return torch.stack(both)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "mistral-sliding"])
-def test_a_model_computes_the_same_from_bits(family: str, tmp_path: Path) -> None:
-    """Its layers are given bits where they would get masks."""
-    model = resident_model(open_checkpoint(save(build(FAMILIES[family]()), tmp_path)), "auto")
-    wanted, rows = logits_of_two_trees(model), {}
-    build_masks = model._build_masks
-
-    def remember(position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> dict[int | None, Tensor | None]:
-        rows.update({w: tree_rows(num_prefix, position_U, ancestor_TU, w) for w in set(model._windows)})
-        return build_masks(position_U, ancestor_TU, num_prefix)
-
-    def give_rows(window: int | None) -> Callable[..., Any]:
-        return lambda module, args, kwargs: (args, {**kwargs, "attention_mask": rows[window]})
-
-    model._build_masks = remember  # type: ignore[method-assign]
-    for window, layer in zip(model._windows, model._layers, strict=True):
-        layer.register_forward_pre_hook(give_rows(window), with_kwargs=True)
-    torch.testing.assert_close(logits_of_two_trees(model), wanted, atol=2e-4, rtol=1e-4)
-    assert all(isinstance(r, TreeRows) for r in rows.values()) and rows
