@@ -21,7 +21,7 @@ from offload.bench.gate import Proof, Written
 from offload.bench.metrics import Burst, acceptance_by_depth, latencies
 from offload.bench.plain_reader import Reading
 from offload.bench.prompts import Prompt, encoded, prompts
-from offload.bench.record import Guard, Row, new_result
+from offload.bench.record import Guard, Row, new_result, writable
 from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.timeline import record_steps, require_pictures, write_trace
 from offload.config import Sampling, drafting_of
@@ -236,7 +236,9 @@ def main(
     max_tokens: Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2)] = None,
     preset: Annotated[str | None, typer.Option(metavar="NAME", help=f"a paper's: {', '.join(PRESETS)}")] = None,
     quick: common.Quick = False,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="steps for ui.perfetto.dev, and .svg")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="steps for ui.perfetto.dev, and .svg", callback=writable)
+    ] = None,
     json_file: common.Json = None,
     compare: common.Compare = None,
 ) -> None:

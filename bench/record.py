@@ -109,6 +109,17 @@ def store(result: Result, path: Path) -> None:
         raise UserError(f"cannot write --json {path} ({error.strerror}): name another file") from None
 
 
+def writable(path: Path | None) -> Path | None:
+    """The same, where a file can be written there: known before anything is measured. Raises `UserError`."""
+    if path is not None:
+        folder = next(parent for parent in (path.parent, *path.absolute().parents) if parent.exists())
+        why = "it is a folder" if path.is_dir() else None if os.access(folder, os.W_OK) else f"{folder} is not yours"
+        why = why if folder.is_dir() else f"{folder} is no folder"
+        if why or (path.exists() and not os.access(path, os.W_OK)):
+            raise UserError(f"cannot write {path} ({why or 'it is not yours to write'}): name another file")
+    return path
+
+
 def read(path: Path) -> Result:
     """A stored result. Raises `UserError` for anything else."""
     try:

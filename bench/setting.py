@@ -14,7 +14,7 @@ import typer
 from offload.bench.compare import changes
 from offload.bench.gate import Proof, Written, prove, reference
 from offload.bench.plain_reader import plain_rate
-from offload.bench.record import Result, read, store
+from offload.bench.record import Result, read, store, writable
 from offload.checkpoint import open_checkpoint
 from offload.config import parse_size
 from offload.decode import Decoder
@@ -34,7 +34,7 @@ Draft = Annotated[
 Size = Annotated[str, typer.Option(metavar="SIZE", help="how large to make the packaged target")]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the target")]
 Quick = Annotated[bool, typer.Option("--quick", help="under three minutes on two cores, larger errors")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="store the result")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="store the result", callback=writable)]
 Compare = Annotated[
     Path | None, typer.Option(metavar="OLD.json", help="flag what is slower than there beyond noise; exits with 1")
 ]

@@ -167,6 +167,13 @@ def read_profile(path: Path, identity: Identity) -> Profile:
     return profile
 
 
+def require_writable(folder: Path) -> None:
+    """Find out before hours of measuring whether their result can be kept. Raises `UserError` where it cannot."""
+    trial = folder / f".{os.getpid()}"
+    write_atomically(trial, "")
+    trial.unlink()
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Whoever reads sees the old text or the new one. Raises `UserError` where nothing can be written."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")

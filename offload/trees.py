@@ -71,6 +71,7 @@ class Trees:
         link_bytes_per_s: measured just now; disks drift, so a profile's own figure may be old.
         costs: measured at start, for runs without a profile; None where nothing was measured.
         num_threads: that this run computes with.
+        context: positions that there is room for, which no tree may be as deep as; None where that is not known yet.
     """
 
     wish: TreeSpec
@@ -82,6 +83,12 @@ class Trees:
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None
     _known: dict[tuple[TreeSpec, Sampling, str], TreeChoice] = field(default_factory=dict)
+
+    def check(self, sampling: Sampling, rule: str) -> None:
+        """Refuse, before anything is measured, a named tree or profile that cannot serve. Raises `UserError`."""
+        self.find(sampling, rule)
+        if self.wish.kind != "auto":
+            self.for_run(sampling, rule)
 
     def settle(self, plan: MemoryPlan) -> None:
         """Memory is planned: from now on no tree may be larger than that."""

@@ -22,10 +22,21 @@ from offload.costs import Costs, Traffic
 from offload.decode import Decoder
 from offload.device import open_device
 from offload.errors import UserError
-from offload.loading import load
+from offload.loading import check_options, load
 from offload.meter import measure_costs
+from offload.model_shape import model_shape
 from offload.plan import plan_memory
-from offload.profile import Identity, Machine, Profile, profiles_folder, save_profile, write_atomically
+from offload.profile import (
+    Identity,
+    Machine,
+    Profile,
+    profiles_folder,
+    require_writable,
+    save_profile,
+    write_atomically,
+)
+from offload.request import encode
+from offload.text import load_tokenizer
 from offload.topology import isotonic
 from offload.tracer import given_trace, written_trace
 from offload.traces import NUM_RANKS, Trace, acceptance
@@ -92,14 +103,16 @@ def tune(
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
     """
     read = [read_text(path) for path in texts]
+    check_options(True, tree or "auto", rule, ram=options.get("ram"), threads=options.get("threads"))
+    require_writable(profiles_folder())
     files = open_checkpoint(model), open_checkpoint(draft)
+    windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
     card = open_device("auto")
     machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")), card.name if card else "cpu")
     identity = Identity.of(*files, sampling, rule, machine)
     place = str(card.place) if card else "cpu"
     options |= {"rule": rule, "context": _context(files[0])}
     with load(model, draft, tree=tree or largest_tree(*files, place, **options), profile="none", **options) as decoder:
-        windows = cut_windows([decoder.encode(text, raw=True) for text in read], num_tokens, is_teacher_forced)
         question = Question(identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced)
         traces = trace_windows(decoder, question, progress)
         costs = measure_costs(
@@ -138,6 +151,12 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
     return text
+
+
+def encode_texts(target: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of whole texts. Raises `UserError`."""
+    tokenizer, vocab_size = load_tokenizer(target.directory), model_shape(target).vocab_size
+    return [encode(tokenizer, text, vocab_size, raw=True) for text in texts]
 
 
 def cut_windows(

@@ -17,9 +17,11 @@ import torch
 from shell import Outcome, process, shell
 from tiny import FAMILIES, VOCAB_SIZE, build, save, save_reciter, save_tokenizer
 
+import offload
 from offload.checkpoint import open_checkpoint
 from offload.errors import UserError
 from offload.plan import model_shape, plan_memory
+from offload.request import Request
 from offload.skeleton import build_skeleton
 
 Break = Callable[[Path], object]
@@ -361,7 +363,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("weights are read although the command cannot run")
 
-    monkeypatch.setattr("offload.loading.HostStore", forbidden)
+    monkeypatch.setattr("offload.host_store.HostStore.read", forbidden)
 
 
 GENERATE, PLAN = ("generate", "-p", "Count:"), ("plan",)
@@ -451,7 +453,7 @@ def test_a_command_without_a_model_is_refused() -> None:
         ("no/such/folder", ("no model directory at no/such/folder", "hub id")),
         ("~nobody-of-this-name/model", ("no model directory", "hub id")),
         ("x" * 300, ("no model directory", "hub id")),
-        ("somebody/some-model", ("somebody/some-model", "hub", "check the name")),
+        ("somebody/some-model", ("somebody/some-model", "hub", "check the network")),
         ("somebody/a..b", ("somebody/a..b", "hub", "check the name")),
     ],
 )
@@ -460,6 +462,7 @@ def test_model_that_is_nowhere_is_refused(model: str, words: tuple[str, ...]) ->
         assert_refused(shell(*command, "-m", model), *words)
 
 
+@pytest.mark.usefixtures("_no_weights")
 def test_empty_stop_string_is_refused(sound: Path) -> None:
     assert_refused(generate(sound, "-p", "Count:", "--stop", ""), "a stop string must not be empty", "leave it out")
 
@@ -483,12 +486,110 @@ def test_prompts_are_refused(sound: Path, tmp_path: Path) -> None:
     assert_refused(generate(sound, "-p", "caf\udce9"), "must be UTF-8", "-p", "byte 3")
 
 
-def test_prompt_longer_than_the_context_is_refused(sound: Path) -> None:
+def test_prompt_longer_than_the_context_is_refused(sound: Path, request: pytest.FixtureRequest) -> None:
+    assert generate(sound, "-p", "x" * 62).code == 0
+    request.getfixturevalue("_no_weights")
     outcome = generate(sound, "-p", "x" * 63)
     assert_refused(outcome, "a prompt of 63 tokens and 2 new ones exceed the context of 64", "raise --context", "-n")
-    assert generate(sound, "-p", "x" * 62).code == 0
 
 
+# What is refused early: before a weight is read, and what needs no model, before one is looked for
+
+
+EARLY = [
+    ("-p", "x" * 63, "exceed the context of 64"),
+    ("--stop", "", "a stop string must not be empty"),
+    ("--profile", "nowhere.json", "cannot read the profile nowhere.json"),
+    ("--tree", "chain:64", "64 deep, the context has 64 positions"),
+    ("--tree", "grown:99x70", "70 deep, the context has 64 positions"),
+    ("--ram", "1MiB", "raise --ram to"),
+]
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(("flag", "value", "words"), EARLY)
+def test_no_weight_is_read_for_what_cannot_run(flag: str, value: str, words: str, sound: Path) -> None:
+    given = {"-p": "Count:", "--tree": "auto"} | {flag: value}
+    assert_refused(generate(sound, "-d", sound, *(word for pair in given.items() for word in pair)), words)
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request([5] * 60), "60 tokens and 128 new ones exceed the context of 64"),
+        (Request([]), "the prompt is empty"),
+        (Request([10**6]), "prompt ids must lie in"),
+        (Request("Count:", max_new_tokens=-1), "the number of new tokens must be 0 or more, got -1"),
+        (Request("Count:", max_new_tokens=1, stop=["a", ""]), "a stop string must not be empty"),
+    ],
+)
+def test_the_first_request_is_checked_by_load(request_: Request, words: str, sound: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        offload.load(sound, sound, "1GiB", context=64, threads=1, request=request_)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tree", "oak", "--tree must be"),
+        ("tree", "grown:8x3", "rule sequoia is exact only without that"),
+        ("rule", "luck", "--rule must be one of"),
+        ("ram", "lots", "--ram must be a size"),
+        ("dtype", "int3", "--dtype must be one of"),
+        ("context", 0, "--context must be 1 or more"),
+        ("threads", 0, "--threads must be 1 or more"),
+        ("link_limit", "fast", "--link-limit must be a size"),
+        ("device", "tpu", "--device must be"),
+        ("profile", "nowhere.json", "cannot read the profile"),
+    ],
+)
+def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id would be downloaded first, hundreds of gigabytes perhaps."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("a model is looked for although nothing could be done with it")
+
+    monkeypatch.setattr("offload.loading.open_headers", forbidden)
+    options: dict[str, Any] = {"rule": "sequoia", name: value}
+    with pytest.raises(UserError, match=words):
+        offload.load("some/model", "some/draft", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tree oak", "--tree must be"),
+        ("--rule luck", "--rule must be one of"),
+        ("--ram lots", "--ram must be a size"),
+        ("-n 500", "exceed the context of 512"),
+    ],
+)
+def test_demo_makes_no_target_in_vain(arguments: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.demo.inflate", None)
+    assert_refused(shell("demo", *arguments.split()), words)
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_tune_measures_nothing_in_vain(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, command = tmp_path / "short.txt", ("tune", "-m", sound, "-d", sound, "--ram", "1GiB", "--text")
+    short.write_text("x")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert_refused(shell(*command, short), "a text must have 64 tokens")
+    assert_refused(shell(*command, short, "--tree", "oak"), "--tree must be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(short))
+    assert_refused(shell(*command, short), "cannot write", "set XDG_CACHE_HOME")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--trace"])
+@pytest.mark.parametrize("place", [".", "file/result.json"])
+def test_bench_measures_nothing_that_it_cannot_store(flag: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = ("bench", "decode", "-m", "no/such/folder", flag, tmp_path / place)
+    assert_refused(shell(*command), "cannot write", "name another file")
+
+
+@pytest.mark.usefixtures("_no_weights")
 def test_prompt_without_a_tokenizer_is_refused(broken: Path) -> None:
     drop("tokenizer*")(broken)
     assert_refused(generate(broken, "-p", "Count:"), "no tokenizer", "token ids")
@@ -522,12 +623,14 @@ def test_the_smallest_budget_that_is_named_works(options: str, sound: Path) -> N
 # Drafts and architectures
 
 
+@pytest.mark.usefixtures("_no_weights")
 def test_draft_with_another_vocabulary_is_refused(sound: Path, tmp_path: Path) -> None:
     stranger = save_reciter(tmp_path / "stranger", [":", " un", " deux"])
     outcome = generate(sound, "-d", stranger, "-p", "Count:")
     assert_refused(outcome, "the draft must share the target's vocabulary", "stranger", "target's family")
 
 
+@pytest.mark.usefixtures("_no_weights")
 def test_draft_of_another_width_is_refused(sound: Path, tmp_path: Path) -> None:
     """Without tokenizers to compare, the widths decide."""
     settings = FAMILIES["llama"]()

@@ -1,6 +1,9 @@
 """What `offload plan` says of machines that are not here and of models that are not here, against sums done by hand."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from shell import shell
+from shell import ROOT, shell
 from test_plan_cards import CONFIGS, PAIRS, SHAPES
 from tiny import FAMILIES, save_pair
 
+import offload
 from offload import calibrate, headers, outlook, plan
 from offload.bench.prediction import PAPER_BASE_S, paper_rows
 from offload.calibrate import link_bytes_per_s
@@ -285,10 +289,6 @@ class Hub:
     def __init__(self, folder: Path) -> None:
         self.folder, self.asked = folder, []
 
-    def hf_hub_download(self, repo: str, name: str) -> str:
-        self.asked.append(name)
-        return str(self.folder / name)
-
     def get_safetensors_metadata(self, repo: str) -> Any:
         stored = open_checkpoint(self.folder)
         names, files = [shard.name for shard in stored.shards], {}
@@ -303,14 +303,17 @@ class Hub:
         return SimpleNamespace(files_metadata=files, weight_map=weight_map)
 
     def snapshot_download(self, repo: str, **options: Any) -> str:
-        assert options == {"local_files_only": True}, "weights would be fetched"
-        raise FileNotFoundError("not in the cache")
+        if options == {"local_files_only": True}:
+            raise FileNotFoundError("not in the cache")
+        assert options == {"allow_patterns": ["config.json"]}, "weights would be fetched"
+        self.asked.append("config.json")
+        return str(self.folder)
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     served = Hub(save_pair(FAMILIES["llama"](), tmp_path)[0])
-    for name in ("hf_hub_download", "get_safetensors_metadata", "snapshot_download"):
+    for name in ("get_safetensors_metadata", "snapshot_download"):
         monkeypatch.setattr(f"huggingface_hub.{name}", getattr(served, name))
     return served
 
@@ -340,12 +343,45 @@ def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPat
 def test_a_hub_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
-    def fail(repo: str, name: str) -> str:
+    def fail(repo: str) -> str:
         raise HfHubHTTPError.__bases__[0]("no route")
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(UserError, match=r"org/model is neither .* nor to be had from the hub \(no route\)"):
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", fail)
+    with pytest.raises(UserError, match=r"org/model .* the hub is out of reach \(no route\): check the network"):
         headers.open_headers("org/model")
+
+
+OFFLINE = """
+import socket, sys, time
+def nowhere(*_, **__): raise socket.gaierror(-2, "Name or service not known")
+socket.getaddrinfo = nowhere
+from offload import cli, errors
+started = time.perf_counter()
+try:
+    from offload.checkpoint import open_checkpoint
+    from offload.headers import open_headers
+    {"generate": open_checkpoint, "plan": open_headers}[sys.argv[1]]("org/model")
+except errors.UserError as error:
+    print(f"{time.perf_counter() - started:.2f}", error)
+"""
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: Path) -> None:
+    """The hub's library is the real one; it sleeps 23 s between its tries where it is asked in the wrong way."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    told = subprocess.run(
+        [sys.executable, "-c", OFFLINE, command], env=environment, capture_output=True, text=True, timeout=60
+    )
+    seconds, line = told.stdout.split(" ", 1)
+    assert "the hub is out of reach" in line and "Name or service not known" in line and "check the network" in line
+    assert float(seconds) < 10
+
+
+def test_what_does_not_fit_is_not_fetched(hub: Hub) -> None:
+    with pytest.raises(UserError, match="raise --ram to"):
+        offload.load("org/model", ram="1MiB", context=64)
+    assert hub.asked == ["config.json", "headers"]
 
 
 # The link

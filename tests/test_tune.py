@@ -19,6 +19,7 @@ from offload.decode import Decoder
 from offload.errors import UserError
 from offload.plan import make_plan, model_shape
 from offload.profile import Identity, Machine, profiles_folder
+from offload.request import Request
 from offload.tracer import given_trace, written_trace
 from offload.traces import bursts
 from offload.tree_spec import parse_tree
@@ -148,7 +149,8 @@ class Words:
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("offload.loading.load_tokenizer", lambda directory: Words())
+    for room_of_it in ("loading", "tune"):
+        monkeypatch.setattr(f"offload.{room_of_it}.load_tokenizer", lambda directory: Words())
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))
     return path
@@ -183,7 +185,7 @@ def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
     with offload.load(*pair, profile=path, context=256, **SETTINGS) as decoder:
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
     with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
-        offload.load(*pair, profile=path, context=256, sampling=Sampling(temperature=0.7), **SETTINGS)
+        offload.load(*pair, profile=path, context=256, request=Request([5], Sampling(temperature=0.7)), **SETTINGS)
     values = json.loads(Path(path).read_text())
     Path(path).write_text(json.dumps({**values, "schema": 0}))
     with pytest.raises(UserError, match="schema 0"):
