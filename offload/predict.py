@@ -13,7 +13,7 @@ from offload.costs import Costs, Curve, StepTime, Traffic, step_time
 from offload.hardware import Hardware
 from offload.memory_plan import MemoryPlan
 from offload.model_shape import ModelShape
-from offload.topology import Topology
+from offload.topology import Shape
 
 # Launching, sorting and drawing of one draft step, most of it replayed from a captured graph, and of one verification.
 # Assumed: of the size of ten kernels a layer at some microseconds each; a step of a second does not notice.
@@ -25,7 +25,7 @@ class Prediction(NamedTuple):
     """What decoding with one tree will cost."""
 
     label: str  # as `--tree` names it
-    topology: Topology
+    topology: Shape  # or the bounds of a grown tree
     tokens_per_sweep: float
     step: StepTime
     is_disk_slower: bool  # than the link to the card
@@ -53,7 +53,7 @@ def predict(
     label: str,
     costs: Costs,
     traffic: Traffic,
-    topology: Topology,
+    topology: Shape,
     tokens_per_sweep: float,
     *,
     is_disk_slower: bool = False,

@@ -128,21 +128,21 @@ def outlook_lines(outlook: "Outlook") -> str:
     if plan.gpu_bytes is not None and plan.disk_streamed_bytes:
         moved += f", {plan.disk_streamed_bytes / 1e9:.2f} GB of it from disk"
     seconds = f": {outlook.sweep_s:.2f} s" if outlook.sweep_s is not None else ""
-    heading = [f"{outlook.hardware.name}, {outlook.basis}"] if outlook.hardware else []
+    heading = f"{outlook.hardware.name}, {outlook.basis}" if outlook.hardware else outlook.basis
     rows = [_prediction_row(prediction) for prediction in outlook.predictions]
-    table = [*heading, _PREDICTION_HEAD, *rows] if rows else []
+    table = [heading, _PREDICTION_HEAD, *rows] if rows else []
     return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *outlook.notes])
 
 
 _PREDICTION_HEAD = (
-    f"{'':>12} {'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
+    f"{'':>14} {'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
 )
 
 
 def _prediction_row(row: "Prediction") -> str:
     step = row.step
     terms = f"{row.tokens_per_sweep:>12.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
-    return f"{row.label:>12} {terms} {row.s_per_token:>8.3f}  {row.limit}"
+    return f"{row.label:>14} {terms} {row.s_per_token:>8.3f}  {row.limit}"
 
 
 def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
@@ -159,8 +159,10 @@ def choice_lines(choice: "TreeChoice") -> str:
 
 def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
     """What was predicted for the best few trees."""
+    from offload.tree_spec import label_of  # which brings numpy along
+
     return [
-        f"  {f'{c.topology.num_nodes}x{c.topology.depth}':>8}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
+        f"  {label_of(c.shape):>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
         f"{c.s_per_token:.4f} s/token; the {c.limit} is the slower side"
         for c in candidates
     ]

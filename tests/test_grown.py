@@ -248,3 +248,16 @@ def test_the_bench_compares_both_kinds_on_the_same_text() -> None:
         row = compare(decoder, "16x6", 0.6, prompts, 12)
     assert row["ratio"] == row["grown"]["tokens_per_step"] / row["fixed"]["tokens_per_step"]
     assert 1 <= row["fixed"]["tokens_per_step"] <= 7 and row["grown"]["draft_s"] > 0
+
+
+@pytest.mark.parametrize("bounds", [Growth(16, 8), Growth(64, 8), Growth(64, 24), Growth(128, 20), Growth(300, 16)])
+def test_a_growth_takes_the_draft_steps_that_are_planned_for(bounds: Growth, models: tuple[Path, Path]) -> None:
+    widths: list[int] = []
+    with load(*models, "1GiB", f"grown:{bounds.num_nodes}x{bounds.depth}", context=64, threads=1) as decoder:
+        sampler, drafter = decoder.begin(Sampling(), decoder.rule), decoder.drafter
+        assert isinstance(drafter, ModelDrafter)
+        run = drafter._draft.run
+        drafter._draft.run = lambda *rows: widths.append(len(rows[0])) or run(*rows)  # type: ignore[method-assign,func-returns-value]
+        drafter.grow(bounds, PROMPT, sampler)
+    assert len(widths) + 1 == pytest.approx(len(bounds.draft_widths), abs=3)
+    assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.2)

@@ -30,6 +30,7 @@ from offload.outlook import Wish, look_ahead
 from offload.predict import DRAFT_OVERHEAD_S, VERIFY_S, costs_on, is_disk_slower, predict, traffic_on
 from offload.profile import Identity, Machine, Profile, save_profile
 from offload.topology import best_first, chain, expected_tokens
+from offload.yields import GrownYield
 
 GB = 10**9
 TOY = Hardware(name="toy", gpu_bytes=48 << 30, memory_bytes_per_s=1e12, flops_per_s=2e14, link_bytes_per_s=20e9,
@@ -178,7 +179,8 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
 
 def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
     slow, quick = (look_ahead(*configs, Wish(context=512, hardware=name)) for name in ("l40", "h200"))
-    assert slow.basis == "default acceptance" and slow.predictions[1].topology.num_nodes == 1024
+    assert slow.basis.startswith("default acceptance, of ") and slow.predictions[1].topology.num_nodes == 1024
+    assert slow.predictions[1].label == "grown:1024x32" and "predicted as the fixed one" in slow.notes[-1]
     assert quick.predictions[1].topology.num_nodes < 1024, "what fits into the card is not hidden behind a link"
     for found in (slow, quick):
         assert found.predictions[1].s_per_token < found.predictions[0].s_per_token
@@ -198,7 +200,7 @@ def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None
 def test_a_grown_tree_is_predicted_as_the_fixed_one_of_its_size(size: str, configs: list[str]) -> None:
     """The larger one has more nodes than the trees to choose from."""
     fixed, grown = (look_ahead(*configs, Wish(hardware="l40", tree=tree)) for tree in (size, f"grown:{size}"))
-    assert grown.predictions[-1].tokens_per_sweep == fixed.predictions[-1].tokens_per_sweep > 1
+    assert grown.predictions[-1].tokens_per_sweep == pytest.approx(fixed.predictions[-1].tokens_per_sweep)
 
 
 def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
@@ -235,7 +237,8 @@ def profile_of(directories: tuple[Path, Path]) -> Profile:
                          link_bytes_per_s=1.0)  # fmt: skip
     return Profile(identity=identity, target_name="big", draft_name="small", created="2026-01-01T00:00:00+00:00",
                    num_tokens=8, is_teacher_forced=False, acceptance=(0.5, 0.25), standard_error=(0.1, 0.1),
-                   smoothing=1e9, num_threads=1, costs=link, traces=((0, 1, -1, 0, 0, 0, 1, -1),))  # fmt: skip
+                   smoothing=1e9, num_threads=1, costs=link, grown=(),
+                   traces=((0, 1, -1, 0, 0, 0, 1, -1),))  # fmt: skip
 
 
 def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Path) -> None:
@@ -264,6 +267,35 @@ def test_acceptance_travels_from_machine_to_machine(tmp_path: Path, configs: lis
     plain, tree = look_ahead(*configs, wish).predictions
     assert tree.tokens_per_sweep == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
     assert plain.step == look_ahead(*configs, wish._replace(profile=None)).predictions[0].step
+
+
+def test_what_grown_trees_yield_comes_from_the_profile(tmp_path: Path, configs: list[str]) -> None:
+    counted = (GrownYield(num_nodes=64, depth=8, tokens_per_sweep=5.0, num_sweeps=100),)
+    path = save_profile(replace(profile_of(save_pair(FAMILIES["llama"](), tmp_path)), grown=counted))
+    wish = Wish(context=512, hardware="l40", tree="grown:64x8", profile=str(path))
+    fixed, named = (look_ahead(*configs, wish._replace(tree=tree)) for tree in ("64x8", "grown:64x8"))
+    assert named.predictions[1].tokens_per_sweep == pytest.approx(5.0) and not named.notes
+    assert fixed.predictions[1].tokens_per_sweep < 3.5
+    draft_s = [found.predictions[1].step.draft_s for found in (fixed, named)]
+    assert draft_s[1] == pytest.approx(draft_s[0] * 17 / fixed.predictions[1].topology.depth, rel=0.02), (
+        "root and 16 parts"
+    )
+    chosen = look_ahead(*configs, wish._replace(tree="auto")).predictions[1]
+    assert chosen.label.startswith("grown:") and chosen.tokens_per_sweep > 5
+
+
+def test_plan_says_what_its_figures_rest_on(configs: list[str], tmp_path: Path) -> None:
+    command = ("plan", "-m", configs[0], "-d", configs[1], "--hardware", "l40", "--context", "512")
+    printed = shell(*command).out
+    assert (
+        "l40, default acceptance, of a 16 M target" in printed and "predicted as the fixed one of its size" in printed
+    )
+    assert "predicted as the fixed" not in shell(*command, "--tree", "64x8").out
+    assert "predicted as the fixed" not in shell(*command, "--tree", "grown:64x8", "--tokens-per-sweep", "5").out
+    pair = save_pair(FAMILIES["llama"](), tmp_path)
+    save_profile(profile_of(pair))
+    printed = shell("plan", "-m", pair[0], "-d", pair[1], "--ram", "1GiB").out
+    assert "\nprofile /" in printed and "predicted as the fixed one of its size" in printed
 
 
 def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
