@@ -164,7 +164,7 @@ class Decoder:
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         shape = choice.shape
-        stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth)
+        stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth, is_tree_grown=choice.is_grown)
         sampler = self.begin(sampling, acceptance)
         number = self._num_runs
 

@@ -152,9 +152,12 @@ def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
 
 def choice_lines(choice: "TreeChoice") -> str:
     """What tree is used and why; where it was chosen, beside the next best."""
-    kind = "grown tree of at most" if choice.is_grown else "tree of"
-    first = f"{kind} {choice.shape.num_nodes} nodes, {choice.shape.depth} deep: {choice.why}"
+    first = f"{_tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_grown)}: {choice.why}"
     return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
+
+
+def _tree_words(num_nodes: int, depth: int, is_grown: bool) -> str:
+    return f"{'grown tree of at most' if is_grown else 'tree of'} {num_nodes} nodes, {depth} deep"
 
 
 def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
@@ -207,7 +210,8 @@ def closing_lines(stats: Stats, ram_bytes: int) -> str:
         memory += f", {format_bytes(stats.peak_device_bytes)} on the card"
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
-    tree = f"tree of {stats.tree_num_nodes} nodes, {stats.tree_depth} deep" if stats.tree_depth else "no tree"
+    words = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_grown)
+    tree = words if stats.tree_depth else "no tree"
     stalled = stats.stall_s / stats.sweep_s if stats.sweep_s else 0
     return (
         f"{first}; then {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep "
@@ -231,9 +235,10 @@ def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -
     """Both speeds side by side."""
     near = f", {num_near} lie within bf16 rounding of it" if num_near else ""
     head = f"{'':>22} {'tokens/s':>9} {'tokens/sweep':>13} {'s/token':>8} {'link GB/s':>10}"
+    kind = "grown tree" if tree.is_tree_grown else "tree"
     rows = [
         _speed_row("one token per sweep", plain),
-        _speed_row(f"tree {tree.tree_num_nodes}x{tree.tree_depth}", tree),
+        _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
     ]
     proof = f"{num_exact} of {num_exact + num_near} tokens are the original model's own draw in float32{near}"
     if not num_exact + num_near:

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from shell import ROOT, shell
 from test_plan_cards import CONFIGS, PAIRS, SHAPES
-from tiny import FAMILIES, save_pair
+from tiny import FAMILIES, build, save, save_pair
 
 import offload
 from offload import calibrate, headers, outlook, plan
@@ -26,6 +27,7 @@ from offload.device_plan import Card, make_device_plan
 from offload.errors import UserError
 from offload.hardware import KNOWN, Hardware, read_hardware
 from offload.host_store import HostStore
+from offload.model_shape import model_shape
 from offload.outlook import Wish, look_ahead
 from offload.predict import DRAFT_OVERHEAD_S, VERIFY_S, costs_on, is_disk_slower, predict, traffic_on
 from offload.profile import Identity, Machine, Profile, save_profile
@@ -79,6 +81,31 @@ def test_a_pass_reads_its_weights_or_multiplies_them() -> None:
         DRAFT_OVERHEAD_S + (13.2e9 + 1000 * 32 * 8192 * 2) / 0.5e12, rel=0.01
     )
     assert costs_on(TOY, target, None, 0).draft_step_s == Curve((1,), (DRAFT_OVERHEAD_S,))
+
+
+def test_a_row_is_multiplied_with_its_own_experts_and_many_rows_read_them_all() -> None:
+    dense = SHAPES["Llama-2-70B"]
+    routed = replace(
+        dense, routed_weights=dense.num_weights // 2, routed_bytes=dense.num_bytes // 2, routed_share=1 / 8
+    )
+    costs, all_read = (costs_on(TOY, shape, None, 0).compute_s for shape in (routed, dense))
+    row_weights = dense.num_weights / 2 * (1 + 1 / 8)
+    for rows in (1024, 2048):
+        assert costs.at(rows) == pytest.approx(2 * row_weights * rows / 1e14, rel=0.005)
+        assert all_read.at(rows) == pytest.approx(2 * dense.num_weights * rows / 1e14, rel=0.005)
+    read_s = (sum(dense.layer_bytes) + dense.head_bytes) / 0.5e12
+    for rows, share in ((1, 1 / 8), (4, 4 / 8), (8, 1.0), (50, 1.0)):
+        idle_s = (1 - share) * routed.routed_bytes / 0.5e12
+        assert costs.at(rows) == pytest.approx(read_s - idle_s), "n rows read at most n times k experts"
+
+
+@pytest.mark.parametrize(("family", "share"), [("mixtral", 2 / 4), ("qwen3-moe", 2 / 12), ("llama", 1.0)])
+def test_experts_are_counted_in_the_headers(family: str, share: float, tmp_path: Path) -> None:
+    model = build(FAMILIES[family]())
+    shape = model_shape(open_checkpoint(save(model, tmp_path)))
+    experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    assert shape.routed_share == pytest.approx(share) and shape.routed_weights == sum(map(torch.numel, experts))
+    assert shape.routed_bytes == 4 * shape.routed_weights < sum(shape.layer_bytes)
 
 
 def test_a_step_is_drafting_and_the_slower_side() -> None:
