@@ -6,6 +6,7 @@ tokenizer and the number of positions known, and no weight read, there is nothin
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from offload.config import Sampling, require
@@ -60,7 +61,7 @@ class Request:
 def encode(tokenizer: Any | None, prompt: str | Sequence[int], vocab_size: int, *, raw: bool = False) -> list[int]:
     """Token ids of a prompt, checked. Raises `UserError`."""
     if not isinstance(prompt, str):
-        ids = [int(token) for token in prompt]
+        ids = _whole_numbers(prompt)
     elif tokenizer is None:
         raise UserError("this checkpoint has no tokenizer: give the prompt as token ids")
     else:
@@ -70,3 +71,12 @@ def encode(tokenizer: Any | None, prompt: str | Sequence[int], vocab_size: int, 
     if not all(0 <= token < vocab_size for token in ids):
         raise UserError(f"prompt ids must lie in [0, {vocab_size}), got {min(ids)}..{max(ids)}")
     return ids
+
+
+def _whole_numbers(prompt: Sequence[int]) -> list[int]:
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise UserError(
+            f"a prompt must be text or token ids, got {prompt!r:.80}: give a str or whole numbers"
+        ) from None
