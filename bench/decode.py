@@ -10,6 +10,7 @@ Invariant: nothing is printed before every token of every run was proved.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, NamedTuple
@@ -46,7 +47,12 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """In tables and guards."""
-        return f"T={self.temperature:g} {self.rule} {self.tree}"
+        return self.tree if self.is_plain else f"T={self.temperature:g} {self.rule} {self.tree}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one token per sweep, to which temperature and rule are all one."""
+        return self.tree == "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +63,17 @@ class Effort:
     num_tokens: int  # of every run with a tree
     num_plain: int  # of every run without one, whose sweeps are all alike
     temperatures: tuple[float, ...] = (0.0, 0.6)
-    trees: tuple[str, ...] = ("none", "grown:128x20")
+    trees: tuple[str, ...] = ("none", "grown:128x20")  # the baseline first
     rules: tuple[str, ...] = ("match",)
 
     def cases(self) -> list[Case]:
-        """All of them, for every temperature the baseline first; without a tree all rules are the same."""
-        pairs = [(rule, tree) for rule in self.rules for tree in self.trees if tree != "none" or rule == self.rules[0]]
-        return [Case(temperature, *pair) for temperature in self.temperatures for pair in pairs]
+        """All of them, the baseline once and first."""
+        plain, *others = (Case(*case) for case in product(self.temperatures, self.rules, self.trees))
+        return [plain, *(case for case in others if not case.is_plain)]
 
 
 FULL = Effort(8, 128, 8, trees=("none", "64x16", "128x20", "grown:128x20"))
-QUICK = Effort(3, 64, 4)
+QUICK = Effort(8, 40, 4)  # short runs of many prompts: which ones are taken decides more than all else
 PRESETS = {"sequoia": Effort(8, 128, 8), "pipeinfer": Effort(4, 512, 8, temperatures=(0.0,))}
 
 
@@ -103,7 +109,7 @@ def measure(
         for seed, prompt in enumerate(found):
             ids = encoded(decoder, prompt, PROMPT_TOKENS)
             for case in cases:
-                num_tokens = effort.num_plain if case.tree == "none" else effort.num_tokens
+                num_tokens = effort.num_plain if case.is_plain else effort.num_tokens
                 bursts, result = timed_run(decoder, ids, case, num_tokens, seed=seed)
                 ceilings.append(setting.ceiling())
                 runs.append(Timed(prompt.name, case, bursts, result, mean(ceilings[-2:])))
@@ -133,16 +139,15 @@ def timed_run(
 
 
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
-    """One row per case, in the order of the runs; speed-ups are against the same temperature without a tree."""
-    rows = [_row(case, [run for run in runs if run.case == case]) for case in dict.fromkeys(run.case for run in runs)]
-    base = {row["temperature"]: row for row in rows if row["tree"] == "none"}
-    for row in rows:
-        plain = base.get(row["temperature"])
-        if plain is not None and plain is not row and plain["decode_tokens_per_s"]:
-            row["speedup"] = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
-            pairs = zip(row["tokens_per_s_samples"], plain["tokens_per_s_samples"], strict=True)
-            row["speedup_samples"] = [fast / slow if slow else 0.0 for fast, slow in pairs]
-    return rows
+    """One row per case, in the order of the runs; speed-ups are against the baseline, which comes first."""
+    plain, *rows = [
+        _row(case, [run for run in runs if run.case == case]) for case in dict.fromkeys(run.case for run in runs)
+    ]
+    for row in rows if plain["decode_tokens_per_s"] else ():
+        row["speedup"] = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
+        pairs = zip(row["tokens_per_s_samples"], plain["tokens_per_s_samples"], strict=True)
+        row["speedup_samples"] = [fast / slow if slow else 0.0 for fast, slow in pairs]
+    return [plain, *rows]
 
 
 def _row(case: Case, runs: Sequence[Timed]) -> Row:

@@ -4,27 +4,42 @@ The first needs data sheets only. The paper's rows are given their tokens per st
 and are predicted twice: all layers crossing the link, one thing after the other, which is what the paper's own figures
 add up to, and as this program would run, with as many layers resident as fit and everything overlapped. The second
 measures the curves on this machine, as `offload tune` does, predicts, decodes other text, and compares; the link is
-measured anew before every run, because disks drift. No speed is printed for a token that was not proved right.
+measured before and after every run, because disks drift. No speed is printed for a token that was not proved right.
 
-    python -m offload.bench.prediction                both; two or three minutes on two cores
-    python -m offload.bench.prediction --paper        the first alone, a second
+    offload bench prediction              both; two or three minutes on two cores
+    offload bench prediction --paper      the first alone, a second
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.costs import Costs, Traffic, step_time
+from offload.bench import setting as common
+from offload.bench.gate import Written
+from offload.bench.plain_reader import Reading
+from offload.bench.prompts import Prompt, encoded, prompts
+from offload.bench.record import Guard, new_result
+from offload.bench.setting import PROMPT_TOKENS, Setting
+from offload.calibrate import link_bytes_per_s
+from offload.config import Sampling
+from offload.costs import Traffic, step_time
 from offload.device_plan import Card, make_device_plan
+from offload.errors import UserError
 from offload.hardware import KNOWN
 from offload.headers import checkpoint_of_config
+from offload.meter import measure_costs
 from offload.model_shape import ModelShape, model_shape
 from offload.predict import costs_on, traffic_on
+from offload.screen import Screen
+from offload.stats import Stats
 from offload.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
+from offload.tree_spec import parse_tree
 
 Row = dict[str, Any]
 _LLAMA_2_70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -34,7 +49,9 @@ _LLAMA_2_7B = {**_LLAMA_2_70B, "hidden_size": 4096, "num_hidden_layers": 32, "nu
                "num_key_value_heads": 32, "intermediate_size": 11008}  # fmt: skip
 _CONTEXT = 256  # 128 prompt tokens and as many new ones, as in the paper
 PAPER_BASE_S = 5.6  # the paper's own system, one token per sweep
-TREE, PLAIN_TOKENS, TREE_TOKENS, NUM_PROMPTS = "64x16", 8, 72, 4
+TREES = ("none", "64x16", "128x20")
+PLAIN_TOKENS, TREE_TOKENS, NUM_PROMPTS = 8, 48, 4
+_LINK_S = 0.5  # of one look at the link
 
 
 class PaperRow(NamedTuple):
@@ -92,59 +109,61 @@ def paper_rows() -> list[Row]:
     return rows
 
 
-def machine_rows(size: str) -> list[Row]:
-    """Decoding without a tree and with one on this machine, as predicted from measured curves and as it was."""
-    from offload.bench.main_job import _SILENT, _proved_gaps, _shards, _target, held_out_prompts
-    from offload.calibrate import link_bytes_per_s
-    from offload.config import Sampling, parse_size
-    from offload.demo import PROMPT, open_demo
-    from offload.meter import measure_costs
+class Runs:
+    """Runs with one tree, each with what was predicted for it."""
 
-    target, found = _target(size), {"none": _Runs(), TREE: _Runs()}
-    with open_demo(target, parse_size(size, "--size") // 4, TREE, _SILENT) as decoder:
-        costs = measure_costs(decoder, decoder.encode(PROMPT, raw=True)[:64], Sampling())
-        for text in held_out_prompts(NUM_PROMPTS):
-            ids = decoder.encode(text, raw=True)[:128]
-            for tree, runs in found.items():
-                link = link_bytes_per_s(_shards(target)[0])
-                num_tokens = PLAIN_TOKENS if tree == "none" else TREE_TOKENS
-                result = decoder.generate(ids, max_new_tokens=num_tokens, tree=tree)
-                _proved_gaps(ids, result.token_ids)
-                runs.add(link, result.stats.tpot_s, result.stats.tokens_per_sweep)
-        traffic = Traffic.of(decoder.plan)
-    topologies = {"none": chain(0), TREE: best_first(DEFAULT_ACCEPTANCE, 64, 16)}
-    return [runs.row(tree, costs, traffic, topologies[tree]) for tree, runs in found.items()]
+    def __init__(self, tree: str) -> None:
+        shape = parse_tree(tree).build()
+        assert isinstance(shape, Topology), "curves are of fixed trees"
+        self.tree, self.topology = tree, shape
+        self.links, self.predicted, self.measured = list[float](), list[float](), list[float]()
+        self._num_tokens = self._num_sweeps = 0
 
-
-class _Runs:
-    """Runs with one tree, and the link just before each."""
-
-    def __init__(self) -> None:
-        self.links: list[float] = []
-        self.tpots: list[float] = []
-        self.yields: list[float] = []
-
-    def add(self, link: float, tpot_s: float, tokens_per_sweep: float) -> None:
+    def add(self, predicted_step_s: float, link: float, stats: Stats) -> None:
+        """One run; a text that ended in its first burst has no step to compare."""
+        num_tokens = sum(stats.accepted_per_sweep)
+        if not num_tokens:
+            return
         self.links.append(link)
-        self.tpots.append(tpot_s)
-        self.yields.append(tokens_per_sweep)
+        self.predicted.append(predicted_step_s * stats.num_sweeps / num_tokens)
+        self.measured.append(stats.decode_s / num_tokens)  # whole bursts: what is cut off at the end was paid for
+        self._num_tokens, self._num_sweeps = self._num_tokens + num_tokens, self._num_sweeps + stats.num_sweeps
 
-    def row(self, name: str, costs: Costs, traffic: Traffic, topology: Topology) -> Row:
-        from dataclasses import replace
-
-        predicted = []
-        for link, tokens in zip(self.links, self.yields, strict=True):
-            predicted.append(step_time(replace(costs, link_bytes_per_s=link), traffic, topology).total_s / tokens)
-        ratios = [guess / seen for guess, seen in zip(predicted, self.tpots, strict=True)]
+    def row(self) -> Row:
+        """Medians over the runs."""
+        ratios = [guess / seen for guess, seen in zip(self.predicted, self.measured, strict=True)]
         return {
-            "row": name,
-            "tokens_per_step": sum(self.yields) / len(self.yields),
-            "measured_s_per_token": median(self.tpots),
-            "predicted_s_per_token": median(predicted),
+            "row": self.tree,
+            "tokens_per_step": self._num_tokens / self._num_sweeps,
+            "measured_s_per_token": median(self.measured),
+            "predicted_s_per_token": median(self.predicted),
             "predicted_over_measured": median(ratios),
             "ratios": ratios,
             "link_bytes_per_s": self.links,
         }
+
+
+def machine_runs(setting: Setting, found: Sequence[Prompt], screen: Screen) -> tuple[list[Runs], list[Written]]:
+    """Decoding without a tree and with ever larger ones on this machine, predicted and as it was; unproved.
+
+    Every run is predicted from the curves measured at first and the link measured just before and just after it.
+    """
+    runs, written = [Runs(tree) for tree in TREES], list[Written]()
+    with setting.open(TREES[-1]) as decoder:
+        first_ids, told = encoded(decoder, found[0], PROMPT_TOKENS), partial(screen.count, label="measuring the curves")
+        costs = measure_costs(decoder, first_ids, Sampling(), told)
+        traffic, links = Traffic.of(decoder.plan), [link_bytes_per_s(setting.shards[0], budget_s=_LINK_S)]
+        for prompt in found:
+            ids = encoded(decoder, prompt, PROMPT_TOKENS)
+            for one in runs:
+                num_tokens = PLAIN_TOKENS if one.tree == "none" else TREE_TOKENS
+                result = decoder.generate(ids, max_new_tokens=num_tokens, tree=one.tree)
+                links.append(link_bytes_per_s(setting.shards[0], budget_s=_LINK_S))
+                now = replace(costs, link_bytes_per_s=mean(links[-2:]))
+                one.add(step_time(now, traffic, one.topology).total_s, now.link_bytes_per_s, result.stats)
+                written.append(Written(ids, result.token_ids, result.sampling, result.rule))
+                screen.count(len(written), len(found) * len(runs), "decoding")
+    return runs, written
 
 
 def _shapes() -> tuple[ModelShape, ModelShape]:
@@ -162,23 +181,62 @@ def _print_paper(rows: Sequence[Row]) -> None:
 
 
 def _print_machine(rows: Sequence[Row]) -> None:
-    print(f"{'this machine':<12} {'tokens/sweep':>12} {'measured s':>11} {'predicted s':>12} {'ratio':>6}")
-    for row in rows:
-        seconds = f"{row['measured_s_per_token']:>11.3f} {row['predicted_s_per_token']:>12.3f}"
-        print(f"{row['row']:<12} {row['tokens_per_step']:>12.2f} {seconds} {row['predicted_over_measured']:>6.3f}")
+    cells = [
+        [row["row"], f"{row['tokens_per_step']:.2f}", f"{row['measured_s_per_token']:.3f}",
+         f"{row['predicted_s_per_token']:.3f}", f"{row['predicted_over_measured']:.3f}"] for row in rows
+    ]  # fmt: skip
+    print(common.aligned([["this machine", "tokens/sweep", "measured s", "predicted s", "ratio"], *cells]))
 
 
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(
+    epilog="""Examples:
+
+    offload bench prediction --paper
+
+    offload bench prediction --size 1GB --json now.json"""
+)
 def main(
-    size: Annotated[str, typer.Option(metavar="SIZE", help="of the inflated target")] = "1GB",
+    model: common.Model = None,
+    draft: common.Draft = None,
+    size: common.Size = "1GB",
+    ram: common.Ram = None,
+    source: common.Prompts = None,
     paper: Annotated[bool, typer.Option("--paper", help="the paper's table alone")] = False,
+    json_file: common.Json = None,
+    compare: common.Compare = None,
 ) -> None:
-    """Predicted and measured seconds per token, side by side."""
-    figures = {"paper": paper_rows(), "machine": [] if paper else machine_rows(size)}
-    _print_paper(figures["paper"])
-    if figures["machine"]:
-        _print_machine(figures["machine"])
-    print(json.dumps(figures))
+    """Does the plan keep its word? Predicted and measured seconds per token; two to three minutes on two cores."""
+    rows = paper_rows()
+    if paper:
+        _print_paper(rows)
+        print(json.dumps({"bench": "prediction", "rows": rows}))
+        return
+    old = common.earlier("prediction", compare)
+    with Screen(is_quiet=False) as screen:
+        setting = common.find_setting(model, draft, size, ram, screen)
+        if setting.draft is None:
+            raise UserError("bench prediction compares trees, which a draft fills: give --draft")
+        ceiling = setting.ceiling()
+        common.say_ceiling(Reading().label, ceiling)
+        found = prompts(source or ["code"], NUM_PROMPTS)
+        runs, written = machine_runs(setting, found, screen)
+    proof = setting.prove(written)
+    here = [one.row() for one in runs]
+    _print_paper(rows)
+    _print_machine(here)
+    print(common.proof_line(proof))
+    result = new_result(
+        "prediction",
+        settings=setting.as_dict() | {"proof": proof._asdict()},
+        ceiling={"bytes_per_s": ceiling},
+        rows=rows + here,
+        guards={f"prediction, {row['row']}": Guard([abs(one - 1) for one in row["ratios"]], "lower") for row in here},
+    )
+    common.finish(result, json_file, old)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -25,7 +25,7 @@ COMMANDS = {  # name: file, what it answers
     "kernels": ("kernels", "each kernel against what runs without it, on a CUDA device"),
     "grown": ("grown_trees", "grown trees against fixed ones of the same size"),
     "device": ("device", "what a CUDA device gives: copies, overlap, kernels"),
-    "prediction": ("prediction", "what the plan promises for cards that are not here"),
+    "prediction": ("prediction", "what the plan promises beside what was measured: this machine, and the paper's L40"),
     "tree": ("studies", "Sequoia's studies of trees and rules"),
     "tree-choice": ("tree_choice", "the chosen tree against a grid, traces against decoding"),
     "report": ("report", "Markdown and pictures from stored results"),

@@ -1,13 +1,16 @@
 """What a step costs on this machine: measured curves, and the arithmetic that makes seconds of them for any tree.
 
-A step drafts, sweeps and verifies. The sweep takes as long as its slower side: computing, which grows with the tree, or
-the link, which does not; while drafting goes on the link fills the free slots, so that much of its work is done before
-the sweep begins. Curves are of this machine, bytes are of the memory plan, hence the same curves serve every budget.
+A step drafts, sweeps and verifies. The sweep takes at least as long as its slower side: computing, which grows with the
+tree, or the link, which does not; while drafting goes on the link fills the free slots, so that much of its work is
+done before the sweep begins. A few slots cannot smooth every hiccup, and readers share the processor with computing, so
+where both sides take about as long the sweep takes longer than either: `friction` says by how much. Curves are of this
+machine, bytes are of the memory plan, hence the same curves serve every budget.
 
 No torch, no clock. Invariant: a prediction is never shorter than either side alone needs.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,6 +20,7 @@ from offload.plan import MemoryPlan
 from offload.topology import Growth, Shape
 
 Limit = Literal["link", "compute"]
+_FRICTIONS = tuple(index / 100 for index in range(101))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Costs:
     draft_step_s: Curve  # of one draft step against its rows
     verify_s: float  # of one step
     link_bytes_per_s: float
+    friction: float = 0.0  # see `overlapped_s`
 
 
 class Traffic(NamedTuple):
@@ -69,11 +74,17 @@ class StepTime(NamedTuple):
     compute_s: float
     link_s: float  # that the link still needs when the sweep begins
     verify_s: float
+    friction: float = 0.0
+
+    @property
+    def sweep_s(self) -> float:
+        """Computing and the link beside each other."""
+        return overlapped_s(self.compute_s, self.link_s, self.friction)
 
     @property
     def total_s(self) -> float:
         """From one step to the next."""
-        return self.draft_s + max(self.compute_s, self.link_s) + self.verify_s
+        return self.draft_s + self.sweep_s + self.verify_s
 
     @property
     def limit(self) -> Limit:
@@ -86,7 +97,32 @@ def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
     draft_s = sum(costs.draft_step_s.at(width) for width in draft_widths(shape))
     hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
-    return StepTime(draft_s, costs.compute_s.at(shape.num_nodes), link_s, costs.verify_s)
+    return StepTime(draft_s, costs.compute_s.at(shape.num_nodes), link_s, costs.verify_s, costs.friction)
+
+
+def overlapped_s(one_s: float, other_s: float, friction: float) -> float:
+    """What two things take that run beside each other: the norm of order 1 / friction.
+
+    Args:
+        friction: 0 where the shorter one costs nothing, 1 where they take turns.
+    """
+    longer_s = max(one_s, other_s)
+    if not friction or not longer_s:
+        return longer_s
+    return longer_s * (1 + (min(one_s, other_s) / longer_s) ** (1 / friction)) ** friction
+
+
+def fit_friction(seen: Sequence[tuple[float, float, float]]) -> float:
+    """The friction that explains sweeps best, by least squares of relative errors.
+
+    Args:
+        seen: what computing, the link and both beside each other took, in seconds.
+    """
+
+    def error(friction: float) -> float:
+        return sum((overlapped_s(one_s, other_s, friction) / both_s - 1) ** 2 for one_s, other_s, both_s in seen)
+
+    return min(_FRICTIONS, key=error)
 
 
 def draft_widths(shape: Shape) -> list[int]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from offload.calibrate import link_bytes_per_s
 from offload.config import Sampling
-from offload.costs import Costs, Curve, draft_widths
+from offload.costs import Costs, Curve, Traffic, draft_widths, fit_friction, step_time
 from offload.decode import Decoder
 from offload.drafters.lm import ModelDrafter
 from offload.probe import draft_curve
@@ -48,15 +48,17 @@ def measure_costs(
         rounds.append(steps[_NUM_PLAIN + 1 :])
         progress(index + 1, _NUM_ROUNDS)
     by_size = [plain, *zip(*rounds, strict=True)]
-    compute_s = np.maximum.accumulate([median(map(_compute_s, steps)) for steps in by_size])
+    compute_s = np.maximum.accumulate([median(step.sweep_s - step.stall_s for step in steps) for steps in by_size])
     draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
     curve = draft_curve(_drafter(decoder), decoder.begin(sampling, decoder.rule), prompt)
-    return Costs(
+    costs = Costs(
         compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),
         draft_step_s=_scaled(curve, topologies, draft_s),
         verify_s=median(step.verify_s for steps in by_size for step in steps),
         link_bytes_per_s=_link_bytes_per_s(decoder, plain),
     )
+    sweep_s = [median(step.sweep_s for step in steps) for steps in by_size[1:]]
+    return replace(costs, friction=_friction(costs, Traffic.of(decoder.plan), topologies, sweep_s))
 
 
 def _steps(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologies: Sequence[Topology]) -> list[Stats]:
@@ -69,9 +71,12 @@ def _steps(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologi
     return figures
 
 
-def _compute_s(step: Stats) -> float:
-    """What a sweep takes without waiting, which is all of it where the link is not the slower side."""
-    return step.sweep_s - step.stall_s if step.stall_s > _STALLED_SHARE * step.sweep_s else step.sweep_s
+def _friction(costs: Costs, traffic: Traffic, topologies: Sequence[Topology], sweep_s: Sequence[float]) -> float:
+    """What sweeps took beyond their slower side; none was seen where nothing streams."""
+    if not traffic.streamed_bytes:
+        return 0.0
+    steps = [step_time(costs, traffic, topology) for topology in topologies]
+    return fit_friction([(step.compute_s, step.link_s, took) for step, took in zip(steps, sweep_s, strict=True)])
 
 
 def _drafter(decoder: Decoder) -> ModelDrafter:

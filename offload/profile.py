@@ -23,8 +23,8 @@ from offload.topology import check_acceptance
 from offload.traces import NUM_RANKS, PRODUCT_FORM
 from offload.yields import GrownYield
 
-SCHEMA = 2  # raise it when a field changes its meaning
-_WITHOUT_GROWN = 1  # still read: what grown trees yield was not counted then
+SCHEMA = 3  # raise it when a field changes its meaning
+_WITHOUT_GROWN = 2  # still read: what grown trees yield was not counted then
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard's weights: two fine-tunes of one model have the same headers
 _AGAIN = "run offload tune again"
 
@@ -254,6 +254,7 @@ def _check(profile: Profile) -> None:
     times = (*costs.compute_s.seconds, *costs.draft_step_s.seconds, costs.link_bytes_per_s)
     _require(all(0 < time < float("inf") for time in times), "times and rates must be positive")
     _require(0 <= costs.verify_s < float("inf"), "verify_s must not be negative")
+    _require(0 <= costs.friction <= 1, "friction must lie in [0, 1]")
     _require(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
     _require(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
     _require(profile.smoothing > 0 and profile.num_threads > 0, "smoothing and num_threads must be positive")

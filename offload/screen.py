@@ -186,7 +186,8 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Candidate"]) -> str:
             f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
             _curve_line("sweep, computing alone (s)", costs.compute_s),
             _curve_line("one draft step (s)", costs.draft_step_s),
-            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; {tuned.num_threads} compute threads",
+            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; {tuned.num_threads} compute threads; "
+            f"friction between link and computing {costs.friction:g}",
             "trees that --tree auto would choose from here:",
             *candidate_rows(candidates[:_TREES_SHOWN]),
         ]

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from shell import Outcome, process, shell
 
-from offload.bench import decode, draft, link, setting, suite, sweep
+from offload.bench import decode, draft, link, prediction, setting, suite, sweep
 from offload.bench.record import read
 from offload.bench.timeline import read_trace
 from offload.layer_stream import LayerStream
+from offload.stats import Stats
 
 SIZE = ["--size", "100MB"]
 RAM = ["--ram", "230MB"]
@@ -63,14 +64,14 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_decode_tells_what_every_case_took(decoded: Path) -> None:
     rows = {row["name"]: row for row in read(decoded / "decode.json").rows}
-    assert list(rows) == ["T=0 match none", "T=0 match 8x4", "T=0.6 match none", "T=0.6 match 8x4"]
+    assert list(rows) == ["none", "T=0 match 8x4", "T=0.6 match 8x4"]
     for name, row in rows.items():
         later = sum(count for run in row["runs"] for _, count in run["bursts"][1:])
         assert row["tokens_per_sweep"] == pytest.approx(later / row["num_sweeps"])
         assert row["num_accepted_tokens"] == later - row["num_sweeps"] <= row["num_draft_tokens"]
         assert row["mean_ttft_s"] > 0 and row["p99_itl_s"] >= row["median_itl_s"] and row["peak_rss_bytes"] > 1e8
         assert ("speedup" in row) == ("none" not in name)
-    assert rows["T=0 match none"]["tokens_per_sweep"] == 1 and rows["T=0 match none"]["accepted_per_pos"] == []
+    assert rows["none"]["tokens_per_sweep"] == 1 and rows["none"]["accepted_per_pos"] == []
     assert len(rows["T=0 match 8x4"]["accepted_per_pos"]) == 4
 
 
@@ -126,6 +127,35 @@ def test_sweep_and_draft(tmp_path: Path) -> None:
         ("8x4", 8, 4),
     ]
     assert all(1 <= row["tokens_per_sweep"] <= 1 + row["depth"] for row in result["rows"])
+
+
+def test_prediction_stands_beside_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"TREES": ("none", "8x4"), "PLAIN_TOKENS": 3, "TREE_TOKENS": 8, "NUM_PROMPTS": 2, "_LINK_S": 0.02}
+    for name, value in few.items():
+        monkeypatch.setattr(prediction, name, value)
+    result = result_of(shell("bench", "prediction", *SIZE, *RAM), "prediction")
+    none, tree = result["rows"][-2:]
+    assert (none["row"], tree["row"], none["tokens_per_step"]) == ("none", "8x4", 1) and tree["tokens_per_step"] > 1
+    for row in (none, tree):
+        assert len(row["ratios"]) == len(row["link_bytes_per_s"]) == 2 and row["predicted_over_measured"] > 0
+    assert set(result["guards"]) == {"prediction, none", "prediction, 8x4"}
+    paper = shell("bench", "prediction", "--paper")
+    assert paper.code == 0 and len(json.loads(paper.out.splitlines()[-1])["rows"]) == 7
+
+
+def test_prediction_measures_whole_bursts() -> None:
+    runs = prediction.Runs("none")
+    runs.add(0.5, 1e9, Stats(num_sweeps=2, decode_s=4.0, accepted_per_sweep=[3, 5], num_new_tokens=6))
+    runs.add(0.5, 1e9, Stats(num_new_tokens=1))
+    assert runs.row() == {
+        "row": "none",
+        "tokens_per_step": 4,
+        "measured_s_per_token": 0.5,
+        "predicted_s_per_token": 0.125,
+        "predicted_over_measured": 0.25,
+        "ratios": [0.25],
+        "link_bytes_per_s": [1e9],
+    }
 
 
 def test_link_and_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:

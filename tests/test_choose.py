@@ -1,13 +1,14 @@
 """The choice of the tree: what a step costs, what traces say, and which tree follows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from offload.choose import DEPTHS, Candidate, Forest, best_smoothing, choose
 from offload.config import RULES, Sampling
-from offload.costs import Costs, Curve, Traffic, draft_widths, step_time
+from offload.costs import Costs, Curve, Traffic, draft_widths, fit_friction, overlapped_s, step_time
 from offload.errors import UserError
 from offload.profile import Profile
 from offload.topology import (
@@ -83,6 +84,27 @@ def test_step_is_draft_plus_the_slower_side() -> None:
     assert prefetched.total_s == pytest.approx(0.5 + 2.6 + 0.01), "what the slots take in meanwhile is hidden"
     short = step_time(what, Traffic(3 * 10**9, 2 * 10**9), chain(10))
     assert short.total_s == pytest.approx(3.0), "no more is hidden than the time that drafting takes"
+
+
+def test_friction_counts_where_both_sides_take_about_as_long() -> None:
+    assert overlapped_s(0.3, 0.2, 0.0) == overlapped_s(0.2, 0.3, 0.0) == 0.3 and overlapped_s(0.0, 0.0, 0.5) == 0.0
+    assert overlapped_s(0.3, 0.2, 1.0) == pytest.approx(0.5), "in turn"
+    assert overlapped_s(0.3, 0.3, 0.2) == pytest.approx(0.3 * 2**0.2)
+    assert overlapped_s(0.3, 0.01, 0.2) == pytest.approx(0.3, rel=1e-4) and overlapped_s(0.3, 0.0, 0.2) == 0.3
+    what, traffic = costs(row_s=1e-3, link=1e9), Traffic(2 * 10**8, 0)
+    rubbing = replace(what, friction=0.2)
+    assert step_time(rubbing, traffic, chain(99)).sweep_s == pytest.approx(0.2 * 2**0.2)
+    assert step_time(rubbing, Traffic(0, 0), chain(99)) == step_time(what, Traffic(0, 0), chain(99))._replace(
+        friction=0.2
+    )
+
+
+def test_friction_is_found_again_in_what_it_made() -> None:
+    pairs = [(0.1, 0.5), (0.3, 0.5), (0.4, 0.5), (0.45, 0.5), (0.8, 0.5)]
+    for friction in (0.0, 0.13, 0.2, 1.0):
+        seen = [(one_s, other_s, overlapped_s(one_s, other_s, friction)) for one_s, other_s in pairs]
+        assert fit_friction(seen) == friction
+    assert fit_friction([(one_s, other_s, 0.9 * max(one_s, other_s)) for one_s, other_s in pairs]) == 0.0
 
 
 def test_free_rows_and_a_slow_link_make_the_tree_large() -> None:

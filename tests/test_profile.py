@@ -72,9 +72,9 @@ def test_a_profile_from_before_grown_trees_were_counted_is_read() -> None:
     path = save_profile(profile())
     values = json.loads(path.read_text())
     del values["grown"]
-    path.write_text(json.dumps({**values, "schema": 1}))
+    path.write_text(json.dumps({**values, "schema": SCHEMA - 1}))
     assert read_profile(path, IDENTITY) == profile(grown=())
-    path.write_text(json.dumps({**values, "schema": 2}))
+    path.write_text(json.dumps({**values, "schema": SCHEMA}))
     with pytest.raises(UserError, match=r"malformed \('grown'\): run offload tune again"):
         read_profile(path, IDENTITY)
 
@@ -142,6 +142,7 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
         ({"costs": {**COSTS, "link_bytes_per_s": 0}}, "must be positive"),
         ({"costs": {**COSTS, "link_bytes_per_s": float("inf")}}, "must be positive"),
         ({"costs": {**COSTS, "verify_s": -1}}, "verify_s must not be negative"),
+        ({"costs": {**COSTS, "friction": 1.5}}, "friction must lie in"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [1, 2], "seconds": [1, -1]}}}, "must be positive"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [2, 1], "seconds": [1, 1]}}}, "rising sizes"),
         ({"costs": {**COSTS, "compute_s": {"sizes": [], "seconds": []}}}, "rising sizes"),
