@@ -1,14 +1,16 @@
 """Is it slower than it was? Ratios of two results, flagged only where they lie outside their noise.
 
+Results of another model, budget, temperature or text are not compared at all; another machine is named beside them.
+
 Where both runs measured the same things (the same prompts), each is compared with itself, so that what differs between
 prompts cancels; else medians are, with the scatter of both runs. A flag needs a change for the worse that is larger
 than the 99 % range of Student's t on the logarithms and than `FLOOR`, because machines breathe.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import geometric_mean, mean, median, stdev
 from typing import Annotated, NamedTuple
 
 import typer
@@ -17,6 +19,11 @@ from offload.bench.record import Guard, Result, read
 from offload.errors import UserError
 
 FLOOR = 0.03
+DECISIVE = (
+    *("target", "target_bytes", "draft", "ram_bytes", "temperature"),
+    *("prompts", "num_prompt_tokens", "num_new_tokens"),
+)
+_MACHINE = ("cpu", "num_cores", "memory_bytes", "system", "python", "torch", "transformers")
 _T_99 = {1: 63.7, 2: 9.92, 3: 5.84, 4: 4.60, 5: 4.03, 6: 3.71, 7: 3.50, 8: 3.36, 9: 3.25, 10: 3.17, 15: 2.95, 30: 2.75}
 _MEDIAN_ERROR = 1.2533  # of a median, against the error of a mean (normal scatter)
 
@@ -28,25 +35,52 @@ class Change(NamedTuple):
     before: float
     after: float
     ratio: float  # after / before, above 1 is better
-    noise: float  # the ratio may lie so far from 1 by chance
+    noise: float  # the ratio may lie so far from 1 by chance; infinite where too few samples tell
     is_worse: bool  # beyond noise
 
     @property
     def line(self) -> str:
         """For a person."""
         verdict = "WORSE" if self.is_worse else "better" if self.ratio - 1 > max(self.noise, FLOOR) else "same"
-        told = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {self.noise:.3f}"
+        verdict, noise = ("too few samples", "?") if math.isinf(self.noise) else (verdict, f"{self.noise:.3f}")
+        told = f"{self.before:>10.4g} -> {self.after:>10.4g}  x{self.ratio:.3f} ± {noise}"
         return f"{self.name:<44} {told}  {verdict}"
 
 
+def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> None:
+    """Refuse to compare with a result of another bench, model, budget or amount of text. Raises `UserError`."""
+    if old.bench != bench:
+        raise UserError(f"--compare needs a result of {bench}, got one of {old.bench}: name another file")
+    for name in DECISIVE:
+        then, now = old.settings.get(name), settings.get(name)
+        if name in old.settings and name in settings and then != now:
+            told = f"{name} differ" if isinstance(now, list) else f"{name} was {then} and is {now}"
+            raise UserError(f"--compare: {told}: measure with the same options")
+
+
+def differences(old: Result, new: Result) -> list[str]:
+    """What else may explain a change: another machine, other libraries, other code."""
+    pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in _MACHINE]
+    pairs.append(("commit", old.commit, new.commit))
+    return [f"note: {name} was {then}, is {now}" for name, then, now in pairs if then != now]
+
+
 def changes(old: Result, new: Result) -> list[Change]:
-    """All figures that both results guard. Raises `UserError` for results of different benches."""
-    if old.bench != new.bench:
-        raise UserError(f"--compare needs a result of {new.bench}, got one of {old.bench}: name another file")
+    """All figures that both results guard. Raises `UserError` for results that measure different things."""
+    require_same(old, new.bench, new.settings)
     shared = [name for name in new.guards if name in old.guards]
     if not shared:
         raise UserError("--compare: the two results share no figure: measure with the same options")
+    strangers = [name for name in shared if _is_of_other_texts(old.guards[name], new.guards[name])]
+    if strangers:
+        raise UserError("--compare: the two results come from other prompts: give the same --prompts and --num-prompts")
     return [change(name, old.guards[name], new.guards[name]) for name in shared]
+
+
+def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
+    """Print the verdicts, and before them what differs besides."""
+    for line in (*differences(old, new), *(one.line for one in found)):
+        print(line)
 
 
 def change(name: str, old: Guard, new: Guard) -> Change:
@@ -58,7 +92,14 @@ def change(name: str, old: Guard, new: Guard) -> Change:
     noise = _t_99(freedom) * error if freedom else math.inf
     worse_by = -sign * centre
     is_worse = worse_by > noise and worse_by > -math.log1p(-FLOOR)
-    return Change(name, old.value, new.value, math.exp(sign * centre), math.expm1(min(noise, 1.0)), is_worse)
+    spread = math.expm1(min(noise, 50.0)) if freedom else math.inf
+    middle = geometric_mean if _is_paired(old, new) else median  # so that their quotient is the ratio
+    return Change(name, middle(old.samples), middle(new.samples), math.exp(sign * centre), spread, is_worse)
+
+
+def _is_of_other_texts(old: Guard, new: Guard) -> bool:
+    """What a sweep yields depends on the text more than on any change of ours."""
+    return bool(old.labels and new.labels) and old.labels != new.labels
 
 
 def _is_paired(old: Guard, new: Guard) -> bool:
@@ -85,7 +126,7 @@ def _t_99(freedom: int) -> float:
     return _T_99[max(known for known in _T_99 if known <= freedom)]
 
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(epilog="Example:\n\n    offload bench compare before.json after.json")
@@ -94,8 +135,14 @@ def main(
     new: Annotated[Path, typer.Argument(help="the same bench, later")],
 ) -> None:
     """What has become slower beyond noise; exits with 1 if anything has."""
-    found = changes(read(old), read(new))
-    for one in found:
-        print(one.line)
+    before, after = read(old), read(new)
+    found = changes(before, after)
+    tell(before, after, found)
     if any(one.is_worse for one in found):
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("compare")

@@ -20,11 +20,11 @@ import typer
 from offload.bench import setting as common
 from offload.bench.gate import Proof, Written
 from offload.bench.metrics import Burst, acceptance_by_depth, latencies
-from offload.bench.plain_reader import Reading
 from offload.bench.prompts import Prompt, encoded, prompts
 from offload.bench.record import Guard, Row, new_result, writable
 from offload.bench.setting import PROMPT_TOKENS, Setting
-from offload.bench.timeline import record_steps, require_pictures, write_trace
+from offload.bench.text_table import aligned
+from offload.bench.timeline import record_steps, require_pictures, trace_files, write_trace
 from offload.config import Sampling, drafting_of
 from offload.decode import Decoder
 from offload.errors import UserError
@@ -193,7 +193,7 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
 def table(rows: Sequence[Row]) -> str:
     """For a person."""
     head = ["case", "tokens/s", "x none", "tokens/sweep", "ttft s", "tpot s", "sweep s", "itl p99 s", "link used"]
-    return common.aligned([head, *map(_cells, rows)])
+    return aligned([head, *map(_cells, rows)])
 
 
 def _cells(row: Row) -> list[str]:
@@ -216,7 +216,20 @@ def _largest(trees: Sequence[str]) -> str:
     return max(trees, key=lambda tree: parse_tree(tree).num_nodes)
 
 
-app = typer.Typer(rich_markup_mode=None)
+Temps = Annotated[list[float] | None, typer.Option(metavar="T", help="temperature, several; default: 0 and 0.6")]
+Trees = Annotated[list[str] | None, typer.Option(metavar="TREE", help="several; `none` is always among them")]
+Rules = Annotated[list[str] | None, typer.Option(metavar="RULE", help="of acceptance, several; default: match")]
+NumPrompts = Annotated[int | None, typer.Option(metavar="N", min=1, help="of every set")]
+MaxTokens = Annotated[
+    int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="new ones after each prompt")
+]
+Preset = Annotated[str | None, typer.Option(metavar="NAME", help=f"a paper's protocol: {', '.join(PRESETS)}")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="a few steps as FILE.json for ui.perfetto.dev, FILE.svg", callback=writable),
+]
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(
@@ -234,24 +247,26 @@ def main(
     size: common.Size = "2GB",
     ram: common.Ram = None,
     source: common.Prompts = None,
-    temp: Annotated[list[float] | None, typer.Option(metavar="T", help="several times; default: 0 and 0.6")] = None,
-    tree: Annotated[list[str] | None, typer.Option(metavar="TREE", help="several times; default: grown:128x20")] = None,
-    rule: Annotated[list[str] | None, typer.Option(metavar="RULE", help="several times; default: match")] = None,
-    num_prompts: Annotated[int | None, typer.Option(metavar="N", min=1, help="of every set")] = None,
-    max_tokens: Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2)] = None,
-    preset: Annotated[str | None, typer.Option(metavar="NAME", help=f"a paper's: {', '.join(PRESETS)}")] = None,
+    temp: Temps = None,
+    tree: Trees = None,
+    rule: Rules = None,
+    num_prompts: NumPrompts = None,
+    max_tokens: MaxTokens = None,
+    preset: Preset = None,
     quick: common.Quick = False,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="steps for ui.perfetto.dev, and .svg", callback=writable)
-    ] = None,
+    trace: Trace = None,
     json_file: common.Json = None,
     compare: common.Compare = None,
 ) -> None:
     """How many tokens per second, how smoothly, and what of the link is used?"""
     if preset is not None and preset not in PRESETS:
         raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+    if preset is not None and quick:
+        raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
     if trace is not None:
         require_pictures()
+        if json_file in trace_files(trace):
+            raise UserError(f"--trace {trace} would be written over by --json {json_file}: name another file")
     old = common.earlier("decode", compare)
     effort = PRESETS[preset] if preset else QUICK if quick else FULL
     effort = Effort(
@@ -266,8 +281,10 @@ def main(
         setting = common.find_setting(model, draft, size, ram, screen)
         if setting.draft is None and effort.trees != ("none",):
             raise UserError("bench decode compares trees, which a draft fills: give --draft")
-        common.say_ceiling(Reading().label, setting.ceiling())
         found = prompts(source or ["code"], effort.num_prompts)
+        names = [prompt.name for prompt in found]
+        common.check_same(old, setting, prompts=names, num_new_tokens=effort.num_tokens)
+        common.say_link(setting.shards)
         measured, events = measure(setting, effort, found, screen, trace)
     proof = setting.prove(measured.written)
     rows = rows_of(measured.runs)
@@ -277,10 +294,10 @@ def main(
         write_trace(events, trace)
     result = new_result(
         "decode",
-        settings=_settings(setting, effort, measured, proof) | {"quick": quick, "preset": preset},
+        settings=_settings(setting, effort, measured, proof) | {"quick": quick, "preset": preset, "prompts": names},
         ceiling={"bytes_per_s": median(measured.ceilings), "samples": measured.ceilings},
         rows=rows,
-        guards=guards_of(rows, [prompt.name for prompt in found]),
+        guards=guards_of(rows, names),
     )
     common.finish(result, json_file, old)
 
@@ -294,3 +311,9 @@ def _settings(setting: Setting, effort: Effort, measured: Measured, proof: Proof
         "streamed_bytes": measured.streamed_bytes,
         "proof": proof._asdict(),
     }
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("decode")

@@ -4,7 +4,8 @@
     python -m offload.bench.device --gpu-mem 40GiB  # as many of 80 layers as host memory holds
 
 The pair is the packaged one, inflated in host memory (`giant.py`), so trees have real acceptance and every token can be
-proved against the small original. Nothing is timed before the gate has passed.
+proved against the small original. Nothing is timed before the gate has passed (`device_gate.py`); what breaks later is
+a row of its own, and the last lines say of each promise what was wanted, what was seen and whether it is met.
 """
 
 import json
@@ -13,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
@@ -24,12 +25,14 @@ import typer
 from offload import loading
 from offload.arena import Arena, open_arena
 from offload.audit import draw_gaps
+from offload.bench.device_gate import gates
+from offload.bench.device_rates import Rates, ceilings
 from offload.bench.gate import draws_hold
 from offload.bench.giant import Shape, giants, sketch
 from offload.bench.host_device import HostDevice, PlainWay
 from offload.bench.peers_on_device import accelerate_s
-from offload.calibrate import copy_bytes_per_s
-from offload.checkpoint import read_json
+from offload.bench.promises import Row, attempt, row, row_line, verdict_lines, verdicts
+from offload.bench.timeline import record_steps, require_pictures, write_trace
 from offload.config import Sampling, format_bytes, parse_size
 from offload.decode import Decoder
 from offload.demo import PAIR, PROMPT
@@ -38,12 +41,9 @@ from offload.device_stream import DeviceStream
 from offload.drafters.lm import ModelDrafter
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
-from offload.plan import MemoryPlan, Tier
 from offload.probe import draft_curve
-from offload.topology import DEFAULT_ACCEPTANCE, best_first
+from offload.topology import DEFAULT_ACCEPTANCE, best_first, chain
 from offload.tree import TokenTree
-
-Row = dict[str, Any]
 
 LARGE = Shape(width_factor=64, layer_bytes=1_711_000_000, num_layers=80)  # Llama-2-70B's bytes and products per layer
 LARGE_DRAFT = Shape(width_factor=16, layer_bytes=405_000_000, num_layers=32)  # Llama-2-7B's
@@ -54,6 +54,8 @@ SIZES = (1, 64, 256, 768, 1024, 2048, 4096)
 TREES = ("none", "sequences:16x48", "768x24")
 _HOST_SHARE = 0.8  # of what is free, to the target's layers
 _ROUNDS = 3
+_DRAFT_WIDTH = 64  # rows of the draft step that was promised
+_BURSTS = (1, 2, 4, 8, 16, 24)  # tokens that a sweep may yield
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,10 @@ class Setting:
     gpu_memory: str
     ram_bytes: int
     sizes: Sequence[int]
+    hidden_size: int  # of these, the one whose compute must hide behind the link
     trees: Sequence[str]
-    num_new: int
+    num_new: int  # tokens of each tree
+    num_gate: int  # ... of each run of the gate
     num_soak: int  # sweeps
     draft_s: float  # time for the draft's curve
     card: Device
@@ -84,69 +88,10 @@ def offload_load(target: Path, draft: Path, **options: Any) -> Decoder:
     return loading.load(target, draft, **options)
 
 
-def gate(setting: Setting) -> Row:
-    """float32, every layer streamed: the ids that transformers computes on the same device."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    ids = AutoTokenizer.from_pretrained(PAIR / "target")(PROMPT, return_tensors="pt")["input_ids"]
-    place = setting.card.place
-    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).to(place).eval()
-    out = model.generate(ids.to(place), max_new_tokens=setting.num_new, do_sample=False)[0, ids.shape[1] :].tolist()
-    plan_memory = loading.plan_memory
-
-    def streamed(*args: Any, **more: Any) -> MemoryPlan:
-        plan = plan_memory(*args, **more)
-        sizes: dict[str, Any] = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2}
-        return replace(plan, tier_L=(Tier.HOST,) * len(plan.layer_bytes), num_host_slots=0, **sizes)
-
-    with (
-        mock.patch.object(loading, "plan_memory", streamed),
-        setting.open(PAIR / "target", PAIR / "draft", tree="64x16", dtype="float32") as decoder,
-    ):
-        for tree in ("none", "64x16"):
-            ours = decoder.generate(ids[0].tolist(), max_new_tokens=setting.num_new, tree=tree).token_ids
-            assert ours == out[: len(ours)] and ours, f"{tree}: not the ids of transformers, so nothing is timed"
-    return row("gate: float32 greedy ids equal transformers", len(out), 1.0, 1.0, "tokens")
-
-
-class Rates(NamedTuple):
-    """What this machine gives, measured with nothing else in memory."""
-
-    copy_bytes_per_s: float  # page-locked host memory to the card, a layer at a time
-    flops_per_s: float  # the target's own largest matrix
-    memory_bytes_per_s: float  # of the card, read and written
-
-
 def measure_rates(setting: Setting, layer_bytes: int) -> tuple[Row, Rates]:
-    """The ceilings; what they needed is given back before a model is loaded."""
-    name, copy_bytes_per_s = _copy_rate(setting, layer_bytes)
-    rates = Rates(copy_bytes_per_s, _flops_rate(setting), _memory_rate(setting))
-    if setting.card.place.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(setting.card.place)
-    return {**row(name, copy_bytes_per_s / 1e9, None, None, "GB/s"), **rates._asdict()}, rates
-
-
-def _copy_rate(setting: Setting, num_bytes: int) -> tuple[str, float]:
-    card, arena = setting.card, loading.open_arena(setting.card.place)
-    rate = copy_bytes_per_s(card, arena.allocate(num_bytes).array)
-    name = f"copies of {format_bytes(num_bytes)}: {arena.note or 'page-locked'}"
-    arena.close()
-    return name, rate
-
-
-def _flops_rate(setting: Setting) -> float:
-    config, place = read_json(setting.target / "config.json"), setting.card.place
-    weight = torch.randn(config["intermediate_size"], config["hidden_size"], device=place, dtype=torch.bfloat16)
-    rows = torch.randn(2048 if place.type == "cuda" else 64, weight.shape[1], device=place, dtype=torch.bfloat16)
-    seconds = [timed(setting, lambda: torch.nn.functional.linear(rows, weight)) for _ in range(8)]
-    return 2 * len(rows) * weight.numel() / statistics.median(seconds[3:])
-
-
-def _memory_rate(setting: Setting) -> float:
-    size = (1 << 30) if setting.card.place.type == "cuda" else (16 << 20)
-    one, two = (torch.zeros(size, dtype=torch.uint8, device=setting.card.place) for _ in range(2))
-    return 2 * size / statistics.median([timed(setting, lambda: two.copy_(one)) for _ in range(8)][3:])
+    """The ceilings, with nothing else in memory."""
+    name, rates = ceilings(setting.card, setting.target, layer_bytes)
+    return {**row(name, rates.copy_bytes_per_s / 1e9, None, None, "GB/s"), **rates._asdict()}, rates
 
 
 def sweeps(setting: Setting, decoder: Decoder, rates: Rates) -> Iterator[Row]:
@@ -162,7 +107,8 @@ def sweeps(setting: Setting, decoder: Decoder, rates: Rates) -> Iterator[Row]:
         limit = 1.05 if is_link else None
         ceiling_s = max(link_s, compute_s) if size == setting.sizes[0] or not is_link else one_s
         name = "bytes / copy rate" if size == setting.sizes[0] else "one token" if is_link else "products / rate"
-        yield row(f"sweep of {size} rows against {name}", taken_s, ceiling_s, limit, "s")
+        promise = "link" if size == setting.sizes[0] else "hidden compute" if size == setting.hidden_size else None
+        yield row(f"sweep of {size} rows against {name}", taken_s, ceiling_s, limit, "s", promise=promise)
 
 
 def sweep_s(decoder: Decoder, num_nodes: int) -> float:
@@ -202,32 +148,59 @@ def drafting(setting: Setting, decoder: Decoder, rates: Rates) -> list[Row]:
     weights = sum(layout.slab_bytes for layout in drafter._draft._model.layer_layouts)
     least_s = weights / rates.memory_bytes_per_s
     return [
-        row(f"draft step of {width} rows against reading its weights", seconds, least_s, 1.5, "s")
+        row(
+            f"draft step of {width} rows against reading its weights", seconds, least_s, 1.5, "s",
+            promise="step" if width == _DRAFT_WIDTH else None,
+        )
         for width, seconds in zip(curve.sizes, curve.seconds, strict=True)
-    ]
+    ]  # fmt: skip
 
 
-def trees(setting: Setting, decoder: Decoder, rates: Rates) -> list[Row]:
-    """Tokens per sweep and seconds per token, every token proved against the small original."""
-    link_s, out = moved_bytes(decoder) / rates.copy_bytes_per_s, []
-    prompt_ids = decoder.encode(PROMPT, raw=True)
+def warm_up(decoder: Decoder) -> None:
+    """Let the draft take in bursts of all sizes: the first run of a width is recorded, which takes long."""
+    sampler = decoder.begin(Sampling(), decoder.rule)
+    for width in _BURSTS:
+        decoder.drafter.reset()
+        decoder.drafter.grow(chain(1), [5] * width, sampler)
+    decoder.drafter.reset()
+
+
+def trees(setting: Setting, decoder: Decoder, rates: Rates) -> Iterator[Row]:
+    """Tokens per sweep and seconds per token of all trees; one whose tokens are wrong has no figures."""
+    link_s = moved_bytes(decoder) / rates.copy_bytes_per_s
+    warm_up(decoder)
     for tree in setting.trees:
-        num_new = setting.num_new if tree != "none" else max(4, setting.num_new // 8)
-        result = decoder.generate(PROMPT, max_new_tokens=num_new, tree=tree)
-        draws_hold(draw_gaps(PAIR / "target", prompt_ids, result.token_ids, Sampling()), Sampling())
-        stats = result.stats
-        num_sweeps = max(1, stats.num_sweeps)
-        draft_s, stall_s = stats.draft_s / num_sweeps, stats.stall_s / num_sweeps
-        step_s = draft_s + (stats.sweep_s + stats.verify_s) / num_sweeps
-        slower_s = max(link_s, stats.sweep_s / num_sweeps - stall_s, draft_s)
-        more = {"s_per_token": stats.tpot_s, "tokens_per_sweep": stats.tokens_per_sweep}
-        name = f"{tree}: draft and sweep against the slower side"
-        out.append({**row(name, step_s, slower_s, 1.15, "s"), **more, "draft_s": draft_s, "stall_s": stall_s})
-    return out
+        promise = "step" if tree == setting.trees[-1] else None
+        yield from attempt(tree, promise, one_tree(setting, decoder, tree, link_s, promise))
 
 
-def soak(setting: Setting, decoder: Decoder) -> Row:
-    """Sweep after sweep with NaN in every slot that is free: the same scores each time."""
+def one_tree(setting: Setting, decoder: Decoder, tree: str, link_s: float, promise: str | None) -> Iterator[Row]:
+    """One generation, every token of it proved against the small original."""
+    num_new = setting.num_new if tree != "none" else max(4, setting.num_new // 8)
+    result = decoder.generate(PROMPT, max_new_tokens=num_new, tree=tree)
+    prompt_ids = decoder.encode(PROMPT, raw=True)
+    draws_hold(draw_gaps(PAIR / "target", prompt_ids, result.token_ids, Sampling()), Sampling())
+    stats = result.stats
+    num_sweeps = max(1, stats.num_sweeps)
+    draft_s, stall_s = stats.draft_s / num_sweeps, stats.stall_s / num_sweeps
+    step_s = draft_s + (stats.sweep_s + stats.verify_s) / num_sweeps
+    slower_s = max(link_s, stats.sweep_s / num_sweeps - stall_s, draft_s)
+    told = row(f"{tree}: draft and sweep against the slower side", step_s, slower_s, 1.15, "s", promise=promise)
+    more = {"s_per_token": stats.tpot_s, "tokens_per_sweep": stats.tokens_per_sweep}
+    yield {**told, **more, "draft_s": draft_s, "stall_s": stall_s}
+
+
+def traced(setting: Setting, decoder: Decoder, path: Path) -> Iterator[Row]:
+    """Two steps with the last tree, layer by layer; `path` is written when their tokens have been proved."""
+    ids = decoder.encode(PROMPT, raw=True)
+    timeline, new_ids = record_steps(decoder, ids, setting.trees[-1], 2)
+    draws_hold(draw_gaps(PAIR / "target", ids, new_ids, Sampling()), Sampling())
+    write_trace(timeline.events(), path)
+    yield row(f"trace in {path.name}", len(timeline.events()), None, None, "events")
+
+
+def soak(setting: Setting, decoder: Decoder) -> list[Row]:
+    """Sweep after sweep with NaN in every slot that is free: the same scores each time, and no more memory."""
     stream = decoder.target.stream
     assert isinstance(stream, DeviceStream), "the bench streams to a device"
     stream._poison_released = True
@@ -235,13 +208,23 @@ def soak(setting: Setting, decoder: Decoder) -> Row:
     tree = TokenTree(best_first(DEFAULT_ACCEPTANCE, size, 12), torch.arange(size) + 3)
     decoder.begin(Sampling(), decoder.rule)
     wanted = decoder.target.score(tree, [5, 6, 7]).clone()
-    num_same = 0
+    num_same, before_bytes = 0, held_bytes(setting.card)
     for _ in range(setting.num_soak):
         decoder.target.reset()
         num_same += int(torch.equal(decoder.target.score(tree, [5, 6, 7]), wanted))
     stream._poison_released = False
     assert not wanted.isnan().any(), "a slot was read before its layer had arrived"
-    return row("soak: sweeps with poisoned slots that repeat their scores", num_same, setting.num_soak, 1.0, "sweeps")
+    drift_mib = (held_bytes(setting.card) - before_bytes) / 2**20
+    name = "soak: sweeps with poisoned slots that repeat their scores"
+    return [
+        row(name, num_same, setting.num_soak, 1.0, "sweeps", promise="soak"),
+        row("soak: device memory that was not given back", drift_mib, 1.0, 1.0, "MiB", promise="soak"),
+    ]
+
+
+def held_bytes(card: Device) -> int:
+    """Device memory in use now."""
+    return int(torch.cuda.memory_allocated(card.place)) if card.place.type == "cuda" else 0
 
 
 def memory(setting: Setting, decoder: Decoder) -> list[Row]:
@@ -249,61 +232,57 @@ def memory(setting: Setting, decoder: Decoder) -> list[Row]:
     stream = decoder.target.stream
     assert isinstance(stream, DeviceStream), "the bench streams to a device"
     held = sum(stream._layouts[layer].slab_bytes for layer in stream._of_host)
+    pinned = stream._arena.pinned_bytes
     peak, budget = setting.card.peak_bytes(), parse_size(setting.gpu_memory, "--gpu-mem")
     return [
-        row("device memory at its peak against --gpu-mem", peak / 2**30, budget / 2**30, 1.0, "GiB"),
-        row("page-locked bytes against layers held", stream._arena.pinned_bytes / 2**30, held / 2**30, 1.02, "GiB"),
+        row("device memory at its peak against --gpu-mem", peak / 2**30, budget / 2**30, 1.0, "GiB", promise="memory"),
+        row("page-locked bytes against layers held", pinned / 2**30, held / 2**30, 1.02, "GiB", promise="memory"),
     ]
 
 
-def row(name: str, value: float, ceiling: float | None, limit: float | None, unit: str) -> Row:
-    """A figure beside its ceiling; `limit` is what their ratio may be at most, where something was promised."""
-    ratio = value / ceiling if ceiling else None
-    is_met = None if limit is None or ratio is None else ratio <= limit
-    if unit in ("tokens", "sweeps"):  # of counts as many as possible
-        is_met = ratio is None or ratio >= 1.0
-    figures = {"value": value, "unit": unit, "ceiling": ceiling, "ratio": ratio}
-    return {"row": name, **figures, "at_most": limit, "is_met": is_met}
+def against_accelerate(setting: Setting, decoder: Decoder, best_s: float | None) -> Iterator[Row]:
+    """Seconds per token of accelerate's CPU offload: weights page-locked for it, and as its users have them."""
+    for is_pinned, how in ((True, "weights page-locked for it"), (False, "as it comes")):
+        peer_s = accelerate_s(decoder, setting.card, is_pinned=is_pinned)
+        if peer_s is None:
+            yield {
+                **row(f"accelerate, {how}", 0.0, None, None, "s"),
+                "notes": "no room for a second copy of the weights",
+            }
+            continue
+        yield row(f"accelerate, CPU offload, one token, {how}", peer_s, None, None, "s")
+        if best_s is not None:
+            name = f"best tree against accelerate, {how} (s/token)"
+            promise = None if is_pinned else "against accelerate"
+            yield {**row(name, best_s, peer_s, 0.1, "s", promise=promise), "times": peer_s / best_s}
 
 
-def timed(setting: Setting, work: Callable[[], object]) -> float:
-    """Seconds of work on the compute stream."""
-    card = setting.card
-    card.synchronize(card.record(card.compute))
-    started = time.perf_counter()
-    work()
-    card.synchronize(card.record(card.compute))
-    return time.perf_counter() - started
-
-
-def measure(setting: Setting, layer_bytes: int) -> Iterator[Row]:
-    """All rows, each as soon as it is known."""
-    yield gate(setting)
+def measure(setting: Setting, layer_bytes: int, trace: Path | None = None) -> Iterator[Row]:
+    """All rows, each as soon as it is known. Raises `UserError` where a token is wrong."""
+    yield from gates(setting.open, PAIR, PROMPT, setting.card.place, setting.num_gate)
     first, rates = measure_rates(setting, layer_bytes)
     yield first
+    started = time.perf_counter()
     with setting.open(setting.target, setting.draft, tree=f"{max(setting.sizes)}x24") as decoder:
         plan = decoder.plan
+        yield row("loading", time.perf_counter() - started, None, None, "s")
         yield {**row("layers", len(plan.layer_bytes), None, None, ""), "notes": decoder.notes, "plan": plan.as_dict()}
-        yield from sweeps(setting, decoder, rates)
-        yield from drafting(setting, decoder, rates)
-        rows = trees(setting, decoder, rates)
-        yield from rows
-        yield soak(setting, decoder)
-        yield from memory(setting, decoder)
-        peer_s = accelerate_s(decoder, setting.card)
-        best_s = min(one["s_per_token"] for one in rows)
-        yield row("accelerate, CPU offload, one token", peer_s, None, None, "s")
-        yield {**row("best tree against accelerate (s/token)", best_s, peer_s, 0.1, "s"), "times": peer_s / best_s}
+        yield from attempt("sweeps", "link", sweeps(setting, decoder, rates))
+        yield from attempt("drafting", "step", _later(drafting, setting, decoder, rates))
+        best_s: float | None = None
+        for one in attempt("trees", "step", trees(setting, decoder, rates)):
+            best_s = min(best_s or one["s_per_token"], one["s_per_token"]) if "s_per_token" in one else best_s
+            yield one
+        if trace is not None:
+            yield from attempt("trace", None, traced(setting, decoder, trace))
+        yield from attempt("soak", "soak", _later(soak, setting, decoder))
+        yield from attempt("memory", "memory", _later(memory, setting, decoder))
+        yield from attempt("accelerate", "against accelerate", against_accelerate(setting, decoder, best_s))
 
 
-def print_row(one: Row) -> None:
-    """A line of the table."""
-    value = f"{one['value']:10.4g} {one['unit']:6}"
-    beside = f"ceiling {one['ceiling']:9.4g}  ratio {one['ratio']:6.3f}" if one.get("ratio") else ""
-    verdict = {True: "met", False: "MISSED", None: ""}[one.get("is_met")]
-    shown = ("s_per_token", "tokens_per_sweep", "draft_s", "stall_s", "times")
-    more = " ".join(f"{key} {one[key]:.4g}" for key in shown if key in one)
-    print(f"{one['row'][:70]:70} {value} {beside:34} {verdict:6} {more}".rstrip(), flush=True)
+def _later(rows: Callable[..., Sequence[Row]], *args: Any) -> Iterator[Row]:
+    """Called when the first of them is wanted, so that whoever iterates hears of what breaks."""
+    yield from rows(*args)
 
 
 def main(
@@ -311,19 +290,32 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="a few megabytes on the CPU: whether the script works")] = False,
     gpu_mem: Annotated[str, typer.Option(help="of the card, so that a large one stands in for a small one")] = "40GiB",
     device: Annotated[str, typer.Option(help="cuda or cuda:N")] = "cuda",
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="two steps for ui.perfetto.dev, and .svg")] = None,
 ) -> None:
     """Print every row as it is measured, and all of them as JSON on the last line."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         try:
+            if trace is not None:
+                require_pictures()
             setting = _setting(Path(folder), stack, is_quick=quick, is_tiny=tiny, gpu_memory=gpu_mem, device=device)
         except UserError as error:
             typer.echo(f"bench.device: {error}", err=True)
             raise typer.Exit(2) from None
-        rows = []
-        for one in measure(setting, (TINY if tiny else LARGE).layer_bytes):
-            rows.append(one)
-            print_row(one)
-        print(json.dumps(rows))
+        rows = list[Row]()
+        try:
+            for one in measure(setting, (TINY if tiny else LARGE).layer_bytes, trace):
+                rows.append(one)
+                print(row_line(one), flush=True)
+        except UserError as error:
+            typer.echo(f"bench.device: {error}", err=True)
+            raise typer.Exit(1) from None
+        finally:
+            found = verdicts(rows)
+            print("\n".join(verdict_lines(found)))
+            print(
+                json.dumps({"bench": "device", "device": setting.card.name, "promises": found, "rows": rows}),
+                flush=True,
+            )
 
 
 def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, gpu_memory: str, device: str) -> Setting:
@@ -352,10 +344,12 @@ def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, g
         gpu_memory="1116MiB" if is_tiny else gpu_memory,
         ram_bytes=int(0.95 * free_bytes),
         sizes=(1, 8, 24) if is_tiny else SIZES,
+        hidden_size=24 if is_tiny else 768,
         trees=("none", "sequences:4x4", "24x8") if is_tiny else TREES,
-        num_new=6 if is_tiny else 64,
+        num_new=6 if is_tiny else 96,
+        num_gate=6 if is_tiny else 200,
         num_soak=3 if is_tiny else 30,
-        draft_s=0.2 if is_tiny else 6.0,
+        draft_s=1.5 if is_tiny else 6.0,
         card=card,
     )
 

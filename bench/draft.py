@@ -6,8 +6,9 @@ allows. The gate is the decoder's: all accepted tokens are proved.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -18,11 +19,13 @@ from offload.bench.metrics import acceptance_by_depth
 from offload.bench.prompts import encoded, prompts
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
+from offload.bench.text_table import aligned
 from offload.checkpoint import open_checkpoint
 from offload.decode import Decoder
 from offload.errors import UserError
 from offload.probe import timed
 from offload.screen import Screen
+from offload.tree_spec import parse_tree
 
 _COPY_BYTES = 64 << 20
 
@@ -35,8 +38,40 @@ class Effort(NamedTuple):
     trees: tuple[str, ...]
 
 
-FULL = Effort(16, 128, ("chain:8", "16x8", "32x12", "64x16", "128x20", "256x20", "512x24"))
-QUICK = Effort(4, 64, ("chain:8", "16x8", "64x16", "128x20", "256x20"))
+_CHAINS, _SEQUENCES = ("chain:3", "chain:7", "chain:15"), ("sequences:3x5", "sequences:7x9")
+FULL = Effort(
+    num_prompts=16,
+    num_tokens=128,
+    trees=(
+        *(*_CHAINS, *_SEQUENCES),
+        *("16x8", "32x12", "64x16", "128x20", "256x20", "512x24"),
+        *("grown:16x8", "grown:32x12", "grown:64x16", "grown:128x20", "grown:256x20", "grown:512x24"),
+    ),
+)
+QUICK = Effort(
+    num_prompts=4,
+    num_tokens=64,
+    trees=(
+        "chain:7",
+        "sequences:3x5",
+        "16x8",
+        "64x16",
+        "128x20",
+        "256x20",
+        "grown:16x8",
+        "grown:64x16",
+        "grown:128x20",
+    ),
+)
+
+
+def say_draft_ceiling(draft: Path) -> tuple[float, float]:
+    """Bytes per second of a copy, and the seconds that a draft step takes at least."""
+    rate = memory_bytes_per_s()
+    num_bytes = sum(path.stat().st_size for path in open_checkpoint(draft).shards)
+    floor_s = num_bytes / rate
+    common.say_ceiling(f"the draft's {num_bytes / 1e6:.1f} MB from memory in {floor_s * 1e3:.3f} ms a step", rate)
+    return rate, floor_s
 
 
 def memory_bytes_per_s() -> float:
@@ -79,17 +114,21 @@ def _row(tree: str, results: list) -> Row:
     }
 
 
-app = typer.Typer(rich_markup_mode=None)
+Model = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="target; default: the packaged one")]
+Ram = Annotated[str, typer.Option(metavar="SIZE", help="memory budget")]
+Temp = Annotated[float, typer.Option(metavar="T", help="temperature, 0 is greedy")]
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(
     epilog="Examples:\n\n    offload bench draft --quick\n\n    offload bench draft --temp 0.6 --prompts prose"
 )
 def main(
-    model: common.Model = None,
+    model: Model = None,
     draft: common.Draft = None,
-    ram: common.Ram = None,
-    temp: float = typer.Option(0.0, "--temp", metavar="T", help="0 is greedy"),
+    ram: Ram = "2GiB",
+    temp: Temp = 0.0,
     source: common.Prompts = None,
     quick: common.Quick = False,
     json_file: common.Json = None,
@@ -99,37 +138,42 @@ def main(
     effort, old = QUICK if quick else FULL, common.earlier("draft", compare)
     with Screen(is_quiet=False) as screen:
         setting = _small(model, draft, ram)
-        rate = memory_bytes_per_s()
-        num_bytes = sum(path.stat().st_size for path in open_checkpoint(setting.draft or "").shards)
-        floor_s = num_bytes / rate
-        common.say_ceiling(f"the draft's {num_bytes / 1e6:.1f} MB from memory in {floor_s * 1e3:.3f} ms a step", rate)
-        with setting.open(effort.trees[-1], context=1024) as decoder:
-            found = prompts(source or ["code"], effort.num_prompts)
+        found = prompts(source or ["code"], effort.num_prompts)
+        names = [prompt.name for prompt in found]
+        common.check_same(old, setting, temperature=temp, prompts=names)
+        assert setting.draft is not None, "`_small` names one"
+        rate, floor_s = say_draft_ceiling(setting.draft)
+        with setting.open(_largest(effort.trees), context=1024) as decoder:
             texts = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in found]
             decoder.generate(texts[0], max_new_tokens=2 * effort.num_tokens // 3)  # warms everything up
             rows, written = measure(decoder, texts, effort, temp, screen)
     proof = setting.prove(written)
     head = ["tree", "draft s", "ms a step", "of the ceiling", "tokens/sweep", "reached depth 1, 2, 4, 8"]
-    print(common.aligned([head, *[_cells(row, floor_s) for row in rows]]))
+    print(aligned([head, *[_cells(row, floor_s) for row in rows]]))
     print(common.proof_line(proof))
     result = new_result(
         "draft",
-        settings={**setting.as_dict(), **effort._asdict(), "temperature": temp, "quick": quick},
+        settings={**setting.as_dict(), **effort._asdict(), "temperature": temp, "prompts": names, "quick": quick},
         ceiling={"bytes_per_s": rate, "draft_step_s": floor_s},
         rows=rows,
-        guards=_guards(rows, [prompt.name for prompt in found]),
+        guards=_guards(rows, names),
     )
     common.finish(result, json_file, old)
 
 
-def _small(model: str | None, draft: str | None, ram: str | None) -> Setting:
+def _small(model: str | None, draft: str | None, ram: str) -> Setting:
     """As named, or the packaged pair as it is. Raises `UserError` for a target without a draft."""
     from offload.demo import PAIR
 
     if model is not None and draft is None:
         raise UserError("bench draft needs a draft: give --draft")
     target, small = model or str(PAIR / "target"), draft or str(PAIR / "draft")
-    return common.find_setting(target, small, "", ram or "2GiB", Screen(is_quiet=True))
+    return common.find_setting(target, small, "", ram, Screen(is_quiet=True))
+
+
+def _largest(trees: Sequence[str]) -> str:
+    """The tree that memory must be planned for."""
+    return max(trees, key=lambda tree: parse_tree(tree).num_nodes)
 
 
 def _cells(row: Row, floor_s: float) -> list[str]:
@@ -140,3 +184,9 @@ def _cells(row: Row, floor_s: float) -> list[str]:
 
 def _guards(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
     return {f"tokens per sweep, {row['tree']}": Guard(row["tokens_per_sweep_samples"], "higher", names) for row in rows}
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("draft")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from offload.bench.whole_file import whole
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.errors import UserError
 
@@ -48,17 +49,16 @@ def write_gguf(source: Path, destination: Path) -> None:
     _check(checkpoint)
     import gguf
 
-    partial = destination.with_name(f".{destination.name}.writing")
-    writer = gguf.GGUFWriter(partial, "llama")
-    _add_metadata(writer, checkpoint.config)
-    for tensor in _tensors(checkpoint):
-        is_norm = tensor.values.dtype == np.float32
-        writer.add_tensor(tensor.name, tensor.values, raw_dtype=None if is_norm else gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    partial.replace(destination)
+    with whole(destination) as place:
+        writer = gguf.GGUFWriter(place, "llama")
+        _add_metadata(writer, checkpoint.config)
+        for tensor in _tensors(checkpoint):
+            is_norm = tensor.values.dtype == np.float32
+            writer.add_tensor(tensor.name, tensor.values, raw_dtype=None if is_norm else gguf.GGMLQuantizationType.BF16)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
 
 
 def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 Nothing streams, so what is compared is what a sweep yields and what the draft takes for it. Trees take turns prompt by
 prompt. Every token is proved to be the original model's float32 draw, up to bf16 rounding.
 
-    python -m offload.bench.grown_trees --size 64x16 --size 128x20 --temp 0 --temp 0.6
+    offload bench grown --size 64x16 --size 128x20 --temp 0 --temp 0.6
 """
 
 import json
@@ -14,6 +14,7 @@ import typer
 from transformers.utils import logging
 
 from offload.audit import draw_gaps
+from offload.bench.draft import say_draft_ceiling
 from offload.bench.gate import draws_hold
 from offload.bench.main_job import PROMPT_TOKENS, held_out_prompts
 from offload.bench.tree_walk import Steps, ratio_of
@@ -59,13 +60,14 @@ def _draft_s(results: list[Generation]) -> float:
 
 
 def main(
-    size: Annotated[list[str] | None, typer.Option(metavar="NxD", help="several times")] = None,
-    temp: Annotated[list[float] | None, typer.Option(metavar="T", help="several times")] = None,
-    prompts: Annotated[int, typer.Option(help="held-out files to begin from")] = 16,
-    tokens: Annotated[int, typer.Option(help="new ones after each prompt")] = 96,
+    size: Annotated[list[str] | None, typer.Option(metavar="NxD", help="default: 64x16, 128x20 and 256x24")] = None,
+    temp: Annotated[list[float] | None, typer.Option(metavar="T", help="default: 0, 0.6 and 1")] = None,
+    prompts: Annotated[int, typer.Option(metavar="N", min=1, help="held-out files to begin from")] = 16,
+    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="new ones after each prompt")] = 96,
 ) -> None:
-    """Print a row for every size and temperature, and all of it as JSON on the last line."""
+    """How much more does a sweep yield when the draft's scores shape each tree?"""
     logging.disable_progress_bar()
+    say_draft_ceiling(PAIR / "draft")
     sizes, rows = size or ["64x16", "128x20", "256x24"], []
     largest = max(sizes, key=lambda text: int(text.split("x")[0]))
     with load(PAIR / "target", PAIR / "draft", "2GiB", largest, context=512, threads=1, profile="none") as decoder:
@@ -87,4 +89,6 @@ def _line(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("grown")

@@ -17,6 +17,7 @@ from offload.bench import setting as common
 from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import Setting
+from offload.bench.text_table import aligned
 from offload.checkpoint import open_checkpoint
 from offload.errors import UserError
 from offload.host_store import HostStore
@@ -148,7 +149,7 @@ def _is_the_file(store: HostStore, layout: SlabLayout, slab: np.ndarray) -> bool
     return True
 
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(
@@ -156,7 +157,6 @@ app = typer.Typer(rich_markup_mode=None)
 )
 def main(
     model: common.Model = None,
-    draft: common.Draft = None,
     size: common.Size = "2GB",
     quick: common.Quick = False,
     json_file: common.Json = None,
@@ -165,11 +165,12 @@ def main(
     """How fast do bytes arrive, and which way of reading is fastest?"""
     effort, old = QUICK if quick else FULL, common.earlier("link", compare)
     with Screen(is_quiet=False) as screen:
-        setting = common.find_setting(model, draft, size, None, screen)
-        common.say_ceiling(Reading().label, setting.ceiling())
+        setting = common.find_setting(model, None, size, None, screen)
+        common.check_same(old, setting)
+        common.say_link(setting.shards)
         rows, ceilings = measure(setting, effort, screen)
     table = [[row["name"], f"{row['bytes_per_s'] / 1e9:.3f}", f"{row['share_of_ceiling']:.3f}"] for row in rows]
-    print(common.aligned([["way", "GB/s", "of the ceiling"], *table]))
+    print(aligned([["way", "GB/s", "of the ceiling"], *table]))
     print("gate: a layer that came through the stream is byte for byte what the file holds")
     stream = next(row for row in rows if row["name"].startswith("layer stream"))
     result = new_result(
@@ -180,3 +181,9 @@ def main(
         guards={"layer stream / plain reader": Guard(stream["shares"], "higher")},
     )
     common.finish(result, json_file, old)
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("link")

@@ -4,8 +4,8 @@ The target is the packaged one, inflated; the ceiling of everything that streams
 in turn with the sweeps, so that a disk that drifts slows both. No speed is printed for a token that the original model,
 run resident in float32, would not have drawn.
 
-    python -m offload.bench.main_job                          all rows at 1 GB and 2 GB, some minutes on two cores
-    python -m offload.bench.main_job --row speed --size 2GB
+    offload bench main-job                          all rows at 1 GB and 2 GB, some minutes on two cores
+    offload bench main-job --row speed --size 2GB
 """
 
 import json
@@ -22,6 +22,7 @@ import typer
 
 from offload.bench.plain_reader import plain_read_s, shards_of
 from offload.config import Sampling, parse_size
+from offload.errors import UserError
 from offload.screen import Screen
 
 PROMPT_TOKENS, SPEED_TREES = 128, ("64x16", "128x20", "grown:128x20")
@@ -238,10 +239,19 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def main(
-    row: Annotated[list[str] | None, typer.Option(help=f"any of {', '.join(_ROWS)}; default: all")] = None,
-    size: Annotated[list[str] | None, typer.Option(help="of the target; default: 2GB, some rows 1GB too")] = None,
+    row: Annotated[
+        list[str] | None, typer.Option(metavar="ROW", help=f"any of {', '.join(_ROWS)}; default: all")
+    ] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="of the target; default: 2GB, some rows 1GB too")
+    ] = None,
 ) -> None:
-    """Print every row as it is measured, and all of them as JSON on the last line."""
+    """The promises of the main job, each beside its ceiling."""
+    if unknown := [name for name in row or () if name not in _ROWS]:
+        raise UserError(f"--row must be one of {', '.join(_ROWS)}, got {unknown[0]!r}")
+    from offload.bench.setting import say_link  # heavy, and rows import this file into processes that they weigh
+
+    say_link(shards_of(_target((size or ["2GB"])[0])))
     results = []
     for name in row or _ROWS:
         for wish in size or (["1GB", "2GB"] if name in ("streaming", "memory") else ["2GB"]):
@@ -251,4 +261,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("main-job")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import offload
 from offload.bench.memory_cap import new_cap
 from offload.bench.peer_child import Measured, Order
+from offload.bench.whole_file import partial_path
 from offload.config import Sampling
 
 _HAS_ALL = "import sys, importlib.util as i; sys.exit(not all(map(i.find_spec, sys.argv[1:])))"
@@ -77,7 +78,10 @@ def gguf_file(source: Path, folder: Path, python: str) -> Path:
     path = folder / f"{source.name}-{zlib.crc32(repr(sorted(shards)).encode()):08x}.gguf"
     if not path.is_file():
         command = [python, "-m", "offload.bench.gguf_writer", str(source), str(path)]
-        subprocess.run(command, check=True, capture_output=True, text=True, env=_environment())
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, env=_environment())
+        finally:
+            partial_path(path).unlink(missing_ok=True)  # a writer that was killed cleans nothing
     return path
 
 

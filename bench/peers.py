@@ -5,27 +5,34 @@ same prompts; slow ones get fewer of them and fewer new tokens, as the table say
 two threads; ours chooses for itself. Ours is measured first and last, because disks drift. No speed is printed for
 tokens that the original model, resident in float32, would not have chosen.
 
-    python -m offload.bench.peers --quick                            about ten minutes on two cores
-    python -m offload.bench.peers --quick --peer mmap --python ~/others/bin/python
+    offload bench peers --quick                            13 to 15 minutes on two cores
+    offload bench peers --quick --peer mmap --python ~/others/bin/python
 
 Programs that are not installed are listed as missing; `--python` names another interpreter that has them.
 """
 
 import json
-import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from offload.bench import setting as common
 from offload.bench.peer_child import Order, rate
 from offload.bench.peer_run import Outcome, gguf_file, interpreter_with, last_line, proved, run_child
+from offload.bench.plain_reader import shards_of
+from offload.bench.record import Guard, new_result, store
+from offload.bench.setting import PROMPT_TOKENS
+from offload.bench.text_table import aligned
 from offload.config import parse_size
+from offload.errors import UserError
 
-OURS, PROMPT_TOKENS, QUICK_LIMIT_S, FULL_LIMIT_S = "ours", 128, 60.0, 240.0
+OURS, QUICK_LIMIT_S, FULL_LIMIT_S = "ours", 60.0, 240.0
 _ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
 Row = dict[str, Any]
 Say = Callable[[Row], None]
@@ -169,6 +176,7 @@ def _row(name: str, program: Program, outcome: Outcome) -> Row:
         "tokens_per_pass": sum(run.num_decoded for run in runs) / sum(len(run.bursts) - 1 for run in runs),
         "first_token_s": sum(run.bursts[0][0] for run in runs) / len(runs),
         "num_tokens": sum(run.num_decoded for run in runs),
+        "prompts": [run.prompt for run in runs],
         "num_prompts": len({run.prompt for run in runs}),
         "threads": outcome.num_threads,
         "trial_tokens_per_s": outcome.trial_tokens_per_s,
@@ -216,11 +224,22 @@ def _cells(row: Row) -> list[str]:
     return [row["title"], *rates, *counts, str(row["threads"] or "own"), f"{row['first_token_s']:.1f} s", held]
 
 
-def _print_table(rows: Sequence[Row]) -> None:
-    lines = list(table(rows))
-    widths = [max(len(line[i]) for line in lines if len(line) > max(2, i)) for i in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip())
+def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
+    """Ours / theirs, prompt by prompt: absolute speed is the disk's affair."""
+    ours = _rates(rows[0])
+    guards = {}
+    for row in rows[1:]:
+        ratios = {str(prompt): ours[prompt] / theirs for prompt, theirs in _rates(row).items() if prompt in ours}
+        guards[f"ours / {row['peer']}"] = Guard(list(ratios.values()), "higher", list(ratios))
+    return guards
+
+
+def _rates(row: Row) -> dict[int, float]:
+    """Tokens per second of every prompt, in the mean where it was run twice."""
+    found: dict[int, list[float]] = {}
+    for prompt, one in zip(row.get("prompts", ()), row.get("tokens_per_s_by_prompt", ()), strict=True):
+        found.setdefault(prompt, []).append(one)
+    return {prompt: mean(rates) for prompt, rates in found.items()}
 
 
 def _setting(size: str, cap: str, python: str | None, is_quick: bool) -> Setting:
@@ -228,6 +247,9 @@ def _setting(size: str, cap: str, python: str | None, is_quick: bool) -> Setting
     from offload.demo import PAIR, cache_folder, inflated_target
     from offload.text import encode_prompt, load_tokenizer
 
+    if python is not None and shutil.which(python) is None:
+        raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
+    cap_bytes = parse_size(cap, "--cap")
     tokenizer = load_tokenizer(PAIR / "target")
     texts = held_out_prompts(max(program.num_prompts for program in PROGRAMS.values()))
     return Setting(
@@ -236,10 +258,29 @@ def _setting(size: str, cap: str, python: str | None, is_quick: bool) -> Setting
         model=PAIR / "target",
         gguf_folder=cache_folder(),
         prompts=[encode_prompt(tokenizer, text, raw=True)[:PROMPT_TOKENS] for text in texts],
-        cap_bytes=parse_size(cap, "--cap"),
+        cap_bytes=cap_bytes,
         pythons=(sys.executable, *([python] if python else [])),
         is_quick=is_quick,
     )
+
+
+def _promised(setting: Setting) -> Mapping[str, Program]:
+    """All programs; nothing was promised for a target that fits into the memory of each."""
+    if sum(path.stat().st_size for path in shards_of(setting.target)) > setting.cap_bytes:
+        return PROGRAMS
+    print("the target fits into --cap: no ratio was promised for that")
+    return {name: program._replace(wanted=None) for name, program in PROGRAMS.items()}
+
+
+def _settings(setting: Setting) -> Row:
+    return {
+        "target": setting.target.name,
+        "target_bytes": sum(path.stat().st_size for path in shards_of(setting.target)),
+        "draft": setting.draft.name,
+        "ram_bytes": setting.cap_bytes,
+        "num_prompt_tokens": PROMPT_TOKENS,
+        "quick": setting.is_quick,
+    }
 
 
 def _print_row(row: Row) -> None:
@@ -247,28 +288,47 @@ def _print_row(row: Row) -> None:
     print(f"{row['peer']}: {said}", file=sys.stderr, flush=True)
 
 
+Quick = Annotated[bool, typer.Option("--quick", help="a quarter of the tokens; 15 minutes for all, on two cores")]
+Names = Annotated[
+    list[str] | None, typer.Option("--peer", metavar="NAME", help=f"of {', '.join(PROGRAMS)}; several; default: all")
+]
+Cap = Annotated[str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")]
+Python = Annotated[str | None, typer.Option(metavar="FILE", help="another interpreter, for peers that this one lacks")]
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+
+
+@app.command(
+    epilog="Examples:\n\n    offload bench peers --quick\n\n"
+    "    offload bench peers --quick --peer none --peer llama-draft --python ~/others/bin/python --json peers.json"
+)
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="fewer tokens")] = False,
-    peer: Annotated[list[str] | None, typer.Option(help=f"any of {', '.join(PROGRAMS)}; default: all")] = None,
-    size: Annotated[str, typer.Option(help="of the inflated target")] = "2GB",
-    cap: Annotated[str, typer.Option(help="memory of each process, page cache included")] = "1.2GB",
-    python: Annotated[str | None, typer.Option(help="another interpreter, which has peers that this one lacks")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows there, too")] = None,
+    quick: Quick = False,
+    peer: Names = None,
+    size: common.Size = "2GB",
+    cap: Cap = "1.2GB",
+    python: Python = None,
+    json_file: common.Json = None,
 ) -> None:
-    """Print every speed as it is measured, then the table of ratios, and all rows as JSON on the last line."""
+    """How many times more tokens per second than other programs, with the same files, prompts and memory?"""
     names = peer or list(PROGRAMS)
     if unknown := [name for name in names if name not in PROGRAMS]:
-        raise typer.BadParameter(f"must be one of {', '.join(PROGRAMS)}, got {unknown[0]!r}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that no child and no group is left
-    rows = compare(names, PROGRAMS, _setting(size, cap, python, quick), _print_row)
-    _print_table(rows)
-    text = json.dumps({"bench": "peers", "size": size, "cap": cap, "quick": quick, "rows": rows})
+        raise UserError(f"--peer must be one of {', '.join(PROGRAMS)}, got {unknown[0]!r}")
+    setting = _setting(size, cap, python, quick)
+    ceiling = common.say_link(shards_of(setting.target))
+    rows = compare(names, _promised(setting), setting, _print_row)
+    print(aligned(table(rows)))
+    result = new_result(
+        "peers", settings=_settings(setting), ceiling={"bytes_per_s": ceiling}, rows=rows, guards=guards_of(rows)
+    )
     if json_file:
-        json_file.write_text(text + "\n")
-    print(text)
+        store(result, json_file)
+    print(json.dumps(result.as_dict()))
     if "reason" in rows[0]:
         raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("peers")

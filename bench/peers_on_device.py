@@ -1,32 +1,47 @@
 """What others make of the same bytes on the same card: accelerate's CPU offload, one token at a time.
 
-Its weights are the very slabs that we stream from, page-locked as they are, and the layers that stay with us stay with
-it: the same caps, and its copies as fast as they can be.
+With the very slabs that we stream from, page-locked as they are, its copies are as fast as they can be; its users have
+their weights in ordinary memory, so that is measured too. The layers that stay with us stay with it: the same caps.
 """
 
+import gc
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import cpu_offload
-from torch import nn
+from torch import Tensor, nn
 
+from offload.arena import RegisterWay
 from offload.decode import Decoder
 from offload.device import Device
 from offload.device_stream import DeviceStream
+from offload.host_store import allocate
 from offload.kv_cache import KVCache
+from offload.machine import available_ram_bytes
 from offload.memory_plan import Tier
 from offload.model import BorrowedModel
 
+SlabOf = Callable[[int], Tensor]  # layer -> flat bytes
 _NUM_TOKENS = 3
+_SHARE = 0.9  # of free memory, to a copy of the weights
 
 
-def accelerate_s(decoder: Decoder, card: Device) -> float:
-    """Seconds per token; the decoder must rest meanwhile."""
+def accelerate_s(decoder: Decoder, card: Device, *, is_pinned: bool) -> float | None:
+    """Seconds per token, None where memory lacks; the decoder must rest from now on.
+
+    Args:
+        is_pinned: whether its weights are page-locked; ask for that first, since unlocking may be for good.
+    """
     stream, ours = decoder.target.stream, decoder.target._model
     assert isinstance(stream, DeviceStream), "the bench streams to a device"
     stream._stop()
+    slab_of = _slabs(stream) if is_pinned else _ordinary_slabs(stream)
+    if slab_of is None:
+        return None
+    ours._views.clear()
     stream._slots.clear()  # their room is what a layer at a time needs
     model = _twin(ours)
     for layer, module in enumerate(model.skeleton.get_decoder().layers):
@@ -34,10 +49,38 @@ def accelerate_s(decoder: Decoder, card: Device) -> float:
             model.bind_layer(layer, stream._resident[layer])
             continue
         assert decoder.plan.tier_L[layer] is Tier.HOST, "side by side needs layers in host memory"
-        for name, weight in model._views_of(layer, torch.from_numpy(stream._hosted[layer].array)).items():
-            owner, _, key = name.rpartition(".")
-            module.get_submodule(owner)._parameters[key] = nn.Parameter(weight, requires_grad=False)
+        _give_weights(model, layer, module, slab_of(layer))
         cpu_offload(module, execution_device=card.place)
+    try:
+        return _token_s(model, card)
+    finally:
+        model.close()
+        del model, module
+        gc.collect()  # hooks and modules refer to each other, and hold the weights
+
+
+def _give_weights(model: BorrowedModel, layer: int, module: nn.Module, slab: Tensor) -> None:
+    for name, weight in model._views_of(layer, slab).items():
+        owner, _, key = name.rpartition(".")
+        module.get_submodule(owner)._parameters[key] = nn.Parameter(weight, requires_grad=False)
+
+
+def _slabs(stream: DeviceStream) -> SlabOf:
+    return lambda layer: torch.from_numpy(stream._hosted[layer].array)
+
+
+def _ordinary_slabs(stream: DeviceStream) -> SlabOf | None:
+    """In memory that is not locked: the same pages where they can be unlocked, else a copy, if there is room."""
+    slab_of = _slabs(stream)
+    if stream._arena.ways == RegisterWay.name:
+        stream._arena.close()
+        return slab_of
+    if sum(len(buffer.array) for buffer in stream._hosted.values()) > _SHARE * available_ram_bytes():
+        return None
+    return lambda layer: torch.from_numpy(allocate(slab_of(layer).nbytes)).copy_(slab_of(layer))
+
+
+def _token_s(model: BorrowedModel, card: Device) -> float:
     cache, seconds = KVCache(model.num_layers, 8), []
     for position in range(_NUM_TOKENS + 1):
         started = time.perf_counter()

@@ -22,10 +22,10 @@ import typer
 
 from offload.bench import setting as common
 from offload.bench.gate import Written
-from offload.bench.plain_reader import Reading
 from offload.bench.prompts import Prompt, encoded, prompts
 from offload.bench.record import Guard, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
+from offload.bench.text_table import aligned
 from offload.calibrate import link_bytes_per_s
 from offload.config import Sampling
 from offload.costs import Traffic, step_time
@@ -185,10 +185,10 @@ def _print_machine(rows: Sequence[Row]) -> None:
         [row["row"], f"{row['tokens_per_step']:.2f}", f"{row['measured_s_per_token']:.3f}",
          f"{row['predicted_s_per_token']:.3f}", f"{row['predicted_over_measured']:.3f}"] for row in rows
     ]  # fmt: skip
-    print(common.aligned([["this machine", "tokens/sweep", "measured s", "predicted s", "ratio"], *cells]))
+    print(aligned([["this machine", "tokens/sweep", "measured s", "predicted s", "ratio"], *cells]))
 
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(
@@ -210,6 +210,8 @@ def main(
 ) -> None:
     """Does the plan keep its word? Predicted and measured seconds per token; two to three minutes on two cores."""
     rows = paper_rows()
+    if paper and (json_file or compare):
+        raise UserError("--paper measures nothing: leave out --json and --compare")
     if paper:
         _print_paper(rows)
         print(json.dumps({"bench": "prediction", "rows": rows}))
@@ -219,9 +221,10 @@ def main(
         setting = common.find_setting(model, draft, size, ram, screen)
         if setting.draft is None:
             raise UserError("bench prediction compares trees, which a draft fills: give --draft")
-        ceiling = setting.ceiling()
-        common.say_ceiling(Reading().label, ceiling)
         found = prompts(source or ["code"], NUM_PROMPTS)
+        names = [prompt.name for prompt in found]
+        common.check_same(old, setting, prompts=names)
+        ceiling = common.say_link(setting.shards)
         runs, written = machine_runs(setting, found, screen)
     proof = setting.prove(written)
     here = [one.row() for one in runs]
@@ -230,7 +233,7 @@ def main(
     print(common.proof_line(proof))
     result = new_result(
         "prediction",
-        settings=setting.as_dict() | {"proof": proof._asdict()},
+        settings=setting.as_dict() | {"proof": proof._asdict(), "prompts": names},
         ceiling={"bytes_per_s": ceiling},
         rows=rows + here,
         guards={f"prediction, {row['row']}": Guard([abs(one - 1) for one in row["ratios"]], "lower") for row in here},
@@ -239,4 +242,6 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    from offload.bench.suite import run_alone
+
+    run_alone("prediction")

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from offload.bench.whole_file import whole
 from offload.errors import UserError
 from offload.machine import available_ram_bytes, cpu_name
 
@@ -103,8 +104,8 @@ def checkout_commit() -> str | None:
 def store(result: Result, path: Path) -> None:
     """Write a result. Raises `UserError` where that cannot be."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+        with whole(path) as place:
+            place.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write --json {path} ({error.strerror}): name another file") from None
 

@@ -6,6 +6,7 @@ Invariant: every figure in the report stands in one of the files it names.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -15,9 +16,11 @@ from matplotlib.figure import Figure
 from offload.bench import report_pictures as pictures
 from offload.bench.record import Result, read
 from offload.bench.timeline import draw, last_step, read_trace
+from offload.bench.whole_file import whole
 from offload.errors import UserError
 
 Cells = Sequence[Sequence[str]]
+_TOKENS = {"num_prompt_tokens": "prompt", "num_new_tokens": "new"}
 
 
 class Section(NamedTuple):
@@ -36,8 +39,8 @@ def write_report(results: Sequence[Result], traces: Sequence[Path], out: Path) -
         parts.append(_picture(f"timeline-{index}.svg", figure, out, "One step, layer by layer"))
     report = out / "report.md"
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        report.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        with whole(report) as place:
+            place.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {report} ({error.strerror}): name another folder with --out") from None
     return report
@@ -52,7 +55,7 @@ def markdown(rows: Cells) -> str:
 def _section(result: Result, index: int, out: Path) -> str:
     section = _study(result) if result.bench == "study" else SECTIONS.get(result.bench)
     section = section or Section(result.bench, _any_table, {})
-    lines = [f"## {section.title}", _origin(result), markdown(section.table(result))]
+    lines = [f"## {section.title}", _origin(result), *_conditions(result), markdown(section.table(result))]
     for name, picture in section.pictures.items():
         lines.append(_picture(f"{name}-{index}.png", picture(result), out, name.replace("-", " ")))
     return "\n\n".join(lines)
@@ -60,8 +63,8 @@ def _section(result: Result, index: int, out: Path) -> str:
 
 def _picture(name: str, figure: Figure, out: Path, text: str) -> str:
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out / name)
+        with whole(out / name) as place:
+            figure.savefig(place)
     except OSError as error:
         raise UserError(f"cannot write {out / name} ({error.strerror}): name another folder with --out") from None
     return f"![{text}]({name})"
@@ -78,6 +81,18 @@ def _origin(result: Result) -> str:
     rate = result.ceiling.get("bytes_per_s")
     ceiling = f" Ceiling: {rate / 1e9:.3f} GB/s." if rate else ""
     return f"{result.created}{commit}; {where}.{ceiling}"
+
+
+def _conditions(result: Result) -> list[str]:
+    """Models, budget and amount of text, as far as the file tells."""
+    told = result.settings
+    if "target_bytes" not in told:
+        return []
+    parts = [f"target `{told['target']}`, {told['target_bytes'] / 1e9:.3f} GB"]
+    parts += [f"draft `{told['draft']}`"] if told.get("draft") else []
+    parts += [f"memory budget {told['ram_bytes'] / 1e9:.2f} GB"] if result.bench != "link" else []
+    parts += [f"{told[name]} {word} tokens" for name, word in _TOKENS.items() if name in told]
+    return [f"Conditions: {'; '.join(parts)}."]
 
 
 def _decode_table(result: Result) -> Cells:
@@ -97,8 +112,9 @@ def _decode_table(result: Result) -> Cells:
 
 
 def _sweep_table(result: Result) -> Cells:
-    names = ("step_s", "sweep_s", "stall_s", "compute_s", "draft_s", "link_utilisation")
-    return _columns(result, "num_nodes", {name.replace("_", " "): (name, 3) for name in names})
+    names = ("step_s", "sweep_s", "stall_s", "compute_s", "draft_s")
+    columns = {name.replace("_", " "): (name, 3) for name in names} | {"link used": ("link_utilisation", 3)}
+    return _columns(result, "num_nodes", columns)
 
 
 def _draft_table(result: Result) -> Cells:
@@ -107,12 +123,41 @@ def _draft_table(result: Result) -> Cells:
 
 
 def _link_table(result: Result) -> Cells:
-    return _columns(result, "name", {"bytes/s": ("bytes_per_s", 0), "of the ceiling": ("share_of_ceiling", 3)})
+    columns = {"GB/s": ("gb_per_s", 3), "of the ceiling": ("share_of_ceiling", 3)}
+    rows = [{**row, "gb_per_s": row["bytes_per_s"] / 1e9} for row in result.rows]
+    return _columns(replace(result, rows=rows), "name", columns)
 
 
 def _peers_table(result: Result) -> Cells:
-    columns = {"tokens/s": ("tokens_per_s", 2), "s/token": ("s_per_token", 3), "ours / it": ("ratio", 2)}
-    return _columns(result, "title", columns)
+    """A program without figures says why."""
+    columns = {
+        "tokens/s": ("tokens_per_s", 2),
+        "s/token": ("s_per_token", 3),
+        "tokens a pass": ("tokens_per_pass", 1),
+        "ours / it": ("ratio", 2),
+        "wanted >=": ("wanted", 1),
+    }
+    head, *body = _columns(result, "title", columns)
+    remarks = [row.get("reason") or ("uncapped" if row.get("is_capped") is False else "") for row in result.rows]
+    return [[*head, "remark"], *([*cells, remark] for cells, remark in zip(body, remarks, strict=True))]
+
+
+def _prediction_table(result: Result) -> Cells:
+    """Runs on this machine were measured by us, the others by the paper."""
+    columns = {
+        "tokens/step": ("tokens_per_step", 2),
+        "measured s/token": ("measured_s", 3),
+        "predicted s/token": ("predicted_s", 3),
+        "predicted / measured": ("ratio", 3),
+    }
+    return _columns(replace(result, rows=[_as_measured(row) for row in result.rows]), "row", columns)
+
+
+def _as_measured(row: dict[str, Any]) -> dict[str, Any]:
+    measured = row.get("measured_s_per_token", row.get("paper_s"))
+    predicted = row.get("predicted_s_per_token", row.get("in_turn"))  # as the paper's system, which overlaps nothing
+    ratio = row.get("predicted_over_measured") or (predicted / measured if predicted and measured else None)
+    return {**row, "measured_s": measured, "predicted_s": predicted, "ratio": ratio}
 
 
 def _study(result: Result) -> Section:
@@ -157,12 +202,13 @@ def _columns(result: Result, label: str, columns: dict[str, tuple[str, int]]) ->
         return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
 
     body = [[str(row.get(label, "-")), *(cell(row, *how) for how in columns.values())] for row in result.rows]
-    return [[label.replace("_", " "), *columns], *body]
+    return [[label.removeprefix("num_"), *columns], *body]
 
 
 SECTIONS = {
     "link": Section("The link", _link_table, {"link": pictures.link}),
     "sweep": Section("A sweep against the size of its tree", _sweep_table, {"sweep-roofline": pictures.sweep}),
+    "prediction": Section("Predicted and measured: this machine, and the paper's L40", _prediction_table, {}),
     "peers": Section("Other programs", _peers_table, {"peers": pictures.speed_bars}),
     "draft": Section(
         "Drafting", _draft_table, {"tokens-per-sweep": pictures.tokens_per_sweep, "acceptance": pictures.acceptance}
@@ -172,7 +218,7 @@ SECTIONS = {
     ),
 }
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(
@@ -185,3 +231,9 @@ def main(
 ) -> None:
     """Markdown and pictures from stored results."""
     print(write_report([read_any(path) for path in files], trace or [], out))
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("report")

@@ -1,6 +1,7 @@
 """The pictures of a report, each from one stored result."""
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from offload.bench.picture import (
     COLOURS,
@@ -18,16 +19,23 @@ from offload.bench.record import Result
 def link(result: Result) -> Figure:
     """A bar for every way of reading, the ceiling as a level."""
     names = [row["name"] for row in result.rows]
-    figure = _bars(names, [row["bytes_per_s"] / 1e9 for row in result.rows], "GB/s", "How fast bytes arrive")
-    figure.axes[0].axvline(result.ceiling["bytes_per_s"] / 1e9, color=FAINT, linestyle=":", linewidth=1.2)
+    figure = _bars(
+        names,
+        [row["bytes_per_s"] / 1e9 for row in result.rows],
+        [index for index, name in enumerate(names) if name.startswith("layer stream")],
+        ("GB/s; dotted: the ceiling, a plain reader", "How fast bytes arrive"),
+    )
+    figure.axes[0].axvline(result.ceiling["bytes_per_s"] / 1e9, color="black", linestyle=":", linewidth=1.4)
     return figure
 
 
 def speed_bars(result: Result) -> Figure:
-    """Tokens per second of every case; rows of other programs look the same."""
-    names = [row.get("name") or row["title"] for row in result.rows]
-    rates = [row.get("decode_tokens_per_s") or row.get("tokens_per_s") or 0.0 for row in result.rows]
-    return _bars(names, rates, "tokens/s, prompt time left out", "Tokens per second")
+    """Tokens per second of every case with a tree against none, or of ours against other programs."""
+    rows = [row for row in result.rows if "reason" not in row]
+    names = [row.get("name") or row["title"] for row in rows]
+    rates = [row.get("decode_tokens_per_s") or row.get("tokens_per_s") or 0.0 for row in rows]
+    ours = [index for index, row in enumerate(rows) if row.get("tree", "none") != "none" or row.get("peer") == "ours"]
+    return _bars(names, rates, ours, ("tokens/s, prompt time left out", "Tokens per second"))
 
 
 def sweep(result: Result) -> Figure:
@@ -45,12 +53,12 @@ def sweep(result: Result) -> Figure:
     ]
     for line in lines:
         draw_line(panel, line)
-    draw_reference(panel, floor_s, "a plain reader of the same bytes", sizes[0])
+    panel.axhline(floor_s, color="black", linestyle=":", linewidth=1.4)
     powers_of_two(panel, sizes)
     panel.set_xlabel("nodes of the tree")
     panel.set_ylabel("seconds")
     panel.set_ylim(bottom=0)
-    panel.set_title("A sweep and its roofline: the slower of link and computing is shaded")
+    panel.set_title("A sweep and its roofline\nshaded: the slower of link and computing; dotted: a plain reader")
     label_ends(panel, lines)
     return figure
 
@@ -59,7 +67,7 @@ def tokens_per_sweep(result: Result) -> Figure:
     """What a sweep yields against the nodes of its tree, chains apart from trees."""
     kinds: dict[str, list[dict]] = {}
     for row in result.rows:
-        kind = row["tree"].partition(":")[0] if ":" in row["tree"] else "best tree"
+        kind = row["tree"].partition(":")[0] if ":" in row["tree"] else "fixed tree"
         kinds.setdefault(kind, []).append(row)
     figure, (panel,) = new_figure(width=8.5)
     lines = []
@@ -71,6 +79,8 @@ def tokens_per_sweep(result: Result) -> Figure:
     powers_of_two(panel, sorted({row["num_nodes"] for row in result.rows}))
     panel.set_xlabel("nodes of the tree")
     panel.set_ylabel("tokens per sweep")
+    panel.set_ylim(bottom=0)
+    draw_reference(panel, 1.0, "no tree", min(row["num_nodes"] for row in result.rows))
     panel.set_title("What one sweep yields")
     label_ends(panel, lines)
     return figure
@@ -83,23 +93,28 @@ def acceptance(result: Result) -> Figure:
     for style, row in enumerate(rows):
         shares = row["accepted_per_pos"]
         label = row.get("name") or row["tree"]
-        draw_line(panel, Line(label, range(1, len(shares) + 1), shares, [0.0] * len(shares), style))
+        line = Line(label, range(1, len(shares) + 1), shares, [0.0] * len(shares), style)
+        draw_line(panel, line, dashes="-" if style < len(COLOURS) else "--")  # where colours begin again
     if rows:
         panel.legend(frameon=False, fontsize=9)
-    panel.set_ylim(0, 1)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_ylim(0, 1.03)
     panel.set_xlabel("depth")
     panel.set_ylabel("share of sweeps that got there")
     panel.set_title("How deep the draft's guesses hold")
     return figure
 
 
-def _bars(names: list[str], values: list[float], label: str, title: str) -> Figure:
+def _bars(names: list[str], values: list[float], ours: list[int], words: tuple[str, str]) -> Figure:
+    """One bar each, ours in colour; `words` are the label of the axis and the title."""
     figure, (panel,) = new_figure(width=9)
-    panel.barh(range(len(names)), values, color=[COLOURS[index % len(COLOURS)] for index in range(len(names))])
+    panel.barh(range(len(names)), values, color=[COLOURS[0] if index in ours else FAINT for index in range(len(names))])
+    panel.grid(False, axis="y")
+    panel.margins(x=0.08)
     panel.set_yticks(range(len(names)), names)
     panel.invert_yaxis()
     for row, value in enumerate(values):
         panel.annotate(f"{value:.2f}", (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
-    panel.set_xlabel(label)
-    panel.set_title(title)
+    panel.set_xlabel(words[0])
+    panel.set_title(words[1])
     return figure

@@ -11,14 +11,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.compare import changes
+from offload.bench.compare import changes, require_same, tell
 from offload.bench.gate import Proof, Written, prove, reference
-from offload.bench.plain_reader import plain_rate
+from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Result, read, store, writable
 from offload.checkpoint import open_checkpoint
 from offload.config import parse_size
 from offload.decode import Decoder
-from offload.errors import UserError
 from offload.loading import load
 from offload.screen import Screen
 
@@ -100,6 +99,13 @@ def say_ceiling(text: str, rate: float) -> None:
     print(f"ceiling: {text}, {rate / 1e9:.3f} GB/s", flush=True)
 
 
+def say_link(shards: Sequence[Path]) -> float:
+    """The ceiling of everything that streams: bytes per second of a plain reader, measured and said."""
+    rate = plain_rate(shards, _CEILING_BYTES)
+    say_ceiling(Reading().label, rate)
+    return rate
+
+
 def proof_line(proof: Proof) -> str:
     """What the gate found."""
     told = f"{proof.num_exact} tokens are the reference's own draw in float32, {proof.num_near} within bf16 rounding"
@@ -107,20 +113,18 @@ def proof_line(proof: Proof) -> str:
     return f"gate: {told}{by_law}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table: the first column to the left, figures to the right."""
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
-    lines = [[cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=False))]
-             for row in rows]  # fmt: skip
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
 def earlier(bench: str, compare: Path | None) -> Result | None:
     """What `--compare` names, read before anything is measured. Raises `UserError`."""
     old = None if compare is None else read(compare)
-    if old is not None and old.bench != bench:
-        raise UserError(f"--compare needs a result of {bench}, got one of {old.bench}: name another file")
+    if old is not None:
+        require_same(old, bench, {})
     return old
+
+
+def check_same(old: Result | None, setting: Setting, **others: object) -> None:
+    """Refuse, before anything is measured, what `--compare` could not be compared with. Raises `UserError`."""
+    if old is not None:
+        require_same(old, old.bench, {**setting.as_dict(), **others})
 
 
 def finish(result: Result, json_file: Path | None, old: Result | None) -> None:
@@ -128,8 +132,8 @@ def finish(result: Result, json_file: Path | None, old: Result | None) -> None:
     if json_file is not None:
         store(result, json_file)
     found = [] if old is None else changes(old, result)
-    for one in found:
-        print(one.line)
+    if old is not None:
+        tell(old, result, found)
     print(json.dumps(result.as_dict()))
     if any(one.is_worse for one in found):
         raise typer.Exit(1)

@@ -3,8 +3,8 @@
 All use the packaged pair, resident in memory but for `choice`, and prompts from files that it was not trained on: 128
 tokens and 128 new ones. Standard errors take prompts as what is independent.
 
-    python -m offload.bench.studies size --quick             minutes on two cores; without --quick, a quarter of an hour
-    python -m offload.bench.studies rejection --out results
+    offload bench tree size --quick             minutes on two cores; without --quick, a quarter of an hour
+    offload bench tree rejection --out results
 
 | name | what | in the paper (2402.12374) |
 |---|---|---|
@@ -29,6 +29,9 @@ from transformers.utils import logging
 from offload.bench import study_choice, study_rejection, study_rules, study_size
 from offload.bench.pair_text import PROMPT_TOKENS, Pair
 from offload.bench.scale import FULL, QUICK, Scale
+from offload.bench.text_table import aligned
+from offload.bench.whole_file import whole
+from offload.errors import UserError
 
 Figures = dict[str, Any]
 
@@ -57,31 +60,23 @@ def run_study(name: str, pair: Pair, scale: Scale, folder: Path) -> Figures:
     settings = {**scale.as_dict(), "num_prompt_tokens": PROMPT_TOKENS, "dtype": "float32"}
     times = {"elapsed_s": time.perf_counter() - started, "cpu_s": time.process_time() - started_cpu}
     result = {"study": name, "settings": settings, **times, **figures}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    study.draw(figures).savefig(folder / f"{name}.png")
+    with whole(folder / f"{name}.json") as place:
+        place.write_text(json.dumps(result, indent=1) + "\n")
+    with whole(folder / f"{name}.png") as place:
+        study.draw(figures).savefig(place)
     return result
 
 
-def aligned(rows: Iterable[list[str]]) -> str:
-    """Columns as wide as their widest cell; a row of one cell is a remark and stands as it is."""
-    cells = list(rows)
-    table = [row for row in cells if len(row) > 1]
-    widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(max(map(len, table)))]
-    lines = (
-        row if len(row) == 1 else [cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in cells
-    )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
 def main(
-    name: Annotated[str, typer.Argument(help=f"one of {', '.join(STUDIES)}")],
-    quick: Annotated[bool, typer.Option("--quick", help="a few minutes on two cores")] = False,
-    out: Annotated[Path, typer.Option(help="folder for <name>.json and <name>.png")] = Path("build/studies"),
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"one of {', '.join(STUDIES)}")],
+    quick: Annotated[bool, typer.Option("--quick", help="half a minute to six minutes on two cores, by study")] = False,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="where NAME.json and NAME.png go")] = Path(
+        "build/studies"
+    ),
 ) -> None:
-    """Run one study."""
+    """One of Sequoia's studies: a table, a picture, one JSON line."""
     if name not in STUDIES:
-        raise typer.BadParameter(f"must be one of {', '.join(STUDIES)}, got {name!r}")
+        raise UserError(f"bench tree must be one of {', '.join(STUDIES)}, got {name!r}")
     logging.disable_progress_bar()  # of weights that take a blink to load
     torch.set_num_threads(1)  # passes of a few rows are several times slower on two threads
     result = run_study(name, Pair(), QUICK if quick else FULL, out)
@@ -91,4 +86,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("tree")

@@ -4,18 +4,21 @@ A command's file has `app`, a typer application, or `main`, a function that type
 are not offered. Invariant: this file imports nothing heavy, since `offload --help` passes through it.
 
     offload bench decode --quick
-    python -m offload.bench.suite decode --quick
+    python -m offload.bench.decode --quick          the same
 """
 
+import signal
+import sys
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from offload.errors import UserError
 
+EXIT_TERMINATED = 128 + signal.SIGTERM
 COMMANDS = {  # name: file, what it answers
     "link": ("link", "how fast bytes arrive: threads, block sizes, the stream without computing"),
     "sweep": ("sweep", "seconds of a sweep against the size of its tree, beside the link"),
@@ -27,6 +30,7 @@ COMMANDS = {  # name: file, what it answers
     "device": ("device", "what a CUDA device gives: copies, overlap, kernels"),
     "prediction": ("prediction", "what the plan promises beside what was measured: this machine, and the paper's L40"),
     "tree": ("studies", "Sequoia's studies of trees and rules"),
+    "main-job": ("main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
     "tree-choice": ("tree_choice", "the chosen tree against a grid, traces against decoding"),
     "report": ("report", "Markdown and pictures from stored results"),
     "compare": ("compare", "two stored results: what has become slower beyond noise"),
@@ -57,9 +61,17 @@ def load_command(name: str) -> Any:
         raise UserError(f"bench {name} needs {error.name.split('.')[0]}: pip install 'offload[bench]'") from None
     if hasattr(module, "app"):
         return typer.main.get_command(module.app)
-    parser = typer.Typer(rich_markup_mode=None)
+    parser = typer.Typer(rich_markup_mode=None, add_completion=False)
     parser.command()(module.main)
     return typer.main.get_command(parser)
+
+
+def run_alone(name: str) -> None:
+    """`python -m offload.bench.FILE` as `offload bench NAME`: the same flags, the same errors, the same endings."""
+    from offload.cli import main
+
+    sys.argv = ["offload", "bench", name, *sys.argv[1:]]
+    main()
 
 
 app = typer.Typer(
@@ -76,7 +88,14 @@ def bench(context: typer.Context) -> None:
     """Measure: every figure beside its ceiling, no speed for a wrong token."""
     if context.invoked_subcommand is None:
         print(context.get_help())
+    before = signal.signal(signal.SIGTERM, _leave)
+    context.call_on_close(lambda: signal.signal(signal.SIGTERM, before))
+
+
+def _leave(*_: object) -> NoReturn:
+    """As an exception, so that no child, no memory group and no half-written file is left."""
+    sys.exit(EXIT_TERMINATED)
 
 
 if __name__ == "__main__":
-    app()
+    run_alone(sys.argv.pop(1) if len(sys.argv) > 1 else "--help")

@@ -14,10 +14,11 @@ import typer
 
 from offload.bench import setting as common
 from offload.bench.gate import Written
-from offload.bench.plain_reader import Reading, plain_read_s
+from offload.bench.plain_reader import plain_read_s
 from offload.bench.prompts import encoded, prompts
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
+from offload.bench.text_table import aligned
 from offload.config import Sampling
 from offload.decode import Decoder
 from offload.plan import MemoryPlan
@@ -121,7 +122,7 @@ def _cells(row: Row) -> list[str]:
     return [str(row["num_nodes"]), *seconds, used, row["limit"]]
 
 
-app = typer.Typer(rich_markup_mode=None)
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command(
@@ -140,11 +141,12 @@ def main(
     effort, old = QUICK if quick else FULL, common.earlier("sweep", compare)
     with Screen(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, ram, screen)
-        common.say_ceiling(Reading().label, setting.ceiling())
+        common.check_same(old, setting)
+        common.say_link(setting.shards)
         measured = measure(setting, effort, screen)
     proof, rows = setting.prove(measured.written), rows_of(measured)
     head = ["nodes", "step s", "sweep s", "stall s", "compute s", "draft s", "link used", "slower side"]
-    print(common.aligned([head, *map(_cells, rows)]))
+    print(aligned([head, *map(_cells, rows)]))
     floor_s, num_bytes = median(measured.read_s), measured.plan.streamed_bytes
     print(f"a plain reader takes {floor_s:.3f} s for the {num_bytes / 1e9:.3f} GB of a sweep")
     print(common.proof_line(proof))
@@ -164,3 +166,9 @@ def _guards(rows: Sequence[Row], floor_s: float) -> dict[str, Any]:
         f"step of {row['num_nodes']} nodes / plain reader": Guard([s / floor_s for s in row["step_s_samples"]], "lower")
         for row in rows
     }
+
+
+if __name__ == "__main__":
+    from offload.bench.suite import run_alone
+
+    run_alone("sweep")

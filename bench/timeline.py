@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from offload.bench.whole_file import whole
 from offload.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,9 +64,6 @@ def record_steps(
     """Greedy steps behind a prompt; returns their events and all new tokens, which the caller has to prove.
 
     The step that takes the prompt in is run but not recorded.
-
-    Raises:
-        UserError: this kind of stream tells nothing.
     """
     import time
 
@@ -73,8 +71,6 @@ def record_steps(
     from offload.stats import Stats
 
     stream, timeline = decoder.target.stream, Timeline()
-    if not hasattr(stream, "record"):
-        raise UserError("--trace is for streams through host memory, this one tells no times: use --device cpu")
     shape = decoder.run(prompt_ids, Sampling(), max_new_tokens=1, tree=tree).tree_choice.shape
     sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompt_ids)
     tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
@@ -122,11 +118,19 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, object]:
     return {"displayTimeUnit": "ms", "traceEvents": [*names, *told]}
 
 
+def trace_files(path: Path) -> tuple[Path, Path]:
+    """Where the trace and its picture go, whichever of the two `path` names."""
+    return path.with_suffix(".json") if path.suffix == ".svg" else path, path.with_suffix(".svg")
+
+
 def write_trace(events: Sequence[Event], path: Path) -> None:
-    """Write the trace, and beside it the picture of one step as SVG. Raises `UserError`."""
+    """Write the trace as FILE.json and one step as FILE.svg, whichever of them is named. Raises `UserError`."""
+    traced, drawn = trace_files(path)
     try:
-        path.write_text(json.dumps(chrome_trace(events)) + "\n", encoding="utf-8")
-        draw(last_step(events)).savefig(path.with_suffix(".svg"))
+        with whole(traced) as place:
+            place.write_text(json.dumps(chrome_trace(events)) + "\n", encoding="utf-8")
+        with whole(drawn) as place:
+            draw(last_step(events)).savefig(place)
     except OSError as error:
         raise UserError(f"cannot write --trace {path} ({error.strerror}): name another file") from None
 

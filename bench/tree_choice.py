@@ -10,8 +10,8 @@ streamed while timing.
 
 No figure is printed for tokens that the original model, run resident in float32, would not have drawn.
 
-    python -m offload.bench.tree_choice              about half an hour on two cores
-    python -m offload.bench.tree_choice --quick      some minutes
+    offload bench tree-choice              about half an hour on two cores
+    offload bench tree-choice --quick      about ten minutes
 """
 
 import json
@@ -28,11 +28,14 @@ import numpy as np
 import typer
 
 from offload.audit import draw_gaps
+from offload.bench import setting as common
 from offload.bench.gate import draws_hold
+from offload.bench.plain_reader import shards_of
 from offload.bench.train_pair import corpus_files, read_source
 from offload.config import Sampling, parse_size
 from offload.decode import Decoder
 from offload.demo import PAIR, inflated_target
+from offload.errors import UserError
 from offload.loading import load
 from offload.profile import Profile
 from offload.request import Request
@@ -249,16 +252,20 @@ def _prove(prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="a few minutes, larger errors")] = False,
-    size: Annotated[str, typer.Option(help="of the inflated target")] = "1GB",
-    row: Annotated[list[str] | None, typer.Option(help="model, hardware; default: both")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="about ten minutes on two cores, larger errors")] = False,
+    size: common.Size = "1GB",
+    row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="model or hardware; default: both")] = None,
 ) -> None:
-    """Print every row as it is measured, and all of them as JSON on the last line."""
+    """Do traces tell what decoding yields, and is the chosen tree the best one?"""
     effort, results = QUICK if quick else FULL, []
     rows: dict[str, Callable[[], list[Row]]] = {
         "model": lambda: [model_is_measurement(temperature, effort) for temperature in (0.0, 0.6)],
         "hardware": lambda: hardware_aware(size, effort),
     }
+    if unknown := [name for name in row or () if name not in rows]:
+        raise UserError(f"--row must be one of {', '.join(rows)}, got {unknown[0]!r}")
+    if "hardware" in (row or rows):
+        common.say_link(shards_of(inflated_target(parse_size(size, "--size"), lambda done, total: None)))
     for name in row or rows:
         for result in rows[name]():
             results.append(result)
@@ -267,4 +274,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("tree-choice")

@@ -117,9 +117,10 @@ def tree_attention_kernel(
     assert query_HTK.stride(2) == key_GSK.stride(2) == value_GSK.stride(2) == 1, "rows have gaps"
     (num_heads, num_rows, width), (num_groups, num_keys, _) = query_HTK.shape, key_GSK.shape
     value_width, group = value_GSK.shape[2], num_heads // num_groups
-    is_wide = query_HTK.dtype == torch.float32  # larger blocks of it spill registers
-    block_rows = min(32 if is_wide else 64, max(16, triton.next_power_of_2(group * num_rows)))
-    block_keys = 32 if is_wide else 64
+    # Larger blocks spill registers, or take more shared memory than the 99 KiB that some cards grant a program.
+    is_float32, is_wide = query_HTK.dtype == torch.float32, max(width, value_width) > 128
+    block_rows = min(32 if is_float32 else 64, max(16, triton.next_power_of_2(group * num_rows)))
+    block_keys = (32 if is_float32 else 64) // (2 if is_wide else 1)
     num_blocks = triton.cdiv(group * num_rows, block_rows) * num_groups
     splits = num_splits or _choose_splits(num_blocks, num_keys, query_HTK.device)
     split_keys = triton.cdiv(triton.cdiv(num_keys, splits), block_keys) * block_keys
@@ -148,7 +149,7 @@ def tree_attention_kernel(
         BLOCK_S=block_keys,
         BLOCK_K=max(16, triton.next_power_of_2(width)),
         BLOCK_V=max(16, triton.next_power_of_2(value_width)),
-        num_warps=8 if is_wide else 4,
+        num_warps=8 if is_float32 or is_wide else 4,
         num_stages=2,
     )
     return out_ZTHK[0] if splits == 1 else _merge(out_ZTHK, mass_ZTH).to(query_HTK.dtype)
@@ -208,7 +209,8 @@ def _attend(
         first = tl.maximum(tl.min(reach, 0) + 1, 0)  # column c holds a position of at most c
         lo = tl.maximum(lo, first // BLOCK_S * BLOCK_S)
     rows = (time, is_row, reach)
-    piece = (key + tl.program_id(1) * strides[2], value + tl.program_id(1) * strides[4])
+    group_at = tl.program_id(1).to(tl.int64)  # in a long cache of many heads the last one lies beyond 2^31 numbers
+    piece = (key + group_at * strides[2], value + group_at * strides[4])
     state = (
         tl.full((BLOCK_R,), float("-inf"), tl.float32),
         tl.zeros((BLOCK_R,), tl.float32),

@@ -82,7 +82,10 @@ class CupyWay:
                 memory = near.submit(self._allocate_here, num_bytes).result()
         except Exception as error:  # CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
             raise RefusedError(f"cupy: {reason(error)}") from error
-        return np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes)
+        array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes)
+        if array.ctypes.data % _PAGE_BYTES:  # small pieces may be cut from larger ones, and O_DIRECT wants whole pages
+            raise RefusedError(f"cupy: {format_bytes(num_bytes)} do not begin with a page")
+        return array
 
     def _allocate_here(self, num_bytes: int) -> Any:
         cuda = self._cupy.cuda
@@ -158,13 +161,19 @@ class Arena:
         return HostBuffer(allocate(num_bytes), num_bytes == 0)
 
     @property
+    def ways(self) -> str:
+        """How memory in use was locked."""
+        return " and ".join(sorted({way.name for way, _ in self._owners})) or "not locked"
+
+    @property
     def note(self) -> str | None:
         """A line for the user when memory could not be locked, with every way's reason."""
         if not self.pageable_bytes:
             return None
         sizes = f"{format_bytes(self.pageable_bytes)} of {format_bytes(self.pinned_bytes + self.pageable_bytes)}"
         why = "; ".join(self._refusals) or "no way to lock pages"
-        return f"{sizes} host memory could not be page-locked, copies from it are slower ({why})"
+        remedy = "let more be locked, or lower --ram"
+        return f"{sizes} host memory could not be page-locked, copies from it are slower ({why}): {remedy}"
 
     def release(self, buffer: HostBuffer) -> None:
         """Take a buffer back before the others; no copy from it may be under way."""

@@ -27,6 +27,10 @@ from offload.screen import (
 )
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+_NO_DEVICE_MEMORY = (
+    "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
+    "where other programs use the card, lower --gpu-mem"
+)
 
 app = typer.Typer(
     help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
@@ -313,6 +317,8 @@ def main() -> None:
     except BrokenPipeError:
         _leave_closed_pipe()
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
+            _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
         if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
             raise
         _fail(f"{error.format_message()} (see offload --help)", EXIT_USER_ERROR)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from offload.config import format_bytes, parse_size
-from offload.errors import UserError
+from offload.errors import UserError, reason
 
 Event = Any  # a mark in a stream, reached or not yet
 Stream = Any  # work that is done in order
 _MAX_CONTEXT_BYTES = 1 << 30  # what is taken beyond that is somebody else's
+_LEAST_CONTEXT_BYTES = 3 << 28  # it grows as kernels are used for the first time, and torch must leave room for that
 
 
 class Device(Protocol):
@@ -63,14 +64,16 @@ class CudaDevice:
         self.place = torch.device("cuda", index)
         self.name = str(torch.cuda.get_device_name(self.place))
         torch.cuda.set_device(self.place)  # graphs are recorded on the current one
-        free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)  # makes the context first
-        self._context_bytes = min(_MAX_CONTEXT_BYTES, all_bytes - free_bytes)
         self.compute = torch.cuda.current_stream(self.place)
         self.copies = torch.cuda.Stream(self.place)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew, tens of milliseconds each
         torch.cuda.reset_peak_memory_stats(self.place)
+        self._context_bytes = self._bytes_beside_torch()
         # torch keeps to a limit, so that a large card can stand in for a small one; one from before no longer holds.
-        share = 1.0 if limit_bytes is None else (limit_bytes - self._context_bytes) / all_bytes
-        torch.cuda.set_per_process_memory_fraction(max(0.0, share), self.place)
+        beside_bytes, share = max(self._context_bytes, _LEAST_CONTEXT_BYTES), 1.0
+        if limit_bytes is not None and limit_bytes > beside_bytes:  # with less no plan works, and that says so better
+            share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.place)[1]
+        torch.cuda.set_per_process_memory_fraction(share, self.place)
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
@@ -105,8 +108,15 @@ class CudaDevice:
         return before.elapsed_time(after) / 1e3 if after.query() else None
 
     def peak_bytes(self) -> int:
-        """torch's own high-water mark, and the context that CUDA keeps beside it."""
+        """torch's own high-water mark, and what CUDA keeps beside it."""
+        self._context_bytes = max(self._context_bytes, self._bytes_beside_torch())
         return int(torch.cuda.max_memory_reserved(self.place)) + self._context_bytes
+
+    def _bytes_beside_torch(self) -> int:
+        """The context, with the kernels that were loaded and the graphs that were recorded so far."""
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)  # makes the context first
+        taken_bytes = all_bytes - free_bytes - int(torch.cuda.memory_reserved(self.place))
+        return min(_MAX_CONTEXT_BYTES, max(0, taken_bytes))
 
 
 def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None:
@@ -126,13 +136,23 @@ def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None
             raise UserError("--gpu-mem limits a CUDA device, and this run uses the CPU: leave it out and use --ram")
         return None
     if not torch.cuda.is_available():
-        raise UserError(f"--device {name} needs a CUDA device and driver, this machine shows none: use --device cpu")
+        raise UserError(f"--device {name} {_what_lacks()}: use --device cpu")
     index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
     if index >= count:
         raise UserError(f"--device {name} does not exist, this machine shows {count} of them: use cuda:0")
     limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-mem")
-    free_bytes = torch.cuda.mem_get_info(index)[0]
+    try:
+        torch.cuda.empty_cache()  # of an earlier decoder in this process
+        free_bytes = torch.cuda.mem_get_info(index)[0]
+    except RuntimeError as error:  # busy, in a bad state, or without room for a context
+        raise UserError(f"--device {name} cannot be opened ({reason(error)}): free it, or use --device cpu") from None
     if limit_bytes is not None and limit_bytes > free_bytes:
         wish, free = format_bytes(limit_bytes), format_bytes(free_bytes)
         raise UserError(f"--gpu-mem must be at most what is free on {name}, {free}, got {wish}: lower it")
     return CudaDevice(index, limit_bytes)
+
+
+def _what_lacks() -> str:
+    if torch.version.cuda is None:
+        return "needs a CUDA device, and a torch that is built for CUDA, this one is not"
+    return "needs a CUDA device and driver, this machine shows none"

@@ -27,9 +27,11 @@ from torch import Tensor
 from offload.arena import Arena, HostBuffer
 from offload.device import Device, Event
 from offload.host_store import HostStore
+from offload.layer_stream import Record
 from offload.layout import SlabLayout
 from offload.memory_plan import Tier
 from offload.read_ahead import ReadAhead
+from offload.spans import Spans
 
 _POISON = 0xFF  # NaN in every float format we stream
 _BOUNCE_BYTES, _NUM_BOUNCES = 32 << 20, 3
@@ -73,6 +75,9 @@ class _Feed:
 class DeviceStream:
     """The layers of one checkpoint for a model on a device; the device's counterpart of `LayerStream`.
 
+    Whoever sets `record` hears of copies, waits and uses of layers when it is set again, to None for example: those
+    that are over by then. The device keeps the times meanwhile.
+
     Args:
         store: reads slabs from disk.
         tiers: where each layer lives.
@@ -107,6 +112,8 @@ class DeviceStream:
         self._empty: deque[tuple[Tensor, Event | None]] = deque()
         self._pending: deque[_Arrival] = deque()
         self._held: dict[int, Tensor] = {}
+        self._spans: Spans | None = None  # while somebody records
+        self._arrived: Event = None  # when the layer acquired last could be used; known while somebody records
         self._waits: deque[tuple[Event, Event]] = deque()
         self._sending = threading.Lock()  # a wait, a copy and an event stand together on the copy stream
         self._feed: _Feed | None = None
@@ -118,6 +125,17 @@ class DeviceStream:
         """A line for the user where a faster way is closed."""
         notes = (self._arena.note, self.store.note if self._of_disk else None)
         return "; ".join(note for note in notes if note) or None
+
+    @property
+    def record(self) -> Record | None:
+        """Who hears of copies, waits and uses of layers."""
+        return None if self._spans is None else self._spans.tell
+
+    @record.setter
+    def record(self, tell: Record | None) -> None:
+        if self._spans is not None:
+            self._spans.tell_reached()
+        self._spans = None if tell is None else Spans(self.device, tell)
 
     @property
     def stall_s(self) -> float:
@@ -157,13 +175,18 @@ class DeviceStream:
         Raises:
             ReadError: the disk failed.
         """
+        device, spans = self.device, self._spans
         if layer in self._resident:
+            self._arrived = device.record(device.compute, is_timed=True) if spans is not None else None
             return self._resident[layer]
         assert self._pending and self._pending[0].layer == layer, f"layer {layer} acquired out of order"
-        device, arrival = self.device, self._pending[0]
+        arrival = self._pending[0]
         before = device.record(device.compute, is_timed=True)
         device.wait(device.compute, arrival.ready.result())
-        self._waits.append((before, device.record(device.compute, is_timed=True)))
+        self._arrived = device.record(device.compute, is_timed=True)
+        self._waits.append((before, self._arrived))
+        if spans is not None:
+            spans.add("wait", layer, before, self._arrived)
         self._pending.popleft()
         self._held[layer] = arrival.slot
         self.bytes_read += self._layouts[layer].slab_bytes
@@ -171,6 +194,9 @@ class DeviceStream:
 
     def release(self, layer: int) -> None:
         """Everything that reads from the slot of `layer` has been enqueued."""
+        if self._spans is not None and self._arrived is not None:
+            used = self.device.record(self.device.compute, is_timed=True)
+            self._spans.add("compute", layer, self._arrived, used)
         slot = self._held.pop(layer, None)
         if slot is None:
             return
@@ -236,21 +262,28 @@ class DeviceStream:
 
     def _send(self, arrival: _Arrival, source: np.ndarray) -> Event:
         """Enqueue the one copy of a layer; returns the event after it."""
-        device, size = self.device, self._layouts[arrival.layer].slab_bytes
+        device, size, spans = self.device, self._layouts[arrival.layer].slab_bytes, self._spans
         with self._sending:
-            if arrival.free is not None:
-                device.wait(device.copies, arrival.free)
+            begun = self._when_free(arrival, spans)
             device.copy(arrival.slot[:size], torch.from_numpy(source[:size]), device.copies)
-            ready = device.record(device.copies)
+            ready = device.record(device.copies, is_timed=spans is not None)
+        if spans is not None:
+            spans.add("copy", arrival.layer, begun, ready)
         arrival.ready.set_result(ready)
         return ready
 
+    def _when_free(self, arrival: _Arrival, spans: Spans | None) -> Event:
+        """Let the copies that follow wait for the slot; when they begin, if that is wanted."""
+        device = self.device
+        if arrival.free is not None:
+            device.wait(device.copies, arrival.free)
+        return device.record(device.copies, is_timed=True) if spans is not None else None
+
     def _send_in_pieces(self, arrival: _Arrival, source: np.ndarray) -> None:
         """From memory that is not locked, through the bounce buffers."""
-        device, size = self.device, self._layouts[arrival.layer].slab_bytes
+        device, size, spans = self.device, self._layouts[arrival.layer].slab_bytes, self._spans
         with self._sending:
-            if arrival.free is not None:
-                device.wait(device.copies, arrival.free)
+            begun = self._when_free(arrival, spans)
         for lo in range(0, size, _BOUNCE_BYTES):
             piece = source[lo : min(lo + _BOUNCE_BYTES, size)]
             bounce, sent = self._bounces.popleft()
@@ -258,7 +291,9 @@ class DeviceStream:
                 device.synchronize(sent)
             bounce.array[: len(piece)] = piece
             device.copy(arrival.slot[lo : lo + len(piece)], torch.from_numpy(bounce.array[: len(piece)]), device.copies)
-            self._bounces.append((bounce, device.record(device.copies)))
+            self._bounces.append((bounce, device.record(device.copies, is_timed=spans is not None)))
+        if spans is not None:
+            spans.add("copy", arrival.layer, begun, self._bounces[-1][1])
         arrival.ready.set_result(self._bounces[-1][1])
 
     def _load_device(self, on_bytes: Callable[[int], None]) -> None:

@@ -5,16 +5,19 @@ A recording has fixed shapes. So rows are padded to one of a few widths, keys an
 of some slots, and everything that changes from step to step (ids, positions, slots to write to, masks) lies in tensors
 that are filled before the replay.
 
-Invariant: padding sees nothing that matters and nothing sees padding: its keys go to a slot of their own.
+Invariant: nothing sees padding, whose keys go to a slot of their own; and padding sees numbers, since a row without a
+key is NaN in some attention kernels.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from offload.attention import tree_mask
+from offload.device import Stream
 from offload.kv_cache import KVCache
 from offload.model import BorrowedModel
 
@@ -33,7 +36,6 @@ class _Recording:
     position_W: Tensor
     slot_W: Tensor
     masks: dict[int | None, Tensor]  # (1, 1, W, extent) by attention window
-    logits_WV: Tensor | None = None
     replay: Work | None = None
 
 
@@ -41,12 +43,14 @@ class Graphs:
     """Recordings of the passes of one model over one cache at a time. Give it to `BorrowedModel.replay_with`.
 
     Args:
-        record: makes a recording, on CUDA a graph.
+        open_recorder: called for each cache; what it gives makes recordings, on CUDA graphs.
     """
 
-    def __init__(self, model: BorrowedModel, record: Record) -> None:
-        self._model, self._record = model, record
+    def __init__(self, model: BorrowedModel, open_recorder: Callable[[], Record]) -> None:
+        self._model, self._open_recorder = model, open_recorder
         self._cache: KVCache | None = None
+        self._record: Record | None = None
+        self._logits_WV: Tensor | None = None  # of the pass that was replayed last; as wide as the widest
         self._recordings: dict[tuple[int, int], _Recording] = {}
 
     def __call__(
@@ -55,7 +59,7 @@ class Graphs:
         """See `BorrowedModel.forward`; declines more rows than the largest width."""
         if cache is not self._cache:
             cache.fix()
-            self._cache, self._recordings = cache, {}
+            self._cache, self._recordings, self._record = cache, {}, self._open_recorder()
         num_rows, num_uncommitted = ancestor_TU.shape
         width = next((width for width in WIDTHS if width >= num_rows), None)
         if width is None:
@@ -66,8 +70,8 @@ class Graphs:
         self._fill(recording, token_T, position_U, ancestor_TU, cache)
         self._run(recording, cache, extent)
         self._recordings[width, extent] = recording
-        assert recording.logits_WV is not None, "a recording that has run has logits"
-        return recording.logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
+        assert self._logits_WV is not None, "a recording that has run has logits"
+        return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
 
     def _run(self, recording: _Recording, cache: KVCache, extent: int) -> None:
         if recording.replay is not None:
@@ -76,8 +80,12 @@ class Graphs:
 
         def work() -> None:
             with cache.recorded(recording.slot_W, extent):
-                recording.logits_WV = self._model.run(recording.token_W, recording.position_W, recording.masks, cache)
+                logits_WV = self._model.run(recording.token_W, recording.position_W, recording.masks, cache)
+            if self._logits_WV is None:  # in the first run, before anything is recorded
+                self._logits_WV = logits_WV.new_empty(WIDTHS[-1], logits_WV.shape[1])
+            self._logits_WV[: len(logits_WV)].copy_(logits_WV)
 
+        assert self._record is not None, "a pass over a cache has opened a recorder for it"
         recording.replay = self._record(work)
 
     def _blank(self, width: int, extent: int) -> _Recording:
@@ -108,27 +116,37 @@ class Graphs:
         position_U, ancestor_TU = position_U.to(place), ancestor_TU.to(place)
         for window, mask in recording.masks.items():
             seen = tree_mask(cache.length, position_U, ancestor_TU, window, self._model.dtype)
-            mask.fill_(least)
+            mask[:, :, :num_rows].fill_(least)
+            mask[:, :, num_rows:].zero_()
             mask[:, :, :num_rows, : seen.shape[-1]] = seen
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory."""
+    """Records CUDA graphs that share one pool of memory, for as long as the first of them lives.
 
-    def __init__(self, place: torch.device) -> None:
-        self._place, self._pool = place, torch.cuda.graph_pool_handle()
+    A pool whose graphs are gone cannot be recorded into again, so whoever drops them takes another recorder.
+
+    Args:
+        side: the stream of every recording: the matrix library keeps up to 32 MiB for each stream it has ever seen.
+    """
+
+    def __init__(self, side: Stream) -> None:
+        self._side, self._pool = side, torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
         """Warm up, since first runs allocate and choose kernels, then record and replay."""
-        side, current = torch.cuda.Stream(self._place), torch.cuda.current_stream(self._place)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream(self._side.device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
             work()
-        current.wait_stream(side)
+        current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        # Other threads copy layers meanwhile, and must be let.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        try:
+            # Other threads copy layers meanwhile, and must be let.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                work()
+        finally:
+            torch.cuda.set_stream(current)  # a recording that fails leaves its own one current
         graph.replay()
         return graph.replay
 
@@ -138,7 +156,8 @@ def use_graphs(model: BorrowedModel) -> str | None:
 
     Tried at once on a small cache, so that a family whose forward pass cannot be recorded is found before a run begins.
     """
-    graphs = Graphs(model, CudaRecorder(model.place))
+    open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))
+    graphs = Graphs(model, open_recorder)
     one = torch.zeros(1, dtype=torch.long)
     cache = KVCache(model.num_layers, 1)
     cache.fix()
@@ -147,7 +166,7 @@ def use_graphs(model: BorrowedModel) -> str | None:
             graphs(one, one, torch.ones(1, 1, dtype=torch.bool), cache, 1)
     except RuntimeError as error:
         return f"the draft runs without CUDA graphs, which is slower ({str(error).splitlines()[0][:120]})"
-    model.replay_with(Graphs(model, CudaRecorder(model.place)))
+    model.replay_with(Graphs(model, open_recorder))
     return None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from offload.device import Device
 from offload.host_store import HostStore
 from offload.kv_cache import KVCache
+from offload.layer_stream import Record
 from offload.model import BorrowedModel, Slab
 from offload.plan import MemoryPlan
 from offload.tree import TokenTree, ancestors
@@ -18,6 +19,7 @@ class Layers(Protocol):
     """What a target asks of the stream of its layers: `LayerStream` on a CPU, `DeviceStream` on a device."""
 
     store: HostStore
+    record: Record | None  # hears of copies, waits and uses of layers
 
     @property
     def bytes_read(self) -> int:

@@ -121,7 +121,7 @@ def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: i
     token_1K, draw, law_1V = draw_children(logits_1V, NUM_RANKS, sampler, position)
     topology, proposals = sequences(token_1K.shape[1], 1), None
     if law_1V is not None:
-        proposals = Proposals.blank(topology, vocab_size, draw)
+        proposals = Proposals.blank(topology, vocab_size, draw, law_1V.device)
         proposals.write([0], law_1V)
     return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
 

@@ -49,14 +49,17 @@ def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: An
     seen[id(done)] = done
     row = {"kernel": done.metadata.name, "shared_bytes": done.metadata.shared, "is_new": is_new}
     row["has_tensor_cores"] = any(name in done.asm["ptx"] for name in ("mma.sync", "wgmma"))
-    row["is_repeated"] = is_repeated
+    row |= {"is_repeated": is_repeated, "is_float32": torch.float32 in call}
     print(json.dumps(row))
     raise CompiledError
 
 
-def attention(num_heads: int, num_prefix: int, num_rows: int, window: int | None) -> None:
-    query = torch.zeros(num_rows, num_heads, 128, dtype=torch.bfloat16).transpose(0, 1)
-    keys = torch.zeros(8, 512, 128, dtype=torch.bfloat16)[:, : num_prefix + num_rows]
+def attention(
+    num_heads: int, num_prefix: int, num_rows: int, window: int | None, width: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    query = torch.zeros(num_rows, num_heads, width, dtype=dtype).transpose(0, 1)
+    keys = torch.zeros(8, 512, width, dtype=dtype)[:, : num_prefix + num_rows]
     seen_TW, position_T = pack_bits(torch.eye(num_rows, dtype=torch.bool)), torch.arange(num_rows)
     options = {"scaling": 0.1, "softcap": 30.0 if window else None, "window": window, "position_U": position_T}
     tree_attention_kernel(query, keys, keys, seen_TW, num_prefix, **options, num_splits=2 if window else 1)
@@ -82,6 +85,8 @@ ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (attention, [(64, 300, 77, None), (64, 320, 64, None), (64, 1, 160, None), (64, 0, 90, None)]),
     (attention, [(64, 300, 77, 50), (64, 320, 64, 64)]),
     (attention, [(8, 300, 1, None), (8, 1, 1, None)]),
+    (attention, [(64, 300, 77, None, 256)]),
+    (attention, [(64, 300, 77, None, 256, torch.float32)]),
 ]
 
 driver.set_active(NoDevice())

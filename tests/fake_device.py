@@ -21,9 +21,11 @@ from offload.host_store import allocate
 
 
 class FakeEvent:
-    """Reached at a virtual time."""
+    """Reached at a virtual time, which only a timed one tells."""
 
-    at: float | None = None
+    def __init__(self, is_timed: bool) -> None:
+        self.at: float | None = None
+        self.is_timed = is_timed
 
 
 class FakeStream(deque):
@@ -70,7 +72,7 @@ class FakeDevice:
         self._enqueue(self.compute, work)
 
     def record(self, stream: FakeStream, *, is_timed: bool = False) -> FakeEvent:
-        event = FakeEvent()
+        event = FakeEvent(is_timed)
         self._enqueue(stream, lambda: setattr(event, "at", stream.now))
         return event
 
@@ -85,6 +87,7 @@ class FakeDevice:
                 assert self._advance(), "the host waits for an event that no stream gets to"
 
     def elapsed_s(self, before: FakeEvent, after: FakeEvent) -> float | None:
+        assert before.is_timed and after.is_timed, "CUDA raises for events that were not asked to keep the time"
         return None if after.at is None or before.at is None else after.at - before.at
 
     def peak_bytes(self) -> int:

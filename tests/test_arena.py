@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload.arena import Arena, CupyWay, RefusedError, RegisterWay, forget_cuda_error, touch_pages
+from offload.host_store import allocate
 from offload.numa import cpus_near, stay_on
 
 ODD_BYTES = 3 * 4096 * 5  # no power of two
@@ -21,7 +22,7 @@ class PaperCupy:
     def __init__(self, version: int = 12090, error: Exception | None = None) -> None:
         self.asked: list[tuple[int, int]] = []
         self.devices: list[int] = []
-        self.error = error
+        self.error, self.shift = error, 0
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(runtimeGetVersion=lambda: version, hostAllocPortable=1),
             PinnedMemory=self._allocate,
@@ -29,11 +30,11 @@ class PaperCupy:
             Device=self._device,
         )
 
-    def _allocate(self, num_bytes: int, flags: int) -> bytearray:
+    def _allocate(self, num_bytes: int, flags: int) -> np.ndarray:
         if self.error:
             raise self.error
         self.asked.append((num_bytes, flags))
-        return bytearray(num_bytes)
+        return allocate(num_bytes + self.shift)[self.shift :]
 
     def _device(self, index: int) -> Any:
         self.devices.append(index)
@@ -72,7 +73,7 @@ def test_cupy_gives_exactly_what_is_asked() -> None:
     assert buffer.is_pinned and buffer.array.shape == (ODD_BYTES,) and buffer.array.dtype == np.uint8
     assert cupy.asked == [(ODD_BYTES, 1)] and cupy.devices == [1], "no rounding, and on the card in use"
     buffer.array[:] = 7
-    assert arena.note is None and arena.pinned_bytes == ODD_BYTES
+    assert arena.note is None and arena.pinned_bytes == ODD_BYTES and arena.ways == "cupy"
     arena.close()
 
 
@@ -101,6 +102,16 @@ def test_a_refusing_cupy_gives_way_to_registered_pages() -> None:
     assert not runtime.registered
 
 
+def test_memory_that_does_not_begin_with_a_page_is_not_read_into() -> None:
+    """O_DIRECT would refuse it, at the first layer from disk."""
+    runtime, cupy = PaperRuntime(), PaperCupy()
+    cupy.shift = 512
+    arena = Arena([CupyWay(0, lambda: cupy, None), RegisterWay(runtime, runtime.forget)])
+    buffer = arena.allocate(ODD_BYTES)
+    assert buffer.is_pinned and buffer.array.ctypes.data % 4096 == 0 and runtime.registered
+    arena.close()
+
+
 def test_a_refused_registration_leaves_no_error_behind() -> None:
     runtime = PaperRuntime(code=2)  # cudaErrorMemoryAllocation
     arena = Arena([RegisterWay(runtime, runtime.forget)], ["cupy: missing"])
@@ -108,6 +119,7 @@ def test_a_refused_registration_leaves_no_error_behind() -> None:
     assert not buffer.is_pinned and len(buffer.array) == ODD_BYTES
     assert runtime.pending_error == 0, "torch would blame the next kernel for it"
     assert arena.note and "cupy: missing; cudaHostRegister returned 2" in arena.note and "\n" not in arena.note
+    assert arena.note.endswith("let more be locked, or lower --ram")
     arena.close()
 
 

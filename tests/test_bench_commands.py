@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,22 +193,42 @@ def test_compare_flags_what_has_become_slower(decoded: Path, tmp_path: Path) -> 
 
 
 def test_report_shows_what_is_stored(decoded: Path, tmp_path: Path) -> None:
-    peers = {
-        "bench": "peers",
-        "rows": [{"peer": "a", "title": "A", "tokens_per_s": 2.5}, {"title": "B", "reason": "no"}],
-    }
-    (tmp_path / "peers.json").write_text(json.dumps(peers))
+    peers = [{"peer": "a", "title": "A", "tokens_per_s": 2.5}, {"title": "B", "reason": "not here"}]
+    (tmp_path / "peers.json").write_text(json.dumps({"bench": "peers", "rows": peers}))
+    paper = {"row": "L40", "tokens_per_step": 1.0, "paper_s": 5.0, "in_turn": 5.5}
+    ours = {"row": "8x4", "tokens_per_step": 2.0, "measured_s_per_token": 0.5, "predicted_s_per_token": 0.4}
+    prediction = {"bench": "prediction", "rows": [paper, {**ours, "predicted_over_measured": 0.8}]}
+    (tmp_path / "prediction.json").write_text(json.dumps(prediction))
     shell("bench", "sweep", "--quick", *SIZE, *RAM, "--json", tmp_path / "sweep.json")
-    files = [decoded / "decode.json", tmp_path / "peers.json", tmp_path / "sweep.json"]
+    files = [decoded / "decode.json", *(tmp_path / f"{name}.json" for name in ("peers", "sweep", "prediction"))]
     outcome = shell("bench", "report", *files, "--trace", decoded / "trace.json", "--out", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     text = (tmp_path / "out" / "report.md").read_text()
     (row,) = (row for row in read(decoded / "decode.json").rows if row["name"] == "T=0 match 8x4")
     assert f"| T=0 match 8x4 | {row['decode_tokens_per_s']:.2f} | {row['speedup']:.2f} |" in text
-    assert "| A | 2.50 | - | - |" in text
+    assert "| A | 2.50 | - | - | - | - |" in text and "| B | - | - | - | - | - | not here |" in text
+    assert "| L40 | 1.00 | 5.000 | 5.500 | 1.100 |" in text and "| 8x4 | 2.00 | 0.500 | 0.400 | 0.800 |" in text
+    assert "Conditions: target `demo-100MB`, 0.1" in text and "memory budget 0.23 GB; 128 prompt tokens" in text
     pictures = re.findall(r"!\[.*\]\((.*)\)", text)
     assert len(pictures) == 5 and all((tmp_path / "out" / name).stat().st_size > 1000 for name in pictures)
     assert shell("bench", "report", decoded / "trace.json", "--out", tmp_path / "out").code == 2
+
+
+def test_a_file_run_by_itself_is_the_command() -> None:
+    outcome = process("--no-such-flag", python=("-m", "offload.bench.link"))
+    assert outcome.code == 2 and outcome.err == "offload: No such option: --no-such-flag (see offload --help)\n"
+    for name, (file, _) in suite.COMMANDS.items():
+        source = Path(suite.__file__).with_name(f"{file}.py").read_text()
+        assert f'run_alone("{name}")' in source or name in ("device", "kernels"), name
+
+
+def test_sigterm_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(decode, "timed_run", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    outcome = shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--json", tmp_path / "a.json")
+    assert outcome.code == 143 and outcome.err == "" and not list(tmp_path.iterdir())
+    assert outcome.out.startswith("ceiling") and outcome.out.count("\n") == 1
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +258,11 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "needs a result of link, got one of decode": ["bench", "link", "--compare", decoded / "decode.json"],
         "cannot read": [*few, "--compare", tmp_path / "none.json"],
         "sequoia, pipeinfer, got 'specinfer'": [*few, "--preset", "specinfer"],
+        "--preset and --quick exclude each other": [*few, "--preset", "sequoia"],
+        "would be written over": [*few, "--trace", tmp_path / "a.svg", "--json", tmp_path / "a.json"],
+        "num_new_tokens was 12 and is 13": [*few, "-n", "13", "--temp", "0", "--compare", decoded / "decode.json"],
+        "prompts differ": [*few, "--prompts", "chat", "--compare", decoded / "decode.json"],
+        "ram_bytes was 230000000": [*few, "--ram", "240MB", "--compare", decoded / "decode.json"],
     }
     for said, command in wishes.items():
         outcome = shell(*command)

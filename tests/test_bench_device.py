@@ -1,33 +1,147 @@
 """The bench of the device path, whole, on a device that is the host: a script nobody runs is a script that fails."""
 
 import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
 
 from offload.bench import device as bench
+from offload.bench import device_gate, peers_on_device
+from offload.bench.promises import PROMISES
+from offload.bench.timeline import LANES, read_trace
+from offload.config import Sampling
 
 
-def test_every_row_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda")
-    rows = {row["row"]: row for row in json.loads(capsys.readouterr().out.splitlines()[-1])}
+def test_every_row_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "steps.json" if find_spec("matplotlib") else None
+    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda", trace=trace)
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    rows = {row["row"]: row for row in result["rows"]}
+    assert not [row for row in rows.values() if "error" in row]
     assert rows["layers"]["plan"]["tiers"]["host"]["num_layers"] > 2, "the sweeps of the bench must stream"
-    assert rows["gate: float32 greedy ids equal transformers"]["is_met"]
-    assert rows["soak: sweeps with poisoned slots that repeat their scores"]["is_met"]
-    assert rows["page-locked bytes against layers held"]["is_met"]
-    for start in (
-        "copies of",
-        "sweep of 24 rows",
-        "draft step of 1 rows",
-        "none:",
-        "sequences:4x4",
-        "24x8",
-        "accelerate",
-        "best",
-    ):
+    for start, is_met in {
+        "gate: float32 greedy ids equal transformers": True,
+        "gate: bf16, none": True,
+        "gate: bf16, 64x16": True,
+        "copies of": None,
+        "loading": None,
+        "sweep of 24 rows": ...,
+        "draft step of 1 rows": ...,
+        "draft step of 64 rows": ...,
+        "none:": ...,
+        "sequences:4x4": ...,
+        "24x8": ...,
+        "soak: sweeps": True,
+        "soak: device memory": True,
+        "page-locked bytes": True,
+        "accelerate, CPU offload, one token, as it comes": None,
+        "accelerate, CPU offload, one token, weights page-locked": None,
+        "best tree against accelerate, as it comes": ...,
+    }.items():
         (row,) = (row for name, row in rows.items() if name.startswith(start))
-        assert row["value"] > 0
+        assert row["value"] > 0 or "gate: bf16" in start or "memory" in start, start
+        assert is_met in (..., row["is_met"]), start
+    if trace is not None:
+        assert {event.kind for event in read_trace(trace)} == {"sweep", *LANES}
+        assert {event.layer for event in read_trace(trace) if event.kind == "compute"} == set(range(8))
+    promises = {one["promise"]: one for one in result["promises"]}
+    assert promises.keys() == PROMISES.keys() and [one["is_met"] for one in promises.values()].count(None) <= 1
+    assert all("not measured" not in one["seen"] for one in promises.values()), "a promise that nothing is measured for"
+    assert len(promises["memory"]["seen"].split(";")) == len(promises["soak"]["seen"].split(";")) == 2
+    assert len(promises["step"]["seen"].split(";")) == 2, "a step with the chosen tree, and a draft step"
+    assert all(any(line.split(" ", 1)[1].strip().startswith(name) for line in lines[-8:-1]) for name in promises)
+
+
+def broken(*_: object) -> list[dict[str, object]]:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_what_breaks_costs_its_own_rows_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card's minutes are few: a result comes out of them whatever happens."""
+    monkeypatch.setattr(bench, "drafting", broken)
+    monkeypatch.setattr(bench, "soak", broken)
+    for slow in ("gates", "against_accelerate", "trees"):
+        monkeypatch.setattr(bench, slow, lambda *_: iter(()))
+    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda")
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    promises = {one["promise"]: one for one in result["promises"]}
+    assert promises["soak"]["is_met"] is False and "out of memory" in promises["soak"]["seen"]
+    assert promises["step"]["is_met"] is False and promises["memory"]["is_met"] is True
+    assert promises["exact"]["is_met"] is None and promises["exact"]["seen"] == "not measured"
+    assert promises["link"]["is_met"] is not None
+
+
+def test_nothing_is_timed_after_a_wrong_token(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference_ids = device_gate.reference_ids
+
+    def other_ids(*args: Any) -> tuple[list[int], list[int]]:
+        prompt_ids, ids = reference_ids(*args)
+        return prompt_ids, [*ids[:-1], ids[-1] + 1]
+
+    monkeypatch.setattr(device_gate, "reference_ids", other_ids)
+    with pytest.raises(typer.Exit) as ended:
+        bench.main(quick=False, tiny=True, gpu_mem="", device="cuda")
+    lines = capsys.readouterr()
+    assert ended.value.exit_code == 1 and "not the ids of transformers" in lines.err
+    assert json.loads(lines.out.splitlines()[-1])["rows"] == []
+
+
+def test_a_tree_with_a_wrong_token_has_no_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gaps(model: Path, prompt_ids: list[int], new_ids: list[int], sampling: Sampling) -> list[float]:
+        asked.append(new_ids)
+        return [0.0, 3.0] if len(asked) == 2 else [0.0]
+
+    asked: list[list[int]] = []
+    monkeypatch.setattr(bench, "draw_gaps", gaps)
+    for slow in ("gates", "against_accelerate", "soak", "drafting", "sweeps"):
+        monkeypatch.setattr(bench, slow, lambda *_: iter(()))
+    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda")
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    told = [row for row in rows if row["row"].startswith(("none", "sequences", "24x8"))]
+    assert ["error" in row for row in told] == [False, True, False] and "s_per_token" not in told[1]
+    assert "token 1 is wrong" in told[1]["error"] and not told[1]["is_met"]
+
+
+def test_pages_that_can_be_unlocked_are_not_copied_for_accelerate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(bench.PlainWay, "name", "registered")
+    monkeypatch.setattr(bench.PlainWay, "free", lambda self, array: freed.append(len(array)))
+    monkeypatch.setattr(peers_on_device, "allocate", None)
+    for slow in ("gates", "trees", "soak", "drafting", "sweeps"):
+        monkeypatch.setattr(bench, slow, lambda *_: iter(()))
+    bench.main(quick=False, tiny=True, gpu_mem="", device="cuda")
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["value"] > 0 for row in rows if row["row"].startswith("accelerate")] == [True, True], rows[-2:]
+    assert len(freed) > 2
+
+
+def test_the_place_where_bf16_parts_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding excuses a gap below its own size and no other."""
+    wanted = [5, 6, 7, 8]
+    monkeypatch.setattr(device_gate, "reference_ids", lambda *_: ([1], wanted))
+    monkeypatch.setattr(device_gate, "_next_logits", lambda model, ids, place: asked.append(ids) or logits)
+    monkeypatch.setattr(device_gate, "streamed_ids", lambda *_: [("none", wanted), ("64x16", [5, 6, 9, 8])])
+    asked: list[list[int]] = []
+    for gap, is_met in ((0.1, True), (0.4, False)):
+        logits = torch.zeros(10)
+        logits[7] = gap
+        same, parted = device_gate._in_bf16(None, Path(), "", torch.device("cpu"), 4)  # type: ignore[arg-type]
+        assert same["value"] == 0 and same["parts_at"] is None and same["is_met"]
+        assert parted["value"] == pytest.approx(gap) and parted["parts_at"] == 2 and parted["is_met"] is is_met
+    assert asked == [[1, 5, 6]] * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from offload import UserError
 from offload.bench import prompts as prompt_sets
-from offload.bench.compare import change, changes
+from offload.bench.compare import change, changes, tell
 from offload.bench.gate import MOST_SIGMAS, Proof, Written, law_sigmas, prove, reference
 from offload.bench.plain_reader import Reading, plain_read_s
 from offload.bench.prompts import SETS, prompts
 from offload.bench.record import Guard, Result, new_result, read, store
-from offload.bench.timeline import Event, Timeline, chrome_trace, draw, last_step, read_trace
+from offload.bench.timeline import Event, Timeline, chrome_trace, draw, last_step, read_trace, write_trace
+from offload.bench.whole_file import whole
 from offload.config import Sampling
 from offload.demo import PAIR
 
@@ -132,6 +133,8 @@ def test_prompts_are_compared_with_themselves() -> None:
     names, rng = ["a", "b", "c", "d"], random.Random(1)
     before = [2.0, 4.0, 6.0, 9.0]
     after = [0.9 * value * rng.gauss(1, 0.005) for value in before]
+    told = change("paired", Guard(before, "higher", names), Guard(after, "higher", names))
+    assert told.after / told.before == pytest.approx(told.ratio)
     assert change("paired", Guard(before, "higher", names), Guard(after, "higher", names)).is_worse
     assert not change("heaps", Guard(before, "higher"), Guard(after, "higher")).is_worse
 
@@ -170,6 +173,57 @@ def test_results_of_different_benches_are_not_compared() -> None:
         changes(a_result(a=Guard([1.0], "lower")), a_result(b=Guard([1.0], "lower")))
 
 
+@pytest.mark.parametrize("name", ["target", "ram_bytes", "temperature", "num_new_tokens", "prompts"])
+def test_results_of_other_models_or_texts_are_not_compared(name: str) -> None:
+    guard = {"a": Guard([1.0, 1.1], "lower")}
+    old, new = a_result(**guard), a_result(**guard)
+    old.settings[name], new.settings[name] = ["x"], ["x"]
+    assert not changes(old, new)[0].is_worse
+    new.settings[name] = ["y"]
+    with pytest.raises(UserError, match=f"--compare: {name} differ: measure with the same options"):
+        changes(old, new)
+
+
+def test_texts_are_told_by_labels_where_an_older_file_names_none() -> None:
+    old, new = (a_result(a=Guard([1.0, 1.1], "lower", labels)) for labels in (["p", "q"], ["p", "r"]))
+    with pytest.raises(UserError, match="other prompts"):
+        changes(old, new)
+
+
+def test_another_machine_is_named_beside_the_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (a_result(a=Guard([1.0, 1.1, 1.05], "lower")) for _ in range(2))
+    tell(old, new, changes(old, new))
+    assert "note:" not in capsys.readouterr().out
+    old.machine.update(cpu="Abacus", torch="0.1")
+    tell(old, new, changes(old, new))
+    out = capsys.readouterr().out
+    assert "note: cpu was Abacus, is " in out and "note: torch was 0.1" in out and out.splitlines()[-1].endswith("same")
+
+
+def test_one_sample_tells_nothing() -> None:
+    assert change("alone", Guard([5.0], "higher"), Guard([1.0], "higher")).line.endswith("± ?  too few samples")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+def test_a_file_is_whole_or_not_there(error: type[BaseException], tmp_path: Path) -> None:
+    def write(path: Path, text: str, ends: BaseException | None) -> None:
+        with whole(path) as place:
+            place.write_text(text)
+            if ends is not None:
+                raise ends
+
+    new, old = tmp_path / "deep" / "new.json", tmp_path / "old.json"
+    old.write_text("before")
+    for path in (new, old):
+        with pytest.raises(error):
+            write(path, "half", error())
+    assert old.read_text() == "before" and [path for path in tmp_path.rglob("*") if path.is_file()] == [old]
+    write(old, "after", None)
+    assert old.read_text() == "after"
+    write(Path("/dev/null"), "gone", None)
+    assert Path("/dev/null").is_char_device(), "what is no file is not replaced"
+
+
 STEP = [("copy", 0, 0.0, 2.0), ("copy", 1, 0.0, 3.0), ("draft", -1, 1.0, 2.5), ("sweep", -1, 2.5, 6.0)]
 STEP += [("wait", 1, 2.5, 3.0), ("compute", 1, 3.0, 6.0), ("verify", -1, 6.0, 6.5), ("copy", 2, 7.0, 8.0)]
 
@@ -190,6 +244,10 @@ def test_copies_follow_each_other_and_a_trace_can_be_read_again(tmp_path: Path) 
     assert Event("copy", 2, 7.0, 8.0) not in last_step(events)
     draw(events).savefig(tmp_path / "t.svg")
     assert "<svg" in (tmp_path / "t.svg").read_text()
+    for named in ("a.svg", "b.json"):
+        write_trace(events, tmp_path / named)
+        trace, drawn = (tmp_path / named).with_suffix(".json"), (tmp_path / named).with_suffix(".svg")
+        assert sorted(read_trace(trace)) == sorted(events) and "<svg" in drawn.read_text()
     with pytest.raises(UserError, match="is no trace"):
         read_trace(tmp_path / "t.svg")
 

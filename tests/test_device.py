@@ -24,6 +24,7 @@ class PaperCuda:
         self.log: list[tuple[Any, ...]] = []
         self.share: float | None = None
         self.current = threading.local()
+        self.reserved_bytes, self.broken, self.has_cudnn_sdp = 0, "", True
         paper = self
 
         class Stream:
@@ -59,6 +60,8 @@ class PaperCuda:
         return self.count
 
     def mem_get_info(self, place: Any) -> tuple[int, int]:
+        if self.broken:
+            raise RuntimeError(self.broken)
         return self.free_bytes, 48 * GIB
 
     def current_stream(self, place: Any) -> Any:
@@ -75,6 +78,14 @@ class PaperCuda:
     def get_device_name(self, place: Any) -> str:
         return "Paper 9000"
 
+    def empty_cache(self) -> None: ...
+
+    def memory_reserved(self, place: Any) -> int:
+        return self.reserved_bytes
+
+    def enable_cudnn_sdp(self, enabled: bool) -> None:
+        self.has_cudnn_sdp = enabled
+
     def reset_peak_memory_stats(self, place: Any) -> None: ...
 
     def max_memory_reserved(self, place: Any) -> int:
@@ -84,9 +95,10 @@ class PaperCuda:
         self.share = share
 
 
-def paper_torch(monkeypatch: pytest.MonkeyPatch, cuda: PaperCuda) -> PaperCuda:
+def paper_torch(monkeypatch: pytest.MonkeyPatch, cuda: PaperCuda, version: str | None = "13.0") -> PaperCuda:
     kept = {name: getattr(torch, name) for name in ("device", "uint8", "Tensor")}
     empty = lambda *size, **how: torch.empty(*size, dtype=how.get("dtype"))  # noqa: E731
+    kept |= {"version": SimpleNamespace(cuda=version), "backends": SimpleNamespace(cuda=cuda)}
     monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda, empty=empty, **kept))
     return cuda
 
@@ -125,14 +137,59 @@ def test_auto_takes_a_card_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         assert opened is not None and opened.place == torch.device("cuda", index)
 
 
+def test_a_torch_for_the_cpu_is_told_from_a_missing_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper_torch(monkeypatch, PaperCuda(0), version=None)
+    with pytest.raises(UserError, match=r"cuda needs a CUDA device, and a torch .* built for CUDA.*: use --device cpu"):
+        open_device("cuda")
+
+
+def test_a_card_that_cannot_be_opened_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = paper_torch(monkeypatch, PaperCuda(1))
+    cuda.broken = "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might be ..."
+    for name in ("auto", "cuda"):
+        with pytest.raises(
+            UserError, match=r"cannot be opened \(.*busy or unavailable.*\): free it, or use"
+        ) as refused:
+            open_device(name)
+        assert "\n" not in str(refused.value)
+
+
 def test_a_budget_binds_torch_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The context counts, of which torch knows nothing; what others hold on the card does not."""
-    for free_bytes, context_bytes in ((47.5 * GIB, GIB // 2), (30 * GIB, GIB)):
+    """The context counts, of which torch knows nothing, and room for it to grow; what others hold does not."""
+    for free_bytes, context_bytes, kept_bytes in (
+        (47.5 * GIB, GIB // 2, 3 * GIB // 4),
+        (47.1 * GIB, 0.9 * GIB, 0.9 * GIB),
+        (30 * GIB, GIB, GIB),
+    ):
         cuda = paper_torch(monkeypatch, PaperCuda(1, int(free_bytes)))
         opened = open_device("cuda", "24GiB")
         assert opened is not None and cuda.share is not None
-        assert cuda.share * 48 * GIB == pytest.approx(24 * GIB - context_bytes)
-        assert opened.peak_bytes() == 3 * GIB + context_bytes
+        assert cuda.share * 48 * GIB == pytest.approx(24 * GIB - kept_bytes)
+        assert opened.peak_bytes() == pytest.approx(3 * GIB + context_bytes, abs=2)
+
+
+def test_a_budget_that_no_plan_fits_leaves_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused later, and whoever tries again in this process must not find a card without memory."""
+    cuda = paper_torch(monkeypatch, PaperCuda(1))
+    open_device("cuda", "1MiB")
+    assert cuda.share == 1
+
+
+def test_the_peak_counts_what_was_loaded_later_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = paper_torch(monkeypatch, PaperCuda(1, 46 * GIB))
+    cuda.reserved_bytes = 3 * GIB // 2  # by an earlier decoder of this process
+    opened = open_device("cuda")
+    assert opened is not None and opened.peak_bytes() == 3 * GIB + GIB // 2
+    cuda.free_bytes -= GIB // 4  # kernels, graphs
+    assert opened.peak_bytes() == 3 * GIB + 3 * GIB // 4
+    cuda.free_bytes, cuda.reserved_bytes = 30 * GIB, 17 * GIB
+    assert opened.peak_bytes() == 4 * GIB
+
+
+def test_attention_never_goes_through_plans_made_for_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = paper_torch(monkeypatch, PaperCuda(1))
+    CudaDevice(0)
+    assert not cuda.has_cudnn_sdp
 
 
 def test_every_call_names_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:

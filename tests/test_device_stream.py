@@ -47,8 +47,11 @@ class ThreadStore:
         self.failing: set[int] = set()
         self._pool = ThreadPoolExecutor(3)
 
+    def layer_of(self, layout: SlabLayout) -> int:
+        return next(index for index, own in enumerate(LAYOUTS) if own is layout)
+
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        layer = next(index for index, own in enumerate(LAYOUTS) if own is layout)
+        layer = self.layer_of(layout)
         self.asked.append(layer)
         half = len(slab) // 2
         return [self._pool.submit(self._fill, layer, part) for part in (slab[:half], slab[half:])]
@@ -269,6 +272,29 @@ def test_everything_resident_moves_nothing() -> None:
     with streaming(TIERS["resident"], num_slots=0) as (stream, device, store):
         assert not sweeps(stream, device)
         assert stream.bytes_read == 0 and stream.stall_s == 0 and sorted(store.asked) == list(range(NUM_LAYERS))
+
+
+def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
+    """The host's budget counts on it: both never lie in its memory at once."""
+    order: list[str] = []
+
+    class Loading(FakeDevice):
+        def copy(self, *args: Any) -> None:
+            order.append("copy")
+            super().copy(*args)
+
+    class Filling(ThreadStore):
+        def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+            order.append("host" if TIERS["disk first"][self.layer_of(layout)] is H else "device")
+            return super().read(layout, slab)
+
+    device, store, arena = Loading(), Filling(), fake_arena()
+    stream = DeviceStream(store, LAYOUTS, TIERS["disk first"], 2, device=device, arena=arena, num_host_slots=2)
+    stream.load_resident()
+    first_host = order.index("host")
+    assert order[:first_host].count("copy") == TIERS["disk first"].count(R) == 2, order
+    stream.close()
+    store.close()
 
 
 def test_loading_tells_what_landed() -> None:

@@ -1,6 +1,9 @@
 """Padding and buckets of recorded passes, with direct calls in the place of a recording: same logits, same text."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +35,7 @@ class Calls:
 def models(family: str, directory: Path) -> tuple[BorrowedModel, BorrowedModel, Calls]:
     checkpoint = open_checkpoint(save(build(FAMILIES[family]()), directory))
     plain, replayed, calls = resident_model(checkpoint, "float32"), resident_model(checkpoint, "float32"), Calls()
-    replayed.replay_with(Graphs(replayed, calls))
+    replayed.replay_with(Graphs(replayed, lambda: calls))
     return plain, replayed, calls
 
 
@@ -96,14 +99,13 @@ def test_slots_that_were_never_written_hold_numbers(tmp_path: Path, monkeypatch:
 def test_logits_outlive_the_next_pass(tmp_path: Path) -> None:
     _, replayed, _ = models("llama", tmp_path)
     cache, sees = KVCache(replayed.num_layers, 8), torch.ones(1, 1, dtype=torch.bool)
-    recorded = Graphs(replayed, Calls())
+    recorded = Graphs(replayed, Calls)
     replayed.replay_with(recorded)
     first = replayed.forward(torch.tensor([5]), torch.tensor([0]), sees, cache)
     kept = first.clone()
     with torch.inference_mode():
-        for recording in recorded._recordings.values():
-            assert recording.logits_WV is not None
-            recording.logits_WV.fill_(0)
+        assert recorded._logits_WV is not None
+        recorded._logits_WV.fill_(0)
     assert torch.equal(first, kept)
 
 
@@ -114,7 +116,114 @@ def test_a_draft_that_replays_writes_the_same_text(tmp_path: Path, monkeypatch: 
         with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
             if is_replaying:
                 model = decoder.drafter._draft._model
-                model.replay_with(Graphs(model, Calls()))
+                model.replay_with(Graphs(model, Calls))
             results.append(decoder.generate([5, 6, 7] * 9, max_new_tokens=80))
     assert results[0].token_ids == results[1].token_ids
     assert results[0].stats.accepted_per_sweep == results[1].stats.accepted_per_sweep, "the draft guessed differently"
+
+
+def test_recordings_leave_their_logits_in_one_place(tmp_path: Path) -> None:
+    """With a large vocabulary those of every width and length would take hundreds of megabytes that nobody planned."""
+    _, replayed, _ = models("llama", tmp_path)
+    recorded, cache = Graphs(replayed, Calls), KVCache(replayed.num_layers, 8)
+    replayed.replay_with(recorded)
+    places = set()
+    for width in (1, 2, 4):
+        row_T = torch.arange(width)
+        replayed.forward(row_T, row_T, torch.ones(width, width, dtype=torch.bool).tril(), cache)
+        assert recorded._logits_WV is not None
+        places.add(recorded._logits_WV.data_ptr())
+    assert len(recorded._recordings) == 3 and len(places) == 1
+
+
+def test_another_cache_gets_another_recorder(tmp_path: Path) -> None:
+    """CUDA refuses to record into a pool of memory whose graphs are gone."""
+    _, replayed, _ = models("llama", tmp_path)
+    opened: list[Calls] = []
+    replayed.replay_with(Graphs(replayed, lambda: opened.append(Calls()) or opened[-1]))
+    one, sees = torch.tensor([5]), torch.ones(1, 1, dtype=torch.bool)
+    for cache in (KVCache(replayed.num_layers, 8), KVCache(replayed.num_layers, 8)):
+        for _ in range(2):
+            replayed.forward(one, torch.zeros(1, dtype=torch.long), sees, cache)
+    assert [calls.num_recorded for calls in opened] == [1, 1]
+
+
+def test_padding_sees_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is masked everywhere is NaN in some kernels of CUDA."""
+    _, replayed, _ = models("llama", tmp_path)
+    recorded = Graphs(replayed, Calls)
+    replayed.replay_with(recorded)
+    three, sees = torch.arange(3), torch.ones(3, 3, dtype=torch.bool).tril()
+    replayed.forward(three, three, sees, KVCache(replayed.num_layers, 8))
+    ((_, recording),) = recorded._recordings.items()
+    for mask in recording.masks.values():
+        assert (mask == 0).any(-1).all() and mask.shape[2] == 4
+
+
+class PaperCuda:
+    """What recording asks of `torch.cuda`; the stream that is current is noted with everything done."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.main, self.side, self.log, self.fails = Side("main", self), Side("side", self), list[str](), fails
+        self.now, self.num_pools = self.main, 0
+
+    def graph_pool_handle(self) -> int:
+        self.num_pools += 1
+        return self.num_pools
+
+    def current_stream(self, place: object) -> "Side":
+        return self.now
+
+    def set_stream(self, stream: "Side") -> None:
+        self.now = stream
+
+    @contextmanager
+    def stream(self, stream: "Side") -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    @contextmanager
+    def graph(self, graph: object, *, pool: int, stream: "Side", capture_error_mode: str) -> Iterator[None]:
+        self.log.append(f"begin {capture_error_mode} pool {pool}")
+        before, self.now = self.now, stream
+        yield
+        if self.fails:
+            raise RuntimeError("operation would make the legacy stream depend on a capturing one")
+        self.now = before
+        self.log.append("end")
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: self.log.append(f"replay on {self.now.name}"))
+
+
+class Side:
+    """A stream."""
+
+    device = "paper"
+
+    def __init__(self, name: str, cuda: PaperCuda) -> None:
+        self.name, self.cuda = name, cuda
+
+    def wait_stream(self, other: "Side") -> None:
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_recordings_share_a_stream_and_are_warmed_up_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = PaperCuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    record = graphed.CudaRecorder(cuda.side)
+    replay = record(lambda: cuda.log.append(f"work on {cuda.now.name}"))
+    replay()
+    wanted = ["side waits for main", "work on side", "main waits for side"]
+    wanted += ["begin thread_local pool 1", "work on side", "end", "replay on main", "replay on main"]
+    assert cuda.log == wanted
+
+
+def test_a_failed_recording_does_not_keep_its_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own context leaves it so, and all that is computed later would miss the events of the other stream."""
+    cuda = PaperCuda(fails=True)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    with pytest.raises(RuntimeError, match="legacy stream"):
+        graphed.CudaRecorder(cuda.side)(lambda: None)
+    assert cuda.now is cuda.main

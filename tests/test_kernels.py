@@ -32,6 +32,7 @@ from offload.tree import TokenTree
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
 rule = importlib.import_module("offload.rules.match")  # the package gives the function this name
 
 
@@ -45,7 +46,9 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
 def test_noise_of_the_kernel_is_that_of_its_twin(seed: int, position: int) -> None:
     for vocab_size in (1, 1024, 3001):
         got_V = keyed_gumbel_kernel(seed, position, vocab_size, DEVICE)
-        assert torch.equal(got_V, keyed_gumbel_twin(seed, position, vocab_size, DEVICE))
+        wanted_V = keyed_gumbel_twin(seed, position, vocab_size, DEVICE)
+        last_place = 0 if DEVICE == "cpu" else 1e-14  # two compilers may round a logarithm differently there
+        torch.testing.assert_close(got_V, wanted_V, atol=last_place, rtol=last_place)
 
 
 SETTINGS = {
@@ -272,7 +275,8 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert names == {"_attend", "_best_of_chunk", "_candidates", "_fill", "_gather"}
     for row in compiled:
         assert row["shared_bytes"] <= 99 << 10, f"more shared memory than such a GPU grants a program: {row}"
-    assert all(row["has_tensor_cores"] for row in compiled if row["kernel"] == "_attend")
+    attending = [row for row in compiled if row["kernel"] == "_attend" and not row["is_float32"]]
+    assert attending and all(row["has_tensor_cores"] for row in attending)
     again = [row for row in compiled if row["is_repeated"]]
     assert {row["kernel"] for row in again} == names
     assert not any(row["is_new"] for row in again), again

@@ -12,42 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from planted_peer import NUM_NEW, PROMPT, order, plant
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from offload.bench import peer_offload, peer_transformers, peers
 from offload.bench.gguf_writer import reordered, write_gguf
 from offload.bench.memory_cap import new_cap
-from offload.bench.peer_child import Measured, Order, follow, rate
+from offload.bench.peer_child import Measured, follow, rate
 from offload.bench.peer_run import Outcome, interpreter_with, last_line, proved, run_child
 from offload.bench.peers import OURS, PROGRAMS, Program, Setting, compare, table
 from offload.demo import PAIR
 from offload.errors import UserError
 from offload.machine import CGROUP_V1, CGROUP_V2, GroupFiles, rss_bytes
 
-PROMPT = list(range(300, 340))
-NUM_NEW = 10
 TUNED = {
     "num_assistant_tokens": 4,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
 }
-
-
-def order(module: str = "planted", **changes: object) -> Order:
-    """For a child that continues PROMPT."""
-    fields: dict[str, object] = {
-        "module": module,
-        "options": {},
-        "target": str(PAIR / "target"),
-        "draft": str(PAIR / "draft"),
-        "prompts": [PROMPT],
-        "num_tokens": NUM_NEW,
-        "limit_s": 60.0,
-        "threads": [],
-        "cap_bytes": 1 << 30,
-        "group": None,
-    }
-    return Order(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 # --- the cap
@@ -126,23 +108,7 @@ def test_cap_counts_files_and_memory(tmp_path: Path) -> None:
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that emits the tokens of its options, one by one, and fails or sleeps on demand."""
-    source = """
-        import os, time
-        class Planted:
-            def __init__(self, order):
-                self.options = order.options
-                if "error" in self.options: raise ValueError(self.options["error"])
-                if "signal" in self.options: os.kill(os.getpid(), self.options["signal"])
-            def use_threads(self, count): pass
-            def generate(self, prompt_ids, num_tokens, limit_s, emit):
-                for token in self.options["tokens"][:num_tokens]:
-                    time.sleep(self.options.get("sleep_s", 0.001))
-                    emit([token])
-        open_peer = Planted
-    """
-    (tmp_path / "planted.py").write_text(textwrap.dedent(source))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    plant(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from offload.errors import UserError
 from offload.topology import (
     DEFAULT_ACCEPTANCE,
     AcceptanceVector,
-    Growth,
-    Shape,
     Topology,
     best_first,
     chain,
@@ -25,7 +23,6 @@ from offload.topology import (
     optimal,
     sequences,
 )
-from offload.tree_spec import TreeSpec, parse_tree
 
 BRUTE_NODES = 8
 
@@ -324,81 +321,3 @@ def test_default_acceptance_falls_and_leaves_some_chance() -> None:
 def test_a_tree_wider_than_the_vector_is_refused() -> None:
     with pytest.raises(UserError, match="highest rank, 3, got 2 entries"):
         expected_tokens(k_ary(4, 5), [0.5, 0.2])
-
-
-# -- --tree
-
-
-@pytest.mark.parametrize(
-    ("text", "spec", "tree"),
-    [
-        ("auto", TreeSpec("auto"), best_first(DEFAULT_ACCEPTANCE, 64, 16)),
-        ("none", TreeSpec("none"), chain(0)),
-        ("48x6", TreeSpec("best", 48, 6), best_first(DEFAULT_ACCEPTANCE, 48, 6)),
-        ("8x999", TreeSpec("best", 8, 999), best_first(DEFAULT_ACCEPTANCE, 8, 7)),
-        ("chain:5", TreeSpec("chain", 5), chain(5)),
-        ("sequences:3x7", TreeSpec("sequences", 3, 7), sequences(3, 7)),
-        ("grown:48x6", TreeSpec("grown", 48, 6), Growth(48, 6)),
-        ("grown:8x999", TreeSpec("grown", 8, 999), Growth(8, 7)),
-    ],
-)
-def test_tree_specs(text: str, spec: TreeSpec, tree: Shape) -> None:
-    assert parse_tree(text) == spec
-    assert spec.build(DEFAULT_ACCEPTANCE) == spec.build() == tree
-    assert spec.num_nodes == tree.num_nodes
-
-
-MALFORMED = [
-    "",
-    "64y16",
-    "64",
-    "x16",
-    "64x",
-    "-1x3",
-    "64x-3",
-    "64 x16",
-    "64x16\n",
-    "AUTO",
-    "chain",
-    "chain:",
-    "chain:2x3",
-]
-MALFORMED += ["sequences:4", "grown:64", "grown", "64x16x2", "1e3x4", "6.4x2", "٣x٤", "9999999999x2"]
-ABSURD = [
-    "0x4",
-    "4x0",
-    "grown:0x4",
-    "grown:4x0",
-    "grown:65537x4",
-    "chain:0",
-    "sequences:0x3",
-    "sequences:3x0",
-    "65537x4",
-    "chain:65536",
-    "sequences:256x256",
-]
-
-
-@pytest.mark.parametrize("text", MALFORMED)
-def test_malformed_tree_names_the_forms(text: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse_tree(text)
-    rule = "--tree must be auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
-    assert str(error.value) == f"{rule}, got {text!r}: try --tree 64x16"
-
-
-@pytest.mark.parametrize("text", ABSURD)
-def test_absurd_tree_names_the_bounds(text: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse_tree(text)
-    rule = "--tree must have numbers of 1 or more and at most 65536 nodes"
-    assert str(error.value) == f"{rule}, got {text!r}: try --tree 64x16"
-
-
-def test_largest_trees_are_let_through() -> None:
-    assert [parse_tree(text).num_nodes for text in ("65536x9", "chain:65535", "sequences:255x257")] == [65536] * 3
-
-
-def test_rising_vector_is_refused_not_smoothed() -> None:
-    with pytest.raises(UserError, match="non-increasing"):
-        parse_tree("16x4").build([0.1, 0.5])

@@ -24,9 +24,11 @@ from offload.topology import Topology
 from offload.tree import ancestors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# On a card float32 is multiplied in three halves, and the twin's attention rounds at places of its own.
+TOLERANCE = {torch.float32: 2e-5 if DEVICE == "cpu" else 2e-4, torch.float16: 6e-3, torch.bfloat16: 3e-2}
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
 
 
 class Case(NamedTuple):
@@ -49,6 +51,7 @@ CASES = {
     "groups of 4": Case(8, 2, 37, 37, 70),
     "groups of 8": Case(8, 1, 19, 19, 64),
     "wide heads": Case(4, 2, 17, 17, 40, 128, 128),
+    "widest heads": Case(4, 2, 17, 17, 40, 256, 256),
     "odd widths": Case(3, 1, 13, 13, 21, 80, 48),
     "a level of a tree": Case(4, 2, 5, 41, 30),
     "window": Case(4, 2, 37, 37, 150, options={"window": 7}),
@@ -125,7 +128,9 @@ def test_bits_are_where_they_are_said_to_be(num_columns: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_twin_is_the_formula(name: str) -> None:
     given = inputs(CASES[name])
-    torch.testing.assert_close(given.call(tree_attention_twin).cpu().double(), by_definition(given), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        given.call(tree_attention_twin).cpu().double(), by_definition(given), atol=TOLERANCE[torch.float32], rtol=0
+    )
 
 
 @needs_triton
@@ -143,7 +148,9 @@ def reversed_bits(given: Inputs) -> Inputs:
 
 
 def next_row_of_bits(given: Inputs) -> Inputs:
-    return given._replace(seen_TU=given.seen_TU.roll(1, 0) | torch.eye(len(given.seen_TU), dtype=torch.bool))
+    return given._replace(
+        seen_TU=given.seen_TU.roll(1, 0) | torch.eye(len(given.seen_TU), dtype=torch.bool, device=DEVICE)
+    )
 
 
 def one_ancestor_lost(given: Inputs) -> Inputs:
