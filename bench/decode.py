@@ -27,6 +27,7 @@ from offload.bench.text_table import aligned
 from offload.bench.timeline import record_steps, require_pictures, trace_files, write_trace
 from offload.config import Sampling, drafting_of
 from offload.decode import Decoder
+from offload.duel import rows_of as rows_of_duels
 from offload.errors import UserError
 from offload.generation import Generation
 from offload.screen import Screen
@@ -95,6 +96,7 @@ class Measured(NamedTuple):
     ceilings: list[float]
     num_threads: int
     streamed_bytes: int
+    kernels: list[Row]  # how each did on this card; none on a CPU
 
 
 def measure(
@@ -120,8 +122,8 @@ def measure(
             timeline, new_ids = record_steps(decoder, ids, effort.trees[-1], _TRACED_STEPS)
             written.append(Written(ids, new_ids, Sampling(), decoder.rule.name))
             events = timeline.events()
-        plan = decoder.plan
-        return Measured(runs, written, ceilings, decoder.num_threads, plan.streamed_bytes), events
+        kernels, streamed_bytes = rows_of_duels(decoder.duels), decoder.plan.streamed_bytes
+        return Measured(runs, written, ceilings, decoder.num_threads, streamed_bytes, kernels), events
 
 
 def timed_run(
@@ -309,6 +311,7 @@ def _settings(setting: Setting, effort: Effort, measured: Measured, proof: Proof
         "num_new_tokens": effort.num_tokens,
         "num_threads": measured.num_threads,
         "streamed_bytes": measured.streamed_bytes,
+        "kernels": measured.kernels,
         "proof": proof._asdict(),
     }
 

@@ -39,6 +39,7 @@ from offload.demo import PAIR, PROMPT
 from offload.device import Device, open_device
 from offload.device_stream import DeviceStream
 from offload.drafters.lm import ModelDrafter
+from offload.duel import rows_of
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.probe import draft_curve
@@ -207,11 +208,11 @@ def soak(setting: Setting, decoder: Decoder) -> list[Row]:
     size = setting.sizes[1]
     tree = TokenTree(best_first(DEFAULT_ACCEPTANCE, size, 12), torch.arange(size) + 3)
     decoder.begin(Sampling(), decoder.rule)
-    wanted = decoder.target.score(tree, [5, 6, 7]).clone()
+    wanted = decoder.target.score(tree, [5, 6, 7]).whole()
     num_same, before_bytes = 0, held_bytes(setting.card)
     for _ in range(setting.num_soak):
         decoder.target.reset()
-        num_same += int(torch.equal(decoder.target.score(tree, [5, 6, 7]), wanted))
+        num_same += int(torch.equal(decoder.target.score(tree, [5, 6, 7]).whole(), wanted))
     stream._poison_released = False
     assert not wanted.isnan().any(), "a slot was read before its layer had arrived"
     drift_mib = (held_bytes(setting.card) - before_bytes) / 2**20
@@ -266,7 +267,8 @@ def measure(setting: Setting, layer_bytes: int, trace: Path | None = None) -> It
     with setting.open(setting.target, setting.draft, tree=f"{max(setting.sizes)}x24") as decoder:
         plan = decoder.plan
         yield row("loading", time.perf_counter() - started, None, None, "s")
-        yield {**row("layers", len(plan.layer_bytes), None, None, ""), "notes": decoder.notes, "plan": plan.as_dict()}
+        yield {**row("layers", len(plan.layer_bytes), None, None, ""), "notes": decoder.notes, "plan": plan.as_dict(),
+               "kernels": rows_of(decoder.duels)}  # fmt: skip
         yield from attempt("sweeps", "link", sweeps(setting, decoder, rates))
         yield from attempt("drafting", "step", _later(drafting, setting, decoder, rates))
         best_s: float | None = None

@@ -124,7 +124,7 @@ def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Seque
     ids, rows = [*prompt_ids, *new_ids], []
     for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
         path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
-        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo]))
+        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo]).whole())
         decoder.target.commit(range(len(path_N)))
     return torch.cat(rows)
 

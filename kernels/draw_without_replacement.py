@@ -10,17 +10,16 @@ W rows in this file.
 import torch
 from torch import Tensor
 
-from offload.kernels.jit import is_for_kernels, jit, tl, triton
+from offload.kernels.jit import jit, tl, triton
 from offload.kernels.keyed_gumbel import log_uniform, row_key, row_keys, signed_seed_key, uniform
 
-_BEATS_TWIN = True  # keys are never stored; not measured on a device yet: `python -m offload.bench.kernels`
 _FRESH = 0x6F66666C6F616421  # turns the seed into that of another stream than the shared noise's
 _BLOCK = 1024  # tokens of one program
 _MAX_KEYS = 1 << 19  # float64 numbers that the twin holds at once
 
 
-def draw_without_replacement(law_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
-    """Tokens (int64, W x min(num_draws, V)) in the order of their draws.
+def draw_without_replacement_twin(law_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
+    """Tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch.
 
     Tokens without mass come after all others and among themselves in uniform order, Sequoia's fall-back.
 
@@ -28,13 +27,6 @@ def draw_without_replacement(law_WV: Tensor, num_draws: int, seed: int, first_ro
         law_WV: float32; rows need not sum to one.
         first_row: number of the first row; the others follow.
     """
-    takes_kernel = _BEATS_TWIN and is_for_kernels(law_WV.device)
-    draw = draw_without_replacement_kernel if takes_kernel else draw_without_replacement_twin
-    return draw(law_WV, num_draws, seed, first_row)
-
-
-def draw_without_replacement_twin(law_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
-    """The draws in plain torch."""
     num_rows, vocab_size = law_WV.shape
     number_W1 = torch.arange(first_row, first_row + num_rows, device=law_WV.device)[:, None]
     token_V = torch.arange(vocab_size, device=law_WV.device)
@@ -47,7 +39,7 @@ def draw_without_replacement_twin(law_WV: Tensor, num_draws: int, seed: int, fir
 
 
 def draw_without_replacement_kernel(law_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
-    """The draws in Triton: the largest keys of each chunk of a row, then the largest of those."""
+    """The same in Triton, where no key is stored: the largest of each chunk of a row, then the largest of those."""
     assert law_WV.stride(1) == 1, "a row is one run of memory"
     num_rows, vocab_size = law_WV.shape
     num_kept, num_chunks = min(num_draws, vocab_size), triton.cdiv(vocab_size, _BLOCK)

@@ -10,28 +10,21 @@ Invariant: kernel and twin compute the same 64 bits; only the logarithms may dif
 import torch
 from torch import Tensor
 
-from offload.kernels.jit import is_for_kernels, jit, tl, triton
+from offload.kernels.jit import jit, tl, triton
 
 _MASK = (1 << 64) - 1
 _STEP, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_BEATS_TWIN = True  # about 25 launches become one; not measured on a device yet: `python -m offload.bench.kernels`
 _BLOCK = 1024  # tokens of one program
 
 
-def keyed_gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Noise `gumbel_V` (float64) for one absolute position."""
-    takes_kernel = _BEATS_TWIN and is_for_kernels(device)
-    return (keyed_gumbel_kernel if takes_kernel else keyed_gumbel_twin)(seed, position, vocab_size, device)
-
-
 def keyed_gumbel_twin(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """The noise in plain torch."""
+    """Noise `gumbel_V` (float64) for one absolute position, in plain torch."""
     token_V = torch.arange(vocab_size, dtype=torch.int64, device=device)
     return -torch.log(-torch.log(uniform(_signed(_mix_int(seed_key(seed) ^ (position & _MASK))), token_V)))
 
 
 def keyed_gumbel_kernel(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """The noise in Triton."""
+    """The same in Triton: about 25 launches become one."""
     gumbel_V = torch.empty(vocab_size, dtype=torch.float64, device=device)
     grid = (triton.cdiv(vocab_size, _BLOCK),)
     _fill[grid](gumbel_V, signed_seed_key(seed), position, vocab_size, BLOCK=_BLOCK)

@@ -11,26 +11,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offload.kernels.jit import HAS_TRITON, is_for_kernels, jit, tl, triton
+from offload.kernels.jit import HAS_TRITON, jit, tl, triton
 
-_BEATS_TWIN = True  # one launch for hundreds; not measured on a device yet: `python -m offload.bench.kernels`
 _MAX_ROWS, _TILE = 256, 4096  # rows of a path that one program holds, and numbers
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if HAS_TRITON else {}
 
 
-def kv_commit(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """Move rows `length + row_A` of each buffer to rows `length ...`, in this order.
+def kv_commit_twin(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
+    """Move rows `length + row_A` of each buffer to rows `length ...`, in this order; in plain torch.
 
     Args:
         buffers: keys and values of all layers, (1, G, S, K) each.
         row_A: int64, on the device of the buffers.
     """
-    takes_kernel = _BEATS_TWIN and is_for_kernels(row_A.device) and are_alike(buffers) and len(row_A) <= _MAX_ROWS
-    (kv_commit_kernel if takes_kernel else kv_commit_twin)(buffers, length, row_A)
-
-
-def kv_commit_twin(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """The gather in plain torch."""
     for buffer in buffers:
         buffer[:, :, length : length + len(row_A)] = buffer.index_select(2, row_A + length)
 
@@ -43,9 +36,10 @@ def are_alike(buffers: Sequence[Tensor]) -> bool:
 
 
 def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """The gather in Triton, for buffers that `are_alike`."""
+    """The same in Triton; the twin moves what is not `are_alike`, and a path too long for one program."""
     first, num_rows = buffers[0], len(row_A)
-    assert are_alike(buffers) and num_rows <= _MAX_ROWS, "buffers of one kind, a short path"
+    if num_rows > _MAX_ROWS or not are_alike(buffers):
+        return kv_commit_twin(buffers, length, row_A)
     address_L = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(first.device)
     is_aligned = all(buffer.data_ptr() % 16 == 0 for buffer in buffers)
     block_rows = triton.next_power_of_2(max(1, num_rows))

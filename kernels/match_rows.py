@@ -10,15 +10,14 @@ token. Kernel and twin therefore draw the same token, but for logarithms that di
 import torch
 from torch import Tensor
 
-from offload.kernels.jit import is_for_kernels, jit, tl, triton
+from offload.kernels.jit import jit, tl, triton
 from offload.kernels.keyed_gumbel import keyed_gumbel_twin, log_uniform, row_key, signed_seed_key
 
-_BEATS_TWIN = True  # one launch instead of some 30 a row; not measured on a device yet: see bench/kernels.py
 _BLOCK, _BLOCKS = 1024, 4  # tokens at once, and how often in one program
 
 
-def match_rows(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
-    """The token (int64, N) that each row draws.
+def match_rows_twin(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
+    """The token (int64, N) that each row draws, in plain torch, one row after the other.
 
     Args:
         logits_NV: float32, float16 or bfloat16; -inf for tokens that top-k and top-p have dropped. (A cut-off value
@@ -26,13 +25,6 @@ def match_rows(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature:
         position_N: absolute position of the token that a row predicts; the noise depends on it.
         temperature: 0 is greedy, no noise enters.
     """
-    takes_kernel = _BEATS_TWIN and is_for_kernels(logits_NV.device)
-    draw = match_rows_kernel if takes_kernel else match_rows_twin
-    return draw(logits_NV, position_N, seed, temperature=temperature)
-
-
-def match_rows_twin(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
-    """The draws in plain torch, one row after the other."""
     if temperature == 0:
         return logits_NV.argmax(1)
     # A scalar would be turned into a product with its reciprocal on CUDA.
@@ -45,7 +37,7 @@ def match_rows_twin(logits_NV: Tensor, position_N: Tensor, seed: int, *, tempera
 
 
 def match_rows_kernel(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
-    """The draws in Triton: the best of each chunk of a row, then the best of its chunks."""
+    """The same in Triton: the best of each chunk of a row, then the best of its chunks."""
     assert logits_NV.stride(1) == 1, "a row is one run of memory"
     (num_rows, vocab_size), has_noise = logits_NV.shape, temperature > 0
     num_chunks = triton.cdiv(vocab_size, _BLOCK * _BLOCKS)

@@ -10,17 +10,27 @@ Invariant: every row sees itself, so no row is without a key.
 """
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from offload.kernels.jit import is_for_kernels, jit, tl, triton
+from offload.kernels.jit import jit, tl, triton
 
-_BEATS_TWIN = True  # reads no dense mask; not measured on a device yet: `python -m offload.bench.kernels`
 _WORD = 32  # bits
 _MIN_SPLIT = 256  # keys: a shorter piece is not worth a program of its own
+MAX_WIDTH = 128  # of heads: wider blocks need more shared memory than the 99 KiB that many cards grant a program
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Sight(NamedTuple):
+    """What the rows of one pass see."""
+
+    seen_TW: Tensor  # int32 from `pack_bits`; which of the U uncommitted rows each of the T rows sees, itself included
+    num_prefix: int  # P, committed positions 0..P-1
+    position_U: Tensor  # int64, absolute, of the uncommitted rows, the last T of them those of this pass; at most P + u
+    window: int | None = None  # a row sees keys less than this many positions back
 
 
 def pack_bits(seen_TU: Tensor) -> Tensor:
@@ -35,58 +45,38 @@ def unpack_bits(word_TW: Tensor, num_columns: int) -> Tensor:
     return bits.flatten(1)[:, :num_columns].bool()
 
 
-def tree_attention(
-    query_HTK: Tensor,
-    key_GSK: Tensor,
-    value_GSK: Tensor,
-    seen_TW: Tensor,
-    num_prefix: int,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    position_U: Tensor | None = None,
-) -> Tensor:
-    """Attention, (T, H, K) in the type of the queries.
-
-    Args:
-        query_HTK: H is a multiple of G; head h belongs to key/value head h // (H / G).
-        key_GSK: P + U rows; `value_GSK` may be of another width.
-        seen_TW: int32 from `pack_bits`; which of the U uncommitted rows each of the T rows sees, itself included.
-        num_prefix: P.
-        scaling: of the scores.
-        softcap: scores are squashed to (-softcap, softcap) by tanh.
-        window: a row sees keys less than this many positions back; needs positions.
-        position_U: int64, absolute positions of the uncommitted rows, of which the last T are the rows of this pass;
-            position_U[u] <= P + u, and the prefix lies at positions 0..P-1.
-    """
-    takes_kernel = _BEATS_TWIN and is_for_kernels(query_HTK.device)
-    attend = tree_attention_kernel if takes_kernel else tree_attention_twin
-    settings: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "window": window, "position_U": position_U}
-    return attend(query_HTK, key_GSK, value_GSK, seen_TW, num_prefix, **settings)
+def is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel takes such states, and one sequence of them; (1, H or G, rows, K) each."""
+    are_alike = query.dtype == key.dtype == value.dtype and query.dtype in _TYPES
+    is_narrow = max(query.shape[3], value.shape[3]) <= MAX_WIDTH
+    return are_alike and is_narrow and query.shape[0] == 1 and query.shape[1] % key.shape[1] == 0
 
 
 def tree_attention_twin(
     query_HTK: Tensor,
     key_GSK: Tensor,
     value_GSK: Tensor,
-    seen_TW: Tensor,
-    num_prefix: int,
+    sight: Sight,
     *,
     scaling: float,
     softcap: float | None = None,
-    window: int | None = None,
-    position_U: Tensor | None = None,
 ) -> Tensor:
-    """The attention in plain torch."""
+    """Attention, (T, H, K) in the type of the queries; in plain torch.
+
+    Args:
+        query_HTK: H is a multiple of G; head h belongs to key/value head h // (H / G).
+        key_GSK: P + U rows; `value_GSK` may be of another width.
+        sight: what the T rows see.
+        scaling: of the scores.
+        softcap: scores are squashed to (-softcap, softcap) by tanh.
+    """
     num_heads, num_rows, width = query_HTK.shape
     group = num_heads // key_GSK.shape[0]
-    seen_TU = unpack_bits(seen_TW, key_GSK.shape[1] - num_prefix)
-    seen_TS = torch.cat([seen_TU.new_ones(num_rows, num_prefix), seen_TU], dim=1)
-    if window is not None:
-        assert position_U is not None, "a window is measured in positions"
-        position_S = torch.cat([torch.arange(num_prefix, device=position_U.device), position_U])
-        seen_TS &= position_U[-num_rows:, None] - position_S < window
+    seen_TU, position_U = unpack_bits(sight.seen_TW, key_GSK.shape[1] - sight.num_prefix), sight.position_U
+    seen_TS = torch.cat([seen_TU.new_ones(num_rows, sight.num_prefix), seen_TU], dim=1)
+    if sight.window is not None:
+        position_S = torch.cat([torch.arange(sight.num_prefix, device=position_U.device), position_U])
+        seen_TS &= position_U[-num_rows:, None] - position_S < sight.window
     folded = query_HTK.reshape(key_GSK.shape[0], group * num_rows, width)
     seen_RS = seen_TS.repeat(group, 1)
     if softcap is None:
@@ -101,17 +91,18 @@ def tree_attention_kernel(
     query_HTK: Tensor,
     key_GSK: Tensor,
     value_GSK: Tensor,
-    seen_TW: Tensor,
-    num_prefix: int,
+    sight: Sight,
     *,
     scaling: float,
     softcap: float | None = None,
-    window: int | None = None,
-    position_U: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """The attention in Triton; `num_splits` pieces of the keys go to programs of their own, None chooses."""
-    assert window is None or position_U is not None, "a window is measured in positions"
+    """The same in Triton, which reads no dense mask.
+
+    Args:
+        num_splits: pieces of the keys that go to programs of their own; None chooses.
+    """
+    seen_TW, num_prefix, position_U, window = sight
     num_words = triton.cdiv(key_GSK.shape[1] - num_prefix, _WORD)
     assert seen_TW.is_contiguous() and seen_TW.shape == (query_HTK.shape[1], num_words), "one bit per uncommitted row"
     assert query_HTK.stride(2) == key_GSK.stride(2) == value_GSK.stride(2) == 1, "rows have gaps"

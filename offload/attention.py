@@ -4,11 +4,13 @@ queries.
 Query heads that share a key/value head are folded into the query rows, so keys and values are read once and copied
 never. The function is registered with transformers under `NAME`; families without scaled-dot-product attention
 (soft-capped scores, sinks) keep their own eager one and get the same additive masks. Instead of a mask the function
-also takes `TreeRows`, which says the same in bits; on CUDA a kernel then does the work.
+also takes `TreeRows`, which says the same in bits and names the kernel that reads them. Who gets those is settled here,
+by family in `is_for_rows` and layer by layer in `folded_attention`; what the kernel does not take gets its dense mask.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +18,43 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offload.errors import UserError
-from offload.kernels.tree_attention import pack_bits, tree_attention
+from offload.kernels.tree_attention import Sight, is_supported, pack_bits, unpack_bits
 
 NAME = "offload_tree"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
+Attend = Callable[..., Tensor]  # the kernel of tree attention or its twin
+_CALCULATE_WITH_MASKS = ("doge",)  # families whose layers add to their mask before they pass it on
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one take their own eager attention
 
 
-class TreeRows(NamedTuple):
-    """What the rows of one pass see, in place of an additive mask; see `tree_mask` for the terms."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeRows:
+    """What the rows of one pass see, in place of an additive mask; see `tree_mask` for the terms.
 
-    seen_TW: Tensor  # int32, ancestors as bits
-    num_prefix: int  # P
-    position_U: Tensor  # int64
-    window: int | None
+    No tuple, and not to be calculated with: a family that tries fails at once.
+    """
+
+    sight: Sight
+    attend: Attend
+    _mask: list[Tensor] = field(default_factory=list)
+
+    def mask(self, dtype: torch.dtype) -> Tensor:
+        """The same as a dense mask, for layers whose states `attend` does not take; made once for all of them."""
+        if not self._mask:
+            seen_TW, num_prefix, position_U, window = self.sight
+            ancestor_TU = unpack_bits(seen_TW, len(position_U))
+            self._mask.append(tree_mask(num_prefix, position_U, ancestor_TU, window, dtype))
+        return self._mask[0]
 
 
-def tree_rows(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: int | None) -> TreeRows:
+def tree_rows(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: int | None, attend: Attend) -> TreeRows:
     """The same as `tree_mask`, in bits."""
-    return TreeRows(pack_bits(ancestor_TU), num_prefix, position_U, window)
+    return TreeRows(Sight(pack_bits(ancestor_TU), num_prefix, position_U, window), attend)
+
+
+def is_for_rows(config: Any) -> bool:
+    """Whether the layers of this model pass on to our attention function, untouched, what they get as their mask."""
+    return config._attn_implementation == NAME and config.model_type not in _CALCULATE_WITH_MASKS
 
 
 def tree_mask(
@@ -80,7 +100,9 @@ def folded_attention(
     if wanted:
         raise UserError(f"token trees do not support attention with {' and '.join(wanted)}: choose another model")
     if isinstance(attention_mask, TreeRows):
-        return _tree_attention(query, key, value, attention_mask, scaling), None
+        if is_supported(query, key, value):
+            return _tree_attention(query, key, value, attention_mask, scaling), None
+        attention_mask = attention_mask.mask(query.dtype)[:, :, -query.shape[2] :]
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     folded = query.reshape(
@@ -106,15 +128,10 @@ def _parts(folded: Tensor, mask: Tensor | None, group: int) -> Iterator[tuple[Te
 
 def _tree_attention(query: Tensor, key: Tensor, value: Tensor, rows: TreeRows, scaling: float | None) -> Tensor:
     """Some families run their last layers on the last rows alone."""
-    out = tree_attention(
-        query[0],
-        key[0],
-        value[0],
-        rows.seen_TW[-query.shape[2] :],
-        rows.num_prefix,
+    out = rows.attend(
+        *(states[0] if states.stride(3) == 1 else states[0].contiguous() for states in (query, key, value)),
+        rows.sight._replace(seen_TW=rows.sight.seen_TW[-query.shape[2] :]),
         scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
-        window=rows.window,
-        position_U=rows.position_U,
     )
     return out[None].contiguous()
 

@@ -21,6 +21,7 @@ from offload.screen import (
     choice_lines,
     closing_lines,
     comparison_lines,
+    kernel_line,
     outlook_lines,
     plan_line,
     profile_lines,
@@ -140,7 +141,8 @@ def generate(
         with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
             run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
             tree_lines = [choice_lines(run.tree_choice)] if draft else []
-            for line in (*decoder.notes, plan_line(decoder.plan, decoder.num_threads), *tree_lines):
+            kernel_lines = [kernel_line(decoder.duels)] if decoder.duels else []
+            for line in (*decoder.notes, plan_line(decoder.plan, decoder.num_threads), *kernel_lines, *tree_lines):
                 screen.say(line)
             screen.expect_sweep(len(decoder.plan.layer_bytes), "reading the prompt")
             _write_run(run, screen, as_json=as_json)
@@ -277,6 +279,8 @@ def demo(
                 f"target of {format_bytes(size_bytes)} in {target}, {format_bytes(decoder.plan.ram_bytes)} allowed"
             )
             screen.say(plan_line(decoder.plan, decoder.num_threads))
+            if decoder.duels:
+                screen.say(kernel_line(decoder.duels))
             show = partial(_show, screen, is_silent=as_json, num_layers=len(decoder.plan.layer_bytes))
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)

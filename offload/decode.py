@@ -11,6 +11,7 @@ from typing import Any
 
 from offload.config import Sampling
 from offload.drafters import Drafter
+from offload.duels import NO_KERNELS, KernelChoice
 from offload.errors import UserError
 from offload.generation import Generation, Run
 from offload.plan import MemoryPlan
@@ -33,6 +34,7 @@ class Decoder:
         plan: where every byte lies.
         tokenizer: the checkpoint's own, or None.
         notes: lines for the user about what is not as fast as it could be.
+        duels: how kernels have done on this card against what runs without them; none on a CPU.
     """
 
     def __init__(
@@ -48,11 +50,12 @@ class Decoder:
         num_threads: int,
         resources: ExitStack,
         notes: Sequence[str] = (),
+        choice: KernelChoice = NO_KERNELS,
     ) -> None:
         self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
-        self._num_runs = 0
+        self._num_runs, self._kernels, self.duels = 0, choice.kernels, choice.duels
         self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
 
     def begin(self, sampling: Sampling, rule: Rule) -> Sampler:
@@ -60,7 +63,7 @@ class Decoder:
         self.target.reset()
         self.drafter.reset()
         self._num_runs += 1
-        return Sampler(sampling, self._vocab_size, rule.drafting)
+        return Sampler(sampling, self._vocab_size, rule.drafting, self._kernels)
 
     def step(self, tokens: Sequence[int], shape: Shape, rule: Rule, sampler: Sampler, stats: Stats) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.
@@ -76,10 +79,10 @@ class Decoder:
         moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
         tree = self.drafter.grow(shape, tokens, sampler)
         grown = time.perf_counter()
-        logits_NV = self.target.score(tree, tokens)
+        logits = self.target.score(tree, tokens)
         self.target.wait()
         scored = time.perf_counter()
-        accepted = rule.verify(tree, logits_NV, sampler, len(tokens) - 1)
+        accepted = rule.verify(tree, logits, sampler, len(tokens) - 1)
         self.target.commit(accepted.nodes)
         self.drafter.commit(accepted.nodes, accepted.tokens)
         stats.add_step(
@@ -184,6 +187,7 @@ class Decoder:
             stats=stats,
             plan=self.plan,
             tree_choice=choice,
+            duels=self.duels,
         )
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload.config import Sampling
+from offload.duel import Outcome, rows_of
 from offload.machine import peak_rss_bytes
 from offload.plan import MemoryPlan
 from offload.stats import Stats
@@ -31,6 +32,7 @@ class Generation:
     stats: Stats
     plan: MemoryPlan
     tree_choice: TreeChoice
+    duels: tuple[Outcome, ...]  # of kernels, where it ran on a card
 
     def as_dict(self) -> dict[str, object]:
         """The object that `offload generate --json` prints."""
@@ -44,6 +46,7 @@ class Generation:
             "rule": self.rule,
             "plan": self.plan.as_dict(),
             "tree_choice": self.tree_choice.as_dict(),
+            **({"kernels": rows_of(self.duels)} if self.duels else {}),
             "stats": self.stats.as_dict(),
         }
 
@@ -70,11 +73,12 @@ class Run:
         stats: Stats,
         plan: MemoryPlan,
         tree_choice: TreeChoice,
+        duels: tuple[Outcome, ...] = (),
     ) -> None:
         self._step, self._text, self._plan = step, text, plan
         self._sampling, self._rule = sampling, rule
         self._max_new_tokens, self._end_ids, self._stats = max_new_tokens, end_ids, stats
-        self.tree_choice = tree_choice
+        self.tree_choice, self._duels = tree_choice, duels
         self._prompt_ids = list(prompt_ids)
         self._new_ids: list[int] = []
         self.finish_reason: FinishReason = "interrupted"
@@ -104,6 +108,7 @@ class Run:
             stats=self._stats,
             plan=self._plan,
             tree_choice=self.tree_choice,
+            duels=self._duels,
         )
 
     def _take(self, burst: list[int]) -> tuple[str, bool]:

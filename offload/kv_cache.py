@@ -6,7 +6,7 @@ A forward pass only writes behind the committed positions; `commit` gathers the 
 length. A pass that is abandoned half-way therefore leaves nothing behind.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from offload.kernels.kv_commit import kv_commit
+from offload.kernels.kv_commit import kv_commit_twin
 
 
 class _Window:
@@ -65,10 +65,11 @@ class KVCache(Cache):
     Args:
         num_layers: decoder layers.
         num_slots: S, committed positions plus the rows of the largest forward pass.
+        gather: moves the rows of a path, in all buffers; see `kv_commit_twin`.
     """
 
-    def __init__(self, num_layers: int, num_slots: int) -> None:
-        self._window = _Window()
+    def __init__(self, num_layers: int, num_slots: int, gather: Callable[..., None] = kv_commit_twin) -> None:
+        self._gather, self._window = gather, _Window()
         self._slot_layers = [_SlotLayer(self._window, num_slots) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
         self.num_slots = num_slots
@@ -103,7 +104,7 @@ class KVCache(Cache):
             # In some families the last layers share the keys and values of earlier ones and have none of their own.
             filled = [layer for layer in self._slot_layers if layer.is_initialized]
             row_A = torch.tensor(rows, device=filled[0].keys.device)
-            kv_commit([buffer for layer in filled for buffer in (layer.keys, layer.values)], self.length, row_A)
+            self._gather([buffer for layer in filled for buffer in (layer.keys, layer.values)], self.length, row_A)
         self.length += len(rows)
         self._window.lo = self.length
 

@@ -23,10 +23,13 @@ from offload.device_stream import DeviceStream
 from offload.drafters import Drafter
 from offload.drafters.lm import ModelDrafter
 from offload.drafters.none import NoDrafter
+from offload.duels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.errors import UserError
 from offload.graphed import use_graphs
 from offload.headers import open_headers
 from offload.host_store import HostStore
+from offload.kernel_set import KernelSet
+from offload.kernels.jit import is_for_kernels
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
 from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning, require_positions
@@ -65,14 +68,12 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model: directory or hub id of the target.
-        draft: directory or hub id of a small model with the same vocabulary; without it every sweep yields one token.
+        model, draft: folders or hub ids of the target and of a small model with its vocabulary; None drafts nothing.
         ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
         tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         device, gpu_memory: `auto`, `cpu`, `cuda` or `cuda:N`, and a budget on it; default: what is free there.
-        dtype: to compute in; `auto` is the checkpoint's own.
-        context: positions to make room for, prompt and new tokens together; default 4096 or the model's limit.
+        dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's.
         threads: compute threads; default: the fastest.
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
         profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
@@ -98,9 +99,12 @@ def load(
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
         _read_pair(pair)  # the first weights: what can be refused has been
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
+        choice = _pick_kernels(pair, plan, situation.sampling)
         stream = _start_stream(pair, plan, on_bytes, resources)
-        target = Target(pair.target, stream, plan, device=card, on_layer=on_layer)
-        return _assemble(pair, target, plan, trees, find_rule(rule), num_threads=num_threads, resources=resources)
+        target = Target(pair.target, stream, plan, device=card, kernels=choice.kernels, on_layer=on_layer)
+        return _assemble(
+            pair, target, plan, trees, find_rule(rule), choice, num_threads=num_threads, resources=resources
+        )
 
 
 def check_options(
@@ -146,9 +150,11 @@ class _Pair(NamedTuple):
     card: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
 
-    def drafter(self, plan: MemoryPlan) -> Drafter:
+    def drafter(self, plan: MemoryPlan, kernels: KernelSet) -> Drafter:
         """What grows the trees."""
-        return NoDrafter() if self.draft is None else ModelDrafter(self.draft, self.target.vocab_size, plan.cache_slots)
+        if self.draft is None:
+            return NoDrafter()
+        return ModelDrafter(self.draft, self.target.vocab_size, plan.cache_slots, kernels)
 
 
 def _open_files(
@@ -238,6 +244,15 @@ def _link_to_card(pair: _Pair, plan: MemoryPlan) -> float:
     return plan.streamed_bytes / seconds
 
 
+def _pick_kernels(pair: _Pair, plan: MemoryPlan, sampling: Sampling) -> KernelChoice:
+    """On a card those that are faster there than what runs without them; timed while most of it is still empty."""
+    if pair.card is None or not is_for_kernels(pair.card.place):
+        return NO_KERNELS
+    choice = choose_kernels(shapes_of(pair.target, plan, sampling), pair.card)
+    torch.cuda.empty_cache()  # slots will not fit into what the duels leave behind
+    return choice
+
+
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> BorrowedModel:
     """A small model with all its weights in memory, bound for good."""
     model = BorrowedModel(checkpoint, dtype, place)
@@ -256,11 +271,12 @@ def _fill(model: BorrowedModel, checkpoint: Checkpoint) -> None:
 
 
 def _assemble(
-    pair: _Pair, target: Target, plan: MemoryPlan, trees: Trees, rule: Rule, *, num_threads: int, resources: ExitStack
-) -> Decoder:
+    pair: _Pair, target: Target, plan: MemoryPlan, trees: Trees, rule: Rule, choice: KernelChoice, *,
+    num_threads: int, resources: ExitStack,
+) -> Decoder:  # fmt: skip
     return Decoder(
         target,
-        pair.drafter(plan),
+        pair.drafter(plan, choice.kernels),
         plan=plan,
         trees=trees,
         rule=rule,
@@ -269,6 +285,7 @@ def _assemble(
         num_threads=num_threads,
         resources=resources.pop_all(),
         notes=pair.notes,
+        choice=choice,
     )
 
 

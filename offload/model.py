@@ -18,12 +18,13 @@ from offload import attention
 from offload.checkpoint import Checkpoint, compute_dtype_name
 from offload.kv_cache import KVCache
 from offload.layout import SlabLayout, slab_layout
+from offload.logits import Logits
 from offload.naming import sources_of_parameters
 from offload.skeleton import attention_windows, build_skeleton
 
 Value = TypeVar("Value")
 Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
-Masks = Mapping[int | None, Tensor | None]  # by attention window; None where nothing is masked
+Masks = Mapping[int | None, Tensor | attention.TreeRows | None]  # by window; None where nothing is masked
 # token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
@@ -66,6 +67,7 @@ class BorrowedModel:
         self._windows = attention_windows(self.skeleton.config, len(self._layers))
         self._masks: Masks = {}
         self._replay: Replay | None = None
+        self._attend: attention.Attend | None = None
         prefix = next(name for name, module in self.skeleton.named_modules() if module is self._layers)
         prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
         places = _places(self.skeleton)
@@ -181,16 +183,57 @@ class BorrowedModel:
         masks = self._build_masks(position_U, ancestor_TU, cache.length)
         return self.run(token_T, position_U[-num_rows:], masks, cache, num_logits=num_logits)
 
+    @torch.inference_mode()
+    def score(
+        self,
+        token_T: Tensor,
+        position_U: Tensor,
+        ancestor_TU: Tensor,
+        cache: KVCache,
+        *,
+        num_logits: int,
+        max_rows: int,
+    ) -> Logits:
+        """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what is looked at.
+
+        What a family does to its logits (soft caps, scales) is left to its own forward pass: for a later chunk it runs
+        again behind a decoder that hands out what this one has computed.
+        """
+        decoder, hidden = self.skeleton.get_decoder(), []
+
+        def cut(_: nn.Module, __: Any, out: Any) -> Any:
+            hidden.extend([out, out.last_hidden_state[:, -num_logits:]])
+            out.last_hidden_state = hidden[1][:, :max_rows]
+            return out
+
+        hook = decoder.register_forward_hook(cut)
+        try:
+            first_CV = self.forward(token_T, position_U, ancestor_TU, cache, num_logits=num_logits)
+        finally:
+            hook.remove()
+        assert hidden, "a pass that was replayed has no hidden states"
+        return Logits(num_logits, max_rows, first_CV, partial(self._score_hidden, *hidden))
+
+    @torch.inference_mode()
+    def _score_hidden(self, out: Any, hidden_1ND: Tensor, lo: int, hi: int) -> Tensor:
+        decoder, out.last_hidden_state = self.skeleton.get_decoder(), hidden_1ND[:, lo:hi]
+        decoder.forward = lambda *_, **__: out
+        try:
+            nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
+            return self.skeleton(input_ids=nothing, logits_to_keep=hi - lo).logits[0]
+        finally:
+            del decoder.forward
+
     def run(self, token_T: Tensor, position_T: Tensor, masks: Masks, cache: KVCache, *, num_logits: int = 0) -> Tensor:
         """The pass itself, over rows that `cache` has been told where to write; see `forward` for what it returns.
 
         Args:
-            masks: additive, (1, 1, T, S) for each of `windows`.
+            masks: for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
         """
-        self._masks = masks
+        self._masks, first = masks, masks[self._windows[0]]
         out = self.skeleton(
             input_ids=token_T.to(self._table_place)[None],
-            attention_mask=masks[self._windows[0]],
+            attention_mask=first if isinstance(first, Tensor) else None,  # layers get their own from `_give_mask`
             position_ids=position_T[None],
             past_key_values=cache,
             use_cache=True,
@@ -207,20 +250,28 @@ class BorrowedModel:
         """From now on ask `replay` for each pass first; what it declines is computed as ever."""
         self._replay = replay
 
-    def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> dict[int | None, Tensor | None]:
+    def attend_with(self, attend: attention.Attend | None) -> None:
+        """From now on tell rows in bits to this kernel of tree attention, if the family lets us."""
+        self._attend = attend if attention.is_for_rows(self.skeleton.config) else None
+
+    def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
         is_plain = ancestor_TU.shape == (1, 1) and self.skeleton.config._attn_implementation == attention.NAME
-        return {
-            window: None
-            if is_plain and (window is None or num_prefix < window)
-            else attention.tree_mask(num_prefix, position_U, ancestor_TU, window, self.dtype)
-            for window in self.windows
-        }
+        what = (num_prefix, position_U, ancestor_TU)
+        masks: dict[int | None, Tensor | attention.TreeRows | None] = {}
+        for window in self.windows:
+            if is_plain and (window is None or num_prefix < window):
+                masks[window] = None
+            elif self._attend is not None:
+                masks[window] = attention.tree_rows(*what, window, self._attend)
+            else:
+                masks[window] = attention.tree_mask(*what, window, self.dtype)
+        return masks
 
     def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert "attention_mask" in kwargs, "this family does not pass masks by name"
         mask, hidden = self._masks[window], args[0] if args else kwargs["hidden_states"]
-        if mask is not None:
+        if isinstance(mask, Tensor):
             mask = mask[:, :, -hidden.shape[-2] :]  # some families run their last layers on the rows to be scored alone
         return args, {**kwargs, "attention_mask": mask}
 

@@ -26,10 +26,11 @@ from transformers.generation.logits_process import (
 )
 
 from offload.config import Drafting, Sampling
-from offload.kernels.keyed_gumbel import keyed_gumbel
-from offload.kernels.match_rows import match_rows
+from offload.kernel_set import TWINS, KernelSet
+from offload.kernels.match_rows import match_rows_twin
 
 _KEPT_POSITIONS = 256  # a tree's depth and then some
+_NUM_BLOCKS = 8  # top-p sorts and sums, in seven times the memory of what it looks at; the plan has room for one copy
 _LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
 
 
@@ -40,10 +41,17 @@ class Sampler:
         sampling: its settings.
         is_greedy: whether no chance enters at all.
         drafting: how drafters choose children, which the rule of verification decides.
+        kernels: how noise and draws are made on a device.
     """
 
-    def __init__(self, sampling: Sampling, vocab_size: int, drafting: Drafting = Drafting.COUPLED) -> None:
-        self.sampling, self._vocab_size = sampling, vocab_size
+    def __init__(
+        self,
+        sampling: Sampling,
+        vocab_size: int,
+        drafting: Drafting = Drafting.COUPLED,
+        kernels: KernelSet = TWINS,
+    ) -> None:
+        self.kernels, self.sampling, self._vocab_size = kernels, sampling, vocab_size
         self.is_greedy, self.drafting = sampling.is_greedy, drafting
         self._warpers = _warpers(sampling)
         self._noise: dict[int, Tensor] = {}
@@ -54,12 +62,18 @@ class Sampler:
         """The token at `position`, given the target's logits there."""
         return int(self.perturbed(logits_V[None], position).argmax())
 
+    @property
+    def draws_rows(self) -> bool:
+        """Whether many rows are better drawn at once than the few that a walk visits one by one."""
+        return self.kernels.match_rows is not None
+
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
         """`draw` for many rows at once, each at its own position: tokens (int64, N) on the device of the logits."""
-        seed, temperature = self.sampling.seed, self.sampling.temperature
-        if len(self._warpers) > 1:
-            return match_rows(self._warped(logits_NV), position_N, seed, temperature=1.0)
-        return match_rows(logits_NV, position_N, seed, temperature=temperature)
+        draw, seed = self.kernels.match_rows or match_rows_twin, self.sampling.seed
+        if len(self._warpers) <= 1:
+            return draw(logits_NV, position_N, seed, temperature=self.sampling.temperature)
+        blocks = [rows.split(max(1, len(rows) // _NUM_BLOCKS)) for rows in (logits_NV, position_N)]
+        return torch.cat([draw(self._warped(b), at, seed, temperature=1.0) for b, at in zip(*blocks, strict=True)])
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
         """log p + G up to a constant per row; fp32 without noise.
@@ -103,7 +117,7 @@ class Sampler:
         if position not in self._noise:
             if len(self._noise) >= _KEPT_POSITIONS:
                 del self._noise[min(self._noise)]
-            self._noise[position] = keyed_gumbel(self.sampling.seed, position, self._vocab_size, device)
+            self._noise[position] = self.kernels.keyed_gumbel(self.sampling.seed, position, self._vocab_size, device)
         return self._noise[position]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from offload.config import format_bytes
+from offload.duel import Outcome, verdicts
 from offload.plan import MemoryPlan, Tier
 from offload.stats import Stats
 
@@ -91,6 +92,21 @@ def plan_line(plan: MemoryPlan, num_threads: int) -> str:
         return f"{first} in memory, the others {passing}; {threads}"
     num_host, num_disk = plan.num_layers_in(Tier.HOST), plan.num_layers_in(Tier.DISK)
     return f"{first} on the card, {num_host} in pinned memory and {num_disk} on disk {passing}"
+
+
+def kernel_line(outcomes: Sequence[Outcome]) -> str:
+    """Which kernels this card runs, each beside what runs without it."""
+    found = verdicts(outcomes)
+    won = [outcome for outcome in outcomes if found[outcome.kernel].beats_rival]
+    lost = [outcome for outcome in outcomes if not found[outcome.kernel].beats_rival]
+    used, others = (", ".join(map(_duel, some)) or "none" for some in (won, lost))
+    return f"kernels, ms against without: {used}; left out: {others}"
+
+
+def _duel(outcome: Outcome) -> str:
+    if outcome.kernel_s is None or outcome.rival_s is None:
+        return f"{outcome.kernel} ({outcome.reason})"
+    return f"{outcome.kernel} {outcome.kernel_s * 1e3:.3f} : {outcome.rival_s * 1e3:.3f}"
 
 
 def plan_picture(plan: MemoryPlan) -> str:

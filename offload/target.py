@@ -8,8 +8,10 @@ from torch import Tensor
 
 from offload.device import Device
 from offload.host_store import HostStore
+from offload.kernel_set import TWINS, KernelSet
 from offload.kv_cache import KVCache
 from offload.layer_stream import Record
+from offload.logits import Logits
 from offload.model import BorrowedModel, Slab
 from offload.plan import MemoryPlan
 from offload.tree import TokenTree, ancestors
@@ -54,10 +56,11 @@ class Target:
         model: embeddings and head are bound for good.
         stream: its layers.
         device: that it computes on; None is the CPU.
-        plan: gives the capacity of the cache and how many committed tokens one sweep may take in beside the tree; a
-            longer prompt takes several. Positions beyond its context are never emitted: nodes that lie there are
-            computed as if at the last one, because some rotary embeddings (dynamic, longrope) turn every row by the
-            largest position of a pass.
+        plan: gives the capacity of the cache, how many rows are scored at once, and how many committed tokens one
+            sweep may take in beside the tree; a longer prompt takes several. Positions beyond its context are never
+            emitted: nodes that lie there are computed as if at the last one, because some rotary embeddings (dynamic,
+            longrope) turn every row by the largest position of a pass.
+        kernels: for its attention and its cache.
         on_layer: hears of every layer that has run.
     """
 
@@ -68,15 +71,17 @@ class Target:
         plan: MemoryPlan,
         *,
         device: Device | None = None,
+        kernels: KernelSet = TWINS,
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
-        self._last_position = plan.context - 1
-        self._cache = KVCache(model.num_layers, plan.cache_slots)
+        self._last_position, self._max_logits = plan.context - 1, plan.num_logits_rows
+        self._cache = KVCache(model.num_layers, plan.cache_slots, kernels.kv_commit)
         self._num_pending = 0
         self._device, self._on_layer = device, on_layer
         self.num_sweeps = 0
         model.borrow_layers(stream.acquire, self._release)
+        model.attend_with(kernels.tree_attention)
 
     @property
     def vocab_size(self) -> int:
@@ -87,8 +92,8 @@ class Target:
         """A new sequence begins."""
         self._cache.clear()
 
-    def score(self, tree: TokenTree, tokens: Sequence[int]) -> Tensor:
-        """Logits (N, V) after every node, from one sweep.
+    def score(self, tree: TokenTree, tokens: Sequence[int]) -> Logits:
+        """Logits after every node, from one sweep; they are valid until the next.
 
         Args:
             tokens: the committed ids; the tree's root is the last. Those whose keys and values are not cached yet (the
@@ -119,10 +124,12 @@ class Target:
         """Keep what was taken in and the accepted path, root first."""
         self._cache.commit([*range(self._num_pending), *(self._num_pending + node for node in nodes)])
 
-    def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int) -> Tensor:
+    def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int) -> Logits:
         self.stream.begin_sweep()
         position_T = (offset_T + self._cache.length).clamp(max=self._last_position)
-        logits = self._model.forward(token_T, position_T, sees_TT, self._cache, num_logits=num_logits)
+        logits = self._model.score(
+            token_T, position_T, sees_TT, self._cache, num_logits=num_logits, max_rows=self._max_logits
+        )
         self.num_sweeps += 1
         return logits
 

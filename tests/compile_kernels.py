@@ -23,7 +23,7 @@ from offload.kernels.draw_without_replacement import draw_without_replacement_ke
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
-from offload.kernels.tree_attention import pack_bits, tree_attention_kernel
+from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_kernel
 
 
 class NoDevice:
@@ -61,8 +61,8 @@ def attention(
     query = torch.zeros(num_rows, num_heads, width, dtype=dtype).transpose(0, 1)
     keys = torch.zeros(8, 512, width, dtype=dtype)[:, : num_prefix + num_rows]
     seen_TW, position_T = pack_bits(torch.eye(num_rows, dtype=torch.bool)), torch.arange(num_rows)
-    options = {"scaling": 0.1, "softcap": 30.0 if window else None, "window": window, "position_U": position_T}
-    tree_attention_kernel(query, keys, keys, seen_TW, num_prefix, **options, num_splits=2 if window else 1)
+    options = {"scaling": 0.1, "softcap": 30.0 if window else None, "num_splits": 2 if window else 1}
+    tree_attention_kernel(query, keys, keys, Sight(seen_TW, num_prefix, position_T, window), **options)
 
 
 def commit(length: int, num_rows: int) -> None:

@@ -236,6 +236,7 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
     how = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB"}
     with offload.load(target, draft, context=128, tree="64x16", **how) as decoder:
         assert not [note for note in decoder.notes if "O_DIRECT" not in note], "nothing but that was refused"
+        assert decoder.duels and not any(duel.reason for duel in decoder.duels), "every kernel runs and agrees"
         for tree in TREES:
             got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
             assert got.token_ids == wanted, tree

@@ -4,7 +4,6 @@ Without a GPU the kernels run in Triton's interpreter. That the compiler accepts
 for a GPU that need not be there.
 """
 
-import importlib
 import json
 import os
 import subprocess
@@ -20,11 +19,13 @@ from torch import Tensor
 
 from offload.bench import kernels as bench
 from offload.config import Drafting, Sampling
+from offload.kernel_set import TWINS
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_twin
 from offload.kernels.jit import HAS_TRITON
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_twin, row_keys, uniform
 from offload.kernels.kv_commit import are_alike, kv_commit_kernel, kv_commit_twin
 from offload.kernels.match_rows import match_rows_kernel, match_rows_twin
+from offload.rules.match import match
 from offload.sampling import Sampler
 from offload.topology import k_ary
 from offload.tree import TokenTree
@@ -33,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
-rule = importlib.import_module("offload.rules.match")  # the package gives the function this name
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
@@ -111,17 +111,16 @@ def test_the_greedy_kernel_takes_the_lowest_of_equals() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_match_walks_alike_on_draws_of_all_rows(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_match_walks_alike_on_draws_of_all_rows(temperature: float) -> None:
     """A device draws after every node at once, where the host draws after those that it visits."""
     topology, logits_NV = k_ary(3, 40), random_logits(40, 6).cpu()
     for seed in range(10):
         sampler = Sampler(Sampling(temperature=temperature, seed=seed), 6)
         tokens = torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(seed))
         tree = TokenTree(topology, tokens)
-        plain = rule.match(tree, logits_NV, sampler, 17)
-        monkeypatch.setattr(rule, "_is_far", lambda _: True)
-        assert rule.match(tree, logits_NV, sampler, 17) == plain
-        monkeypatch.undo()
+        plain = match(tree, logits_NV, sampler, 17)
+        at_once = Sampler(sampler.sampling, 6, kernels=TWINS._replace(match_rows=match_rows_twin))
+        assert match(tree, logits_NV, at_once, 17) == plain
 
 
 def random_law(num_rows: int, vocab_size: int) -> Tensor:
@@ -257,11 +256,12 @@ sys.modules["triton"] = None
 import importlib, torch
 for name in {names}:
     importlib.import_module(f"offload.kernels.{{name}}")
-from offload.kernels.keyed_gumbel import keyed_gumbel
-from offload.kernels.tree_attention import pack_bits, tree_attention
-assert keyed_gumbel(1, 2, 30).shape == (30,)
+from offload.kernel_set import TWINS
+from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_twin
+assert TWINS.keyed_gumbel(1, 2, 30).shape == (30,)
 states = torch.randn(2, 3, 16)
-tree_attention(states, states, states, pack_bits(torch.ones(3, 3, dtype=torch.bool)), 0, scaling=1.0)
+sight = Sight(pack_bits(torch.ones(3, 3, dtype=torch.bool)), 0, torch.arange(3))
+tree_attention_twin(states, states, states, sight, scaling=1.0)
 """,
     )
 
@@ -282,36 +282,17 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert not any(row["is_new"] for row in again), again
 
 
-SMALL = bench.Shapes(
-    num_heads=4,
-    num_groups=2,
-    width=16,
-    num_layers=2,
-    num_slots=100,
-    num_nodes=(1, 5),
-    num_prefix=(8,),
-    vocab_sizes=(300,),
-    dtype=torch.float16,
-)
-
-
 @needs_triton
-def test_bench_compares_like_with_like() -> None:
-    duels = list(bench.duels(SMALL, DEVICE))
-    assert {duel.kernel for duel in duels} == {path.stem for path in (ROOT / "kernels").glob("*_*.py")}
-    for duel in duels:
-        assert duel.agrees(), duel
-        duel.challenger()
-        duel.rival()
-
-
-def test_bench_tells_no_time_of_a_wrong_kernel() -> None:
-    wrong = bench.Duel("thing", "N 1", lambda: 1, lambda: 2, lambda: False)
-    rows = [bench.measure(wrong), {"kernel": "good", "shape": "", "agrees": True, "ratio": 2.0}]
-    assert rows[0] == {"kernel": "thing", "shape": "N 1", "agrees": False}
-    verdicts = bench.verdicts([*rows, {"kernel": "good", "shape": "", "agrees": True, "ratio": 0.4}])
-    assert not verdicts["thing"]["beats_twin"] and not verdicts["good"]["beats_twin"]
-    assert bench.verdicts(rows)["good"] == {"mean_ratio": pytest.approx(2.0), "worst_ratio": 2.0, "beats_twin": True}
+def test_unlike_buffers_and_long_paths_are_gathered_all_the_same() -> None:
+    """The kernel hands them to its twin."""
+    for more, row_A in (([torch.randn(1, 3, 90, 25, device=DEVICE)], torch.tensor([4, 2], device=DEVICE)),
+                        ([], torch.arange(80, device=DEVICE).repeat(4)[:300] % 70)):  # fmt: skip
+        base = [*caches(1, torch.float32), *more]
+        base = [torch.cat([buffer] * 5, 2) for buffer in base]
+        ours, theirs = ([buffer.clone() for buffer in base] for _ in range(2))
+        kv_commit_twin(theirs, 4, row_A)
+        kv_commit_kernel(ours, 4, row_A)
+        assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes")

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from offload.config import Drafting, Sampling
 from offload.drafters.draws import draw_children
-from offload.kernels.keyed_gumbel import keyed_gumbel
+from offload.kernels.keyed_gumbel import keyed_gumbel_twin as keyed_gumbel
 from offload.proposals import Draw, Floats, Offer, Proposals
 from offload.rules import Acceptance, Rule, find_rule
 from offload.rules.k_sequential import k_sequential_trials

@@ -5,23 +5,15 @@ only.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tiny import FAMILIES, build, save
 from torch import Tensor, nn
 
-from offload.attention import TreeRows, folded_attention, tree_mask, tree_rows
-from offload.checkpoint import open_checkpoint
+from offload.attention import folded_attention, tree_mask, tree_rows
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.tree_attention import pack_bits, tree_attention_kernel, tree_attention_twin, unpack_bits
-from offload.kv_cache import KVCache
-from offload.loading import resident_model
-from offload.model import BorrowedModel
-from offload.topology import Topology
-from offload.tree import ancestors
+from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_kernel, tree_attention_twin, unpack_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # On a card float32 is multiplied in three halves, and the twin's attention rounds at places of its own.
@@ -73,7 +65,9 @@ class Inputs(NamedTuple):
     options: dict[str, Any]
 
     def call(self, attend: Callable[..., Tensor], **more: Any) -> Tensor:
-        return attend(*self[:3], pack_bits(self.seen_TU), self.num_prefix, **{**self.options, **more})
+        options = {**self.options, **more}
+        sight = Sight(pack_bits(self.seen_TU), self.num_prefix, options.pop("position_U"), options.pop("window", None))
+        return attend(*self[:3], sight, **options)
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
@@ -201,43 +195,9 @@ def test_rows_in_bits_mean_what_the_mask_means(window: int | None) -> None:
     given = inputs(CASES["a level of a tree"])
     query, key, value = (states[None].cpu() for states in given[:3])
     what = (given.num_prefix, given.options["position_U"].cpu(), given.seen_TU.cpu(), window)
+    rows = tree_rows(*what, tree_attention_twin)
     want, _ = folded_attention(nn.Module(), query, key, value, tree_mask(*what, torch.float32), scaling=0.3)
-    got, _ = folded_attention(nn.Module(), query, key, value, tree_rows(*what), scaling=0.3)
+    got, _ = folded_attention(nn.Module(), query, key, value, rows, scaling=0.3)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
-    last, _ = folded_attention(nn.Module(), query[:, :, -2:], key, value, tree_rows(*what), scaling=0.3)
+    last, _ = folded_attention(nn.Module(), query[:, :, -2:], key, value, rows, scaling=0.3)
     torch.testing.assert_close(last, want[:, -2:], atol=1e-6, rtol=1e-5)
-
-
-def logits_of_two_trees(model: BorrowedModel) -> Tensor:
-    topology = Topology.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7])
-    cache, token_N = KVCache(model.num_layers, 80), torch.arange(10, 21)
-    chain_TT = torch.ones(40, 40, dtype=torch.bool).tril()
-    model.forward(torch.arange(5, 45), torch.arange(40), chain_TT, cache)
-    cache.commit(range(40))
-    both = []
-    for _ in range(2):
-        position_N = torch.from_numpy(topology.depth_N.copy()) + cache.length
-        both.append(model.forward(token_N, position_N, ancestors(topology), cache))
-        cache.commit([0, 1, 4])
-    return torch.stack(both)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "mistral-sliding"])
-def test_a_model_computes_the_same_from_bits(family: str, tmp_path: Path) -> None:
-    """Its layers are given bits where they would get masks."""
-    model = resident_model(open_checkpoint(save(build(FAMILIES[family]()), tmp_path)), "auto")
-    wanted, rows = logits_of_two_trees(model), {}
-    build_masks = model._build_masks
-
-    def remember(position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> dict[int | None, Tensor | None]:
-        rows.update({w: tree_rows(num_prefix, position_U, ancestor_TU, w) for w in set(model._windows)})
-        return build_masks(position_U, ancestor_TU, num_prefix)
-
-    def give_rows(window: int | None) -> Callable[..., Any]:
-        return lambda module, args, kwargs: (args, {**kwargs, "attention_mask": rows[window]})
-
-    model._build_masks = remember  # type: ignore[method-assign]
-    for window, layer in zip(model._windows, model._layers, strict=True):
-        layer.register_forward_pre_hook(give_rows(window), with_kwargs=True)
-    torch.testing.assert_close(logits_of_two_trees(model), wanted, atol=2e-4, rtol=1e-4)
-    assert all(isinstance(r, TreeRows) for r in rows.values()) and rows

@@ -135,6 +135,8 @@ def position_off_by_one(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, ro
 class KeyedByNode:
     """A sampler whose noise belongs to the node instead of to the position."""
 
+    draws_rows = False
+
     def __init__(self, sampler: Sampler, logits_NV: Tensor, root_position: int) -> None:
         self._sampler, self._logits_NV, self._root_position = sampler, logits_NV, root_position
 
@@ -196,6 +198,8 @@ def noise_reused_at_the_next_position(
     """Each token alone has the right law, two together do not."""
 
     class Stuck:
+        draws_rows = False
+
         def draw(self, logits_V: Tensor, position: int) -> int:
             return sampler.draw(logits_V, 5)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.kernel_set import TWINS, KernelSet
 from offload.kv_cache import KVCache
 from offload.model import BorrowedModel
 
@@ -25,11 +26,12 @@ class Draft:
         model: its weights are bound for good.
         vocab_size: V of the target; a draft may pad its vocabulary further, what lies beyond is never proposed.
         num_slots: capacity of its cache, committed positions plus nodes of the largest tree.
+        kernels: of which the cache takes its own.
     """
 
-    def __init__(self, model: BorrowedModel, vocab_size: int, num_slots: int) -> None:
+    def __init__(self, model: BorrowedModel, vocab_size: int, num_slots: int, kernels: KernelSet = TWINS) -> None:
         self._model, self._vocab_size = model, vocab_size
-        self._cache = KVCache(model.num_layers, num_slots)
+        self._cache = KVCache(model.num_layers, num_slots, kernels.kv_commit)
 
     @property
     def vocab_size(self) -> int:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from offload.config import Drafting
-from offload.kernels.draw_without_replacement import draw_without_replacement
 from offload.proposals import Draw
 from offload.sampling import Sampler
 
@@ -65,7 +64,8 @@ def _without_replacement(law_WV: Tensor, num_children: int, sampler: Sampler) ->
     Tokens with q = 0 come after all others and among themselves in uniform order, which is Alg. 1's fall-back.
     """
     if law_WV.is_cuda:
-        return draw_without_replacement(law_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(law_WV)))
+        draw = sampler.kernels.draw_without_replacement
+        return draw(law_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(law_WV)))
     num_kept = min(num_children, law_WV.shape[1])
     chosen = []
     for law_RV in _blocks(law_WV):

@@ -16,6 +16,7 @@ from offload.drafters.draft import Draft
 from offload.drafters.filled import fill
 from offload.drafters.grown import grow_best
 from offload.drafters.sharpness import Sharpness
+from offload.kernel_set import TWINS, KernelSet
 from offload.model import BorrowedModel
 from offload.sampling import Sampler
 from offload.topology import Growth, Shape
@@ -29,10 +30,11 @@ class ModelDrafter:
         model: its weights are bound for good.
         vocab_size: V of the target; a draft may pad its vocabulary further, what lies beyond is never proposed.
         num_slots: capacity of its cache, committed positions plus nodes of the largest tree.
+        kernels: of which the cache takes its own.
     """
 
-    def __init__(self, model: BorrowedModel, vocab_size: int, num_slots: int) -> None:
-        self._draft = Draft(model, vocab_size, num_slots)
+    def __init__(self, model: BorrowedModel, vocab_size: int, num_slots: int, kernels: KernelSet = TWINS) -> None:
+        self._draft = Draft(model, vocab_size, num_slots, kernels)
         self._row_of_node: dict[int, int] = {}
         self._score_of_node: dict[int, Tensor] = {}  # of a grown tree, to learn from
         self._sharpness: defaultdict[tuple[Sampling, Drafting], Sharpness] = defaultdict(Sharpness)

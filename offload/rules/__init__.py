@@ -15,9 +15,8 @@ No model in sight. Invariant: for any tree whose growth was predictable, the emi
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from offload.config import RULES, Drafting, drafting_of
+from offload.logits import Rows
 from offload.rules.k_sequential import k_sequential
 from offload.rules.match import match
 from offload.rules.ratio import ratio
@@ -25,7 +24,7 @@ from offload.rules.walk import Acceptance
 from offload.sampling import Sampler
 from offload.tree import TokenTree
 
-Verify = Callable[[TokenTree, Tensor, Sampler, int], Acceptance]  # tree, logits_NV, sampler, position of the root
+Verify = Callable[[TokenTree, Rows, Sampler, int], Acceptance]  # tree, logits, sampler, position of the root
 
 _VERIFY: dict[str, Verify] = {
     "match": match,

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import numpy as np
-from torch import Tensor
 
+from offload.logits import Rows
 from offload.proposals import Draw, Floats, Offer
 from offload.rules.ratio import ratio_trials
 from offload.rules.walk import Acceptance, Trial, walk
@@ -28,7 +28,7 @@ from offload.tree import TokenTree
 _NUM_HALVINGS = 24  # rho exceeds the least one by k * 2^-24 at most
 
 
-def k_sequential(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
+def k_sequential(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
     """Verify by k-sequential selection; the position does not enter, since the coins are fresh.
 
     Args:

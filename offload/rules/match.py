@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from offload.logits import Rows, chunk_with
 from offload.rules.walk import Acceptance
 from offload.sampling import Sampler
 from offload.tree import TokenTree
 
 
-def match(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
+def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
     """Walk down from the root along the tokens that the target draws; the first one that is not a child ends the walk.
 
     The draw at a position depends on the target and the noise alone, so the emitted tokens are the ones that decoding
@@ -19,9 +20,11 @@ def match(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: i
         root_position: absolute position of the root token.
     """
     nodes, tokens, node = [0], [], 0
-    drawn = _draw_all(tree, logits_NV, sampler, root_position) if _is_far(logits_NV) else None
+    drawn: dict[int, int] = {}
     while True:
-        token = sampler.draw(logits_NV[node], root_position + len(nodes)) if drawn is None else drawn[node]
+        if node not in drawn and sampler.draws_rows:
+            drawn = _draw_chunk(tree, *chunk_with(logits_NV, node), sampler, root_position)
+        token = drawn[node] if sampler.draws_rows else sampler.draw(logits_NV[node], root_position + len(nodes))
         tokens.append(token)
         child = tree.child(node, token)
         if child is None:
@@ -30,12 +33,9 @@ def match(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: i
         node = child
 
 
-def _is_far(logits_NV: Tensor) -> bool:
-    """Whether every single draw would make the host wait for a device."""
-    return logits_NV.is_cuda
-
-
-def _draw_all(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> list[int]:
-    """The target's draw after every node, brought to the host at once."""
-    position_N = torch.from_numpy(tree.topology.depth_N.copy()).long() + (root_position + 1)
-    return [int(token) for token in sampler.draw_rows(logits_NV, position_N.to(logits_NV.device)).tolist()]
+def _draw_chunk(tree: TokenTree, lo: int, logits_CV: Tensor, sampler: Sampler, root_position: int) -> dict[int, int]:
+    """The target's draw after every node of a chunk, brought to the host at once."""
+    depth_C = tree.topology.depth_N[lo : lo + len(logits_CV)]
+    position_C = torch.from_numpy(depth_C.copy()).long() + (root_position + 1)
+    token_C = sampler.draw_rows(logits_CV, position_C.to(logits_CV.device))
+    return dict(enumerate(map(int, token_C.tolist()), lo))

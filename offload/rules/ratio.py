@@ -10,15 +10,15 @@ target's own sampling. A token that was rejected is never accepted later: R has 
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from torch import Tensor
 
+from offload.logits import Rows
 from offload.proposals import Floats, Offer
 from offload.rules.walk import Acceptance, Trial, walk
 from offload.sampling import Sampler
 from offload.tree import TokenTree
 
 
-def ratio(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int) -> Acceptance:
+def ratio(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
     """Verify by the ratio test; the position does not enter, since the coins are fresh.
 
     Args:

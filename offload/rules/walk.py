@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
+from offload.logits import Rows
 from offload.proposals import Floats, Offer
 from offload.sampling import Sampler
 from offload.tree import TokenTree
@@ -34,7 +34,7 @@ class Trial(NamedTuple):
 Trials = Callable[[Floats, Iterable[Offer]], Iterator[Trial]]  # the target's law and the children of one node
 
 
-def walk(tree: TokenTree, logits_NV: Tensor, sampler: Sampler, trials: Trials) -> Acceptance:
+def walk(tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials) -> Acceptance:
     """Descend into the first child that wins its toss, until none does; then draw from what remains of the law.
 
     Args:

@@ -1,0 +1,61 @@
+"""Logits of a tree's nodes, a chunk of rows at a time: those of 768 rows and 128,000 tokens take 200 MB in bf16.
+
+A walk down a tree looks at a handful of rows. So the last hidden states of all nodes are kept, which are small, and the
+head is applied to the chunk with the node that is looked at. The nodes of a path lie behind one another, so no chunk is
+computed twice. Invariant: at most one chunk is held, and it is let go before the next one is computed.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+
+class Logits:
+    """Scores of N nodes, computed where they are looked at.
+
+    Args:
+        num_rows: N.
+        max_rows: C, rows of a chunk.
+        first_CV: the chunk that the pass itself has scored.
+        score: the rows [lo, hi).
+    """
+
+    def __init__(self, num_rows: int, max_rows: int, first_CV: Tensor, score: Callable[[int, int], Tensor]) -> None:
+        assert len(first_CV) == min(num_rows, max_rows), f"{len(first_CV)} rows scored, {num_rows} in all"
+        self._num_rows, self._max_rows, self._score = num_rows, max_rows, score
+        self._lo, self._chunk_CV = 0, first_CV
+
+    def __len__(self) -> int:
+        """N."""
+        return self._num_rows
+
+    def __getitem__(self, node: int) -> Tensor:
+        """logits_V of one node."""
+        lo, chunk_CV = self.chunk_with(node)
+        return chunk_CV[node - lo]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """logits_V of every node in turn."""
+        return (self[node] for node in range(len(self)))
+
+    def chunk_with(self, node: int) -> tuple[int, Tensor]:
+        """The chunk in which a node lies: its first row, and its logits (C, V)."""
+        assert 0 <= node < len(self), f"node {node} of {len(self)}"
+        lo = node - node % self._max_rows
+        if lo != self._lo:
+            del self._chunk_CV
+            self._lo, self._chunk_CV = lo, self._score(lo, min(lo + self._max_rows, len(self)))
+        return self._lo, self._chunk_CV
+
+    def whole(self) -> Tensor:
+        """All of them, (N, V), for whoever has the room."""
+        return torch.cat([self.chunk_with(lo)[1] for lo in range(0, len(self), self._max_rows)])
+
+
+Rows = Tensor | Logits  # what a rule verifies by: logits (N, V), or such as are computed on the way
+
+
+def chunk_with(logits: Rows, node: int) -> tuple[int, Tensor]:
+    """See `Logits.chunk_with`; a tensor is one chunk."""
+    return logits.chunk_with(node) if isinstance(logits, Logits) else (0, logits)
