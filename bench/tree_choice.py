@@ -38,17 +38,19 @@ from offload.demo import PAIR, inflated_target
 from offload.errors import UserError
 from offload.loading import load
 from offload.profile import Profile
+from offload.request import Request
 from offload.screen import candidate_rows
 from offload.stats import Stats
-from offload.topology import Topology, chain, expected_tokens, isotonic
-from offload.tracer import written_trace
+from offload.topology import Growth, Shape, chain, expected_tokens, isotonic
+from offload.tracer import grown_again, ranks_of, write, written_trace
 from offload.traces import acceptance, bursts, tokens_per_sweep
 from offload.trees import tree_for
 from offload.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
 
 Row = dict[str, Any]
 Prompts = Sequence[tuple[int, ...]]
-Shape = tuple[int, int]  # nodes, depth
+Size = tuple[int, int]  # nodes, depth
+Cells = dict[Size, Shape]
 MODEL_TREES = ((64, 16), (256, 16))
 LEAST_RAM_BYTES = 300_000_000  # room for the largest trees of the grid
 _AHEAD = 32  # tokens written beyond a window, so that its last sweep counts as a whole
@@ -96,8 +98,8 @@ def model_is_measurement(temperature: float, effort: Effort) -> Row:
     sampling = Sampling(temperature=temperature)
     with tempfile.TemporaryDirectory() as name:
         tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), ram="2GiB")
-        options = {"context": 512, "sampling": sampling, "profile": tuned.path}
-        with load(PAIR / "target", PAIR / "draft", "2GiB", "256x16", **options) as decoder:  # type: ignore[arg-type]
+        options: dict[str, Any] = {"request": Request([0], sampling), "profile": tuned.path}
+        with load(PAIR / "target", PAIR / "draft", "2GiB", "256x16", context=512, **options) as decoder:
             prompts = other_prompts(decoder, effort.num_tokens)
             same = [
                 written_trace(decoder, prompt, replace(sampling, seed=seed), NUM_NEW + _AHEAD, "64x16")
@@ -171,11 +173,12 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
         choice = decoder.run([0], Sampling(), max_new_tokens=1).tree_choice
     best = choice.candidates[0]
     print("\n".join(candidate_rows(choice.candidates)), flush=True)
-    chosen = (best.topology.num_nodes, best.topology.depth)
-    cells = {(1, 0): chain(0), chosen: best.topology}
+    chosen = (best.shape.num_nodes, best.shape.depth)
+    cells: Cells = {(1, 0): chain(0), chosen: best.shape}
     largest = setting.tuned.profile.costs.compute_s.sizes[-1]
-    for shape in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
-        tree, _ = tree_for(setting.tuned.profile.acceptance, *shape)
+    for n, d in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
+        fixed, _ = tree_for(setting.tuned.profile.acceptance, n, d)
+        tree = Growth(n, min(d, n - 1)) if choice.is_grown else fixed  # the choice is among trees of one kind
         cells.setdefault((tree.num_nodes, tree.depth), tree)
     with load(setting.target, PAIR / "draft", setting.ram, f"{largest}x{DEPTH}", **options) as decoder:  # type: ignore[arg-type]
         prompts = other_prompts(decoder, effort.num_tokens)
@@ -199,10 +202,10 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
 
 
 def _step_times(
-    decoder: Decoder, cells: dict[Shape, Topology], prompts: Prompts, num_rounds: int, num_sweeps: int
-) -> dict[Shape, list[float]]:
+    decoder: Decoder, cells: Cells, prompts: Prompts, num_rounds: int, num_sweeps: int
+) -> dict[Size, list[float]]:
     """Wall time of steps with every tree, a few at a time and in turn; every token that was written is proved."""
-    seconds: dict[Shape, list[float]] = {shape: [] for shape in cells}
+    seconds: dict[Size, list[float]] = {shape: [] for shape in cells}
     for index in range(num_rounds):
         prompt = prompts[index % len(prompts)][:NUM_PROMPT]
         for shape, tree in cells.items():
@@ -216,11 +219,19 @@ def _step_times(
     return seconds
 
 
-def _yields(cells: dict[Shape, Topology], prompts: Prompts) -> dict[Shape, float]:
+def _yields(cells: Cells, prompts: Prompts) -> dict[Size, float]:
     """Tokens per sweep of every tree on the text that the target writes behind the prompts."""
-    with load(PAIR / "target", PAIR / "draft", "2GiB", "64x16", context=512, profile="none") as decoder:
-        traces = [written_trace(decoder, prompt, Sampling(), NUM_NEW + _AHEAD, "64x16") for prompt in prompts]
-    return {shape: _mean([_whole(bursts(tree, trace)) for trace in traces])[0] for shape, tree in cells.items()}
+    largest, sampling = max(tree.num_nodes for tree in cells.values()), Sampling()
+    with load(PAIR / "target", PAIR / "draft", "2GiB", f"{largest}x{DEPTH}", context=512, profile="none") as decoder:
+        texts = [(prompt, write(decoder, prompt, sampling, NUM_NEW + _AHEAD, "64x16")) for prompt in prompts]
+        traces = [ranks_of(decoder, *text, sampling) for text in texts]
+
+        def sweeps(tree: Shape) -> list[list[int]]:
+            if isinstance(tree, Growth):
+                return [grown_again(decoder, *text, sampling, tree) for text in texts]
+            return [bursts(tree, trace) for trace in traces]
+
+        return {size: _mean([_whole(one) for one in sweeps(tree)])[0] for size, tree in cells.items()}
 
 
 def _whole(sweeps: Sequence[int]) -> list[int]:

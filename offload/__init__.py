@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from offload.generation import Generation
     from offload.loading import load
     from offload.plan import MemoryPlan
+    from offload.request import Request
 
-__all__ = ["Decoder", "Generation", "MemoryPlan", "ReadError", "Sampling", "UserError", "load"]
+__all__ = ["Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -24,6 +25,7 @@ _HOMES = {
     "Generation": "generation",
     "MemoryPlan": "plan",
     "ReadError": "errors",
+    "Request": "request",
     "Sampling": "config",
     "UserError": "errors",
     "load": "loading",

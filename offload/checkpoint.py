@@ -203,9 +203,21 @@ def _download(repo: str) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=_WANTED))
     except (OSError, HFValidationError) as error:  # the hub's own errors are all OSErrors but for that of a bad name
-        raise UserError(
-            f"{repo} is neither a directory here nor to be had from the hub ({reason(error)}): check the name"
-        ) from None
+        raise not_on_the_hub(repo, error) from None
+
+
+def not_on_the_hub(repo: str, error: Exception) -> UserError:
+    """What to tell the user when the hub's library has failed: a name may be wrong only where the hub has answered."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    network_error = HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes from release to release
+    has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, (network_error, LocalEntryNotFoundError))
+    why = reason(error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else reason(error)
+    if has_answered:
+        return UserError(f"{repo} is neither a directory here nor to be had from the hub ({why}): check the name")
+    return UserError(
+        f"{repo} is no directory here, and the hub is out of reach ({why}): check the network, or give a folder"
+    )
 
 
 def read_config(path: Path) -> dict[str, Any]:

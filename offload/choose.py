@@ -14,8 +14,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from offload.costs import Costs, Limit, Traffic, step_time
-from offload.topology import Floats, Topology
+from offload.topology import Floats, Growth, Shape, Topology
 from offload.traces import NUM_FOLDS, PRODUCT_FORM, Found, RankTrie, Trace, bursts, cut_order, grow_order, tree_of
+from offload.tree_spec import label_of
+from offload.yields import Gains, GrownYield
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32)
@@ -27,7 +29,7 @@ _SPARE = 3  # so many times more nodes are ordered than the largest tree has, si
 class Candidate(NamedTuple):
     """One tree and what it promises."""
 
-    topology: Topology
+    shape: Shape  # bounds, where the draft's scores shape the tree
     tokens_per_sweep: float  # G(n, d)
     step_s: float
     limit: Limit  # what the sweep waits for
@@ -39,7 +41,7 @@ class Candidate(NamedTuple):
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
-        tree = {"num_nodes": self.topology.num_nodes, "depth": self.topology.depth}
+        tree = {"tree": label_of(self.shape), "num_nodes": self.shape.num_nodes, "depth": self.shape.depth}
         figures = {"tokens_per_sweep": self.tokens_per_sweep, "step_s": self.step_s, "s_per_token": self.s_per_token}
         return {**tree, **figures, "limit": self.limit}
 
@@ -53,12 +55,14 @@ class Forest:
         traces: accepted ranks, window by window; none leaves the product form.
         smoothing: how many sightings of a path `p_K` is worth.
         max_nodes: of the largest tree.
+        counted: what grown trees have yielded; none takes them for as good as fixed ones.
     """
 
     p_K: Floats
     traces: Sequence[Trace] = ()
     smoothing: float = 1.0
     max_nodes: int = 512
+    counted: Sequence[GrownYield] = ()
 
     def tree(self, num_nodes: int, depth: int) -> Topology | None:
         """The tree of `num_nodes` nodes and at most `depth` draft steps, None where there are not as many."""
@@ -73,6 +77,14 @@ class Forest:
         for order, trace in self._folds:
             yields += bursts(tree_of(cut_order(order, num_nodes, depth)), trace)
         return sum(yields) / len(yields)
+
+    def expected_grown(self, num_nodes: int, depth: int) -> float:
+        """G of a tree that is grown within these bounds."""
+        return self.expected(num_nodes, depth) * self._gains.at(num_nodes, depth)
+
+    @cached_property
+    def _gains(self) -> Gains:
+        return Gains(self.counted, self.expected)
 
     @cached_property
     def _whole(self) -> list[Found]:
@@ -91,25 +103,34 @@ class Forest:
 
     def _order(self, traces: Sequence[Trace]) -> list[Found]:
         trie = RankTrie(traces, DEPTHS[-1])
-        return grow_order(self.p_K, _SPARE * self.max_nodes, DEPTHS[-1], trie, self.smoothing)
+        largest = max([self.max_nodes, *(one.num_nodes for one in self.counted)])
+        return grow_order(self.p_K, _SPARE * largest, DEPTHS[-1], trie, self.smoothing)
 
 
 def choose(
-    forest: Forest, costs: Costs, traffic_of: Callable[[int], Traffic | None], max_depth: int = DEPTHS[-1]
+    forest: Forest,
+    costs: Costs,
+    traffic_of: Callable[[int], Traffic | None],
+    max_depth: int = DEPTHS[-1],
+    *,
+    is_grown: bool = False,
 ) -> list[Candidate]:
     """All trees that memory can hold, the one with the most tokens per second first.
 
     Args:
         traffic_of: what a sweep moves when memory is planned for so many nodes; None where that does not fit.
+        is_grown: whether the draft's scores are to shape the trees.
     """
     candidates = []
     for size in (size for size in SIZES if size <= forest.max_nodes):
         traffic = traffic_of(size)
         if traffic is None:
             continue
-        for depth, tree in _trees_of(forest, size, max_depth):
-            step = step_time(costs, traffic, tree)
-            candidates.append(Candidate(tree, forest.expected(size, depth), step.total_s, step.limit))
+        for depth, tree in _trees_of(forest, size, max_depth, is_grown=is_grown):
+            shape = Growth(size, depth) if is_grown and size > 1 else tree
+            tokens = (forest.expected_grown if shape is not tree else forest.expected)(size, depth)
+            step = step_time(costs, traffic, shape)
+            candidates.append(Candidate(shape, tokens, step.total_s, step.limit))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
 
 
@@ -123,13 +144,12 @@ def best_smoothing(p_K: Floats, traces: Sequence[Trace], num_nodes: int = 128, d
     return best if held_out(best) > _LEAST_GAIN * held_out(PRODUCT_FORM) else PRODUCT_FORM
 
 
-def _trees_of(forest: Forest, size: int, max_depth: int) -> Iterator[tuple[int, Topology]]:
-    """One tree per depth, shallow ones first, until a larger bound changes nothing."""
+def _trees_of(forest: Forest, size: int, max_depth: int, *, is_grown: bool) -> Iterator[tuple[int, Topology]]:
+    """One tree per depth, shallow ones first; of fixed ones until a larger bound changes nothing."""
     last = -1
-    for bound in DEPTHS:
-        depth = min(bound, max_depth)
+    for depth in dict.fromkeys(min(bound, max_depth, max(1, size - 1)) for bound in DEPTHS):
         tree = forest.tree(size, depth)
-        if tree is not None and tree.depth == last:
+        if tree is not None and tree.depth == last and not is_grown:
             return
         if tree is not None:
             last = tree.depth

@@ -120,6 +120,9 @@ def generate(
     """Write text with a model larger than memory."""
     text, sampling = _read_prompt(prompt, file), Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
     from offload.loading import load
+    from offload.request import Request
+
+    request = Request(text, sampling, max_tokens, stop, raw)
 
     with Screen(is_quiet=quiet or as_json) as screen:
         options = {
@@ -130,7 +133,7 @@ def generate(
             "dtype": dtype,
             "tree": tree,
             "rule": rule,
-            "sampling": sampling,
+            "request": request,
             "profile": profile,
             "link_limit": link_limit,
         }
@@ -263,11 +266,14 @@ def demo(
 ) -> None:
     """See it work on a packaged model, here and now."""
     from offload import demo as run
+    from offload.request import Request
 
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
+    request = Request(prompt or run.PROMPT, sampling, max_tokens, raw=True)
+    run.check(request, tree, rule, ram=ram, link_limit=link_limit)
     with Screen(is_quiet=quiet or as_json) as screen:
         target = run.inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
-        options = {"rule": rule, "sampling": sampling, "link_limit": link_limit}
+        options = {"rule": rule, "request": request, "link_limit": link_limit}
         with run.open_demo(target, ram or size_bytes // 4, tree, screen, **options) as decoder:
             screen.say(
                 f"target of {format_bytes(size_bytes)} in {target}, {format_bytes(decoder.plan.ram_bytes)} allowed"
@@ -277,7 +283,7 @@ def demo(
                 screen.say(kernel_line(decoder.duels))
             show = partial(_show, screen, is_silent=as_json, num_layers=len(decoder.plan.layer_bytes))
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
-            result = run.compare(decoder, prompt or run.PROMPT, sampling, show=show, **limits)
+            result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
     if as_json:
         print(json.dumps({"none": result.plain.as_dict(), "tree": result.tree.as_dict(), "speedup": result.speedup}))
     screen.say(comparison_lines(result.plain.stats, result.tree.stats, result.num_exact, result.num_near))

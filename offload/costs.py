@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from offload.plan import MemoryPlan
-from offload.topology import Topology
+from offload.topology import Growth, Shape
 
 Limit = Literal["link", "compute"]
 _FRICTIONS = tuple(index / 100 for index in range(101))
@@ -92,12 +92,12 @@ class StepTime(NamedTuple):
         return "link" if self.link_s > self.compute_s else "compute"
 
 
-def step_time(costs: Costs, traffic: Traffic, topology: Topology) -> StepTime:
-    """The time of one step with trees of this shape."""
-    draft_s = sum(costs.draft_step_s.at(width) for width in draft_widths(topology))
+def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
+    """The time of one step with trees of this shape, or within these bounds."""
+    draft_s = sum(costs.draft_step_s.at(width) for width in draft_widths(shape))
     hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
-    return StepTime(draft_s, costs.compute_s.at(topology.num_nodes), link_s, costs.verify_s, costs.friction)
+    return StepTime(draft_s, costs.compute_s.at(shape.num_nodes), link_s, costs.verify_s, costs.friction)
 
 
 def overlapped_s(one_s: float, other_s: float, friction: float) -> float:
@@ -125,7 +125,9 @@ def fit_friction(seen: Sequence[tuple[float, float, float]]) -> float:
     return min(_FRICTIONS, key=error)
 
 
-def draft_widths(topology: Topology) -> list[int]:
-    """Rows of every draft step: the nodes of each level that have children."""
-    is_run_N = topology.num_children_N > 0
-    return [int(np.count_nonzero(is_run_N[level])) for level in topology.levels[:-1]]
+def draft_widths(shape: Shape) -> list[int]:
+    """Rows of every draft step: of a fixed tree the nodes of each level that have children."""
+    if isinstance(shape, Growth):
+        return shape.draft_widths
+    is_run_N = shape.num_children_N > 0
+    return [int(np.count_nonzero(is_run_N[level])) for level in shape.levels[:-1]]

@@ -15,11 +15,12 @@ from offload.duels import NO_KERNELS, KernelChoice
 from offload.errors import UserError
 from offload.generation import Generation, Run
 from offload.plan import MemoryPlan
+from offload.request import Request, encode
 from offload.rules import Rule, find_rule
 from offload.sampling import Sampler
 from offload.stats import Stats
 from offload.target import Target
-from offload.text import TextStream, encode_prompt
+from offload.text import TextStream
 from offload.topology import Shape
 from offload.trees import Trees
 
@@ -161,12 +162,12 @@ class Decoder:
         """
         if self._is_closed:
             raise UserError("this decoder is closed: load the model again")
-        prompt_ids = self.encode(prompt, raw=raw)
-        self._require_room(len(prompt_ids), max_new_tokens)
+        request = Request(prompt, sampling, max_new_tokens, stop, raw)
+        prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         shape = choice.shape
-        stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth)
+        stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth, is_tree_grown=choice.is_grown)
         sampler = self.begin(sampling, acceptance)
         number = self._num_runs
 
@@ -178,7 +179,7 @@ class Decoder:
         return Run(
             step,
             prompt_ids,
-            TextStream(self.tokenizer, prompt_ids, [stop] if isinstance(stop, str) else stop or ()),
+            TextStream(self.tokenizer, prompt_ids, request.stops),
             sampling=sampling,
             rule=acceptance.name,
             max_new_tokens=max_new_tokens,
@@ -205,26 +206,7 @@ class Decoder:
 
     def encode(self, prompt: str | Sequence[int], *, raw: bool = False) -> list[int]:
         """Token ids of a prompt, checked. Raises `UserError`."""
-        if not isinstance(prompt, str):
-            ids = [int(token) for token in prompt]
-        elif self.tokenizer is None:
-            raise UserError("this checkpoint has no tokenizer: give the prompt as token ids")
-        else:
-            ids = encode_prompt(self.tokenizer, prompt, raw=raw)
-        if not ids:
-            raise UserError("the prompt is empty: give at least one token")
-        if not all(0 <= token < self._vocab_size for token in ids):
-            raise UserError(f"prompt ids must lie in [0, {self._vocab_size}), got {min(ids)}..{max(ids)}")
-        return ids
-
-    def _require_room(self, num_prompt_tokens: int, max_new_tokens: int) -> None:
-        if max_new_tokens < 0:
-            raise UserError(f"the number of new tokens must be 0 or more, got {max_new_tokens}")
-        if num_prompt_tokens + max_new_tokens > self.plan.context:
-            raise UserError(
-                f"a prompt of {num_prompt_tokens} tokens and {max_new_tokens} new ones exceed the context of "
-                f"{self.plan.context}: raise --context, shorten the prompt or lower -n"
-            )
+        return encode(self.tokenizer, prompt, self._vocab_size, raw=raw)
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name)

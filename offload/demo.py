@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.audit import draw_gaps, rounding
-from offload.config import Sampling
+from offload.checkpoint import open_checkpoint
+from offload.config import Sampling, parse_rate
 from offload.decode import Decoder
 from offload.errors import UserError
 from offload.generation import Generation
 from offload.inflate import inflate
-from offload.loading import Progress, load
+from offload.loading import Progress, check_options, load
+from offload.model_shape import model_shape
+from offload.request import Request
 from offload.rules import find_rule
 from offload.screen import Screen
+from offload.text import load_tokenizer
 
 PAIR = Path(__file__).parent / "demo_pair"
+_CONTEXT = 512
 PROMPT = '''"""Read settings from a file."""
 
 import os
@@ -51,6 +56,14 @@ class Comparison(NamedTuple):
 def cache_folder() -> Path:
     """Where inflated targets are kept: the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+
+
+def check(request: Request, tree: str, rule: str, *, ram: str | None, link_limit: str | None) -> None:
+    """Refuse what cannot run before a target is made for it. Raises `UserError`."""
+    check_options(True, tree, rule, ram=ram)
+    parse_rate(link_limit, "--link-limit")
+    vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
+    request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
 
 
 def inflated_target(size_bytes: int, progress: Progress) -> Path:
@@ -96,4 +109,4 @@ def compare(
 def open_demo(target: Path, ram: str | int, tree: str, screen: Screen, **options: Any) -> Decoder:
     """The inflated target with its packaged draft; `options` are those of `load`."""
     hooks = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
-    return load(target, PAIR / "draft", ram=ram, tree=tree, context=512, **hooks, **options)  # type: ignore[arg-type]
+    return load(target, PAIR / "draft", ram=ram, tree=tree, context=_CONTEXT, **hooks, **options)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from offload.arena import open_arena
 from offload.calibrate import copy_bytes_per_s, link_bytes_per_s
 from offload.checkpoint import Checkpoint, open_checkpoint, read_json
-from offload.config import Sampling, parse_rate
+from offload.config import DTYPES, Sampling, parse_rate, parse_size, require
 from offload.decode import Decoder
 from offload.device import Device, open_device
 from offload.device_stream import DeviceStream
@@ -25,17 +26,20 @@ from offload.drafters.none import NoDrafter
 from offload.duels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.errors import UserError
 from offload.graphed import use_graphs
+from offload.headers import open_headers
 from offload.host_store import HostStore
 from offload.kernel_set import KernelSet
 from offload.kernels.jit import is_for_kernels
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
-from offload.rules import find_rule
+from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning, require_positions
+from offload.profile import parse_profile
+from offload.request import Request
+from offload.rules import Rule, find_rule
 from offload.survey import LOCAL_BYTES_PER_S, Situation, look_around, make_trees, pick_num_threads
 from offload.target import Layers, Target
 from offload.text import load_tokenizer
-from offload.tree_spec import tree_to_fill
+from offload.tree_spec import TreeSpec, tree_to_fill
 from offload.trees import Trees
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
@@ -55,7 +59,7 @@ def load(
     dtype: str = "auto",
     context: int | None = None,
     threads: int | None = None,
-    sampling: Sampling | None = None,
+    request: Request | None = None,
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
     on_bytes: Progress = lambda done, total: None,
@@ -70,7 +74,8 @@ def load(
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         device, gpu_memory: `auto`, `cpu`, `cuda` or `cuda:N`, and a budget on it; default: what is free there.
         dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's.
-        threads: compute threads (default: the fastest); sampling: of most runs, whose automatic tree sets the memory.
+        threads: compute threads; default: the fastest.
+        request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
         profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
         link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
         on_bytes, on_layer: hear of resident bytes as they land, and of every layer that a sweep has run.
@@ -78,38 +83,60 @@ def load(
     Raises:
         UserError: whatever the user can mend, in one line.
     """
-    card, situation = open_device(device, gpu_memory), Situation(sampling or Sampling(), rule, threads)
-    limit = parse_rate(link_limit, "--link-limit")
-    files = _Files(open_checkpoint(model), None if draft is None else open_checkpoint(draft))
-    wish, acceptance = tree_to_fill(tree, rule, has_draft=files.draft is not None), find_rule(rule)
-    plan_for = _planner(files, ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
-    plan_for(1 if wish.kind == "auto" else wish.build().num_nodes)  # refuses before a weight is read
+    wish = check_options(
+        draft is not None, tree, rule, ram=ram, dtype=dtype, context=context, threads=threads, profile=profile
+    )
+    card, limit = open_device(device, gpu_memory), parse_rate(link_limit, "--link-limit")
+    situation = Situation(request.sampling if request else Sampling(), rule, threads)
+    plan_of = _planner(ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
+    files = _open_files(model, draft, lambda headers: plan_of(headers, 1 if wish.kind == "auto" else wish.num_nodes))
+    plan_for = partial(plan_of, files)
+    trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
+    trees.check(situation.sampling, rule)
     with ExitStack() as resources:
         pair = _open_pair(files, dtype, limit, resources, card, ram)
-        trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
+        if request is not None:
+            request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
+        _read_pair(pair)  # the first weights: what can be refused has been
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
         choice = _pick_kernels(pair, plan, situation.sampling)
         stream = _start_stream(pair, plan, on_bytes, resources)
-        return Decoder(
-            Target(pair.target, stream, plan, device=card, kernels=choice.kernels, on_layer=on_layer),
-            pair.drafter(plan, choice.kernels),
-            plan=plan,
-            trees=trees,
-            rule=acceptance,
-            tokenizer=pair.tokenizer,
-            end_ids=pair.end_ids,
-            num_threads=num_threads,
-            resources=resources.pop_all(),
-            notes=pair.notes,
-            choice=choice,
+        target = Target(pair.target, stream, plan, device=card, kernels=choice.kernels, on_layer=on_layer)
+        return _assemble(
+            pair, target, plan, trees, find_rule(rule), choice, num_threads=num_threads, resources=resources
         )
+
+
+def check_options(
+    has_draft: bool,
+    tree: str,
+    rule: str,
+    *,
+    ram: str | int | None = None,
+    dtype: str = "auto",
+    context: int | None = None,
+    threads: int | None = None,
+    profile: str | os.PathLike[str] | None = None,
+) -> TreeSpec:
+    """The tree that is wanted, and nothing wrong that shows before a model is looked for. Raises `UserError`."""
+    find_rule(rule)
+    wish = tree_to_fill(tree, rule, has_draft=has_draft)
+    if ram is not None:
+        parse_size(ram, "--ram")
+    require(dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}", repr(dtype), "try --dtype auto")
+    if context is not None:
+        require_positions(context)
+    require(threads is None or threads >= 1, "--threads must be 1 or more", threads, "leave it out to have it measured")
+    if profile is not None and str(profile) != "none":
+        parse_profile(Path(profile))
+    return wish
 
 
 class _Files(NamedTuple):
     """Both checkpoints."""
 
     target: Checkpoint
-    draft: Checkpoint | None
+    draft: Checkpoint | None = None
 
 
 class _Pair(NamedTuple):
@@ -130,15 +157,30 @@ class _Pair(NamedTuple):
         return ModelDrafter(self.draft, self.target.vocab_size, plan.cache_slots, kernels)
 
 
+def _open_files(
+    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, check: Callable[[_Files], object]
+) -> _Files:
+    """Both checkpoints; what has to be fetched is fetched after `check` has let its headers pass."""
+    names = [model] if draft is None else [model, draft]
+    headers = [open_headers(name) for name in names]
+    check(_Files(*headers))
+    return _Files(
+        *(
+            found if os.path.isdir(os.path.expanduser(name)) else open_checkpoint(name)
+            for name, found in zip(names, headers, strict=True)
+        )
+    )
+
+
 def _planner(
-    files: _Files, ram: str | int | None, card: Device | None, gpu: str | int | None, **settings: Any
-) -> Callable[[int], MemoryPlan]:
+    ram: str | int | None, card: Device | None, gpu: str | int | None, **settings: Any
+) -> Callable[[_Files, int], MemoryPlan]:
     """Plans for trees of any size against one budget: what is free must not be asked again while loading takes some."""
     settings["ram"] = default_ram_bytes() if ram is None else ram
     if card is not None:
         name = str(card.place)
         settings |= {"device": name, "gpu": default_gpu_bytes(name) if gpu is None else gpu}
-    return lambda num_nodes: plan_memory(*files, num_nodes=num_nodes, **settings)
+    return lambda files, num_nodes: plan_memory(*files, num_nodes=num_nodes, **settings)
 
 
 def _open_pair(
@@ -155,12 +197,18 @@ def _open_pair(
         draft = BorrowedModel(files.draft, dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
-        _fill(draft, files.draft)
-        notes += [note for note in [use_graphs(draft)] if note] if place.type == "cuda" else []
     store = HostStore(files.target.shards, rate_limit_bytes_per_s=limit_bytes_per_s)
     resources.callback(store.close)
-    target.bind_rest(store.fetch(target.rest_layout))
     return _Pair(target, draft, store, tokenizer, end_ids, card, notes)
+
+
+def _read_pair(pair: _Pair) -> None:
+    """All of the draft, and of the target what lies around its layers."""
+    if pair.draft is not None:
+        _fill(pair.draft, pair.draft.checkpoint)
+        note = None if pair.card is None else use_graphs(pair.draft)
+        pair.notes.extend([note] if note else [])
+    pair.target.bind_rest(pair.store.fetch(pair.target.rest_layout))
 
 
 def _plan_tree(
@@ -220,6 +268,25 @@ def _fill(model: BorrowedModel, checkpoint: Checkpoint) -> None:
             model.bind_layer(layer, store.fetch(layout))
     finally:
         store.close()
+
+
+def _assemble(
+    pair: _Pair, target: Target, plan: MemoryPlan, trees: Trees, rule: Rule, choice: KernelChoice, *,
+    num_threads: int, resources: ExitStack,
+) -> Decoder:  # fmt: skip
+    return Decoder(
+        target,
+        pair.drafter(plan, choice.kernels),
+        plan=plan,
+        trees=trees,
+        rule=rule,
+        tokenizer=pair.tokenizer,
+        end_ids=pair.end_ids,
+        num_threads=num_threads,
+        resources=resources.pop_all(),
+        notes=pair.notes,
+        choice=choice,
+    )
 
 
 def _start_stream(pair: _Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:

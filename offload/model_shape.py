@@ -17,11 +17,12 @@ from offload.layout import group_by_layer, slab_bytes_bound
 _STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
 _TABLE_NAME = re.compile(r"\b(embed_tokens|embed_in|word_embeddings|wte)\.weight$")
+_ROUTED_NAME = re.compile(r"\blayers\.\d+\..*\bexperts\.")  # not `shared_experts.`, which every row meets
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-             "num_experts_per_tok", "max_position_embeddings", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-             "v_head_dim", "kv_channels")  # fmt: skip
+             "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts", "max_position_embeddings",
+             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,10 @@ class ModelShape:
     cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
     table_bytes: int = 0  # of the rest, the embedding table, of which a pass reads a few rows
     head_bytes: int = 0  # of the rest, what has to lie where layers are computed; a tied head is the table
-    num_weights: int = 0  # numbers in the layers and the head, with which every row is multiplied
+    num_weights: int = 0  # numbers in the layers and the head, with which rows are multiplied
+    routed_weights: int = 0  # of these, what lies in experts that a router chooses among: a row meets its own few
+    routed_bytes: int = 0  # of the layers
+    routed_share: float = 1.0  # of the experts that one row meets, k / E
 
     @property
     def num_bytes(self) -> int:
@@ -59,6 +63,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     if empty is not None:
         raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_layers}: {_LOOK}")
     dtype = _STORED_AS[compute_dtype_name(checkpoint, dtype)]
+    routed = [entry for name, entry in checkpoint.tensors.items() if _ROUTED_NAME.search(name)]
     item_bytes, (table, head) = ITEM_BYTES[dtype], _table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
     return ModelShape(
         layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers),
@@ -71,6 +76,9 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         table_bytes=_rest_bytes(table, dtype),
         head_bytes=_rest_bytes(head, dtype),
         num_weights=sum(math.prod(entry.shape) for entries in (*layers, head) for entry in entries),
+        routed_weights=sum(math.prod(entry.shape) for entry in routed),
+        routed_bytes=sum(entry.hi - entry.lo for entry in routed),
+        routed_share=_routed_share(sizes),
     )
 
 
@@ -109,6 +117,13 @@ def _table_and_head(
     others = [entry for entry in rest if entry not in tables]
     is_tied = not any(entry.shape[:1] >= (max(vocab_size, 1),) and len(entry.shape) == 2 for entry in others)
     return tables, rest if is_tied else others
+
+
+def _routed_share(sizes: dict[str, int]) -> float:
+    """k / E; one where the config does not say both, so that no expert is left out by mistake."""
+    num_experts = max(sizes.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    num_chosen = sizes.get("num_experts_per_tok", num_experts)
+    return min(1.0, num_chosen / num_experts) if num_experts else 1.0
 
 
 def _rest_bytes(entries: list[TensorEntry], dtype: str) -> int:

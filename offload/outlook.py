@@ -6,6 +6,7 @@ and from a profile of `offload tune` where one holds. What is not known is left 
 No torch. Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from offload.calibrate import link_bytes_per_s
 from offload.checkpoint import Checkpoint, compute_dtype_name
 from offload.choose import DEPTHS, Forest, choose
-from offload.config import Sampling, require
+from offload.config import Sampling, drafting_of, require
 from offload.costs import Costs, Traffic
 from offload.errors import UserError
 from offload.hardware import Hardware, find_hardware
@@ -25,9 +26,10 @@ from offload.model_shape import model_shape
 from offload.plan import MemoryPlan, default_ram_bytes, plan_memory, ram_warning
 from offload.predict import Prediction, costs_on, is_disk_slower, predict, traffic_on
 from offload.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
-from offload.topology import DEFAULT_ACCEPTANCE, Topology, chain, check_acceptance, expected_tokens, isotonic
-from offload.tree_spec import TreeSpec, tree_to_fill
+from offload.topology import DEFAULT_ACCEPTANCE, Growth, Shape, chain, check_acceptance, expected_tokens, isotonic
+from offload.tree_spec import TreeSpec, label_of, tree_to_fill
 
+_DEFAULT = "default acceptance, of a 16 M target and its 1 M draft writing code greedily"
 MAX_NODES = 1024  # of a tree that is chosen for a card
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
 
@@ -122,10 +124,11 @@ def look_ahead(model: str, draft: str | None, wish: Wish) -> Outlook:
     costs = _costs(case, profile)
     if costs is None:
         return Outlook(plan, machine, _measured_link(case), (), basis, _notes(case))
-    predictions = _predictions(case, costs, _forest(profile, costs, machine))
+    forest = _forest(profile, costs, case)
+    predictions = _predictions(case, costs, forest)
     plan = case.plan(predictions[-1].topology.num_nodes)
     basis = "tokens per sweep as given" if wish.tokens_per_sweep else basis
-    return Outlook(plan, machine, costs.link_bytes_per_s, predictions, basis, _notes(case))
+    return Outlook(plan, machine, costs.link_bytes_per_s, predictions, basis, _notes(case, predictions, forest))
 
 
 def _check(case: _Case) -> None:
@@ -143,11 +146,11 @@ def _profile(case: _Case) -> tuple[Profile | None, str]:
     """What is known of acceptance, and in words where from."""
     named, is_open = case.wish.profile, case.draft is not None and is_here(case.target) and is_here(case.draft)
     if case.draft is None or named == "none":
-        return None, "default acceptance"
+        return None, _DEFAULT
     if named is not None:
         return _named_profile(case, Path(named), is_checked=is_open), f"acceptance of {named}"
     if case.machine is not None or case.wish.gpu is not None or not is_open:
-        return None, "default acceptance"
+        return None, _DEFAULT
     machine = Machine.here(compute_dtype_name(case.target, case.wish.dtype))
     profile, where = find_profile(Identity.of(case.target, case.draft, Sampling(), case.wish.rule, machine))
     return profile, f"profile {where}" if profile else where
@@ -181,12 +184,13 @@ def _measured_link(case: _Case) -> float | None:
     return link_bytes_per_s(max(case.target.shards, key=lambda path: path.stat().st_size))
 
 
-def _forest(profile: Profile | None, costs: Costs, machine: Hardware | None) -> Forest:
-    """The trees to choose from; here none is larger than what was timed."""
-    max_nodes = MAX_NODES if machine else costs.compute_s.sizes[-1]
+def _forest(profile: Profile | None, costs: Costs, case: _Case) -> Forest:
+    """The trees to choose from; here none is larger than what was timed, unless it was named."""
+    max_nodes = MAX_NODES if case.machine else costs.compute_s.sizes[-1]
+    max_nodes = max(max_nodes, case.tree.a if case.tree.kind == "grown" else 1)
     if profile is None:
         return Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max_nodes)
-    return Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, max_nodes)
+    return Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, max_nodes, profile.grown)
 
 
 def _predictions(case: _Case, costs: Costs, forest: Forest) -> tuple[Prediction, ...]:
@@ -195,16 +199,15 @@ def _predictions(case: _Case, costs: Costs, forest: Forest) -> tuple[Prediction,
     found = [_predict(case, costs, plain, "none", Guess(chain(0), 1.0))]
     if case.draft is not None and case.tree.kind != "none":
         guess = _best(case, costs, forest) if case.tree.kind == "auto" else _named(case, forest)
-        topology = guess.topology
-        label = f"{topology.num_nodes}x{topology.depth}" if case.tree.kind == "auto" else case.wish.tree
-        found.append(_predict(case, costs, case.plan(topology.num_nodes), label, guess))
+        label = label_of(guess.shape) if case.tree.kind == "auto" else case.wish.tree
+        found.append(_predict(case, costs, case.plan(guess.shape.num_nodes), label, guess))
     return tuple(found)
 
 
 class Guess(NamedTuple):
     """A tree and what it is expected to yield."""
 
-    topology: Topology
+    shape: Shape
     tokens_per_sweep: float
 
 
@@ -221,27 +224,36 @@ def _best(case: _Case, costs: Costs, forest: Forest) -> Guess:
         except UserError:
             return None
 
-    best = choose(forest, costs, traffic_of, min(DEPTHS[-1], case.plan(1).context - 1))
-    return Guess(best[0].topology, best[0].tokens_per_sweep) if best else Guess(chain(0), 1.0)
+    max_depth, is_grown = min(DEPTHS[-1], case.plan(1).context - 1), not drafting_of(case.wish.rule).keeps_laws
+    best = choose(forest, costs, traffic_of, max_depth, is_grown=is_grown)
+    return Guess(best[0].shape, best[0].tokens_per_sweep) if best else Guess(chain(0), 1.0)
 
 
 def _named(case: _Case, forest: Forest) -> Guess:
-    """A grown tree has no shape to predict from: the fixed one of its size yields less, so it stands in."""
-    tree = forest.tree(case.tree.a, case.tree.b) if case.tree.kind in ("best", "grown") else None
-    named = TreeSpec("best", case.tree.a, case.tree.b) if case.tree.kind == "grown" else case.tree
-    topology = named.build() if tree is None else tree
-    assert isinstance(topology, Topology), "only grown trees have no shape of their own"
+    """The tree that was named, with the tokens that were given for it or that follow from what is known."""
+    kind, size = case.tree.kind, (case.tree.a, case.tree.b)
+    tree = forest.tree(*size) if kind == "best" else None
+    shape = case.tree.build() if tree is None else tree
     if case.wish.tokens_per_sweep is not None:
-        return Guess(topology, case.wish.tokens_per_sweep)
+        return Guess(shape, case.wish.tokens_per_sweep)
+    if isinstance(shape, Growth):
+        return Guess(shape, forest.expected_grown(shape.num_nodes, shape.depth))
     if tree is not None:
-        return Guess(tree, forest.expected(case.tree.a, case.tree.b))
-    p_K = np.zeros(max(forest.p_K.size, int(topology.rank_N.max()) + 1))
+        return Guess(tree, forest.expected(*size))
+    p_K = np.zeros(max(forest.p_K.size, int(shape.rank_N.max()) + 1))
     p_K[: forest.p_K.size] = forest.p_K
-    return Guess(topology, expected_tokens(topology, p_K))
+    return Guess(shape, expected_tokens(shape, p_K))
 
 
-def _notes(case: _Case) -> tuple[str, ...]:
+def _notes(case: _Case, predictions: Sequence[Prediction] = (), forest: Forest | None = None) -> tuple[str, ...]:
+    """Lines about what the figures leave out."""
     warning = ram_warning(case.wish.ram) if case.machine is None and case.wish.ram is not None else None
     absent = None if case.machine or is_here(case.target) else "the weights are not here: their link was not measured"
-    grown = "predicted as the fixed tree of that size, which yields less" if case.tree.kind == "grown" else None
+    is_guess = forest is not None and not forest.counted and case.wish.tokens_per_sweep is None
+    grown = _AS_FIXED if is_guess and any(isinstance(row.topology, Growth) for row in predictions) else None
     return tuple(note for note in (warning, absent, grown) if note)
+
+
+_AS_FIXED = (
+    "a grown tree is predicted as the fixed one of its size, which yields less: offload tune counts what grown ones do"
+)

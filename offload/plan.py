@@ -8,7 +8,7 @@ works.
 import math
 
 from offload.checkpoint import Checkpoint
-from offload.config import DTYPES, drafting_of, format_bytes, parse_size
+from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require
 from offload.device_plan import HOST_RUNTIME_BYTES, Card, make_device_plan
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
@@ -136,13 +136,17 @@ def default_gpu_bytes(device: str) -> int:
     return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(device))
 
 
+def require_positions(context: int) -> None:
+    """Raises `UserError` where nothing can be written into so many positions, whatever the model."""
+    require(context >= 1, "--context must be 1 or more", context, "prompt and new tokens have to fit")
+
+
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
     turning_point = _turning_point(checkpoint)
     limit = turning_point or config_sizes(checkpoint).get("max_position_embeddings")
     if context is None:
         return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
-    if context < 1:
-        raise UserError(f"--context must be 1 or more, got {context}: prompt and new tokens have to fit")
+    require_positions(context)
     if limit and context > limit:
         why = "beyond which longrope turns all positions anew" if turning_point else "which this model was made for"
         raise UserError(f"--context must be at most {limit}, {why}, got {context}: lower it")

@@ -7,13 +7,14 @@ takes longer; layers that do not stay come over the link meanwhile.
 No torch, no clock.
 """
 
+import math
 from typing import NamedTuple
 
 from offload.costs import Costs, Curve, StepTime, Traffic, step_time
 from offload.hardware import Hardware
 from offload.memory_plan import MemoryPlan
 from offload.model_shape import ModelShape
-from offload.topology import Topology
+from offload.topology import Shape
 
 # Launching, sorting and drawing of one draft step, most of it replayed from a captured graph, and of one verification.
 # Assumed: of the size of ten kernels a layer at some microseconds each; a step of a second does not notice.
@@ -25,7 +26,7 @@ class Prediction(NamedTuple):
     """What decoding with one tree will cost."""
 
     label: str  # as `--tree` names it
-    topology: Topology
+    topology: Shape  # or the bounds of a grown tree
     tokens_per_sweep: float
     step: StepTime
     is_disk_slower: bool  # than the link to the card
@@ -53,7 +54,7 @@ def predict(
     label: str,
     costs: Costs,
     traffic: Traffic,
-    topology: Topology,
+    topology: Shape,
     tokens_per_sweep: float,
     *,
     is_disk_slower: bool = False,
@@ -93,9 +94,19 @@ def _as_link_bytes(hardware: Hardware, disk_bytes: int) -> int:
 
 
 def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:
-    """Time of one pass against its rows: flat while reading takes longer than multiplying, then in proportion."""
+    """Time of one pass against its rows: flat while reading takes longer than multiplying, then in proportion.
+
+    Of routed experts a row is multiplied with its own k of E, and so many rows read at most so many times k of them.
+    The link brings all of them nevertheless: which ones are needed is known only inside the layer.
+    """
     read_bytes = sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
-    read_s = read_bytes / (hardware.memory_share * hardware.memory_bytes_per_s)
-    row_s = 2 * shape.num_weights / (hardware.flops_share * hardware.flops_per_s)
-    bend = max(2, min(int(read_s / row_s), _FAR_ROWS - 1))
-    return Curve((1, bend, _FAR_ROWS), tuple(max(read_s, rows * row_s) for rows in (1, bend, _FAR_ROWS)))
+    num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
+    row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
+
+    def pass_s(rows: int) -> float:
+        idle_bytes = max(0.0, 1 - rows * shape.routed_share) * shape.routed_bytes
+        return max((read_bytes - idle_bytes) / (hardware.memory_share * hardware.memory_bytes_per_s), rows * row_s)
+
+    bend = int(read_bytes / (hardware.memory_share * hardware.memory_bytes_per_s) / row_s)
+    corners = {1, math.ceil(1 / shape.routed_share), max(2, min(bend, _FAR_ROWS - 1)), _FAR_ROWS}
+    return Curve(tuple(sorted(corners)), tuple(pass_s(rows) for rows in sorted(corners)))

@@ -21,8 +21,10 @@ from offload.errors import UserError
 from offload.machine import cpu_name
 from offload.topology import check_acceptance
 from offload.traces import NUM_RANKS, PRODUCT_FORM
+from offload.yields import GrownYield
 
-SCHEMA = 1  # raise it when a field changes its meaning
+SCHEMA = 3  # raise it when a field changes its meaning
+_WITHOUT_GROWN = 2  # still read: what grown trees yield was not counted then
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard's weights: two fine-tunes of one model have the same headers
 _AGAIN = "run offload tune again"
 
@@ -101,6 +103,7 @@ class Profile:
     smoothing: float  # how many sightings the product form is worth, chosen on held-out traces
     num_threads: int
     costs: Costs
+    grown: tuple[GrownYield, ...]  # what grown trees yield; none where the rule or the way of tracing has none
     traces: tuple[tuple[int, ...], ...]  # rank of every token, window by window; -1: not among the candidates
 
     @property
@@ -167,6 +170,13 @@ def read_profile(path: Path, identity: Identity) -> Profile:
     return profile
 
 
+def require_writable(folder: Path) -> None:
+    """Find out before hours of measuring whether their result can be kept. Raises `UserError` where it cannot."""
+    trial = folder / f".{os.getpid()}"
+    write_atomically(trial, "")
+    trial.unlink()
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Whoever reads sees the old text or the new one. Raises `UserError` where nothing can be written."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -206,7 +216,9 @@ def parse_profile(path: Path) -> Profile:
     except ValueError as error:
         raise UserError(f"profile {path.name} is not valid JSON ({error}): {_AGAIN}") from None
     found = values.pop("schema", None) if isinstance(values, dict) else None
-    if found != SCHEMA:
+    if found == _WITHOUT_GROWN:
+        values["grown"] = []
+    elif found != SCHEMA:
         raise UserError(f"profile {path.name} has schema {found}, this version reads {SCHEMA}: {_AGAIN}")
     try:
         profile = _build(values)
@@ -222,6 +234,7 @@ def _build(values: dict[str, Any]) -> Profile:
     parts: dict[str, Any] = {
         "identity": Identity(**{**identity, "machine": Machine(**identity["machine"])}),
         "costs": Costs(**{**costs, **{name: _curve(costs[name]) for name in ("compute_s", "draft_step_s")}}),
+        "grown": tuple(GrownYield(**one) for one in values["grown"]),
         "traces": tuple(tuple(map(int, trace)) for trace in values["traces"]),
     }
     parts |= {name: tuple(map(float, values[name])) for name in ("acceptance", "standard_error")}
@@ -245,6 +258,9 @@ def _check(profile: Profile) -> None:
     _require(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
     _require(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
     _require(profile.smoothing > 0 and profile.num_threads > 0, "smoothing and num_threads must be positive")
+    for one in profile.grown:
+        _require(1 <= one.depth < one.num_nodes, "a grown tree has a depth, and more nodes than that")
+        _require(1 <= one.tokens_per_sweep <= one.depth + 1, "a sweep yields one token, and one more for every level")
     ranks = {rank for trace in profile.traces for rank in trace}
     _require(bool(ranks) and ranks <= set(range(-1, NUM_RANKS)), f"traces must hold ranks in -1..{NUM_RANKS - 1}")
 

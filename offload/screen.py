@@ -144,21 +144,21 @@ def outlook_lines(outlook: "Outlook") -> str:
     if plan.gpu_bytes is not None and plan.disk_streamed_bytes:
         moved += f", {plan.disk_streamed_bytes / 1e9:.2f} GB of it from disk"
     seconds = f": {outlook.sweep_s:.2f} s" if outlook.sweep_s is not None else ""
-    heading = [f"{outlook.hardware.name}, {outlook.basis}"] if outlook.hardware else []
+    heading = f"{outlook.hardware.name}, {outlook.basis}" if outlook.hardware else outlook.basis
     rows = [_prediction_row(prediction) for prediction in outlook.predictions]
-    table = [*heading, _PREDICTION_HEAD, *rows] if rows else []
+    table = [heading, _PREDICTION_HEAD, *rows] if rows else []
     return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *outlook.notes])
 
 
 _PREDICTION_HEAD = (
-    f"{'':>12} {'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
+    f"{'':>14} {'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
 )
 
 
 def _prediction_row(row: "Prediction") -> str:
     step = row.step
     terms = f"{row.tokens_per_sweep:>12.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
-    return f"{row.label:>12} {terms} {row.s_per_token:>8.3f}  {row.limit}"
+    return f"{row.label:>14} {terms} {row.s_per_token:>8.3f}  {row.limit}"
 
 
 def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
@@ -168,15 +168,20 @@ def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
 
 def choice_lines(choice: "TreeChoice") -> str:
     """What tree is used and why; where it was chosen, beside the next best."""
-    kind = "grown tree of at most" if choice.is_grown else "tree of"
-    first = f"{kind} {choice.shape.num_nodes} nodes, {choice.shape.depth} deep: {choice.why}"
+    first = f"{_tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_grown)}: {choice.why}"
     return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
+
+
+def _tree_words(num_nodes: int, depth: int, is_grown: bool) -> str:
+    return f"{'grown tree of at most' if is_grown else 'tree of'} {num_nodes} nodes, {depth} deep"
 
 
 def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
     """What was predicted for the best few trees."""
+    from offload.tree_spec import label_of  # which brings numpy along
+
     return [
-        f"  {f'{c.topology.num_nodes}x{c.topology.depth}':>8}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
+        f"  {label_of(c.shape):>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
         f"{c.s_per_token:.4f} s/token; the {c.limit} is the slower side"
         for c in candidates
     ]
@@ -222,7 +227,8 @@ def closing_lines(stats: Stats, ram_bytes: int) -> str:
         memory += f", {format_bytes(stats.peak_device_bytes)} on the card"
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
-    tree = f"tree of {stats.tree_num_nodes} nodes, {stats.tree_depth} deep" if stats.tree_depth else "no tree"
+    words = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_grown)
+    tree = words if stats.tree_depth else "no tree"
     stalled = stats.stall_s / stats.sweep_s if stats.sweep_s else 0
     return (
         f"{first}; then {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep "
@@ -246,9 +252,10 @@ def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -
     """Both speeds side by side."""
     near = f", {num_near} lie within bf16 rounding of it" if num_near else ""
     head = f"{'':>22} {'tokens/s':>9} {'tokens/sweep':>13} {'s/token':>8} {'link GB/s':>10}"
+    kind = "grown tree" if tree.is_tree_grown else "tree"
     rows = [
         _speed_row("one token per sweep", plain),
-        _speed_row(f"tree {tree.tree_num_nodes}x{tree.tree_depth}", tree),
+        _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
     ]
     proof = f"{num_exact} of {num_exact + num_near} tokens are the original model's own draw in float32{near}"
     if not num_exact + num_near:

@@ -60,7 +60,9 @@ def make_trees(
         except UserError:
             return None
 
-    return Trees(wish, _profile_finder(target, draft, dtype, named, device), cache(traffic_of))
+    return Trees(
+        wish, _profile_finder(target, draft, dtype, named, device), cache(traffic_of), context=plan_for(1).context
+    )
 
 
 class Situation(NamedTuple):

@@ -45,8 +45,6 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise UserError("a stop string must not be empty, got '': leave it out")
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._context_text = self._decode([]).rstrip(_REPLACEMENT)  # a character that the prompt begins is new text

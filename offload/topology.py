@@ -25,6 +25,7 @@ from offload.errors import UserError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 AcceptanceVector = Sequence[float] | Floats
+_PASSES = 16  # of the draft, into which the growth of a tree is divided
 
 # The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail is assumed, not
 # measured: k^-3.5, so that all 32 sum to .995 and the rest is what such a draft never lists.
@@ -98,6 +99,18 @@ class Growth:
 
     num_nodes: int  # at most, the root included
     depth: int  # at most, in edges from the root
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Nodes that one draft step runs: one of 16 parts, then a tree takes about as many steps as it is deep."""
+        return max(1, self.num_nodes // _PASSES)
+
+    @property
+    def draft_widths(self) -> list[int]:
+        """Rows of every draft step: the root, then parts of the tree until all its nodes are run."""
+        if self.depth <= 1:
+            return [1] * self.depth
+        return [1, *[self.rows_per_pass] * min(self.num_nodes - 2, _PASSES)]
 
 
 Shape = Topology | Growth

@@ -22,7 +22,7 @@ from offload.drafters.lm import ModelDrafter
 from offload.proposals import Proposals
 from offload.rules.ratio import ratio
 from offload.sampling import Sampler
-from offload.topology import chain, sequences
+from offload.topology import Growth, chain, sequences
 from offload.traces import NUM_RANKS
 from offload.tree import TokenTree
 
@@ -32,8 +32,8 @@ _MAX_DRAWS = 64  # an unlikely token may take many; after so many the last outco
 DrawStar = Callable[[], TokenTree]
 
 
-def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
-    """Ranks of the tokens that the target writes behind a prompt, -1 where a token is not a child's.
+def write(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+    """What the target writes behind a prompt.
 
     Args:
         num_new: tokens to write, fewer where the target ends the text.
@@ -42,7 +42,16 @@ def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, n
     run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree)
     for _ in run:
         pass
-    written = run.result().token_ids
+    return run.result().token_ids
+
+
+def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+    """Ranks of the tokens that the target writes behind a prompt; the arguments are those of `write`."""
+    return ranks_of(decoder, prompt, write(decoder, prompt, sampling, num_new, tree), sampling)
+
+
+def ranks_of(decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling) -> list[int]:
+    """Ranks of what the target has written behind a prompt, -1 where a token is not a child's."""
     tokens, sampler = [*prompt, *written], decoder.begin(sampling, decoder.rule)
     stars = _stars(decoder, tokens, len(prompt), sampler)
     if decoder.rule.repeats_draws:
@@ -50,6 +59,26 @@ def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, n
     logits = _target_logits(decoder, tokens, len(prompt))
     known = zip(stars, logits, written, strict=True)
     return [_accepted_rank(draw, logits_V, sampler, token) for draw, logits_V, token in known]
+
+
+def grown_again(
+    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, bounds: Growth
+) -> list[int]:
+    """Tokens of the sweeps that would have written this, with trees grown within `bounds`; no sweep is run.
+
+    Only of those that cannot reach the end of what is known: each is whole then, and their mean is not biased (Wald).
+    """
+    assert decoder.rule.repeats_draws, "what a rule of fresh draws accepts is not known from the text"
+    tokens, sampler, bursts = [*prompt, *written], decoder.begin(sampling, decoder.rule), list[int]()
+    at = len(prompt)
+    while at + bounds.depth < len(tokens):
+        tree, nodes = decoder.drafter.grow(bounds, tokens[:at], sampler), [0]
+        while (child := tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
+            nodes.append(child)
+        decoder.drafter.commit(nodes, tokens[at : at + len(nodes)])
+        bursts.append(len(nodes))
+        at += len(nodes)
+    return bursts
 
 
 def given_trace(decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling) -> list[int]:

@@ -68,6 +68,13 @@ class TreeSpec:
             )
 
 
+def label_of(shape: Shape) -> str:
+    """What `--tree` would call a shape that it has chosen."""
+    if shape.num_nodes == 1:
+        return "none"
+    return f"{'grown:' if isinstance(shape, Growth) else ''}{shape.num_nodes}x{shape.depth}"
+
+
 def parse_tree(text: str) -> TreeSpec:
     """`NxD` is N nodes, at most D deep; `grown:NxD` the same bounds, without a fixed shape. Raises `UserError`."""
     for kind, form in _TREE_FORMS.items():

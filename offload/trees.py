@@ -71,6 +71,7 @@ class Trees:
         link_bytes_per_s: measured just now; disks drift, so a profile's own figure may be old.
         costs: measured at start, for runs without a profile; None where nothing was measured.
         num_threads: that this run computes with.
+        context: positions that there is room for, which no tree may be as deep as; None where that is not known yet.
     """
 
     wish: TreeSpec
@@ -82,6 +83,12 @@ class Trees:
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None
     _known: dict[tuple[TreeSpec, Sampling, str], TreeChoice] = field(default_factory=dict)
+
+    def check(self, sampling: Sampling, rule: str) -> None:
+        """Refuse, before anything is measured, a named tree or profile that cannot serve. Raises `UserError`."""
+        self.find(sampling, rule)
+        if self.wish.kind != "auto":
+            self.for_run(sampling, rule)
 
     def settle(self, plan: MemoryPlan) -> None:
         """Memory is planned: from now on no tree may be larger than that."""
@@ -105,15 +112,17 @@ class Trees:
 
     def _auto(self, sampling: Sampling, rule: str) -> TreeChoice:
         profile, note = self.find(sampling, rule)
-        costs = self._costs_of(profile)
+        costs, is_grown = self._costs_of(profile), not drafting_of(rule).keeps_laws
         if costs is None:
             why = f"a default, since nothing was measured ({note})"
-            return TreeChoice(_loosened(self._default(), rule), why)
+            default = self._default()
+            return TreeChoice(Growth(default.num_nodes, default.depth) if is_grown else default, why)
         forest, basis = self._forest(profile, costs, note)
-        best = choose(forest, costs, self.traffic_of, DEPTHS[-1] if self.context is None else self.context - 1)
+        max_depth = DEPTHS[-1] if self.context is None else self.context - 1
+        best = choose(forest, costs, self.traffic_of, max_depth, is_grown=is_grown)
         if not best:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        return TreeChoice(_loosened(best[0].topology, rule), basis, tuple(best[:NUM_SHOWN]))
+        return TreeChoice(best[0].shape, basis + growth_note(forest, best[0].shape), tuple(best[:NUM_SHOWN]))
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
         """The profile's curves where they are of as many threads, else what was measured at start; today's link."""
@@ -131,7 +140,7 @@ class Trees:
         max_nodes = min(self.max_nodes, costs.compute_s.sizes[-1])
         p_K = isotonic(profile.acceptance)
         basis = f"{profile.num_tokens} traced tokens, profile of {profile.created}"
-        return Forest(p_K, profile.traces, profile.smoothing, max_nodes), basis
+        return Forest(p_K, profile.traces, profile.smoothing, max_nodes, profile.grown), basis
 
     def _named(self, spec: TreeSpec, sampling: Sampling, rule: str) -> TreeChoice:
         """A tree as named; where a profile holds, NxD is the best for its acceptance vector."""
@@ -161,11 +170,12 @@ class Trees:
             )
 
 
-def _loosened(topology: Topology, rule: str) -> Shape:
-    """Size and depth alone where the rule lets the draft's scores shape the tree: never seen to yield less so."""
-    if drafting_of(rule).keeps_laws or topology.num_nodes == 1:
-        return topology
-    return Growth(topology.num_nodes, topology.depth)
+def growth_note(forest: Forest, shape: Shape) -> str:
+    """What the tokens per sweep of a grown tree rest on, in words to follow others."""
+    if not isinstance(shape, Growth):
+        return ""
+    counted = sum(one.num_sweeps for one in forest.counted)
+    return f", growth repeated for {counted} sweeps" if counted else ", as if fixed: grown trees yield more"
 
 
 def tree_for(p: AcceptanceVector, num_nodes: int, max_depth: int) -> tuple[Topology, str]:

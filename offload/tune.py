@@ -17,18 +17,30 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint import Checkpoint, compute_dtype_name, open_checkpoint
 from offload.choose import Candidate, Forest, best_smoothing, choose
-from offload.config import Sampling
+from offload.config import Sampling, drafting_of
 from offload.costs import Costs, Traffic
 from offload.decode import Decoder
 from offload.device import open_device
 from offload.errors import UserError
-from offload.loading import load
+from offload.loading import check_options, load
 from offload.meter import measure_costs
+from offload.model_shape import model_shape
 from offload.plan import plan_memory
-from offload.profile import Identity, Machine, Profile, profiles_folder, save_profile, write_atomically
-from offload.topology import isotonic
-from offload.tracer import given_trace, written_trace
-from offload.traces import NUM_RANKS, Trace, acceptance
+from offload.profile import (
+    Identity,
+    Machine,
+    Profile,
+    profiles_folder,
+    require_writable,
+    save_profile,
+    write_atomically,
+)
+from offload.request import encode
+from offload.text import load_tokenizer
+from offload.topology import Growth, isotonic
+from offload.tracer import given_trace, grown_again, ranks_of, write
+from offload.traces import NUM_RANKS, acceptance
+from offload.yields import bounds_to_count, yields_of
 
 NUM_PROMPT, NUM_NEW = 64, 128  # tokens of a window: what is given, and what is written or read behind it
 DEPTH = 24
@@ -37,6 +49,13 @@ _WRITING_NODES, _WRITING_DEPTH = 64, 16
 _CONTEXT = 512  # positions: a window, or the steps of one round of timing
 
 Progress = Callable[[int, int, str], None]  # done, in all, of what
+
+
+class Traced(NamedTuple):
+    """One window."""
+
+    ranks: list[int]
+    bursts_B: list[list[int]]  # tokens of every sweep, for each of the question's bounds
 
 
 class Tuned(NamedTuple):
@@ -55,6 +74,7 @@ class Question:
     sampling: Sampling
     windows: tuple[tuple[int, ...], ...]  # token ids; the first `NUM_PROMPT` of each are given
     is_teacher_forced: bool
+    bounds: tuple[Growth, ...] = ()  # of grown trees that are to be grown again over what is written
 
     @property
     def state_path(self) -> Path:
@@ -92,25 +112,34 @@ def tune(
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
     """
     read = [read_text(path) for path in texts]
+    check_options(True, tree or "auto", rule, ram=options.get("ram"), threads=options.get("threads"))
+    require_writable(profiles_folder())
     files = open_checkpoint(model), open_checkpoint(draft)
+    windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
     card = open_device("auto")
     machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")), card.name if card else "cpu")
     identity = Identity.of(*files, sampling, rule, machine)
     place = str(card.place) if card else "cpu"
     options |= {"rule": rule, "context": _context(files[0])}
     with load(model, draft, tree=tree or largest_tree(*files, place, **options), profile="none", **options) as decoder:
-        windows = cut_windows([decoder.encode(text, raw=True) for text in read], num_tokens, is_teacher_forced)
-        question = Question(identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced)
-        traces = trace_windows(decoder, question, progress)
+        question = Question(
+            identity=identity,
+            sampling=sampling,
+            windows=windows,
+            is_teacher_forced=is_teacher_forced,
+            bounds=_bounds(decoder, is_teacher_forced),
+        )
+        traced = trace_windows(decoder, question, progress)
         costs = measure_costs(
             decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: progress(done, total, "timing trees")
         )
-        profile = _summarise(question, traces, costs, files, decoder.num_threads)
+        profile = _summarise(question, traced, costs, files, decoder.num_threads)
         traffic = Traffic.of(decoder.plan)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
-    forest = Forest(isotonic(profile.acceptance), traces, profile.smoothing, costs.compute_s.sizes[-1])
-    return Tuned(profile, path, choose(forest, costs, lambda _: traffic))
+    largest, is_grown = costs.compute_s.sizes[-1], not drafting_of(rule).keeps_laws
+    forest = Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, largest, profile.grown)
+    return Tuned(profile, path, choose(forest, costs, lambda _: traffic, is_grown=is_grown))
 
 
 def largest_tree(target: Checkpoint, draft: Checkpoint, device: str = "cpu", **options: Any) -> str:
@@ -140,6 +169,12 @@ def read_text(path: Path) -> str:
     return text
 
 
+def encode_texts(target: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of whole texts. Raises `UserError`."""
+    tokenizer, vocab_size = load_tokenizer(target.directory), model_shape(target).vocab_size
+    return [encode(tokenizer, text, vocab_size, raw=True) for text in texts]
+
+
 def cut_windows(
     texts: Sequence[Sequence[int]], num_tokens: int, is_teacher_forced: bool
 ) -> tuple[tuple[int, ...], ...]:
@@ -158,29 +193,38 @@ def cut_windows(
     return tuple(found[int(index * step)] for index in range(min(wanted, len(found))))
 
 
-def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> list[Trace]:
-    """The trace of every window; those that an interrupted tune has left are not measured again."""
-    traces = _unfinished(question)
-    for index in range(len(traces), len(question.windows)):
+def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> list[Traced]:
+    """What every window has told; those that an interrupted tune has left are not measured again."""
+    traced = _unfinished(question)
+    for index in range(len(traced), len(question.windows)):
         progress(index, len(question.windows), "tracing text")
-        traces.append(trace_window(decoder, question, index))
-        write_atomically(question.state_path, json.dumps({"traces": traces}))
-    progress(len(traces), len(traces), "tracing text")
-    return traces
+        traced.append(trace_window(decoder, question, index))
+        write_atomically(question.state_path, json.dumps({"windows": traced}))
+    progress(len(traced), len(traced), "tracing text")
+    return traced
 
 
-def trace_window(decoder: Decoder, question: Question, index: int) -> list[int]:
-    """The trace of one window."""
+def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
+    """One window: its trace, and the sweeps of every kind of grown tree."""
     window, seed = question.windows[index], question.sampling.seed + index
     sampling = replace(question.sampling, seed=seed)
     if question.is_teacher_forced:
-        return given_trace(decoder, window, NUM_PROMPT, sampling)
-    return written_trace(decoder, window, sampling, NUM_NEW, _writing_tree(decoder))
+        return Traced(given_trace(decoder, window, NUM_PROMPT, sampling), [])
+    written = write(decoder, window, sampling, NUM_NEW, _writing_tree(decoder))
+    bursts_B = [grown_again(decoder, window, written, sampling, bounds) for bounds in question.bounds]
+    return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
+
+
+def _bounds(decoder: Decoder, is_teacher_forced: bool) -> tuple[Growth, ...]:
+    """None where scores must not shape a tree, or where the target has written nothing to grow along."""
+    can_grow = decoder.rule.repeats_draws and not is_teacher_forced
+    return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()
 
 
 def _summarise(
-    question: Question, traces: list[Trace], costs: Costs, files: tuple[Checkpoint, Checkpoint], num_threads: int
+    question: Question, traced: list[Traced], costs: Costs, files: tuple[Checkpoint, Checkpoint], num_threads: int
 ) -> Profile:
+    traces = [window.ranks for window in traced]
     p_K, error_K = acceptance(traces)
     return Profile(
         identity=question.identity,
@@ -194,18 +238,22 @@ def _summarise(
         smoothing=best_smoothing(isotonic(p_K), traces),
         num_threads=num_threads,
         costs=costs,
+        grown=yields_of(question.bounds, [window.bursts_B for window in traced]),
         traces=tuple(map(tuple, traces)),
     )
 
 
-def _unfinished(question: Question) -> list[Trace]:
+def _unfinished(question: Question) -> list[Traced]:
     """What an interrupted tune of the same question has finished; a file that is not whole counts for nothing."""
     try:
-        traces = json.loads(question.state_path.read_text(encoding="utf-8"))["traces"]
-        is_sound = all(rank in range(-1, NUM_RANKS) for trace in traces for rank in trace)
+        windows = json.loads(question.state_path.read_text(encoding="utf-8"))["windows"]
+        traced = [Traced(*window) for window in windows]
+        is_sound = all(rank in range(-1, NUM_RANKS) for window in traced for rank in window.ranks)
+        is_sound &= all(len(window.bursts_B) == len(question.bounds) for window in traced)
+        is_sound &= all(burst >= 1 for window in traced for bursts in window.bursts_B for burst in bursts)
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    return list(traces) if is_sound and len(traces) <= len(question.windows) else []
+    return traced if is_sound and len(traced) <= len(question.windows) else []
 
 
 def _writing_tree(decoder: Decoder) -> str:

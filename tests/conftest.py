@@ -43,6 +43,14 @@ def looper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("weights are read although the command cannot run")
+
+    monkeypatch.setattr("offload.host_store.HostStore.read", forbidden)
+
+
+@pytest.fixture
 def _instant_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` measures the disk for half a second, which no case of a refusal is about."""
     monkeypatch.setattr("offload.calibrate.link_bytes_per_s", lambda shard: 1e9)

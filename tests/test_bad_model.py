@@ -13,12 +13,14 @@ from offload.checkpoint import open_checkpoint
 pytestmark = pytest.mark.usefixtures("_instant_link")
 
 
+@pytest.mark.usefixtures("_no_weights")
 def test_draft_with_another_vocabulary_is_refused(sound: Path, tmp_path: Path) -> None:
     stranger = save_reciter(tmp_path / "stranger", [":", " un", " deux"])
     outcome = generate(sound, "-d", stranger, "-p", "Count:")
     assert_refused(outcome, "the draft must share the target's vocabulary", "stranger", "target's family")
 
 
+@pytest.mark.usefixtures("_no_weights")
 def test_draft_of_another_width_is_refused(sound: Path, tmp_path: Path) -> None:
     """Without tokenizers to compare, the widths decide."""
     settings = FAMILIES["llama"]()

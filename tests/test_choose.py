@@ -108,26 +108,26 @@ def test_friction_is_found_again_in_what_it_made() -> None:
 
 
 def test_free_rows_and_a_slow_link_make_the_tree_large() -> None:
-    assert best(costs(link=1e8), Traffic(10**9, 0)).topology.num_nodes == 512
+    assert best(costs(link=1e8), Traffic(10**9, 0)).shape.num_nodes == 512
 
 
 def test_costly_rows_make_the_tree_small() -> None:
     resident = Traffic(0, 0)
-    sizes = [best(costs(row_s=row_s), resident).topology.num_nodes for row_s in (1e-5, 1e-3, 1e-2, 1.0)]
+    sizes = [best(costs(row_s=row_s), resident).shape.num_nodes for row_s in (1e-5, 1e-3, 1e-2, 1.0)]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 256 and sizes[-1] == 1
 
 
 def test_slower_link_never_makes_the_tree_smaller() -> None:
     what = [costs(row_s=2e-3, draft_s=5e-3, link=link) for link in (1e11, 1e10, 3e9, 1e9, 2e8)]
-    sizes = [best(one, Traffic(10**9, 10**8)).topology.num_nodes for one in what]
+    sizes = [best(one, Traffic(10**9, 10**8)).shape.num_nodes for one in what]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
 def test_costly_draft_makes_the_tree_flat_unless_it_is_hidden() -> None:
-    bare = [best(costs(draft_s=draft_s), Traffic(0, 0)).topology.depth for draft_s in (1e-4, 1e-2, 1.0)]
+    bare = [best(costs(draft_s=draft_s), Traffic(0, 0)).shape.depth for draft_s in (1e-4, 1e-2, 1.0)]
     assert bare == sorted(bare, reverse=True) and bare[-1] <= 1 < bare[0]
     slots = (0, 2 * 10**9)
-    hidden = [best(costs(draft_s=0.05, link=1e9), Traffic(4 * 10**9, size)).topology.depth for size in slots]
+    hidden = [best(costs(draft_s=0.05, link=1e9), Traffic(4 * 10**9, size)).shape.depth for size in slots]
     assert hidden[0] < hidden[1], "slots that fill meanwhile pay for deeper trees"
 
 
@@ -136,7 +136,7 @@ def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
     ranked = choose(Forest(P_K, max_nodes=64), what, lambda _: traffic)
     assert [c.s_per_token for c in ranked] == sorted(c.s_per_token for c in ranked)
     for candidate in ranked:
-        tree = candidate.topology
+        tree = candidate.shape
         assert candidate.tokens_per_sweep == pytest.approx(expected_tokens(tree, P_K))
         assert candidate.step_s == step_time(what, traffic, tree).total_s
     exhaustive = min(
@@ -148,13 +148,13 @@ def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
 
 def test_what_memory_cannot_hold_is_no_candidate() -> None:
     ranked = choose(Forest(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
-    assert max(candidate.topology.num_nodes for candidate in ranked) == 32
+    assert max(candidate.shape.num_nodes for candidate in ranked) == 32
     assert choose(Forest(P_K), costs(), lambda _: None) == []
 
 
 def test_depth_is_bounded() -> None:
     ranked = choose(Forest(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
-    assert max(candidate.topology.depth for candidate in ranked) == 5
+    assert max(candidate.shape.depth for candidate in ranked) == 5
 
 
 def walk(topology: Topology, trace: Sequence[int]) -> list[int]:
@@ -276,7 +276,7 @@ def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | N
         assert choice.is_grown == (rule in ("match", "topk")), rule
         assert choice.as_dict()["is_grown"] == choice.is_grown
         if choice.candidates:
-            best = choice.candidates[0].topology
+            best = choice.candidates[0].shape
             assert (choice.shape.num_nodes, choice.shape.depth) == (best.num_nodes, best.depth)
 
 

@@ -224,7 +224,7 @@ def test_rules_that_repeat_draws_give_the_same_ids(models: tuple[Path, Path], ru
         plain, tree = (decoder.generate(PROMPT, tree=tree, **sampling) for tree in ("none", None))
     assert tree.token_ids == plain.token_ids
     assert tree.stats.tokens_per_sweep > 1.2
-    assert tree.as_dict()["stats"]["tree"] == {"num_nodes": 32, "depth": 8}  # type: ignore[index]
+    assert tree.as_dict()["stats"]["tree"] == {"num_nodes": 32, "depth": 8, "is_grown": True}  # type: ignore[index]
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
@@ -248,3 +248,16 @@ def test_the_bench_compares_both_kinds_on_the_same_text() -> None:
         row = compare(decoder, "16x6", 0.6, prompts, 12)
     assert row["ratio"] == row["grown"]["tokens_per_step"] / row["fixed"]["tokens_per_step"]
     assert 1 <= row["fixed"]["tokens_per_step"] <= 7 and row["grown"]["draft_s"] > 0
+
+
+@pytest.mark.parametrize("bounds", [Growth(16, 8), Growth(64, 8), Growth(64, 24), Growth(128, 20), Growth(300, 16)])
+def test_a_growth_takes_the_draft_steps_that_are_planned_for(bounds: Growth, models: tuple[Path, Path]) -> None:
+    widths: list[int] = []
+    with load(*models, "1GiB", f"grown:{bounds.num_nodes}x{bounds.depth}", context=64, threads=1) as decoder:
+        sampler, drafter = decoder.begin(Sampling(), decoder.rule), decoder.drafter
+        assert isinstance(drafter, ModelDrafter)
+        run = drafter._draft.run
+        drafter._draft.run = lambda *rows: widths.append(len(rows[0])) or run(*rows)  # type: ignore[method-assign,func-returns-value]
+        drafter.grow(bounds, PROMPT, sampler)
+    assert len(widths) + 1 == pytest.approx(len(bounds.draft_widths), abs=3)
+    assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.2)

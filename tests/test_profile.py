@@ -24,6 +24,7 @@ from offload.profile import (
     read_profile,
     save_profile,
 )
+from offload.yields import GrownYield
 
 MACHINE = Machine(cpu="one", num_cores=2, torch="2.9", dtype="float32", device="cpu")
 IDENTITY = Identity(target="a" * 64, draft="b" * 64, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)
@@ -53,6 +54,7 @@ def profile(**changes: Any) -> Profile:
             verify_s=0.001,
             link_bytes_per_s=1e9,
         ),
+        "grown": (GrownYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
         "traces": ((0, 1, -1), (0, 0, 1)),
     }
     return Profile(**{**values, **changes})
@@ -64,6 +66,17 @@ def test_what_is_saved_is_found_again(cache: Path) -> None:
     assert find_profile(IDENTITY) == (profile(), str(path))
     assert read_profile(path, IDENTITY) == profile()
     assert [p.name for p in path.parent.iterdir()] == [path.name], "a scratch file was left behind"
+
+
+def test_a_profile_from_before_grown_trees_were_counted_is_read() -> None:
+    path = save_profile(profile())
+    values = json.loads(path.read_text())
+    del values["grown"]
+    path.write_text(json.dumps({**values, "schema": SCHEMA - 1}))
+    assert read_profile(path, IDENTITY) == profile(grown=())
+    path.write_text(json.dumps({**values, "schema": SCHEMA}))
+    with pytest.raises(UserError, match=r"malformed \('grown'\): run offload tune again"):
+        read_profile(path, IDENTITY)
 
 
 def test_file_is_for_people(cache: Path) -> None:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload.errors import UserError
+from offload.request import Request
 from offload.text import TextStream, encode_prompt, load_tokenizer
 
 PIECES = ["the", " the", "he", "END", "EN", "D\n", "日", "日本", "é", b"\xe6\x97", b"\xa5x"]
@@ -161,7 +162,7 @@ def test_a_stop_at_once_leaves_no_text(tokenizer: PreTrainedTokenizerFast) -> No
 
 def test_empty_stops_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="a stop string must not be empty"):
-        TextStream(tokenizer, [5], ["END", ""])
+        Request("a", stop=["END", ""]).ids(tokenizer, len(tokenizer), 512)
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

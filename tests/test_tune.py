@@ -19,11 +19,13 @@ from offload.decode import Decoder
 from offload.errors import UserError
 from offload.plan import make_plan, model_shape
 from offload.profile import Identity, Machine, profiles_folder
-from offload.tracer import given_trace, written_trace
+from offload.request import Request
+from offload.topology import Growth
+from offload.tracer import given_trace, grown_again, written_trace
 from offload.traces import bursts
 from offload.tree_spec import parse_tree
 from offload.trees import tree_for
-from offload.tune import NUM_NEW, NUM_PROMPT, Question, Tuned, cut_windows, trace_window, trace_windows, tune
+from offload.tune import NUM_NEW, NUM_PROMPT, Question, Traced, Tuned, cut_windows, trace_window, trace_windows, tune
 
 TREES = ("64x16", "8x3", "chain:6", "sequences:4x4")
 IDENTITY = Identity(
@@ -91,6 +93,38 @@ def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder,
     )
 
 
+@pytest.mark.parametrize("rule", ["match", "topk"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("bounds", [Growth(64, 16), Growth(12, 3)])
+def test_growing_again_repeats_the_decoder_sweep_by_sweep(
+    bounds: Growth, temperature: float, rule: str, pair: tuple[Path, Path]
+) -> None:
+    """In a decoder of its own, because how far the scores are trusted is learned on the way."""
+    tree, sampling = f"grown:{bounds.num_nodes}x{bounds.depth}", Sampling(temperature=temperature, seed=3)
+    with offload.load(*pair, "1GiB", tree, rule, context=256, threads=1, profile="none") as decoder:
+        got = decoder.generate(window(1), max_new_tokens=NUM_NEW, temperature=temperature, seed=3)
+    sweeps = [got.stats.num_first_tokens, *got.stats.accepted_per_sweep]
+    with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
+        again = grown_again(decoder, window(1), got.token_ids, sampling, bounds)
+    assert again == sweeps[: len(again)] and len(set(again)) > 1
+    assert NUM_NEW - bounds.depth <= sum(again) <= NUM_NEW, "all but those that the end may have cut"
+
+
+def test_a_tune_counts_what_grown_trees_yield(pair: tuple[Path, Path], text: Path) -> None:
+    tuned = run(pair, text, num_tokens=4 * NUM_NEW)
+    counted = tuned.profile.grown
+    assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
+    assert all(one.num_sweeps > 20 for one in counted)
+    assert all(isinstance(candidate.shape, Growth) or candidate.shape.num_nodes == 1 for candidate in tuned.candidates)
+    slow = {"link_limit": 2_000_000, "threads": 1}  # so that a large tree pays whatever else this machine does
+    with offload.load(*pair, streaming_ram(*pair, 64), context=256, **slow) as decoder:  # type: ignore[arg-type]
+        choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
+        assert choice.is_grown and choice.shape == choice.candidates[0].shape
+        assert f"growth repeated for {sum(one.num_sweeps for one in counted)} sweeps" in choice.why
+    fixed = run(pair, text, rule="sequoia")
+    assert fixed.profile.grown == () and not any(isinstance(one.shape, Growth) for one in fixed.candidates)
+
+
 @pytest.mark.parametrize("rule", ["topk", "sequoia", "specinfer", "spectr"])
 def test_traces_of_every_rule_predict_what_decoding_yields(pair: tuple[Path, Path], rule: str) -> None:
     """Ratio rules toss fresh coins, so only means can agree; with `topk` the sweeps themselves do."""
@@ -148,7 +182,8 @@ class Words:
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("offload.loading.load_tokenizer", lambda directory: Words())
+    for room_of_it in ("loading", "tune"):
+        monkeypatch.setattr(f"offload.{room_of_it}.load_tokenizer", lambda directory: Words())
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))
     return path
@@ -183,7 +218,7 @@ def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
     with offload.load(*pair, profile=path, context=256, **SETTINGS) as decoder:
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
     with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
-        offload.load(*pair, profile=path, context=256, sampling=Sampling(temperature=0.7), **SETTINGS)
+        offload.load(*pair, profile=path, context=256, request=Request([5], Sampling(temperature=0.7)), **SETTINGS)
     values = json.loads(Path(path).read_text())
     Path(path).write_text(json.dumps({**values, "schema": 0}))
     with pytest.raises(UserError, match="schema 0"):
@@ -214,7 +249,7 @@ def test_interrupted_tune_goes_on_behind_its_last_window(
 ) -> None:
     calls: list[int] = []
 
-    def counted(decoder: Decoder, question: Question, index: int) -> list[int]:
+    def counted(decoder: Decoder, question: Question, index: int) -> Traced:
         calls.append(index)
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -224,7 +259,7 @@ def test_interrupted_tune_goes_on_behind_its_last_window(
     with pytest.raises(KeyboardInterrupt):
         run(pair, text, num_tokens=4 * NUM_NEW)
     (state,) = profiles_folder().glob("*.unfinished")
-    assert len(json.loads(state.read_text())["traces"]) == 2
+    assert len(json.loads(state.read_text())["windows"]) == 2
     run(pair, text, num_tokens=4 * NUM_NEW)
     assert calls == [0, 1, 2, 2, 3], "finished windows are not measured again"
 
@@ -238,13 +273,15 @@ def test_unfinished_work_of_another_question_is_left_alone(decoder: Decoder) -> 
     seen: list[int] = []
     assert trace_windows(decoder, question(0), lambda done, *_: seen.append(done)) == traces and seen == [2]
     assert trace_windows(decoder, question(1), lambda done, *_: seen.append(done)) == traces and seen == [2, 0, 1, 2]
-    question(0).state_path.write_text('{"traces": [[0, 99]]}')
+    question(0).state_path.write_text('{"windows": [[[0, 99], []]]}')
     assert trace_windows(decoder, question(0), lambda *_: None) == traces, "what is not sound counts for nothing"
 
 
 def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> None:
     profile = run(pair, text, is_teacher_forced=True).profile
-    assert profile.is_teacher_forced and [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
+    assert (
+        profile.is_teacher_forced and profile.grown == () and [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
+    )
 
 
 @pytest.mark.parametrize(

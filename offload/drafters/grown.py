@@ -27,7 +27,6 @@ from offload.topology import Growth, in_level_order, level_order
 from offload.tree import TokenTree
 
 _NUM_CHILDREN = 32  # that a node may have
-_PASSES = 16  # a pass runs one of so many parts of N: then a tree takes about as many passes as it is deep
 _NOT_RUN = -1
 
 # In the order of finding: a parent before its children, siblings by rank.
@@ -65,7 +64,7 @@ def grow_best(draft: Draft, bounds: Growth, tokens: Sequence[int], sampler: Samp
         score_WV = point_mass_scores(logits_WV, sampler, (root + 1 + picked["depth"]).tolist()).float()
         rows.scores += score_WV.unbind()
         best.add(_children(picked, score_WV, exponent))
-        picked = best.pick(rows.num_run, max(1, bounds.num_nodes // _PASSES))
+        picked = best.pick(rows.num_run, bounds.rows_per_pass)
         if picked.size:
             logits_WV = draft.run(torch.from_numpy(picked["token"].copy()), *rows.add(picked, root))
     return _as_tree(best.candidates, tokens[-1], rows.scores)

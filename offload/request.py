@@ -1,0 +1,82 @@
+"""What one run is asked for: a prompt, how to draw, how much, where to end.
+
+One check serves the decoder, which makes it of every run, and loading, which makes it of the first one: with the
+tokenizer and the number of positions known, and no weight read, there is nothing more to learn about a request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+from offload.config import Sampling, require
+from offload.errors import UserError
+from offload.text import encode_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One run to be.
+
+    Attributes:
+        prompt: text, put into the model's chat template where it has one, or token ids.
+        max_new_tokens: at most so many.
+        stop: strings that end the text; they are not part of it.
+        raw: leave the chat template out.
+    """
+
+    prompt: str | Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int = 128
+    stop: str | Sequence[str] | None = None
+    raw: bool = False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """All stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def ids(self, tokenizer: Any | None, vocab_size: int, context: int) -> list[int]:
+        """Token ids of the prompt; nothing about the request is wrong then.
+
+        Args:
+            context: positions that there is room for.
+
+        Raises:
+            UserError: no room for prompt and new tokens, an empty stop string, or whatever `encode` refuses.
+        """
+        if "" in self.stops:
+            raise UserError("a stop string must not be empty, got '': leave it out")
+        rule = "the number of new tokens must be 0 or more"
+        require(self.max_new_tokens >= 0, rule, self.max_new_tokens, "0 writes nothing")
+        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
+        if len(ids) + self.max_new_tokens > context:
+            raise UserError(
+                f"a prompt of {len(ids)} tokens and {self.max_new_tokens} new ones exceed the context of "
+                f"{context}: raise --context, shorten the prompt or lower -n"
+            )
+        return ids
+
+
+def encode(tokenizer: Any | None, prompt: str | Sequence[int], vocab_size: int, *, raw: bool = False) -> list[int]:
+    """Token ids of a prompt, checked. Raises `UserError`."""
+    if not isinstance(prompt, str):
+        ids = _whole_numbers(prompt)
+    elif tokenizer is None:
+        raise UserError("this checkpoint has no tokenizer: give the prompt as token ids")
+    else:
+        ids = encode_prompt(tokenizer, prompt, raw=raw)
+    if not ids:
+        raise UserError("the prompt is empty: give at least one token")
+    if not all(0 <= token < vocab_size for token in ids):
+        raise UserError(f"prompt ids must lie in [0, {vocab_size}), got {min(ids)}..{max(ids)}")
+    return ids
+
+
+def _whole_numbers(prompt: Sequence[int]) -> list[int]:
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise UserError(
+            f"a prompt must be text or token ids, got {prompt!r:.80}: give a str or whole numbers"
+        ) from None
