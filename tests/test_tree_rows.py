@@ -167,7 +167,7 @@ def test_recorded_passes_keep_dense_masks(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(graphed, "WIDTHS", (2, 5, 12))
     checkpoint, spy = open_checkpoint(save(build(FAMILIES["qwen3-sliding"]()), tmp_path)), Spy()
     plain, replayed = (resident_model(checkpoint, "float32") for _ in range(2))
-    replayed.replay_with(Graphs(replayed, Calls()))
+    replayed.replay_with(Graphs(replayed, Calls))
     replayed.attend_with(spy)
     wanted, got = (passes(model, KVCache(model.num_layers, 65)) for model in (plain, replayed))
     for theirs, ours in zip(wanted, got, strict=True):
