@@ -221,9 +221,9 @@ def _step_times(
 
 def _yields(cells: Cells, prompts: Prompts) -> dict[Size, float]:
     """Tokens per sweep of every tree on the text that the target writes behind the prompts."""
-    largest, sampling = max(tree.num_nodes for tree in cells.values()), Sampling()
-    with load(PAIR / "target", PAIR / "draft", "2GiB", f"{largest}x{DEPTH}", context=512, profile="none") as decoder:
-        texts = [(prompt, write(decoder, prompt, sampling, NUM_NEW + _AHEAD, "64x16")) for prompt in prompts]
+    largest, sampling = f"{max(tree.num_nodes for tree in cells.values())}x{DEPTH}", Sampling()
+    with load(PAIR / "target", PAIR / "draft", "2GiB", largest, context=512, profile="none") as decoder:
+        texts = [(prompt, write(decoder, prompt, sampling, NUM_NEW + _AHEAD, largest)) for prompt in prompts]
         traces = [ranks_of(decoder, *text, sampling) for text in texts]
 
         def sweeps(tree: Shape) -> list[list[int]]:

@@ -206,7 +206,7 @@ def _read_pair(pair: _Pair) -> None:
     """All of the draft, and of the target what lies around its layers."""
     if pair.draft is not None:
         _fill(pair.draft, pair.draft.checkpoint)
-        note = None if pair.card is None else use_graphs(pair.draft)
+        note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
     pair.target.bind_rest(pair.store.fetch(pair.target.rest_layout))
 

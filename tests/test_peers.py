@@ -114,7 +114,14 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def right_tokens() -> list[int]:
     """What ours writes."""
-    return tokens_of(peer_offload.open_peer(order(options={"tree": "none"}, cap_bytes=rss_bytes() + (1 << 30))))
+    return written_by_ours("none")
+
+
+def written_by_ours(tree: str) -> list[int]:
+    """In this process, where no end of a child closes the decoder."""
+    peer = peer_offload.open_peer(order(options={"tree": tree}, cap_bytes=rss_bytes() + (1 << 30)))
+    with peer._decoder:
+        return tokens_of(peer)
 
 
 def tokens_of(peer: object) -> list[int]:
@@ -212,8 +219,7 @@ def test_transformers_in_all_its_ways(options: dict[str, object], right_tokens: 
 
 
 def test_ours_with_a_tree(right_tokens: list[int]) -> None:
-    peer = peer_offload.open_peer(order(options={"tree": "16x4"}, cap_bytes=rss_bytes() + (1 << 30)))
-    assert tokens_of(peer) == right_tokens
+    assert written_by_ours("16x4") == right_tokens
 
 
 # --- the table

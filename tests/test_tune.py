@@ -116,8 +116,8 @@ def test_a_tune_counts_what_grown_trees_yield(pair: tuple[Path, Path], text: Pat
     assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
     assert all(one.num_sweeps > 20 for one in counted)
     assert all(isinstance(candidate.shape, Growth) or candidate.shape.num_nodes == 1 for candidate in tuned.candidates)
-    slow = {"link_limit": 2_000_000, "threads": 1}  # so that a large tree pays whatever else this machine does
-    with offload.load(*pair, streaming_ram(*pair, 64), context=256, **slow) as decoder:  # type: ignore[arg-type]
+    slow = {"link_limit": 2_000_000, "threads": 1}  # and no layer stays: a tree pays whatever else this machine does
+    with offload.load(*pair, streaming_ram(*pair, 1), context=256, **slow) as decoder:  # type: ignore[arg-type]
         choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
         assert choice.is_grown and choice.shape == choice.candidates[0].shape
         assert f"growth repeated for {sum(one.num_sweeps for one in counted)} sweeps" in choice.why
