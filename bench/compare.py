@@ -9,6 +9,7 @@ than the 99 % range of Student's t on the logarithms and than `FLOOR`, because m
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean, mean, median, stdev
 from typing import Annotated, NamedTuple
@@ -84,10 +85,10 @@ def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
 
 
 def change(name: str, old: Guard, new: Guard) -> Change:
-    """One figure. Samples must be above zero; others say nothing and never flag."""
-    sign = 1 if new.better == "higher" else -1
-    if min([*old.samples, *new.samples]) <= 0:
-        return Change(name, old.value, new.value, 1.0, 0.0, False)
+    """One figure. Samples of zero, such as of a text that ended in its first burst, are left out."""
+    sign, (old, new) = 1 if new.better == "higher" else -1, _above_zero(old, new)
+    if not old.samples or not new.samples:
+        return Change(name, math.nan, math.nan, 1.0, math.inf, False)
     centre, error, freedom = _paired(old, new) if _is_paired(old, new) else _unpaired(old.samples, new.samples)
     noise = _t_99(freedom) * error if freedom else math.inf
     worse_by = -sign * centre
@@ -100,6 +101,17 @@ def change(name: str, old: Guard, new: Guard) -> Change:
 def _is_of_other_texts(old: Guard, new: Guard) -> bool:
     """What a sweep yields depends on the text more than on any change of ours."""
     return bool(old.labels and new.labels) and old.labels != new.labels
+
+
+def _above_zero(old: Guard, new: Guard) -> tuple[Guard, Guard]:
+    """What both have where they are compared pair by pair."""
+    if _is_paired(old, new):
+        kept = [pair for pair in zip(old.samples, new.samples, old.labels, strict=True) if min(pair[:2]) > 0]
+        labels = [label for *_, label in kept]
+        return replace(old, samples=[a for a, *_ in kept], labels=labels), replace(
+            new, samples=[b for _, b, _ in kept], labels=labels
+        )
+    return tuple(replace(one, samples=[value for value in one.samples if value > 0]) for one in (old, new))
 
 
 def _is_paired(old: Guard, new: Guard) -> bool:

@@ -31,7 +31,7 @@ from offload.duel import rows_of as rows_of_duels
 from offload.errors import UserError
 from offload.generation import Generation
 from offload.screen import Screen
-from offload.tree_spec import parse_tree
+from offload.tree_spec import parse_tree, tree_to_fill
 
 _MOST_PROMPT_TOKENS = 512  # of a question in its chat template, which is not cut
 _STALLED_SHARE = 0.05  # of its sweeps: a run that waits for less is not bound by the link
@@ -68,13 +68,14 @@ class Effort:
     rules: tuple[str, ...] = ("match",)
 
     def cases(self) -> list[Case]:
-        """All of them, the baseline once and first."""
-        plain, *others = (Case(*case) for case in product(self.temperatures, self.rules, self.trees))
+        """All of them, the baseline once and first; with rules that keep laws a grown tree's fixed counterpart."""
+        every = product(self.temperatures, self.rules, self.trees)
+        plain, *others = dict.fromkeys(Case(at, rule, tree_under(rule, tree)) for at, rule, tree in every)
         return [plain, *(case for case in others if not case.is_plain)]
 
 
 FULL = Effort(8, 128, 8, trees=("none", "64x16", "128x20", "grown:128x20"))
-QUICK = Effort(8, 40, 4)  # short runs of many prompts: which ones are taken decides more than all else
+QUICK = Effort(8, 36, 3)  # short runs of many prompts: which ones are taken decides more than all else
 PRESETS = {"sequoia": Effort(8, 128, 8), "pipeinfer": Effort(4, 512, 8, temperatures=(0.0,))}
 
 
@@ -105,7 +106,7 @@ def measure(
     """All runs, prompt by prompt; and the events of a few steps where a trace is wanted."""
     cases, runs, written, events = effort.cases(), list[Timed](), list[Written](), []
     options = {"context": _MOST_PROMPT_TOKENS + effort.num_tokens, "rule": _hungriest(effort.rules)}
-    with setting.open(_largest(effort.trees), **options) as decoder:
+    with setting.open(_largest(cases), **options) as decoder:
         timed_run(decoder, encoded(decoder, found[0], PROMPT_TOKENS), cases[0], 2, seed=0)  # warms everything up
         ceilings = [setting.ceiling()]
         for seed, prompt in enumerate(found):
@@ -119,7 +120,7 @@ def measure(
                 screen.count(len(runs), len(found) * len(cases), "decoding")
         if trace is not None:
             ids = encoded(decoder, found[0], PROMPT_TOKENS)
-            timeline, new_ids = record_steps(decoder, ids, effort.trees[-1], _TRACED_STEPS)
+            timeline, new_ids = record_steps(decoder, ids, tree_under(decoder.rule.name, cases[-1].tree), _TRACED_STEPS)
             written.append(Written(ids, new_ids, Sampling(), decoder.rule.name))
             events = timeline.events()
         kernels, streamed_bytes = rows_of_duels(decoder.duels), decoder.plan.streamed_bytes
@@ -166,7 +167,7 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
         "num_tokens": sum(one.num_new_tokens for one in stats),
         "num_sweeps": num_sweeps,
         "tokens_per_sweep": sum(accepted) / max(1, num_sweeps),
-        "num_draft_tokens": (nodes - 1) * num_sweeps,
+        "num_draft_tokens": None if stats[0].is_tree_grown else (nodes - 1) * num_sweeps,  # a grown one may be smaller
         "num_accepted_tokens": sum(accepted) - num_sweeps,
         "accepted_per_pos": acceptance_by_depth(accepted, depth),
         "draft_s": sum(one.draft_s for one in stats) / max(1, num_sweeps),
@@ -211,11 +212,15 @@ def _hungriest(rules: Sequence[str]) -> str:
     return next((rule for rule in rules if drafting_of(rule).keeps_laws), rules[0])
 
 
-def _largest(trees: Sequence[str]) -> str:
+def tree_under(rule: str, tree: str) -> str:
+    """Trees grown by their tokens are not for rules that keep laws: the fixed one within the same bounds then."""
+    return tree.removeprefix("grown:") if drafting_of(rule).keeps_laws else tree
+
+
+def _largest(cases: Sequence[Case]) -> str:
     """The tree that memory must be planned for; `auto` finds its own size, and the others must fit beside it."""
-    if "auto" in trees:
-        return "auto"
-    return max(trees, key=lambda tree: parse_tree(tree).num_nodes)
+    trees = [tree_under(_hungriest([case.rule for case in cases]), case.tree) for case in cases]
+    return "auto" if "auto" in trees else max(trees, key=lambda tree: parse_tree(tree).num_nodes)
 
 
 Temps = Annotated[list[float] | None, typer.Option(metavar="T", help="temperature, several; default: 0 and 0.6")]
@@ -262,7 +267,7 @@ def main(
 ) -> None:
     """How many tokens per second, how smoothly, and what of the link is used?"""
     if preset is not None and preset not in PRESETS:
-        raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+        raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}: leave it out for our own")
     if preset is not None and quick:
         raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
     if trace is not None:
@@ -279,6 +284,7 @@ def main(
         trees=tuple(dict.fromkeys(["none", *(tree or effort.trees)])),
         rules=tuple(rule or effort.rules),
     )
+    _check(effort, tree or ())
     with Screen(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, ram, screen)
         if setting.draft is None and effort.trees != ("none",):
@@ -302,6 +308,15 @@ def main(
         guards=guards_of(rows, names),
     )
     common.finish(result, json_file, old)
+
+
+def _check(effort: Effort, asked_trees: Sequence[str]) -> None:
+    """Refuse cases that cannot run before anything is made or measured. Raises `UserError`."""
+    asked = [*product(effort.rules, asked_trees), *((case.rule, case.tree) for case in effort.cases())]
+    for rule, tree in asked:
+        tree_to_fill(tree, rule, has_draft=True)
+    for temperature in effort.temperatures:
+        Sampling(temperature=temperature)
 
 
 def _settings(setting: Setting, effort: Effort, measured: Measured, proof: Proof) -> Row:

@@ -18,11 +18,12 @@ from offload.bench.draft import say_draft_ceiling
 from offload.bench.gate import draws_hold
 from offload.bench.main_job import PROMPT_TOKENS, held_out_prompts
 from offload.bench.tree_walk import Steps, ratio_of
-from offload.config import Sampling
+from offload.config import Sampling, require
 from offload.decode import Decoder
 from offload.demo import PAIR
 from offload.generation import Generation
 from offload.loading import load
+from offload.tree_spec import parse_tree
 
 Row = dict[str, Any]
 
@@ -56,7 +57,7 @@ def _steps(results: list[Generation]) -> Steps:
 
 def _draft_s(results: list[Generation]) -> float:
     """Per step; a text that ends in its first burst has none."""
-    return sum(run.stats.draft_s for run in results) / sum(run.stats.num_sweeps for run in results)
+    return sum(run.stats.draft_s for run in results) / max(1, sum(run.stats.num_sweeps for run in results))
 
 
 def main(
@@ -67,9 +68,11 @@ def main(
 ) -> None:
     """How much more does a sweep yield when the draft's scores shape each tree?"""
     logging.disable_progress_bar()
-    say_draft_ceiling(PAIR / "draft")
     sizes, rows = size or ["64x16", "128x20", "256x24"], []
-    largest = max(sizes, key=lambda text: int(text.split("x")[0]))
+    for text in sizes:
+        require(parse_tree(text).kind == "best", "--size must be NxD", repr(text), "try --size 64x16")
+    say_draft_ceiling(PAIR / "draft")
+    largest = max(sizes, key=lambda text: parse_tree(text).num_nodes)
     with load(PAIR / "target", PAIR / "draft", "2GiB", largest, context=512, threads=1, profile="none") as decoder:
         ids = [decoder.encode(text, raw=True)[:PROMPT_TOKENS] for text in held_out_prompts(prompts)]
         for temperature in temp or [0.0, 0.6, 1.0]:

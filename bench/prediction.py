@@ -131,6 +131,8 @@ class Runs:
 
     def row(self) -> Row:
         """Medians over the runs."""
+        if not self.measured:
+            raise UserError(f"every text ended within its first burst with --tree {self.tree}: give other --prompts")
         ratios = [guess / seen for guess, seen in zip(self.predicted, self.measured, strict=True)]
         return {
             "row": self.tree,

@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from offload.bench import study_choice, study_rejection, study_rules, study_size
 from offload.bench.pair_text import PROMPT_TOKENS, Pair
+from offload.bench.record import writable
 from offload.bench.scale import FULL, QUICK, Scale
 from offload.bench.text_table import aligned
 from offload.bench.whole_file import whole
@@ -76,7 +77,9 @@ def main(
 ) -> None:
     """One of Sequoia's studies: a table, a picture, one JSON line."""
     if name not in STUDIES:
-        raise UserError(f"bench tree must be one of {', '.join(STUDIES)}, got {name!r}")
+        raise UserError(f"bench tree must be one of {', '.join(STUDIES)}, got {name!r}: try bench tree size")
+    for file in (out / f"{name}.json", out / f"{name}.png"):
+        writable(file)
     logging.disable_progress_bar()  # of weights that take a blink to load
     torch.set_num_threads(1)  # passes of a few rows are several times slower on two threads
     result = run_study(name, Pair(), QUICK if quick else FULL, out)

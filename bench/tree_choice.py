@@ -98,7 +98,7 @@ def model_is_measurement(temperature: float, effort: Effort) -> Row:
     sampling = Sampling(temperature=temperature)
     with tempfile.TemporaryDirectory() as name:
         tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), ram="2GiB")
-        options: dict[str, Any] = {"request": Request([0], sampling), "profile": tuned.path}
+        options: dict[str, Any] = {"request": Request(sampling=sampling), "profile": tuned.path}
         with load(PAIR / "target", PAIR / "draft", "2GiB", "256x16", context=512, **options) as decoder:
             prompts = other_prompts(decoder, effort.num_tokens)
             same = [

@@ -6,6 +6,8 @@ A tensor's name ends in one letter per dimension: `logits_NV`, `parent_N`, `key_
     T  rows of one forward pass            S  cache slots            D  model width
     H  query heads                         G  key/value heads        K  head width
     F  feed-forward width                  V  vocabulary             B  bytes of a flat buffer
+    U  rows behind the committed ones      W  nodes run together     L  layers
+    C  a chunk of rows, or candidates      K  also ranks, children   R  rows of a block
 
 Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes`, `stall_s`, `link_bytes_per_s`.
 """

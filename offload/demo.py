@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from offload.audit import draw_gaps, rounding
 from offload.checkpoint import open_checkpoint
-from offload.config import Sampling, parse_rate
+from offload.config import Sampling, parse_rate, require
 from offload.decode import Decoder
 from offload.errors import UserError
 from offload.generation import Generation
@@ -62,6 +62,7 @@ def check(request: Request, tree: str, rule: str, *, ram: str | None, link_limit
     """Refuse what cannot run before a target is made for it. Raises `UserError`."""
     check_options(True, tree, rule, ram=ram)
     parse_rate(link_limit, "--link-limit")
+    require(request.max_new_tokens > 1, "two speeds need -n of 2 or more", request.max_new_tokens, "try -n 96")
     vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
     request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
 

@@ -95,7 +95,7 @@ def load(
     trees.check(situation.sampling, rule)
     with ExitStack() as resources:
         pair = _open_pair(files, dtype, limit, resources, card, ram)
-        if request is not None:
+        if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
         _read_pair(pair)  # the first weights: what can be refused has been
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for)

@@ -19,13 +19,13 @@ class Request:
     """One run to be.
 
     Attributes:
-        prompt: text, put into the model's chat template where it has one, or token ids.
+        prompt: text, put into the model's chat template where it has one, or token ids; None is not known yet.
         max_new_tokens: at most so many.
         stop: strings that end the text; they are not part of it.
         raw: leave the chat template out.
     """
 
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
     stop: str | Sequence[str] | None = None
@@ -58,24 +58,30 @@ class Request:
         return ids
 
 
-def encode(tokenizer: Any | None, prompt: str | Sequence[int], vocab_size: int, *, raw: bool = False) -> list[int]:
+def encode(
+    tokenizer: Any | None, prompt: str | Sequence[int] | None, vocab_size: int, *, raw: bool = False
+) -> list[int]:
     """Token ids of a prompt, checked. Raises `UserError`."""
     if not isinstance(prompt, str):
         ids = _whole_numbers(prompt)
     elif tokenizer is None:
-        raise UserError("this checkpoint has no tokenizer: give the prompt as token ids")
+        raise UserError(
+            "this checkpoint has no tokenizer: put its tokenizer.json beside it, or give token ids from Python"
+        )
     else:
         ids = encode_prompt(tokenizer, prompt, raw=raw)
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
     if not all(0 <= token < vocab_size for token in ids):
-        raise UserError(f"prompt ids must lie in [0, {vocab_size}), got {min(ids)}..{max(ids)}")
+        raise UserError(
+            f"prompt ids must lie in [0, {vocab_size}), got {min(ids)}..{max(ids)}: use this model's tokenizer"
+        )
     return ids
 
 
-def _whole_numbers(prompt: Sequence[int]) -> list[int]:
+def _whole_numbers(prompt: Sequence[int] | None) -> list[int]:
     try:
-        return [index(token) for token in prompt]
+        return [index(token) for token in prompt]  # type: ignore[union-attr]
     except TypeError:
         raise UserError(
             f"a prompt must be text or token ids, got {prompt!r:.80}: give a str or whole numbers"

@@ -112,7 +112,8 @@ def tune(
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
     """
     read = [read_text(path) for path in texts]
-    check_options(True, tree or "auto", rule, ram=options.get("ram"), threads=options.get("threads"))
+    told = {name: options[name] for name in ("ram", "threads", "dtype") if options.get(name) is not None}
+    check_options(True, tree or "auto", rule, **told)
     require_writable(profiles_folder())
     files = open_checkpoint(model), open_checkpoint(draft)
     windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)

@@ -95,6 +95,13 @@ def test_decode_with_rules_that_draw_afresh() -> None:
     assert result["settings"]["proof"]["num_by_law"] == 12
 
 
+def test_rules_that_keep_laws_take_the_fixed_tree_in_place_of_a_grown_one() -> None:
+    effort = decode.Effort(1, 1, 1, (0.6,), ("none", "8x4", "grown:8x4"), ("match", "sequoia"))
+    names = ["none", "T=0.6 match 8x4", "T=0.6 match grown:8x4", "T=0.6 sequoia 8x4"]
+    assert [case.name for case in effort.cases()] == names
+    assert decode._largest(decode.FULL.cases()) == "128x20"
+
+
 def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     right = decode.timed_run
 
@@ -258,6 +265,11 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "needs a result of link, got one of decode": ["bench", "link", "--compare", decoded / "decode.json"],
         "cannot read": [*few, "--compare", tmp_path / "none.json"],
         "sequoia, pipeinfer, got 'specinfer'": [*few, "--preset", "specinfer"],
+        "--temp must be": [*few, "--temp", "0", "--temp", "-1"],
+        "--tree must be": [*few, "--tree", "oak"],
+        "rule sequoia is exact only without that": [*few, "--tree", "grown:8x4", "--rule", "sequoia"],
+        "cannot write": ["bench", "tree", "size", "--out", decoded / "decode.json"],
+        "--size must be NxD": ["bench", "grown", "--size", "chain:3"],
         "--preset and --quick exclude each other": [*few, "--preset", "sequoia"],
         "would be written over": [*few, "--trace", tmp_path / "a.svg", "--json", tmp_path / "a.json"],
         "num_new_tokens was 12 and is 13": [*few, "-n", "13", "--temp", "0", "--compare", decoded / "decode.json"],

@@ -204,6 +204,14 @@ def test_one_sample_tells_nothing() -> None:
     assert change("alone", Guard([5.0], "higher"), Guard([1.0], "higher")).line.endswith("± ?  too few samples")
 
 
+def test_a_sample_of_zero_hides_no_change() -> None:
+    names = [f"p{index}" for index in range(9)]
+    before, after = [0.0, *[5.0 + index for index in range(8)]], [4.0, *[2.0 + index for index in range(7)], 0.0]
+    assert change("slow", Guard(before, "higher", names), Guard(after, "higher", names)).is_worse
+    assert change("heaps", Guard(before * 3, "higher"), Guard([0.1 * value for value in after] * 3, "higher")).is_worse
+    assert change("none", Guard([0.0], "higher"), Guard([1.0], "higher")).line.endswith("± ?  too few samples")
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
 def test_a_file_is_whole_or_not_there(error: type[BaseException], tmp_path: Path) -> None:
     def write(path: Path, text: str, ends: BaseException | None) -> None:

@@ -1,32 +1,24 @@
 """What `offload plan` says of machines that are not here and of models that are not here, against sums done by hand."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from shell import ROOT, shell
+from shell import shell
 from test_plan_cards import CONFIGS, PAIRS, SHAPES
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
-from offload import calibrate, headers, outlook, plan
+from offload import outlook, plan
 from offload.bench.prediction import PAPER_BASE_S, paper_rows
-from offload.calibrate import link_bytes_per_s
 from offload.checkpoint import open_checkpoint
 from offload.config import Sampling, format_bytes
 from offload.costs import Curve
 from offload.device_plan import Card, make_device_plan
 from offload.errors import UserError
 from offload.hardware import KNOWN, Hardware, read_hardware
-from offload.host_store import HostStore
 from offload.model_shape import model_shape
 from offload.outlook import Wish, look_ahead
 from offload.predict import DRAFT_OVERHEAD_S, VERIFY_S, costs_on, is_disk_slower, predict, traffic_on
@@ -332,141 +324,7 @@ def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypat
     warnings = [line for line in outcome.out.splitlines() if "--ram" in line]
     assert outcome.code == 0 and warnings == ["--ram 4 GiB is more than the 3 GiB free here: it may not hold"]
     assert "--ram" not in shell("plan", "-m", target, "--ram", "3GiB").out
-    import offload
 
     with offload.load(target, ram="4GiB", threads=1) as decoder:
         assert decoder.notes == warnings
     assert format_bytes(3 << 30) == "3 GiB"
-
-
-# The hub
-
-
-class Hub:
-    """Answers for one repository, out of a folder; counts what it was asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.asked = folder, []
-
-    def get_safetensors_metadata(self, repo: str) -> Any:
-        stored = open_checkpoint(self.folder)
-        names, files = [shard.name for shard in stored.shards], {}
-        for name, entry in stored.tensors.items():
-            meta = SimpleNamespace(
-                dtype=entry.dtype, shape=list(entry.shape), data_offsets=(entry.lo - 8, entry.hi - 8)
-            )
-            files.setdefault(names[entry.shard], SimpleNamespace(tensors={})).tensors[name] = meta
-        files[names[0]].tensors["model.layers.0.stray.weight"] = meta  # in a file, but not in the index
-        self.asked.append("headers")
-        weight_map = {name: names[entry.shard] for name, entry in stored.tensors.items()}
-        return SimpleNamespace(files_metadata=files, weight_map=weight_map)
-
-    def snapshot_download(self, repo: str, **options: Any) -> str:
-        if options == {"local_files_only": True}:
-            raise FileNotFoundError("not in the cache")
-        assert options == {"allow_patterns": ["config.json"]}, "weights would be fetched"
-        self.asked.append("config.json")
-        return str(self.folder)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    served = Hub(save_pair(FAMILIES["llama"](), tmp_path)[0])
-    for name in ("get_safetensors_metadata", "snapshot_download"):
-        monkeypatch.setattr(f"huggingface_hub.{name}", getattr(served, name))
-    return served
-
-
-def test_a_hub_id_costs_headers_and_no_weights(hub: Hub) -> None:
-    got, wanted = look_ahead("org/model", None, Wish(ram="1GiB")), look_ahead(str(hub.folder), None, Wish(ram="1GiB"))
-    assert hub.asked == ["config.json", "headers"]
-    assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
-    for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
-        assert abs(ours - theirs) <= 4096, "where a header ends decides about one block"
-    assert got.link_bytes_per_s is None and got.notes == ("the weights are not here: their link was not measured",)
-
-
-def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = hub.get_safetensors_metadata("org/model")
-    found.files_metadata[found.weight_map["model.norm.weight"]].tensors["model.norm.weight"].shape = [7]
-    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: found)
-    with pytest.raises(UserError, match=r"model.norm.weight of shape \[7\]"):
-        headers.open_headers("org/model")
-
-
-def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
-    assert headers.is_here(headers.open_headers("org/model")) and hub.asked == []
-
-
-def test_a_hub_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    def fail(repo: str) -> str:
-        raise HfHubHTTPError.__bases__[0]("no route")
-
-    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", fail)
-    with pytest.raises(UserError, match=r"org/model .* the hub is out of reach \(no route\): check the network"):
-        headers.open_headers("org/model")
-
-
-OFFLINE = """
-import socket, sys, time
-def nowhere(*_, **__): raise socket.gaierror(-2, "Name or service not known")
-socket.getaddrinfo = nowhere
-from offload import cli, errors
-started = time.perf_counter()
-try:
-    from offload.checkpoint import open_checkpoint
-    from offload.headers import open_headers
-    {"generate": open_checkpoint, "plan": open_headers}[sys.argv[1]]("org/model")
-except errors.UserError as error:
-    print(f"{time.perf_counter() - started:.2f}", error)
-"""
-
-
-@pytest.mark.parametrize("command", ["generate", "plan"])
-def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: Path) -> None:
-    """The hub's library is the real one; it sleeps 23 s between its tries where it is asked in the wrong way."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    told = subprocess.run(
-        [sys.executable, "-c", OFFLINE, command], env=environment, capture_output=True, text=True, timeout=60
-    )
-    seconds, line = told.stdout.split(" ", 1)
-    assert "the hub is out of reach" in line and "Name or service not known" in line and "check the network" in line
-    assert float(seconds) < 10
-
-
-def test_what_does_not_fit_is_not_fetched(hub: Hub) -> None:
-    with pytest.raises(UserError, match="raise --ram to"):
-        offload.load("org/model", ram="1MiB", context=64)
-    assert hub.asked == ["config.json", "headers"]
-
-
-# The link
-
-
-def test_the_link_is_measured_for_so_long_and_all_over_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shard = tmp_path / "shard"
-    with shard.open("wb") as file:
-        file.truncate(1 << 40)  # as large as nobody's disk; holes read as zeros
-    starts: list[int] = []
-
-    class Watched(HostStore):
-        def read(self, layout: Any, slab: Any) -> Any:
-            starts.append(layout.pieces[0].lo)
-            return super().read(layout, slab)
-
-    monkeypatch.setattr(calibrate, "HostStore", Watched)
-    started = time.perf_counter()
-    assert link_bytes_per_s(shard, budget_s=0.2) > 1e6
-    assert 0.2 < time.perf_counter() - started < 1.5
-    tenths = {start * 10 // (1 << 40) for start in starts[:20]}
-    assert len(tenths) >= 9 and all(start % 4096 == 0 for start in starts)
-
-
-def test_a_limited_link_is_measured_as_limited(tmp_path: Path) -> None:
-    (tmp_path / "shard").write_bytes(bytes(8 << 20))
-    assert link_bytes_per_s(tmp_path / "shard", limit_bytes_per_s=50e6) == pytest.approx(50e6, rel=0.1)

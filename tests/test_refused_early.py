@@ -83,6 +83,7 @@ def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, mo
         ("--rule luck", "--rule must be one of"),
         ("--ram lots", "--ram must be a size"),
         ("-n 500", "exceed the context of 512"),
+        ("-n 1", "two speeds need -n of 2 or more"),
     ],
 )
 def test_demo_makes_no_target_in_vain(arguments: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

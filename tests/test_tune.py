@@ -219,6 +219,8 @@ def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
     with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
         offload.load(*pair, profile=path, context=256, request=Request([5], Sampling(temperature=0.7)), **SETTINGS)
+    with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
+        offload.load(*pair, profile=path, context=256, request=Request(sampling=Sampling(temperature=0.7)), **SETTINGS)
     values = json.loads(Path(path).read_text())
     Path(path).write_text(json.dumps({**values, "schema": 0}))
     with pytest.raises(UserError, match="schema 0"):
