@@ -1,7 +1,7 @@
 """A 70B-shaped target beside a 7B-shaped draft on one card: each promise of the device path beside its ceiling.
 
-    python -m offload.bench.device --quick          # 18 layers, minutes
-    python -m offload.bench.device --gpu-mem 40GiB  # as many of 80 layers as host memory holds
+    offload bench device --quick          # 18 layers, minutes
+    offload bench device --gpu-mem 40GiB  # as many of 80 layers as host memory holds
 
 The pair is the packaged one, inflated in host memory (`giant.py`), so trees have real acceptance and every token can be
 proved against the small original. Nothing is timed before the gate has passed (`device_gate.py`); what breaks later is
@@ -23,15 +23,15 @@ import torch
 import typer
 
 from offload import loading
-from offload.arena import Arena, open_arena
+from offload.arena import Arena
 from offload.audit import draw_gaps
 from offload.bench.device_gate import gates
 from offload.bench.device_rates import Rates, ceilings
-from offload.bench.gate import draws_hold
+from offload.bench.gate import WrongTokenError, draws_hold
 from offload.bench.giant import Shape, giants, sketch
 from offload.bench.host_device import HostDevice, PlainWay
 from offload.bench.peers_on_device import accelerate_s
-from offload.bench.promises import Row, attempt, row, row_line, verdict_lines, verdicts
+from offload.bench.promises import Row, attempt, failure, row, row_line, verdict_lines, verdicts
 from offload.bench.timeline import record_steps, require_pictures, write_trace
 from offload.config import Sampling, format_bytes, parse_size
 from offload.decode import Decoder
@@ -79,14 +79,9 @@ class Setting:
     @contextmanager
     def open(self, target: Path, draft: Path, **options: Any) -> Iterator[Decoder]:
         """A decoder on the card."""
-        how = {"gpu_memory": self.gpu_memory, "ram": self.ram_bytes, "device": "auto", "profile": "none", **options}
-        with giants(), offload_load(target, draft, context=CONTEXT, threads=None, **how) as decoder:
+        how: dict[str, Any] = {"ram": self.ram_bytes, "profile": "none", "context": CONTEXT, **options}
+        with giants(), loading.load(target, draft, gpu_memory=self.gpu_memory, **how) as decoder:
             yield decoder
-
-
-def offload_load(target: Path, draft: Path, **options: Any) -> Decoder:
-    """`offload.load`, by the module that the stand-ins are put into."""
-    return loading.load(target, draft, **options)
 
 
 def measure_rates(setting: Setting, layer_bytes: int) -> tuple[Row, Rates]:
@@ -177,6 +172,7 @@ def trees(setting: Setting, decoder: Decoder, rates: Rates) -> Iterator[Row]:
 
 def one_tree(setting: Setting, decoder: Decoder, tree: str, link_s: float, promise: str | None) -> Iterator[Row]:
     """One generation, every token of it proved against the small original."""
+    decoder.generate(PROMPT, max_new_tokens=2, tree=tree)  # the first steps with a tree record its widths
     num_new = setting.num_new if tree != "none" else max(4, setting.num_new // 8)
     result = decoder.generate(PROMPT, max_new_tokens=num_new, tree=tree)
     prompt_ids = decoder.encode(PROMPT, raw=True)
@@ -259,8 +255,12 @@ def against_accelerate(setting: Setting, decoder: Decoder, best_s: float | None)
 
 
 def measure(setting: Setting, layer_bytes: int, trace: Path | None = None) -> Iterator[Row]:
-    """All rows, each as soon as it is known. Raises `UserError` where a token is wrong."""
-    yield from gates(setting.open, PAIR, PROMPT, setting.card.place, setting.num_gate)
+    """All rows, each as soon as it is known; after a wrong token in the gate there are no others."""
+    try:
+        yield from gates(setting.open, PAIR, PROMPT, setting.card.place, setting.num_gate)
+    except WrongTokenError as error:
+        yield failure("gate", "exact", error)
+        return
     first, rates = measure_rates(setting, layer_bytes)
     yield first
     started = time.perf_counter()
@@ -294,23 +294,16 @@ def main(
     device: Annotated[str, typer.Option(help="cuda or cuda:N")] = "cuda",
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="two steps for ui.perfetto.dev, and .svg")] = None,
 ) -> None:
-    """Print every row as it is measured, and all of them as JSON on the last line."""
+    """What a CUDA device gives, each promise beside its ceiling; the exit status is 1 where one is missed."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        try:
-            if trace is not None:
-                require_pictures()
-            setting = _setting(Path(folder), stack, is_quick=quick, is_tiny=tiny, gpu_memory=gpu_mem, device=device)
-        except UserError as error:
-            typer.echo(f"bench.device: {error}", err=True)
-            raise typer.Exit(2) from None
+        if trace is not None:
+            require_pictures()
+        setting = _setting(Path(folder), stack, is_quick=quick, is_tiny=tiny, gpu_memory=gpu_mem, device=device)
         rows = list[Row]()
         try:
             for one in measure(setting, (TINY if tiny else LARGE).layer_bytes, trace):
                 rows.append(one)
                 print(row_line(one), flush=True)
-        except UserError as error:
-            typer.echo(f"bench.device: {error}", err=True)
-            raise typer.Exit(1) from None
         finally:
             found = verdicts(rows)
             print("\n".join(verdict_lines(found)))
@@ -318,6 +311,11 @@ def main(
                 json.dumps({"bench": "device", "device": setting.card.name, "promises": found, "rows": rows}),
                 flush=True,
             )
+    missed = {one["promise"]: one["seen"] for one in found if one["is_met"] is False}
+    if "exact" in missed:
+        raise UserError(f"tokens are wrong ({missed['exact']}): no speed is worth printing")
+    if missed:
+        raise typer.Exit(1)
 
 
 def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, gpu_memory: str, device: str) -> Setting:
@@ -329,9 +327,10 @@ def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, g
         as_cuda = lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"})  # noqa: E731
         stack.enter_context(mock.patch.object(loading, "plan_memory", as_cuda))
     else:
+        if not torch.cuda.is_available():
+            raise UserError("bench device needs a CUDA device, this machine shows none: run it where there is one")
         card = open_device(device, gpu_memory)
         stack.enter_context(mock.patch.object(loading, "open_device", lambda name, gpu: card))
-        stack.enter_context(mock.patch.object(loading, "open_arena", open_arena))
     assert card is not None, "a device was named"
     free_bytes = available_ram_bytes()
     shape, draft = (TINY, TINY_DRAFT) if is_tiny else (LARGE, LARGE_DRAFT)
@@ -357,4 +356,6 @@ def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, g
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("device")

@@ -6,7 +6,7 @@ anything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from offload import loading
 from offload.audit import BF16_NOISE
+from offload.bench.gate import WrongTokenError
 from offload.bench.promises import Row, row
 from offload.decode import Decoder
-from offload.errors import UserError
 from offload.plan import MemoryPlan, Tier
 
 TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
@@ -35,12 +35,12 @@ def gates(open_decoder: Open, pair: Path, prompt: str, place: torch.device, num_
         pair: folder with a small `target` and `draft`.
 
     Raises:
-        UserError: an id is wrong in float32.
+        WrongTokenError: an id is wrong in float32, or a run in bf16 ends before the reference does.
     """
     prompt_ids, wanted = reference_ids(pair / "target", prompt, place, torch.float32, num_new)
     for tree, ours in streamed_ids(open_decoder, pair, prompt_ids, num_new, "float32", TREES):
-        if ours != wanted[: len(ours)] or not ours:
-            raise UserError(f"{tree}: not the ids of transformers in float32, so nothing is timed")
+        if ours != wanted:
+            raise WrongTokenError(f"{tree}: not the ids of transformers in float32, so nothing is timed")
     yield row("gate: float32 greedy ids equal transformers", len(wanted), len(wanted), 1.0, "tokens", promise="exact")
     yield from _in_bf16(open_decoder, pair, prompt, place, num_new)
 
@@ -57,10 +57,9 @@ def reference_ids(
     return ids[0].tolist(), out[0, ids.shape[1] :].tolist()
 
 
-def streamed_ids(
-    open_decoder: Open, pair: Path, prompt_ids: Sequence[int], num_new: int, dtype: str, trees: Sequence[str]
-) -> Iterator[tuple[str, list[int]]]:
-    """What we write with each tree while every layer comes out of host memory."""
+@contextmanager
+def all_streamed() -> Iterator[None]:
+    """Meanwhile every layer stays in host memory, also where the card has room for it."""
     plan_memory = loading.plan_memory
 
     def streamed(*args: Any, **more: Any) -> MemoryPlan:
@@ -68,10 +67,15 @@ def streamed_ids(
         sizes: dict[str, Any] = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2}
         return replace(plan, tier_L=(Tier.HOST,) * len(plan.layer_bytes), num_host_slots=0, **sizes)
 
-    with (
-        mock.patch.object(loading, "plan_memory", streamed),
-        open_decoder(pair / "target", pair / "draft", tree=_LARGEST, dtype=dtype) as decoder,
-    ):
+    with mock.patch.object(loading, "plan_memory", streamed):
+        yield
+
+
+def streamed_ids(
+    open_decoder: Open, pair: Path, prompt_ids: Sequence[int], num_new: int, dtype: str, trees: Sequence[str]
+) -> Iterator[tuple[str, list[int]]]:
+    """What we write with each tree while every layer comes out of host memory."""
+    with all_streamed(), open_decoder(pair / "target", pair / "draft", tree=_LARGEST, dtype=dtype) as decoder:
         for tree in trees:
             yield tree, decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids
 
@@ -85,6 +89,8 @@ def _in_bf16(open_decoder: Open, pair: Path, prompt: str, place: torch.device, n
     prompt_ids, wanted = reference_ids(pair / "target", prompt, place, torch.bfloat16, num_new)
     for tree, ours in streamed_ids(open_decoder, pair, prompt_ids, num_new, "bfloat16", ("none", "64x16")):
         at = next((i for i, (one, other) in enumerate(zip(ours, wanted, strict=False)) if one != other), None)
+        if at is None and len(ours) != len(wanted):
+            raise WrongTokenError(f"{tree}: {len(ours)} of {len(wanted)} tokens in bfloat16, so nothing is timed")
         gap = 0.0
         if at is not None:
             gap = parting_gap(_next_logits(pair / "target", [*prompt_ids, *wanted[:at]], place), ours[at])

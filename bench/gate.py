@@ -35,6 +35,10 @@ MOST_SIGMAS = 5.0
 Score = Callable[[Sequence[int], Sequence[int]], Tensor]  # prompt, new ids -> logits (T, V) that predicted each new id
 
 
+class WrongTokenError(UserError):
+    """A token is not the reference's: nothing that was measured with it counts."""
+
+
 class Written(NamedTuple):
     """One run to be proved."""
 
@@ -69,11 +73,12 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
 
 
 def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
-    """Refuse tokens that miss the reference's draw by more than rounding. Raises `UserError`."""
+    """Refuse tokens that miss the reference's draw by more than rounding. Raises `WrongTokenError`."""
     limit = rounding(sampling)
     if gaps and max(gaps) > limit:
         at = next(index for index, gap in enumerate(gaps) if gap > limit)
-        raise UserError(f"new token {at} is wrong, it misses the draw by {gaps[at]:.3f}: no speed is worth printing")
+        said = f"new token {at} is wrong, it misses the draw by {gaps[at]:.3f}"
+        raise WrongTokenError(f"{said}: no speed is worth printing")
 
 
 def law_sigmas(laws: Sequence[tuple[Tensor, Sequence[int]]]) -> float:

@@ -2,7 +2,7 @@
 
 The same duels that a run fights at its start (offload/duels.py), at many sizes.
 
-    python -m offload.bench.kernels                    shapes of Llama-2-70B, vocabularies of 32,000 and 128,256
+    offload bench kernels                    shapes of Llama-2-70B, vocabularies of 32,000 and 128,256
 """
 
 import json
@@ -16,6 +16,7 @@ from rich.table import Table
 from offload.device import CudaDevice
 from offload.duel import Outcome, rows_of, verdicts
 from offload.duels import Shapes, choose_kernels
+from offload.errors import UserError
 from offload.kernels.jit import HAS_TRITON
 
 
@@ -28,17 +29,21 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def main() -> None:
-    """Measure all kernels; exits with 1 where one of them is wrong, with 2 where there is nothing to measure on."""
-    if not (torch.cuda.is_available() and HAS_TRITON):
-        typer.echo("kernels are measured on a CUDA device with Triton, and there is none here", err=True)
-        raise typer.Exit(2)
+    """Every kernel against what runs without it; the exit status is 1 where one of them is wrong."""
+    if not torch.cuda.is_available():
+        raise UserError("bench kernels needs a CUDA device, this machine shows none: run it where there is one")
+    if not HAS_TRITON:
+        raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
     _, outcomes = choose_kernels(Shapes(), device)
     Console().print(_table(outcomes))
     found = {kernel: verdict._asdict() for kernel, verdict in verdicts(outcomes).items()}
     typer.echo(json.dumps({"bench": "kernels", "device": device.name, "verdicts": found, "rows": rows_of(outcomes)}))
-    raise typer.Exit(1 if any(one.reason for one in outcomes) else 0)
+    if any(one.reason for one in outcomes):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from offload.bench.suite import run_alone
+
+    run_alone("kernels")

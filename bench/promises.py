@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from offload.bench.gate import WrongTokenError
 from offload.errors import reason
 
 Row = dict[str, Any]
@@ -38,13 +39,25 @@ def row(
 
 
 def attempt(name: str, promise: str | None, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows; what breaks becomes a row that says so, because the rows behind it are still worth having."""
+    """The rows; what breaks becomes a row that says so, because the rows behind it are still worth having.
+
+    A wrong token breaks the promise of exactness, too.
+    """
     try:
         yield from rows
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        failed = {"row": f"{name}: failed", "value": 0.0, "unit": "", "is_met": False, "promise": promise}
-        yield {**failed, "error": f"{type(error).__name__}: {reason(error)}"}
+        is_wrong = isinstance(error, WrongTokenError)
+        if is_wrong:
+            yield failure(name, "exact", error)
+        if promise is not None or not is_wrong:
+            yield failure(name, promise, error)
+
+
+def failure(name: str, promise: str | None, error: Exception) -> Row:
+    """The row of what broke."""
+    failed = {"row": f"{name}: failed", "value": 0.0, "unit": "", "is_met": False, "promise": promise}
+    return {**failed, "error": f"{type(error).__name__}: {reason(error)}"}
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:

@@ -27,7 +27,7 @@ COMMANDS = {  # name: file, what it answers
     "peers": ("peers", "other programs on the same files and prompts in the same memory"),
     "kernels": ("kernels", "each kernel against what runs without it, on a CUDA device"),
     "grown": ("grown_trees", "grown trees against fixed ones of the same size"),
-    "device": ("device", "what a CUDA device gives: copies, overlap, kernels"),
+    "device": ("device", "what a CUDA device gives: copies, sweeps, drafts, trees, memory, accelerate"),
     "prediction": ("prediction", "what the plan promises beside what was measured: this machine, and the paper's L40"),
     "tree": ("studies", "Sequoia's studies of trees and rules"),
     "main-job": ("main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),

@@ -20,8 +20,7 @@ def match_rows_twin(logits_NV: Tensor, position_N: Tensor, seed: int, *, tempera
     """The token (int64, N) that each row draws, in plain torch, one row after the other.
 
     Args:
-        logits_NV: float32, float16 or bfloat16; -inf for tokens that top-k and top-p have dropped. (A cut-off value
-            per row could not say it: of tokens with the same score top-p keeps some.)
+        logits_NV: float32, float16 or bfloat16; -inf is drawn where a row holds nothing else.
         position_N: absolute position of the token that a row predicts; the noise depends on it.
         temperature: 0 is greedy, no noise enters.
     """

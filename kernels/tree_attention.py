@@ -20,7 +20,7 @@ from offload.kernels.jit import jit, tl, triton
 
 _WORD = 32  # bits
 _MIN_SPLIT = 256  # keys: a shorter piece is not worth a program of its own
-MAX_WIDTH = 128  # of heads: wider blocks need more shared memory than the 99 KiB that many cards grant a program
+MAX_WIDTH = 256  # of heads: even halved blocks of wider ones take more shared memory than the 99 KiB of many cards
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -59,7 +59,6 @@ def tree_attention_twin(
     sight: Sight,
     *,
     scaling: float,
-    softcap: float | None = None,
 ) -> Tensor:
     """Attention, (T, H, K) in the type of the queries; in plain torch.
 
@@ -68,7 +67,6 @@ def tree_attention_twin(
         key_GSK: P + U rows; `value_GSK` may be of another width.
         sight: what the T rows see.
         scaling: of the scores.
-        softcap: scores are squashed to (-softcap, softcap) by tanh.
     """
     num_heads, num_rows, width = query_HTK.shape
     group = num_heads // key_GSK.shape[0]
@@ -79,11 +77,7 @@ def tree_attention_twin(
         seen_TS &= position_U[-num_rows:, None] - position_S < sight.window
     folded = query_HTK.reshape(key_GSK.shape[0], group * num_rows, width)
     seen_RS = seen_TS.repeat(group, 1)
-    if softcap is None:
-        out = scaled_dot_product_attention(folded, key_GSK, value_GSK, attn_mask=seen_RS, scale=scaling)
-    else:
-        score = softcap * torch.tanh(folded.float() @ key_GSK.float().mT * (scaling / softcap))
-        out = score.masked_fill(~seen_RS, -torch.inf).softmax(-1).to(value_GSK.dtype) @ value_GSK
+    out = scaled_dot_product_attention(folded, key_GSK, value_GSK, attn_mask=seen_RS, scale=scaling)
     return out.reshape(num_heads, num_rows, -1).transpose(0, 1)
 
 
@@ -94,7 +88,6 @@ def tree_attention_kernel(
     sight: Sight,
     *,
     scaling: float,
-    softcap: float | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
     """The same in Triton, which reads no dense mask.
@@ -132,9 +125,8 @@ def tree_attention_kernel(
         split_keys,
         window or 0,
         (*query_HTK.stride()[:2], *key_GSK.stride()[:2], *value_GSK.stride()[:2]),
-        (scaling, 0.0 if softcap is None else 1 / softcap),
+        float(scaling),
         (group, width, value_width),
-        HAS_CAP=softcap is not None,
         HAS_WINDOW=window is not None,
         BLOCK_R=block_rows,
         BLOCK_S=block_keys,
@@ -160,7 +152,7 @@ def _merge(out_ZTHK: Tensor, mass_ZTH: Tensor) -> Tensor:
     return (out_ZTHK * weight_ZTH[..., None]).sum(0) / weight_ZTH.sum(0)[..., None]
 
 
-@jit(do_not_specialize=["num_rows", "num_prefix", "num_keys", "split_keys", "window"])
+@jit(do_not_specialize=["num_rows", "num_prefix", "num_keys", "split_keys", "window", "scaling"])
 def _attend(
     out: tl.tensor,
     mass: tl.tensor,
@@ -174,9 +166,8 @@ def _attend(
     split_keys: tl.tensor,
     window: tl.tensor,
     strides: tl.tensor,
-    scales: tl.tensor,
+    scaling: tl.tensor,
     SHAPE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -209,11 +200,11 @@ def _attend(
     )
     edge = tl.minimum(hi, num_prefix // BLOCK_S * BLOCK_S)  # blocks before it lie in the prefix
     for start in range(lo, edge, BLOCK_S):
-        state = _block(state, query_RK, piece, rows, masks, (start, hi, num_prefix, num_words), strides, scales, SHAPE,
-                       HAS_CAP, HAS_WINDOW, False, BLOCK_S, BLOCK_V)  # fmt: skip
+        state = _block(state, query_RK, piece, rows, masks, (start, hi, num_prefix, num_words), strides, scaling, SHAPE,
+                       HAS_WINDOW, False, BLOCK_S, BLOCK_V)  # fmt: skip
     for start in range(tl.maximum(lo, edge), hi, BLOCK_S):
-        state = _block(state, query_RK, piece, rows, masks, (start, hi, num_prefix, num_words), strides, scales, SHAPE,
-                       HAS_CAP, HAS_WINDOW, True, BLOCK_S, BLOCK_V)  # fmt: skip
+        state = _block(state, query_RK, piece, rows, masks, (start, hi, num_prefix, num_words), strides, scaling, SHAPE,
+                       HAS_WINDOW, True, BLOCK_S, BLOCK_V)  # fmt: skip
     _store(out, mass, state, time, head, is_row, num_rows, SHAPE, BLOCK_V)
 
 
@@ -252,9 +243,8 @@ def _block(
     masks: tl.tensor,
     place: tl.tensor,
     strides: tl.tensor,
-    scales: tl.tensor,
+    scaling: tl.tensor,
     SHAPE: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IN_TREE: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -268,9 +258,7 @@ def _block(
     is_key = column < hi
     key_place = piece[0] + column[None, :] * strides[3] + dim[:, None]
     key_KS = tl.load(key_place, mask=is_key[None, :] & (dim < SHAPE[1])[:, None], other=0.0)
-    score = tl.dot(query_RK, key_KS, input_precision="ieee") * scales[0]
-    if HAS_CAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
-        score = (1.0 - 2.0 / (tl.exp(2.0 * score * scales[1]) + 1.0)) / scales[1]
+    score = tl.dot(query_RK, key_KS, input_precision="ieee") * scaling
     is_seen = is_key[None, :] & is_row[:, None]
     if IN_TREE:
         node = column - num_prefix

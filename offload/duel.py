@@ -9,6 +9,7 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 Timer = Callable[[Callable[[], Any]], float]  # seconds that a piece of work takes
+_LEAST_RATIO = 1.1  # timings waver by some percent, and which kernel a run takes should not
 
 
 class Duel(NamedTuple):
@@ -44,15 +45,27 @@ class Verdict(NamedTuple):
     beats_rival: bool
 
 
-def fight(duel: Duel, timer: Timer) -> Outcome:
-    """Both sides in turn, if they agree."""
+def fight(duel: Duel, timer: Timer, settle: Callable[[], object] = lambda: None) -> Outcome:
+    """Both sides in turn, if they agree.
+
+    Args:
+        settle: waits for the device after a failure; it raises where the device can do nothing any more.
+
+    Raises:
+        RuntimeError: the kernel has left the device unusable, and every error from here on would be blamed on others.
+    """
     try:
         if not duel.agrees():
             return Outcome(duel.kernel, duel.shape, None, None, "its results differ")
         return Outcome(duel.kernel, duel.shape, timer(duel.challenger), timer(duel.rival))
     except Exception as error:  # compilers and drivers refuse with exceptions of every kind
         first_line = (str(error).splitlines() or [""])[0]
-        return Outcome(duel.kernel, duel.shape, None, None, f"{type(error).__name__}: {first_line[:120]}")
+        said = f"{type(error).__name__}: {first_line[:120]}"
+    try:
+        settle()
+    except Exception as lost:
+        raise RuntimeError(f"{duel.kernel} at {duel.shape} has left the device unusable ({said})") from lost
+    return Outcome(duel.kernel, duel.shape, None, None, said)
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
@@ -62,9 +75,9 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
 
 
 def verdicts(outcomes: Iterable[Outcome]) -> dict[str, Verdict]:
-    """By kernel; it must win on the whole and be wrong nowhere."""
+    """By kernel; it must win clearly on the whole and be wrong nowhere."""
     ratios: dict[str, list[float]] = {}
     for outcome in outcomes:
         ratios.setdefault(outcome.kernel, []).append(outcome.ratio)
     means = {kernel: geometric_mean(of_kernel) if min(of_kernel) else 0.0 for kernel, of_kernel in ratios.items()}
-    return {kernel: Verdict(mean, min(ratios[kernel]), mean > 1) for kernel, mean in means.items()}
+    return {kernel: Verdict(mean, min(ratios[kernel]), mean >= _LEAST_RATIO) for kernel, mean in means.items()}

@@ -30,6 +30,7 @@ _CACHE_BYTES = 64 << 20  # written before each run: in a sweep a layer's weights
 _NUM_ROUNDS = 7
 _MAX_PREFIX = 4096  # positions: which side is faster shows here, and takes little memory
 _NUM_SLOTS = 64  # a commit of a path touches no more of them
+_FEW_NODES = 64  # a run may ask for a smaller tree than memory was planned for
 VISITED = 7  # rows that a walk looks at in a step that yields seven tokens
 
 
@@ -48,22 +49,24 @@ class Shapes(NamedTuple):
     temperatures: tuple[float, ...] = (0.0, 0.7)
     level_sizes: tuple[int, ...] = (1, 32)  # nodes whose children are drawn together
     path_lengths: tuple[int, ...] = (2, 6, 20)
-    windows: tuple[int | None, ...] = (None,)  # none at all: this model keeps dense masks
+    windows: tuple[int | None, ...] = (None,)  # none at all: attention is not compared, and keeps dense masks
     dtype: torch.dtype = torch.bfloat16
 
 
 def shapes_of(model: BorrowedModel, plan: MemoryPlan, sampling: Sampling) -> Shapes:
-    """One size of everything: this model, the tree that memory was planned for, half of the context written."""
+    """This model, the tree that memory was planned for and a small one, half of the context written."""
     sizes = config_sizes(model.checkpoint)
     num_heads, width = sizes.get("num_attention_heads", 1), head_dim(sizes)
-    takes_bits = is_for_rows(model.skeleton.config) and width <= MAX_WIDTH
+    num_nodes = plan.num_nodes if plan.num_nodes > 1 else plan.max_prompt_rows
+    # Who names a width for values (latent attention) has queries of another, and the duel knows one width only.
+    takes_bits = is_for_rows(model.skeleton.config) and width <= MAX_WIDTH and "v_head_dim" not in sizes
     return Shapes(
         num_heads=num_heads,
         num_groups=sizes.get("num_key_value_heads", num_heads),
         width=width,
         num_layers=model.num_layers,
         num_slots=_NUM_SLOTS,
-        num_nodes=(plan.num_nodes if plan.num_nodes > 1 else plan.max_prompt_rows,),
+        num_nodes=tuple(sorted({min(_FEW_NODES, num_nodes), num_nodes})),
         num_scored=(plan.num_logits_rows,),
         num_prefix=(min(plan.context // 2, _MAX_PREFIX),),
         vocab_sizes=(model.vocab_size,),
@@ -88,7 +91,11 @@ NO_KERNELS = KernelChoice(TWINS, ())
 def choose_kernels(shapes: Shapes, device: Device, timer: Timer | None = None) -> KernelChoice:
     """Let each kernel fight once per shape; those that win take the place of what runs without them."""
     timer = timer or device_timer(device)
-    outcomes = [fight(duel, timer) for duel in duels(shapes, str(device.place))]
+
+    def settle() -> None:
+        device.synchronize(device.record(device.compute))
+
+    outcomes = [fight(duel, timer, settle) for duel in duels(shapes, str(device.place))]
     winners = {kernel for kernel, verdict in verdicts(outcomes).items() if verdict.beats_rival}
     return KernelChoice(TWINS._replace(**{kernel: getattr(KERNELS, kernel) for kernel in winners}), tuple(outcomes))
 

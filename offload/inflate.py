@@ -30,9 +30,10 @@ from transformers import LlamaConfig
 from offload.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint, read_json
 from offload.config import format_bytes
 from offload.errors import UserError
+from offload.layout import BLOCK_BYTES
 
 MANIFEST_NAME = "inflation.json"
-_FORMAT_VERSION = 1  # raise it when the same parameters come to give other bytes
+_FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
 _FFN_STEP = 64
 _LAYER = "model.layers.{}."
 _BALLAST_STD = 0.02
@@ -266,8 +267,7 @@ class _BlockMaker:
     """Gives a piece's elements block by block; padding is zeros or a view of one random pool."""
 
     def __init__(self, small: Checkpoint, dtype: str, seed: int) -> None:
-        self.dtype = dtype
-        self._small = small
+        self.dtype, self._small = dtype, small
         self._random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self._pool = torch.empty(0, dtype=getattr(torch, _DTYPES[dtype]))
@@ -323,14 +323,14 @@ def _write_shards(folder: Path, shards: list[list[_Piece]], maker: _BlockMaker) 
 
 
 def _write_shard(path: Path, pieces: list[_Piece], maker: _BlockMaker) -> Iterator[int]:
-    """One safetensors file: u64 header length, JSON padded to 8 bytes, tensors in the order of the pieces."""
+    """One safetensors file: u64 header length, JSON padded to a block, tensors in the order of the pieces."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
         lo, end = end, end + _num_bytes([piece.axes], ITEM_BYTES[maker.dtype])
         header[piece.name] = {"dtype": maker.dtype, "shape": _stored_shape(piece.axes), "data_offsets": (lo, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % BLOCK_BYTES)  # so that tensors begin where wide loads can
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for block in chain.from_iterable(map(maker.blocks, pieces)):

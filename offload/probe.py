@@ -7,6 +7,7 @@ streams yet while this runs, so readers that share the processor are not in thes
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -56,15 +57,19 @@ def draft_curve(drafter: ModelDrafter, sampler: Sampler, prompt: Sequence[int], 
 
 
 def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
-    """Medians of `measure` at ever larger sizes, one at least, for as long as `budget_s` lasts; never falling."""
-    measure(sizes[0])  # the first run of any code is not like the others
+    """Medians of `measure` at ever larger sizes, one at least, for as long as `budget_s` lasts; never falling.
+
+    The first run of a size is not like the others (on a card it may be recorded) and counts in no median, nor as time.
+    """
     seconds: list[float] = []
     started = time.perf_counter()
     for index, size in enumerate(sizes):
         if index and time.perf_counter() > started + budget_s:
             break
+        once = partial(measure, size)
+        started += timed(once)
         share_s = budget_s * (index + 1) / len(sizes)
-        seconds.append(_median(lambda size=size: measure(size), started + share_s))  # type: ignore[misc]
+        seconds.append(_median(once, started + share_s))
     rising = np.maximum.accumulate(np.maximum(seconds, _LEAST_S))
     return Curve(tuple(sizes[: len(seconds)]), tuple(rising.tolist()))
 

@@ -27,10 +27,8 @@ from transformers.generation.logits_process import (
 
 from offload.config import Drafting, Sampling
 from offload.kernel_set import TWINS, KernelSet
-from offload.kernels.match_rows import match_rows_twin
 
 _KEPT_POSITIONS = 256  # a tree's depth and then some
-_NUM_BLOCKS = 8  # top-p sorts and sums, in seven times the memory of what it looks at; the plan has room for one copy
 _LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
 
 
@@ -54,6 +52,7 @@ class Sampler:
         self.kernels, self.sampling, self._vocab_size = kernels, sampling, vocab_size
         self.is_greedy, self.drafting = sampling.is_greedy, drafting
         self._warpers = _warpers(sampling)
+        self._is_filtered = len(self._warpers) > 1  # by more than a temperature
         self._noise: dict[int, Tensor] = {}
         self._fresh = np.random.Generator(np.random.Philox(key=sampling.seed))
         self._num_rows_taken = 0
@@ -64,16 +63,17 @@ class Sampler:
 
     @property
     def draws_rows(self) -> bool:
-        """Whether many rows are better drawn at once than the few that a walk visits one by one."""
-        return self.kernels.match_rows is not None
+        """Whether many rows are better drawn at once than the few that a walk visits one by one.
+
+        Where top-p or top-k are asked for they are not: every row would be sorted.
+        """
+        return self.kernels.match_rows is not None and not self._is_filtered
 
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
         """`draw` for many rows at once, each at its own position: tokens (int64, N) on the device of the logits."""
-        draw, seed = self.kernels.match_rows or match_rows_twin, self.sampling.seed
-        if len(self._warpers) <= 1:
-            return draw(logits_NV, position_N, seed, temperature=self.sampling.temperature)
-        blocks = [rows.split(max(1, len(rows) // _NUM_BLOCKS)) for rows in (logits_NV, position_N)]
-        return torch.cat([draw(self._warped(b), at, seed, temperature=1.0) for b, at in zip(*blocks, strict=True)])
+        draw = self.kernels.match_rows
+        assert draw is not None and self.draws_rows, "rows are drawn one by one here"
+        return draw(logits_NV, position_N, self.sampling.seed, temperature=self.sampling.temperature)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
         """log p + G up to a constant per row; fp32 without noise.

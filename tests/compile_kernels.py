@@ -23,7 +23,7 @@ from offload.kernels.draw_without_replacement import draw_without_replacement_ke
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
-from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_kernel
+from offload.kernels.tree_attention import MAX_WIDTH, Sight, pack_bits, tree_attention_kernel
 
 
 class NoDevice:
@@ -61,7 +61,7 @@ def attention(
     query = torch.zeros(num_rows, num_heads, width, dtype=dtype).transpose(0, 1)
     keys = torch.zeros(8, 512, width, dtype=dtype)[:, : num_prefix + num_rows]
     seen_TW, position_T = pack_bits(torch.eye(num_rows, dtype=torch.bool)), torch.arange(num_rows)
-    options = {"scaling": 0.1, "softcap": 30.0 if window else None, "num_splits": 2 if window else 1}
+    options = {"scaling": 0.1, "num_splits": 2 if window else 1}
     tree_attention_kernel(query, keys, keys, Sight(seen_TW, num_prefix, position_T, window), **options)
 
 
@@ -85,8 +85,8 @@ ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (attention, [(64, 300, 77, None), (64, 320, 64, None), (64, 1, 160, None), (64, 0, 90, None)]),
     (attention, [(64, 300, 77, 50), (64, 320, 64, 64)]),
     (attention, [(8, 300, 1, None), (8, 1, 1, None)]),
-    (attention, [(64, 300, 77, None, 256)]),
-    (attention, [(64, 300, 77, None, 256, torch.float32)]),
+    (attention, [(64, 300, 77, None, MAX_WIDTH)]),
+    (attention, [(64, 300, 77, None, MAX_WIDTH, torch.float32)]),
 ]
 
 driver.set_active(NoDevice())

@@ -226,7 +226,7 @@ def test_a_file_run_by_itself_is_the_command() -> None:
     assert outcome.code == 2 and outcome.err == "offload: No such option: --no-such-flag (see offload --help)\n"
     for name, (file, _) in suite.COMMANDS.items():
         source = Path(suite.__file__).with_name(f"{file}.py").read_text()
-        assert f'run_alone("{name}")' in source or name in ("device", "kernels"), name
+        assert f'run_alone("{name}")' in source, name
 
 
 def test_sigterm_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from offload import probe
 from offload.choose import DEPTHS, Candidate, Forest, best_smoothing, choose
 from offload.config import RULES, Sampling
 from offload.costs import Costs, Curve, Traffic, draft_widths, fit_friction, overlapped_s, step_time
@@ -296,3 +298,20 @@ def test_named_trees_are_as_named() -> None:
         trees.for_run(Sampling(), RULE, "64x4")
     with pytest.raises(UserError, match="9 deep, the context has 8 positions"):
         trees.for_run(Sampling(), RULE, "chain:9")
+
+
+def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card it contains a recording, many times as long as what it records."""
+    now_s, seen = 0.0, set[int]()
+
+    def measure(size: int) -> float:
+        nonlocal now_s
+        taken_s = float(size) if size in seen else 100.0
+        seen.add(size)
+        now_s += taken_s
+        return taken_s
+
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=12.0) == Curve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
+    seen.clear()
+    assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=3.0).sizes == (1, 2, 4), "the budget still holds"

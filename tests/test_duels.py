@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from shell import shell
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers  # noqa: F401
 from test_families import config_of, tiny_model
 from test_tiny import prompts
@@ -15,6 +16,7 @@ from tiny import FAMILIES, save
 
 import offload
 from offload import duels, loading
+from offload.attention import is_for_rows
 from offload.bench import kernels as bench
 from offload.checkpoint import open_checkpoint
 from offload.config import Sampling
@@ -22,6 +24,7 @@ from offload.duel import Duel, Outcome, Timer, fight, rows_of, verdicts
 from offload.duels import Shapes, choose_kernels, device_timer, shapes_of
 from offload.kernel_set import KERNELS, TWINS
 from offload.kernels.jit import HAS_TRITON, is_for_kernels
+from offload.kernels.tree_attention import MAX_WIDTH
 from offload.loading import resident_model
 from offload.plan import plan_memory
 from offload.screen import kernel_line
@@ -29,6 +32,7 @@ from offload.screen import kernel_line
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).resolve().parents[1]
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
 SMALL = Shapes(
     num_heads=4,
     num_groups=2,
@@ -65,6 +69,12 @@ def test_a_faster_kernel_wins_and_a_slower_one_loses() -> None:
     assert verdicts([fast, slow])["thing"] == (1.0, 0.5, False), "no faster on the whole"
 
 
+def test_a_kernel_wins_by_a_clear_margin_or_not_at_all() -> None:
+    """Runs that take other kernels round differently, so chance in a timing must not choose."""
+    barely, clearly = fight(duel(), clock(1.0, 1.09)), fight(duel(), clock(1.0, 1.12))
+    assert not verdicts([barely])["thing"].beats_rival and verdicts([clearly])["thing"].beats_rival
+
+
 def test_no_time_is_told_of_a_wrong_kernel_or_one_that_does_not_run() -> None:
     right, wrong = fight(duel(), clock(1.0, 9.0)), fight(duel(lambda: False), clock(1.0, 9.0))
     broken = fight(duel(refuses), clock(1.0, 9.0))
@@ -72,6 +82,17 @@ def test_no_time_is_told_of_a_wrong_kernel_or_one_that_does_not_run() -> None:
     assert broken.reason == "RuntimeError: out of shared memory" and broken.kernel_s is None
     for bad in (wrong, broken):
         assert verdicts([right, bad])["thing"] == (0.0, 0.0, False), "wrong once is wrong"
+
+
+def test_a_kernel_that_breaks_the_device_is_named() -> None:
+    """What fails afterwards would otherwise be blamed for it."""
+
+    def settle() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match=r"thing at N 1 has left the device unusable \(RuntimeError: out of shared"):
+        fight(duel(refuses), clock(1.0), settle)
+    assert fight(duel(), clock(1.0, 2.0), settle).ratio == 2, "nobody waits where nothing failed"
 
 
 def test_what_was_chosen_is_told_with_both_times() -> None:
@@ -168,24 +189,33 @@ def test_duels_leave_the_callers_random_numbers_alone() -> None:
 @pytest.mark.parametrize("family", ["qwen3-sliding", "gemma2", "wide"])
 def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
     config = FAMILIES["qwen3" if family == "wide" else family]()
-    config.head_dim = 136 if family == "wide" else 16
+    config.head_dim = MAX_WIDTH + 8 if family == "wide" else 16
     checkpoint = open_checkpoint(save(tiny_model(config), tmp_path))
     model = resident_model(checkpoint, "float32")
-    for num_nodes in (40, 1):
+    for num_nodes in (40, 100, 1):
         plan = plan_memory(
             checkpoint, None, num_nodes=num_nodes, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
         )
         shapes = shapes_of(model, plan, Sampling(temperature=0.4))
         assert (shapes.num_heads, shapes.num_groups, shapes.width, shapes.num_layers) == (4, 2, config.head_dim, 4)
-        assert shapes.num_nodes == ((40,) if num_nodes > 1 else (plan.max_prompt_rows,)), (
-            "a prompt is attended to as well"
-        )
+        sizes = {40: (40,), 100: (64, 100), 1: (64, plan.max_prompt_rows)}
+        assert shapes.num_nodes == sizes[num_nodes], "smaller trees and prompts are attended to as well"
         assert (shapes.num_prefix, shapes.temperatures, shapes.dtype) == ((100,), (0.4,), torch.float32)
         assert shapes.vocab_sizes == (model.vocab_size,) and shapes.num_scored == (plan.num_logits_rows,)
         windows = {None, 24} if family == "qwen3-sliding" else set()
         assert set(shapes.windows) == windows, "a family that keeps its masks has no kernel to compare"
         fields = {one.kernel for one in duels.duels(shapes._replace(num_slots=60), "cpu")}
         assert ("tree_attention" in fields) == bool(windows)
+
+
+def test_attention_of_two_widths_is_not_compared(tmp_path: Path) -> None:
+    """A duel has queries, keys and values of one width; whether the kernel wins at another nobody has seen."""
+    checkpoint = open_checkpoint(save(tiny_model(config_of("deepseek_v3")), tmp_path))
+    model = resident_model(checkpoint, "float32")
+    plan = plan_memory(
+        checkpoint, None, num_nodes=40, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
+    )
+    assert is_for_rows(model.skeleton.config) and shapes_of(model, plan, Sampling()).windows == ()
 
 
 @needs_triton
@@ -224,3 +254,10 @@ def test_the_bench_ranks_outcomes(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = [fight(duel(), clock(1.0, 2.0)), fight(duel(refuses, "broken"), clock(1.0))]
     table = bench._table(outcomes)
     assert table.row_count == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes")
+def test_the_bench_says_what_it_lacks() -> None:
+    outcome = shell("bench", "kernels")
+    assert outcome.code == 2 and not outcome.out
+    assert outcome.err.count("\n") == 1 and "needs a CUDA device" in outcome.err

@@ -19,6 +19,7 @@ from small_llama import LAYER_BYTES, TARGET_BYTES, relative_error
 from offload.checkpoint import open_checkpoint, read_header
 from offload.errors import UserError
 from offload.inflate import MANIFEST_NAME, inflate
+from offload.layout import BLOCK_BYTES
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 900_000, 1], ids=["one", "some", "each"])
@@ -33,7 +34,7 @@ def test_layers_are_contiguous_runs_in_order(small: Callable[..., Path], tmp_pat
     for path in checkpoint.shards:
         header = read_header(path)
         end = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-        assert end % 8 == 0
+        assert end % BLOCK_BYTES == 0
         for name, entry in header.items():  # in the order of the header, which is that of the file
             assert entry.lo == end
             end = entry.hi

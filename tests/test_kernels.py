@@ -1,23 +1,14 @@
-"""Kernels against their twins, bit for bit where they draw; a machine without Triton; and whether they compile.
+"""Kernels against their twins, bit for bit where they draw.
 
-Without a GPU the kernels run in Triton's interpreter. That the compiler accepts them is tried in a process of its own,
-for a GPU that need not be there.
+Without a GPU the kernels run in Triton's interpreter; whether the compiler accepts them test_kernels_compile.py tells.
 """
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import typer
 from scipy import stats
 from torch import Tensor
 
-from offload.bench import kernels as bench
 from offload.config import Drafting, Sampling
 from offload.kernel_set import TWINS
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_twin
@@ -30,7 +21,6 @@ from offload.sampling import Sampler
 from offload.topology import k_ary
 from offload.tree import TokenTree
 
-ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
@@ -51,25 +41,24 @@ def test_noise_of_the_kernel_is_that_of_its_twin(seed: int, position: int) -> No
         torch.testing.assert_close(got_V, wanted_V, atol=last_place, rtol=last_place)
 
 
-SETTINGS = {
-    "greedy": {},
-    "T1": {"temperature": 1.0},
-    "T0.3": {"temperature": 0.3},
-    "top-k": {"temperature": 0.7, "top_k": 20},
+AT_ONCE = TWINS._replace(match_rows=match_rows_twin)
+TEMPERATURES = {"greedy": {}, "T1": {"temperature": 1.0}, "T0.3": {"temperature": 0.3}}
+FILTERS = {
+    "top-k": {"temperature": 0.7, "top_k": 2},
     "top-p": {"temperature": 1.3, "top_p": 0.8},
-    "both": {"temperature": 2.0, "top_k": 300, "top_p": 0.95},
+    "both": {"temperature": 2.0, "top_k": 4, "top_p": 0.95},
 }
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["", "ties"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", TEMPERATURES)
 def test_rows_are_drawn_as_one_by_one(name: str, is_tied: bool) -> None:
-    """Ties are everywhere in half precision; at the edge of top-p a part of them is kept."""
+    """Ties are everywhere in half precision."""
     logits_NV = random_logits(24, 500)
     logits_NV = logits_NV.round() if is_tied else logits_NV
     position_N = torch.arange(24, device=DEVICE) // 2 + 90
     for seed in range(8):
-        sampler = Sampler(Sampling(**SETTINGS[name], seed=seed), 500)
+        sampler = Sampler(Sampling(**TEMPERATURES[name], seed=seed), 500, kernels=AT_ONCE)
         alone = [sampler.draw(logits_NV[row], int(position_N[row])) for row in range(24)]
         assert sampler.draw_rows(logits_NV, position_N).tolist() == alone
 
@@ -81,7 +70,7 @@ def test_rows_are_drawn_as_one_by_one(name: str, is_tied: bool) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1.7])
 def test_draws_of_the_kernel_are_those_of_its_twin(temperature: float, vocab_size: int, dtype: torch.dtype) -> None:
     logits_NV, position_N = random_logits(4, vocab_size).to(dtype), torch.tensor([3, 4, 4, 70], device=DEVICE)
-    logits_NV[1, ::2] = -torch.inf  # dropped by a filter
+    logits_NV[1, ::2] = -torch.inf  # never to be drawn
     logits_NV[3] = -torch.inf
     results = [
         draw(logits_NV, position_N, vocab_size, temperature=temperature)
@@ -119,8 +108,26 @@ def test_match_walks_alike_on_draws_of_all_rows(temperature: float) -> None:
         tokens = torch.randint(0, 6, (40,), generator=torch.Generator().manual_seed(seed))
         tree = TokenTree(topology, tokens)
         plain = match(tree, logits_NV, sampler, 17)
-        at_once = Sampler(sampler.sampling, 6, kernels=TWINS._replace(match_rows=match_rows_twin))
+        at_once = Sampler(sampler.sampling, 6, kernels=AT_ONCE)
         assert match(tree, logits_NV, at_once, 17) == plain
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_filtered_rows_are_drawn_where_a_walk_visits_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is sorted, and a walk looks at a few of a chunk."""
+    sorted_rows: list[int] = []
+    warped = Sampler._warped
+    monkeypatch.setattr(Sampler, "_warped", lambda self, rows: sorted_rows.append(len(rows)) or warped(self, rows))
+    tree, logits_NV = TokenTree(k_ary(3, 40), torch.arange(40) % 6), random_logits(40, 6).cpu()
+    walks = []
+    for kernels in (TWINS, AT_ONCE):
+        sampler = Sampler(Sampling(**FILTERS[name]), 6, kernels=kernels)
+        assert not sampler.draws_rows
+        walks.append(match(tree, logits_NV, sampler, 17))
+        assert sorted_rows == [1] * len(walks[0].tokens)
+        sorted_rows.clear()
+    assert walks[0] == walks[1]
+    assert Sampler(Sampling(temperature=0.7), 6, kernels=AT_ONCE).draws_rows
 
 
 def random_law(num_rows: int, vocab_size: int) -> Tensor:
@@ -237,51 +244,6 @@ def test_unlike_buffers_are_left_to_the_twin() -> None:
     assert not are_alike([torch.zeros(1, 3, 24, 90, device=DEVICE).mT] * 2)
 
 
-def run_python(*arguments: str) -> str:
-    """In a process without Triton's interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_twins_need_no_triton() -> None:
-    names = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
-    run_python(
-        "-c",
-        f"""
-import sys
-sys.modules["triton"] = None
-import importlib, torch
-for name in {names}:
-    importlib.import_module(f"offload.kernels.{{name}}")
-from offload.kernel_set import TWINS
-from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_twin
-assert TWINS.keyed_gumbel(1, 2, 30).shape == (30,)
-states = torch.randn(2, 3, 16)
-sight = Sight(pack_bits(torch.ones(3, 3, dtype=torch.bool)), 0, torch.arange(3))
-tree_attention_twin(states, states, states, sight, scaling=1.0)
-""",
-    )
-
-
-@needs_triton
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Each is compiled once for all sizes: a kernel that is compiled anew as the text grows would stall the decoder."""
-    lines = run_python("tests/compile_kernels.py", "86", str(tmp_path)).splitlines()
-    compiled = [json.loads(line) for line in lines]
-    names = {row["kernel"] for row in compiled}
-    assert names == {"_attend", "_best_of_chunk", "_candidates", "_fill", "_gather"}
-    for row in compiled:
-        assert row["shared_bytes"] <= 99 << 10, f"more shared memory than such a GPU grants a program: {row}"
-    attending = [row for row in compiled if row["kernel"] == "_attend" and not row["is_float32"]]
-    assert attending and all(row["has_tensor_cores"] for row in attending)
-    again = [row for row in compiled if row["is_repeated"]]
-    assert {row["kernel"] for row in again} == names
-    assert not any(row["is_new"] for row in again), again
-
-
 @needs_triton
 def test_unlike_buffers_and_long_paths_are_gathered_all_the_same() -> None:
     """The kernel hands them to its twin."""
@@ -293,10 +255,3 @@ def test_unlike_buffers_and_long_paths_are_gathered_all_the_same() -> None:
         kv_commit_twin(theirs, 4, row_A)
         kv_commit_kernel(ours, 4, row_A)
         assert all(map(torch.equal, ours, theirs))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes")
-def test_bench_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as end:
-        bench.main()
-    assert end.value.exit_code == 2 and capsys.readouterr().err.count("\n") == 1

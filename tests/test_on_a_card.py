@@ -17,7 +17,7 @@ import offload
 from offload import loading
 from offload.arena import Arena, RefusedError, RegisterWay, forget_cuda_error
 from offload.bench import device as bench
-from offload.bench.device_gate import gates
+from offload.bench.device_gate import all_streamed, gates
 from offload.bench.timeline import record_steps
 from offload.checkpoint import open_checkpoint
 from offload.config import Sampling
@@ -152,13 +152,14 @@ def test_the_command_line_writes_on_the_card(pair: tuple[Path, Path, list[int]])
     assert outcome.code == 2 and "raise --gpu-mem to" in outcome.err and outcome.err.count("\n") == 1
 
 
-def test_the_bench_runs_in_small(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_runs_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever line of it breaks on a card breaks here, in seconds."""
     for name, value in {
         "LARGE": bench.TINY, "LARGE_DRAFT": bench.TINY_DRAFT, "SIZES": (1, 8, 64), "TREES": TREES, "CONTEXT": 512,
     }.items():  # fmt: skip
         monkeypatch.setattr(bench, name, value)
-    bench.main(quick=True, tiny=False, gpu_mem="4GiB", device="cuda")
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    with all_streamed():
+        outcome = shell("bench", "device", "--quick", "--gpu-mem", "4GiB")
+    result = json.loads(outcome.out.splitlines()[-1])
     assert not [row for row in result["rows"] if "error" in row]
     assert {one["promise"] for one in result["promises"] if one["is_met"]} >= {"exact", "soak", "memory"}

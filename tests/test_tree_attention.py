@@ -49,8 +49,7 @@ CASES = {
     "window": Case(4, 2, 37, 37, 150, options={"window": 7}),
     "window within the tree": Case(4, 2, 40, 40, 3, options={"window": 3}),
     "window, no prefix": Case(4, 1, 33, 33, 0, options={"window": 4}),
-    "soft cap": Case(4, 2, 20, 20, 50, options={"softcap": 2.0}),
-    "all at once": Case(6, 2, 9, 70, 100, 96, 64, options={"softcap": 3.0, "window": 20}),
+    "all at once": Case(6, 2, 9, 70, 100, 96, 64, options={"window": 20}),
 }
 
 
@@ -102,8 +101,6 @@ def by_definition(given: Inputs) -> Tensor:
             is_seen &= position_U[len(position_U) - num_rows + row] - position_S < window
         for head in range(len(query)):
             score = key[head // group][is_seen] @ query[head, row] * given.options["scaling"]
-            if "softcap" in given.options:
-                score = given.options["softcap"] * torch.tanh(score / given.options["softcap"])
             out[row, head] = score.softmax(0) @ value[head // group][is_seen]
     return out
 
@@ -174,7 +171,6 @@ MISTAKES = {
     "window one narrower": ("window", option(window=6)),
     "tree window one wider": ("window within the tree", option(window=4)),
     "positions off by one": ("window", other_positions),
-    "no soft cap": ("soft cap", option(softcap=None)),
     "scale": ("groups of 4", option(scaling=0.29)),
 }
 
