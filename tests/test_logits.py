@@ -203,7 +203,7 @@ def by_ratio(tree: TokenTree, logits: Logits, sampler: Sampler, root_position: i
 FILTERED = {"temperature": 1.0, "top_p": 0.9, "top_k": 900}
 
 
-# `match` draws filtered rows one by one and keeps the noise of each depth, of which a real tree has a few dozen, not 768.
+# `match` draws filtered rows one by one and keeps the noise of each depth, of which a real tree has a few dozen.
 @pytest.mark.parametrize(
     ("verify", "settings"),
     [
