@@ -22,8 +22,9 @@ from offload.costs import Costs, Traffic
 from offload.errors import UserError
 from offload.hardware import Hardware, find_hardware
 from offload.headers import is_here, open_headers
+from offload.memory_plan import MemoryPlan
 from offload.model_shape import model_shape
-from offload.plan import MemoryPlan, default_ram_bytes, plan_memory, ram_warning
+from offload.plan import default_ram_bytes, plan_memory, ram_warning
 from offload.predict import Prediction, costs_on, is_disk_slower, predict, traffic_on
 from offload.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
 from offload.topology import DEFAULT_ACCEPTANCE, Growth, Shape, chain, check_acceptance, expected_tokens, isotonic
@@ -126,7 +127,7 @@ def look_ahead(model: str, draft: str | None, wish: Wish) -> Outlook:
         return Outlook(plan, machine, _measured_link(case), (), basis, _notes(case))
     forest = _forest(profile, costs, case)
     predictions = _predictions(case, costs, forest)
-    plan = case.plan(predictions[-1].topology.num_nodes)
+    plan = case.plan(predictions[-1].shape.num_nodes)
     basis = "tokens per sweep as given" if wish.tokens_per_sweep else basis
     return Outlook(plan, machine, costs.link_bytes_per_s, predictions, basis, _notes(case, predictions, forest))
 
@@ -187,7 +188,7 @@ def _measured_link(case: _Case) -> float | None:
 def _forest(profile: Profile | None, costs: Costs, case: _Case) -> Forest:
     """The trees to choose from; here none is larger than what was timed, unless it was named."""
     max_nodes = MAX_NODES if case.machine else costs.compute_s.sizes[-1]
-    max_nodes = max(max_nodes, case.tree.a if case.tree.kind == "grown" else 1)
+    max_nodes = max(max_nodes, case.tree.count if case.tree.kind == "grown" else 1)
     if profile is None:
         return Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max_nodes)
     return Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, max_nodes, profile.grown)
@@ -231,7 +232,7 @@ def _best(case: _Case, costs: Costs, forest: Forest) -> Guess:
 
 def _named(case: _Case, forest: Forest) -> Guess:
     """The tree that was named, with the tokens that were given for it or that follow from what is known."""
-    kind, size = case.tree.kind, (case.tree.a, case.tree.b)
+    kind, size = case.tree.kind, (case.tree.count, case.tree.depth)
     tree = forest.tree(*size) if kind == "best" else None
     shape = case.tree.build() if tree is None else tree
     if case.wish.tokens_per_sweep is not None:
@@ -250,7 +251,7 @@ def _notes(case: _Case, predictions: Sequence[Prediction] = (), forest: Forest |
     warning = ram_warning(case.wish.ram) if case.machine is None and case.wish.ram is not None else None
     absent = None if case.machine or is_here(case.target) else "the weights are not here: their link was not measured"
     is_guess = forest is not None and not forest.counted and case.wish.tokens_per_sweep is None
-    grown = _AS_FIXED if is_guess and any(isinstance(row.topology, Growth) for row in predictions) else None
+    grown = _AS_FIXED if is_guess and any(isinstance(row.shape, Growth) for row in predictions) else None
     return tuple(note for note in (warning, absent, grown) if note)
 
 

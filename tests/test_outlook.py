@@ -198,12 +198,12 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
 
 def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
     slow, quick = (look_ahead(*configs, Wish(context=512, hardware=name)) for name in ("l40", "h200"))
-    assert slow.basis.startswith("default acceptance, of ") and slow.predictions[1].topology.num_nodes == 1024
+    assert slow.basis.startswith("default acceptance, of ") and slow.predictions[1].shape.num_nodes == 1024
     assert slow.predictions[1].label == "grown:1024x32" and "predicted as the fixed one" in slow.notes[-1]
-    assert quick.predictions[1].topology.num_nodes < 1024, "what fits into the card is not hidden behind a link"
+    assert quick.predictions[1].shape.num_nodes < 1024, "what fits into the card is not hidden behind a link"
     for found in (slow, quick):
         assert found.predictions[1].s_per_token < found.predictions[0].s_per_token
-        assert found.plan.num_nodes == found.predictions[1].topology.num_nodes
+        assert found.plan.num_nodes == found.predictions[1].shape.num_nodes
 
 
 def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None:
@@ -211,7 +211,7 @@ def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None
         _, row = look_ahead(*configs, Wish(context=512, hardware="l40", tree=tree)).predictions
         assert row.label == tree and least < row.tokens_per_sweep < 8
         assert row.tokens_per_sweep == pytest.approx(
-            expected_tokens(row.topology, [*outlook.DEFAULT_ACCEPTANCE, *[0.0] * 32])
+            expected_tokens(row.shape, [*outlook.DEFAULT_ACCEPTANCE, *[0.0] * 32])
         )
 
 
@@ -296,7 +296,7 @@ def test_what_grown_trees_yield_comes_from_the_profile(tmp_path: Path, configs: 
     assert named.predictions[1].tokens_per_sweep == pytest.approx(5.0) and not named.notes
     assert fixed.predictions[1].tokens_per_sweep < 3.5
     draft_s = [found.predictions[1].step.draft_s for found in (fixed, named)]
-    assert draft_s[1] == pytest.approx(draft_s[0] * 17 / fixed.predictions[1].topology.depth, rel=0.02), (
+    assert draft_s[1] == pytest.approx(draft_s[0] * 17 / fixed.predictions[1].shape.depth, rel=0.02), (
         "root and 16 parts"
     )
     chosen = look_ahead(*configs, wish._replace(tree="auto")).predictions[1]
