@@ -339,7 +339,7 @@ def _write_run(run: Any, screen: Screen, *, as_json: bool) -> None:
                 num_shown += len(piece)  # before the writing, because Ctrl-C strikes right after it
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-    except (KeyboardInterrupt, ReadError) as error:
+    except (KeyboardInterrupt, ReadError, UserError) as error:
         failure = error
     result = run.result()
     print(json.dumps(result.as_dict()) if as_json else result.text[num_shown:], flush=True)

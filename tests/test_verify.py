@@ -14,8 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import offload
-from offload.config import Sampling
+from offload.config import Drafting, Sampling
+from offload.drafters.draws import draw_children
+from offload.errors import UserError
+from offload.kernel_set import TWINS, KernelSet
+from offload.kernels.match_rows import match_rows_twin
 from offload.rules.match import match
+from offload.rules.ratio import ratio
 from offload.rules.walk import Acceptance
 from offload.sampling import Sampler
 from offload.topology import Topology, best_first, chain, k_ary
@@ -58,6 +63,37 @@ def test_of_equal_siblings_the_first_is_taken() -> None:
     twins = [5, 1, 1, 1, 4, 6, 9, 8]
     assert accept([1, 4, 9, 0, 8, 0, 0, 2], twins) == Acceptance([0, 1, 4, 7], [1, 4, 8, 2])
     assert accept([1, 9, 9, 0, 8, 0, 0, 2], twins) == Acceptance([0, 1], [1, 9]), "node 6 is a child of the twin"
+
+
+AT_ONCE = TWINS._replace(match_rows=match_rows_twin)
+
+
+@pytest.mark.parametrize("kernels", [TWINS, AT_ONCE], ids=["one by one", "at once"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_scores_that_are_not_numbers_are_refused_on_the_way_and_nowhere_else(
+    temperature: float, kernels: KernelSet
+) -> None:
+    """argmax would call the first NaN the largest, and go on writing token 0."""
+    tree, sampler = TokenTree(Topology.from_parents(PARENTS), torch.tensor(TOKENS)), Sampling(temperature=temperature)
+    scores_NV = 1000 * scores(1, 4, 0, 0, 8, 0, 0, 3)
+    scores_NV[[2, 3, 5, 6], 7] = torch.nan
+    walked = match(tree, scores_NV, Sampler(sampler, 10, kernels=kernels), 7)
+    assert walked == Acceptance([0, 1, 4, 7], [1, 4, 8, 3]), "nobody looks at what was not accepted"
+    scores_NV[7, 2] = torch.nan
+    with pytest.raises(UserError, match="scores are not numbers"):
+        match(tree, scores_NV, Sampler(sampler, 10, kernels=kernels), 7)
+
+
+@pytest.mark.parametrize(("score", "temperature"), [(torch.nan, 0.0), (torch.nan, 1.0), (torch.inf, 1.0)])
+def test_ratio_rules_refuse_them_too(score: float, temperature: float) -> None:
+    logits_1V = scores(3)
+    logits_1V[0, 6] = score
+    sampler = Sampler(Sampling(temperature=temperature), 10, Drafting.WITHOUT_REPLACEMENT)
+    with pytest.raises(UserError, match="scores are not numbers"):
+        ratio(TokenTree(chain(0), torch.tensor([5])), logits_1V, sampler, 0)
+    if not sampler.is_greedy:  # nothing is drawn then
+        with pytest.raises(UserError, match="scores are not numbers"):
+            draw_children(logits_1V, 2, sampler, 0)
 
 
 def test_a_lone_root_yields_one_token() -> None:

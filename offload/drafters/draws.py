@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.config import Drafting
 from offload.proposals import Draw
-from offload.sampling import Sampler
+from offload.sampling import Sampler, require_numbers
 
 _MAX_KEYS = 1 << 19  # float64 numbers drawn at once: 4 MiB; the plan counts on it
 _LEAST_LAW = 1e-300  # stands in for zero: below any float32, and log(u) / _LEAST_LAW is still finite
@@ -33,12 +33,16 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
 
     Args:
         logits_WV: the draft's scores; all rows predict the token at `position`.
+
+    Raises:
+        UserError: a law is to be drawn from, and the scores are not numbers.
     """
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
     if not drafting.keeps_laws or (drafting is Drafting.WITHOUT_REPLACEMENT and sampler.is_greedy):
         return _best(point_mass_scores(logits_WV, sampler, position), num_children)
     law_WV = sampler.law(logits_WV)
+    require_numbers(law_WV)
     if drafting is Drafting.WITHOUT_REPLACEMENT:
         return Children(_without_replacement(law_WV, num_children, sampler).cpu(), Draw.WITHOUT_REPLACEMENT, law_WV)
     return Children(_with_replacement(law_WV, num_children, sampler).cpu(), Draw.WITH_REPLACEMENT, law_WV)
