@@ -111,6 +111,15 @@ def test_one_shard_without_direct_reads_makes_all_of_them_buffered(
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
+def test_a_shard_that_is_gone_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path, 3)
+    checkpoint.shards[-1].unlink()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ReadError, match=rf"{checkpoint.shards[-1].name} cannot be opened any more: No such file"):
+        HostStore(checkpoint.shards)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
 def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems accept the flag and refuse the read."""
     checkpoint, preadv = random_checkpoint(tmp_path, 3), os.preadv
@@ -199,6 +208,20 @@ def test_a_file_that_shrinks_while_in_use(left_bytes: int, is_direct: bool, file
         os.truncate(file, left_bytes)
         (future,) = store.read(layout, allocate(2 << 20))
         with pytest.raises(ReadError, match=rf"shard\.safetensors ends at byte {left_bytes}: it was cut short"):
+            future.result()
+    finally:
+        store.close()
+
+
+def test_a_file_that_is_written_over_while_in_use(is_direct: bool, file: Path) -> None:
+    """Of the same size, and the same file: only its time tells that these are other weights."""
+    store, layout = HostStore([file]), one_piece(file)
+    try:
+        assert len(read(store, layout)) > 0
+        with file.open("r+b") as other:
+            other.write(b"other weights")
+        (future,) = store.read(layout, allocate(2 << 20))
+        with pytest.raises(ReadError, match=r"shard\.safetensors was written to while in use: load the model again"):
             future.result()
     finally:
         store.close()
