@@ -31,14 +31,15 @@ from offload.host_store import HostStore
 from offload.kernel_set import KernelSet
 from offload.kernels.jit import is_for_kernels
 from offload.layer_stream import LayerStream
+from offload.memory_plan import MemoryPlan
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning, require_positions
+from offload.plan import default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning, require_positions
 from offload.profile import parse_profile
 from offload.request import Request
 from offload.rules import Rule, find_rule
 from offload.survey import LOCAL_BYTES_PER_S, Situation, look_around, make_trees, pick_num_threads
 from offload.target import Layers, Target
-from offload.text import load_tokenizer
+from offload.text import Tokenizer, load_tokenizer
 from offload.tree_spec import TreeSpec, tree_to_fill
 from offload.trees import Trees
 
@@ -145,7 +146,7 @@ class _Pair(NamedTuple):
     target: BorrowedModel  # embeddings and head are bound
     draft: BorrowedModel | None  # all of it is
     store: HostStore  # of the target
-    tokenizer: Any | None
+    tokenizer: Tokenizer | None
     end_ids: frozenset[int]
     card: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
@@ -328,7 +329,9 @@ def _device_stream(pair: _Pair, plan: MemoryPlan, card: Device, resources: ExitS
     return stream
 
 
-def _check_vocabulary(tokenizer: Any | None, draft: Checkpoint, target: BorrowedModel, drafter: BorrowedModel) -> None:
+def _check_vocabulary(
+    tokenizer: Tokenizer | None, draft: Checkpoint, target: BorrowedModel, drafter: BorrowedModel
+) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell."""
     draft_tokenizer = load_tokenizer(draft.directory)
     if tokenizer is not None and draft_tokenizer is not None:
