@@ -81,8 +81,9 @@ def tuned_on_first_halves(
     target: Path, sampling: Sampling, num_tokens: int, folder: Path, *, ram: str | int, tree: str | None = None
 ) -> Tuned:
     """The outcome of `offload tune`; its profile is moved into `folder`, out of the user's cache."""
-    paths = [folder / f"{index}.txt" for index in range(len(held_out_halves()[0]))]
-    for path, text in zip(paths, held_out_halves()[0], strict=True):
+    texts, _ = held_out_halves()
+    paths = [folder / f"{index}.txt" for index in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
         path.write_text(text or " x", encoding="utf-8")
     tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, tree=tree, ram=ram)
     return tuned._replace(path=tuned.path.rename(folder / tuned.path.name))

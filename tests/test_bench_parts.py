@@ -228,6 +228,10 @@ def test_a_file_is_whole_or_not_there(error: type[BaseException], tmp_path: Path
     assert old.read_text() == "before" and [path for path in tmp_path.rglob("*") if path.is_file()] == [old]
     write(old, "after", None)
     assert old.read_text() == "after"
+    link = tmp_path / "link.json"
+    link.symlink_to(old)
+    write(link, "by a link", None)
+    assert link.is_symlink() and old.read_text() == "by a link"
     write(Path("/dev/null"), "gone", None)
     assert Path("/dev/null").is_char_device(), "what is no file is not replaced"
 
