@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from offload.errors import ReadError, UserError
     from offload.generation import Generation
     from offload.loading import load
-    from offload.plan import MemoryPlan
+    from offload.memory_plan import MemoryPlan
     from offload.request import Request
 
 __all__ = ["Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Decoder": "decode",
     "Generation": "generation",
-    "MemoryPlan": "plan",
+    "MemoryPlan": "memory_plan",
     "ReadError": "errors",
     "Request": "request",
     "Sampling": "config",

@@ -20,9 +20,9 @@ from offload.duel import Duel, Outcome, Timer, fight, verdicts
 from offload.kernel_set import KERNELS, TWINS, KernelSet
 from offload.kernels.match_rows import match_rows_twin
 from offload.kernels.tree_attention import MAX_WIDTH
+from offload.memory_plan import MemoryPlan
 from offload.model import BorrowedModel
 from offload.model_shape import config_sizes, head_dim
-from offload.plan import MemoryPlan
 from offload.topology import k_ary
 from offload.tree import ancestors
 

@@ -196,8 +196,8 @@ class BorrowedModel:
     ) -> Logits:
         """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what is looked at.
 
-        What a family does to its logits (soft caps, scales) is left to its own forward pass: for a later chunk it runs
-        again behind a decoder that hands out what this one has computed.
+        What a family does to its logits (soft caps, scales) is left to its own forward pass. For a later chunk that
+        pass is called again, with a decoder that does nothing but hand out the hidden states that this call computes.
         """
         decoder, hidden = self.skeleton.get_decoder(), []
 
@@ -284,7 +284,7 @@ class BorrowedModel:
                     module._buffers[key] = buffer.to(place)
 
     def _sent(self, weight: Tensor, is_table: bool) -> Tensor:
-        """A weight where it is used; a table that stays behind is cut out of the slab, whose other parts leave."""
+        """A weight where it is used. A table that stays on the host is copied, so that the rest of its slab can go."""
         return weight.clone() if is_table else weight.to(self.place)
 
     def _bind_from(self, acquire: Callable[[int], Slab], index: int, *_: Any) -> None:

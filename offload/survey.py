@@ -21,8 +21,8 @@ from offload.drafters.lm import ModelDrafter
 from offload.errors import UserError
 from offload.host_store import HostStore
 from offload.machine import fastest_num_threads
+from offload.memory_plan import MemoryPlan
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan
 from offload.probe import MAX_PROBE_NODES, draft_curve, sweep_curve
 from offload.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.sampling import Sampler

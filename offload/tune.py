@@ -207,7 +207,7 @@ def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> l
 
 def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
     """One window: its trace, and the sweeps of every kind of grown tree."""
-    window, seed = question.windows[index], question.sampling.seed + index
+    window, seed = question.windows[index], (question.sampling.seed + index) % 2**63
     sampling = replace(question.sampling, seed=seed)
     if question.is_teacher_forced:
         return Traced(given_trace(decoder, window, NUM_PROMPT, sampling), [])
