@@ -12,6 +12,7 @@ Invariant: no fresh number is handed out twice, and none is a function of the sh
 is biased.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,11 @@ from offload.errors import UserError
 from offload.kernel_set import TWINS, KernelSet
 from offload.memory_plan import NOISE_POSITIONS
 
-NO_TOKEN = -1  # what `draw_rows` gives where scores are not numbers
+_NOT_NUMBERS = (
+    "a model's scores are not numbers, its values exceed the type that it computes in or its weights are damaged: "
+    "try --dtype bfloat16 or float32, or download it again"
+)
+NO_TOKEN = -1  # in place of a token that was drawn from scores that are not numbers
 _NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which none of our adjustments looks at
 _LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
 
@@ -62,8 +67,8 @@ class Sampler:
 
     def draw(self, logits_V: Tensor, position: int) -> int:
         """The token at `position`, given the target's logits there. Raises `UserError` where one is not a number."""
-        require_numbers(logits_V)
-        return int(self.perturbed(logits_V[None], position).argmax())
+        token_1 = or_no_token(self.perturbed(logits_V[None], position).argmax(1), logits_V[None])
+        return require_token(int(token_1))
 
     @property
     def draws_rows(self) -> bool:
@@ -81,7 +86,7 @@ class Sampler:
         draw = self.kernels.match_rows
         assert draw is not None and self.draws_rows, "rows are drawn one by one here"
         token_N = draw(logits_NV, position_N, self.sampling.seed, temperature=self.sampling.temperature)
-        return token_N.masked_fill(_lacks_numbers(logits_NV), NO_TOKEN)
+        return or_no_token(token_N, logits_NV)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
         """log p + G up to a constant per row, float64; when greedy the logits as they are.
@@ -99,19 +104,19 @@ class Sampler:
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])  # a sum of mixed types takes longer
 
     def law(self, logits_TV: Tensor) -> Tensor:
-        """The distributions that are drawn from, float32 (T, V); when greedy, all on the argmax (ties: lowest id)."""
+        """The distributions that are drawn from, float32 (T, V); when greedy, all on the argmax (ties: lowest id).
+
+        NaN where the logits are.
+        """
         if self.is_greedy:
-            return torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
+            law_TV = torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
+            return law_TV.masked_fill_(_lack_numbers(logits_TV)[:, None], torch.nan)
         return self._warped(logits_TV).softmax(-1)
 
     def host_law(self, logits_V: Tensor) -> NDArray[np.float64]:
         """One row's distribution in host memory, to be calculated with in float64. Raises as `draw` does."""
-        require_numbers(logits_V)
         law_V = self.law(logits_V[None])[0].double().cpu().numpy()
-        total = law_V.sum()
-        if np.isnan(total):  # infinite scores
-            raise not_numbers()
-        return law_V / total
+        return law_V / require_number(law_V.sum())
 
     def uniform(self, *shape: int) -> NDArray[np.float64]:
         """Fresh numbers in the open interval (0, 1)."""
@@ -137,23 +142,28 @@ class Sampler:
         return self._noise[position]
 
 
-def require_numbers(logits: Tensor) -> None:
-    """Refuse scores (..., V) that are not numbers: any token drawn from them would be nonsense. Raises `UserError`."""
-    if bool(_lacks_numbers(logits).any()):
-        raise not_numbers()
+def or_no_token(token_T: Tensor, scores_TV: Tensor) -> Tensor:
+    """The tokens that were drawn from these scores, `NO_TOKEN` where a row holds a NaN; the host looks at neither."""
+    return token_T.masked_fill(_lack_numbers(scores_TV), NO_TOKEN)
 
 
-def not_numbers() -> UserError:
-    """What to tell the user when a model's scores are NaN."""
-    return UserError(
-        "a model's scores are not numbers: either its values exceed the type that it computes in or its weights are "
-        "damaged: try --dtype bfloat16 or float32, or download it again"
-    )
+def require_token(token: int) -> int:
+    """The same token; what is drawn from a NaN is nonsense. Raises `UserError` for `NO_TOKEN`."""
+    if token == NO_TOKEN:
+        raise UserError(_NOT_NUMBERS)
+    return token
 
 
-def _lacks_numbers(logits: Tensor) -> Tensor:
-    """Which rows of (..., V) hold a NaN; the largest of a row is one then."""
-    return logits.amax(-1).isnan()
+def require_number(value: float) -> float:
+    """The same value, which comes from a model's scores. Raises `UserError` for NaN."""
+    if math.isnan(value):
+        raise UserError(_NOT_NUMBERS)
+    return value
+
+
+def _lack_numbers(scores_TV: Tensor) -> Tensor:
+    """Which rows hold a NaN: the largest of such a row is one."""
+    return scores_TV.amax(1).isnan()
 
 
 def _warpers(sampling: Sampling) -> list[LogitsProcessor]:

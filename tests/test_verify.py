@@ -19,6 +19,7 @@ from offload.drafters.draws import draw_children
 from offload.errors import UserError
 from offload.kernel_set import TWINS, KernelSet
 from offload.kernels.match_rows import match_rows_twin
+from offload.proposals import Proposals
 from offload.rules.match import match
 from offload.rules.ratio import ratio
 from offload.rules.walk import Acceptance
@@ -91,9 +92,19 @@ def test_ratio_rules_refuse_them_too(score: float, temperature: float) -> None:
     sampler = Sampler(Sampling(temperature=temperature), 10, Drafting.WITHOUT_REPLACEMENT)
     with pytest.raises(UserError, match="scores are not numbers"):
         ratio(TokenTree(chain(0), torch.tensor([5])), logits_1V, sampler, 0)
-    if not sampler.is_greedy:  # nothing is drawn then
-        with pytest.raises(UserError, match="scores are not numbers"):
-            draw_children(logits_1V, 2, sampler, 0)
+
+
+@pytest.mark.parametrize("drafting", [Drafting.WITHOUT_REPLACEMENT, Drafting.WITH_REPLACEMENT])
+def test_a_draft_without_numbers_is_refused_when_its_law_is_needed(drafting: Drafting) -> None:
+    logits_1V, sampler = scores(3), Sampler(Sampling(temperature=1.0), 10, drafting)
+    logits_1V[0, 6] = torch.nan
+    token_1K, draw, law_1V = draw_children(logits_1V, 4, sampler, 0)
+    assert law_1V is not None and token_1K.min() >= 0 and token_1K.max() < 10, "the target can look these tokens up"
+    proposals = Proposals.blank(k_ary(4, 5), 10, draw)
+    proposals.write([0], law_1V)
+    tree = TokenTree(k_ary(4, 5), torch.cat([torch.tensor([5]), token_1K[0]]), proposals)
+    with pytest.raises(UserError, match="scores are not numbers"):
+        ratio(tree, scores(1, 2, 3, 4, 5), sampler, 0)
 
 
 def test_a_lone_root_yields_one_token() -> None:

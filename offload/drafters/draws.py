@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.config import Drafting
 from offload.proposals import Draw
-from offload.sampling import Sampler, require_numbers
+from offload.sampling import Sampler
 
 _MAX_KEYS = 1 << 19  # float64 numbers drawn at once: 4 MiB; the plan counts on it
 _LEAST_LAW = 1e-300  # stands in for zero: below any float32, and log(u) / _LEAST_LAW is still finite
@@ -32,17 +32,14 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
     """Choose `num_children` for every row.
 
     Args:
-        logits_WV: the draft's scores; all rows predict the token at `position`.
-
-    Raises:
-        UserError: a law is to be drawn from, and the scores are not numbers.
+        logits_WV: the draft's scores; all rows predict the token at `position`. Where they are not numbers any tokens
+            are drawn; verification refuses the law.
     """
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
     if not drafting.keeps_laws or (drafting is Drafting.WITHOUT_REPLACEMENT and sampler.is_greedy):
         return _best(point_mass_scores(logits_WV, sampler, position), num_children)
     law_WV = sampler.law(logits_WV)
-    require_numbers(law_WV)
     if drafting is Drafting.WITHOUT_REPLACEMENT:
         return Children(_without_replacement(law_WV, num_children, sampler).cpu(), Draw.WITHOUT_REPLACEMENT, law_WV)
     return Children(_with_replacement(law_WV, num_children, sampler).cpu(), Draw.WITH_REPLACEMENT, law_WV)
@@ -80,14 +77,18 @@ def _without_replacement(law_WV: Tensor, num_children: int, sampler: Sampler) ->
 
 
 def _with_replacement(law_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Independent draws by inverting the cumulated law; never a token without mass, not even by rounding."""
+    """Independent draws by inverting the cumulated law; never a token without mass, not even by rounding.
+
+    Nor one beyond the last, which a law of NaN would give.
+    """
     chosen = []
     for law_RV in _blocks(law_WV):
         sum_RV = law_RV.double().cumsum(1)
         coin_RK = torch.from_numpy(sampler.uniform(len(law_RV), num_children)).to(law_RV.device)
         total_R1 = sum_RV[:, -1:].clone()
         token_RK = torch.searchsorted(sum_RV, coin_RK * total_R1, right=True)
-        chosen.append(token_RK.minimum(torch.searchsorted(sum_RV, total_R1)))
+        last_R1 = torch.searchsorted(sum_RV, total_R1).clamp_(max=law_RV.shape[1] - 1)
+        chosen.append(token_RK.minimum(last_R1))
     return torch.cat(chosen)
 
 
