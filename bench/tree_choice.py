@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -71,6 +72,7 @@ FULL = Effort(8192, (16, 32, 64, 128, 256, 512), (4, 8, 12, 16, 24), (4, 1), 8)
 QUICK = Effort(2048, (16, 64, 256), (6, 14), (2, 1), 5)
 
 
+@cache
 def held_out_halves() -> tuple[list[str], list[str]]:
     """The first and the second half of every file on which the pair was not trained."""
     texts = [read_source(path) for path in corpus_files(held_out=True)]

@@ -255,7 +255,7 @@ def test_copies_follow_each_other_and_a_trace_can_be_read_again(tmp_path: Path) 
     assert {event.kind for event in last_step(events)} == {"copy", "draft", "sweep", "wait", "compute", "verify"}
     assert Event("copy", 2, 7.0, 8.0) not in last_step(events)
     draw(events).savefig(tmp_path / "t.svg")
-    assert "<svg" in (tmp_path / "t.svg").read_text()
+    assert "<svg" in (tmp_path / "t.svg").read_text(encoding="utf-8")
     for named in ("a.svg", "b.json"):
         write_trace(events, tmp_path / named)
         trace, drawn = (tmp_path / named).with_suffix(".json"), (tmp_path / named).with_suffix(".svg")

@@ -181,7 +181,7 @@ def test_rate_limit_holds(file: Path) -> None:
         for _ in range(6):
             read(store, one_piece(file))
         elapsed_s = time.perf_counter() - started
-        assert 0.98 * 6 / 20 <= elapsed_s <= 3, "seconds"
+        assert 0.98 * 6 / 20 <= elapsed_s <= 10, "seconds, on a busy machine too"
     finally:
         store.close()
 
@@ -251,7 +251,7 @@ def test_several_readers_work_at_once(file: Path, monkeypatch: pytest.MonkeyPatc
     store = HostStore([file])
 
     def meet(fd: int, views: list[memoryview], at: int) -> int:
-        barrier.wait(timeout=5)
+        barrier.wait(timeout=60)
         return preadv(fd, views, at)
 
     monkeypatch.setattr(os, "preadv", meet)

@@ -81,16 +81,3 @@ def test_every_file_has_its_import_path(folder: str) -> None:
 
 def test_importing_the_package_does_not_import_torch() -> None:
     assert_runs("import sys, offload; assert not {'torch', 'transformers'} & sys.modules.keys()")
-
-
-def test_help_does_not_import_torch() -> None:
-    assert_runs("""
-import sys
-from offload.cli import main
-sys.argv = ["offload", "--help"]
-try:
-    main()
-except SystemExit as end:
-    assert not end.code, end.code
-assert not {"torch", "transformers"} & sys.modules.keys()
-""")

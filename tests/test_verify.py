@@ -2,18 +2,14 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
 from test_tree import random_topology
-from tiny import save_pair
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-import offload
 from offload.config import Drafting, Sampling
 from offload.drafters.draws import draw_children
 from offload.errors import UserError
@@ -225,10 +221,10 @@ def p_value(pairs: list[tuple[int, int]], law_VV: np.ndarray) -> float:
     return float(chisquare(counts, wanted).pvalue)
 
 
-def texts(rule: Rule, num_seeds: int = 2000) -> list[tuple[int, int]]:
+def texts(rule: Rule) -> list[tuple[int, int]]:
     """First two tokens with trees of eight nodes, three deep."""
     shape, pairs = best_first((0.5, 0.25, 0.15), 8, 3), []
-    for seed in range(num_seeds):
+    for seed in range(800):
         sampler = Sampler(Sampling(temperature=1.3, seed=seed), VOCAB_SIZE)
         first, second = tree_text(sampler, (3, 1), 2, shape, rule, seed)[0]
         pairs.append((first, second))
@@ -254,22 +250,4 @@ def noise_reused_at_the_next_position(
 
 
 def test_noise_that_repeats_is_caught() -> None:
-    assert p_value(texts(noise_reused_at_the_next_position, 600), two_token_law((3, 1), 1.3)) < 1e-6
-
-
-def test_the_law_end_to_end(tmp_path: Path) -> None:
-    """A real pair of tiny models, streamed code and all: the first two tokens together."""
-    config = LlamaConfig(vocab_size=6, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-                         num_key_value_heads=1, max_position_embeddings=32, eos_token_id=None,
-                         pad_token_id=0)  # fmt: skip
-    target, draft = save_pair(config, tmp_path, noise=0.05)
-    prompt, how = [1, 4, 2], {"temperature": 1.0, "max_new_tokens": 2}
-    with offload.load(target, draft, ram="1GiB", context=16, tree="8x3", threads=1) as decoder:
-        runs = [decoder.generate(prompt, seed=seed, **how) for seed in range(400)]
-    assert sum(run.stats.num_first_tokens > 1 for run in runs) > 200, "the draft hardly ever agreed"
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        first_V = model(torch.tensor([prompt])).logits[0, -1].softmax(0)
-        second_VV = model(torch.tensor([[*prompt, token] for token in range(6)])).logits[:, -1].softmax(1)
-    pairs = [(run.token_ids[0], run.token_ids[1]) for run in runs]
-    assert p_value(pairs, (first_V[:, None] * second_VV).numpy()) > 1e-3
+    assert p_value(texts(noise_reused_at_the_next_position), two_token_law((3, 1), 1.3)) < 1e-6
