@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 from offload.config import Drafting, Sampling
 from offload.kernel_set import TWINS, KernelSet
 
-_KEPT_POSITIONS = 256  # a tree's depth and then some
+_LEAST_KEPT, _KEPT_BYTES = 32, 32 << 20  # of noise: positions, which a tree has, and more where they are small
 _LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
 
 
@@ -115,7 +115,7 @@ class Sampler:
     def _noise_at(self, position: int, device: torch.device) -> Tensor:
         """One vector per position, shared by all rows; positions only advance, so the oldest go first."""
         if position not in self._noise:
-            if len(self._noise) >= _KEPT_POSITIONS:
+            if len(self._noise) >= max(_LEAST_KEPT, _KEPT_BYTES // (8 * self._vocab_size)):
                 del self._noise[min(self._noise)]
             self._noise[position] = self.kernels.keyed_gumbel(self.sampling.seed, position, self._vocab_size, device)
         return self._noise[position]

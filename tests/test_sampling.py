@@ -62,6 +62,16 @@ def test_noise_does_not_depend_on_the_order_of_questions() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("vocab_size", "num_kept"), [(131_072, 32), (262_144, 32), (32_768, 128)])
+def test_noise_of_a_wide_vocabulary_is_not_kept_for_long(vocab_size: int, num_kept: int) -> None:
+    """A megabyte a position, on the card where there is one, which no plan has room for."""
+    blank = TWINS._replace(keyed_gumbel=lambda seed, position, vocab_size, device: torch.zeros(1))
+    sampler = Sampler(Sampling(temperature=1.0), vocab_size, kernels=blank)
+    for position in range(300):
+        sampler._noise_at(position, torch.device("cpu"))
+    assert sorted(sampler._noise) == list(range(300 - num_kept, 300))
+
+
 def test_noise_is_the_same_on_every_device() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
