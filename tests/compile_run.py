@@ -23,7 +23,7 @@ from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
 from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_kernel
 
-NUM_HEADS, NUM_GROUPS, WIDTH, NUM_NODES, NUM_SLOTS, NUM_PROCESSORS = 8, 2, 64, 64, 2101, 132
+NUM_HEADS, NUM_GROUPS, WIDTH, NUM_NODES, NUM_SLOTS, NUM_PROCESSORS = 4, 1, 16, 64, 2101, 132
 DTYPE = torch.bfloat16
 SHAPES = Shapes(
     num_heads=NUM_HEADS, num_groups=NUM_GROUPS, width=WIDTH, num_layers=1, num_slots=64, num_nodes=(NUM_NODES,),

@@ -57,6 +57,12 @@ SMALL = Shapes(
 )
 
 
+@pytest.fixture(autouse=True)
+def few_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter code is not compiled, so lengths differ in nothing but the time they take."""
+    monkeypatch.setattr(duels, "_PATHS", (2, 16))
+
+
 def clock(*seconds: float) -> Timer:
     """Times of work in turn, over and over; nothing is run."""
     turn: Iterator[float] = iter(seconds * 1000)
