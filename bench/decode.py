@@ -271,14 +271,7 @@ def main(
     compare: common.Compare = None,
 ) -> None:
     """How many tokens per second, how smoothly, and what of the link is used?"""
-    if preset is not None and preset not in PRESETS:
-        raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}: leave it out for our own")
-    if preset is not None and quick:
-        raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
-    if trace is not None:
-        require_pictures()
-        if json_file in trace_files(trace):
-            raise UserError(f"--trace {trace} would be written over by --json {json_file}: name another file")
+    _check_flags(preset, trace, json_file, is_quick=quick)
     old = common.earlier("decode", compare)
     effort = PRESETS[preset] if preset else QUICK if quick else FULL
     effort = Effort(
@@ -315,6 +308,18 @@ def main(
         guards=guards_of(rows, names),
     )
     common.finish(result, json_file, old)
+
+
+def _check_flags(preset: str | None, trace: Path | None, json_file: Path | None, *, is_quick: bool) -> None:
+    """Refuse flags that do not go together. Raises `UserError`."""
+    if preset is not None and preset not in PRESETS:
+        raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}: leave it out for our own")
+    if preset is not None and is_quick:
+        raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
+    if trace is not None:
+        require_pictures()
+        if json_file in trace_files(trace):
+            raise UserError(f"--trace {trace} would be written over by --json {json_file}: name another file")
 
 
 def _check(effort: Effort, asked_trees: Sequence[str]) -> None:
