@@ -314,7 +314,10 @@ def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[P
         run(pair, text)
 
 
-def test_a_tune_is_of_the_device_that_is_named(pair: tuple[Path, Path], text: Path) -> None:
+def test_a_tune_is_of_the_device_that_is_named(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "load", None)
     with pytest.raises(UserError, match="--gpu-mem limits a CUDA device"):
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), device="cpu", gpu_memory="4GiB", **SETTINGS)
 
