@@ -115,7 +115,7 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
         finally:
             model.close()
         return
-    with load(target, draft, ram, "chain:511", dtype="float32", profile="none") as decoder:
+    with load(target, draft, ram, "chain:511", device="cpu", dtype="float32", profile="none") as decoder:
         yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
 
 

@@ -15,9 +15,11 @@ from offload.bench.compare import changes, require_same, tell
 from offload.bench.gate import Proof, Written, prove, reference
 from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Result, read, store, writable
+from offload.card_link import card_link_bytes_per_s
 from offload.checkpoint import open_checkpoint
 from offload.config import parse_size
 from offload.decode import Decoder
+from offload.device import open_device
 from offload.loading import load
 from offload.screen import Screen
 
@@ -32,6 +34,8 @@ Draft = Annotated[
 ]
 Size = Annotated[str, typer.Option(metavar="SIZE", help="how large to make the packaged target")]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the target")]
+DeviceName = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
+GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
 Quick = Annotated[bool, typer.Option("--quick", help="up to four minutes on two cores, larger errors")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="store the result", callback=writable)]
 Compare = Annotated[
@@ -50,6 +54,8 @@ class Setting(NamedTuple):
     draft: Path | None
     origin: Path  # the model whose draws are right: the target, or the small one that it was inflated from
     ram_bytes: int
+    device: str = "cpu"  # most benches are of disk and CPU, and their ceilings are
+    gpu_memory: str | None = None
 
     @property
     def shards(self) -> Sequence[Path]:
@@ -58,11 +64,15 @@ class Setting(NamedTuple):
 
     def open(self, tree: str, **options: Any) -> Decoder:
         """A decoder with room for that tree; `options` are those of `load`."""
-        return load(self.target, self.draft, self.ram_bytes, tree, **{"profile": "none", **options})
+        place: dict[str, Any] = {"device": self.device, "gpu_memory": self.gpu_memory}
+        return load(self.target, self.draft, self.ram_bytes, tree, **{"profile": "none", **place, **options})
 
-    def ceiling(self) -> float:
-        """Bytes per second of a plain reader, now."""
-        return plain_rate(self.shards, _CEILING_BYTES)
+    def ceiling(self, decoder: Decoder) -> float:
+        """Bytes per second at which layers could arrive, now: those of a plain reader, or of copies to a card."""
+        card = decoder.target._device
+        if card is None:
+            return plain_rate(self.shards, _CEILING_BYTES)
+        return card_link_bytes_per_s(card, decoder.plan, self.shards)
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """The gate; call it when all measuring is over and decoders are closed. Raises `UserError`."""
@@ -76,6 +86,8 @@ class Setting(NamedTuple):
             "target_bytes": sum(path.stat().st_size for path in self.shards),
             "draft": None if self.draft is None else self.draft.name,
             "ram_bytes": self.ram_bytes,
+            "device": self.device,
+            "gpu_memory": self.gpu_memory,
         }
 
 
@@ -92,6 +104,12 @@ def find_setting(model: str | None, draft: str | None, size: str, ram: str | Non
     made = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
     small = PAIR / "draft" if draft is None else open_checkpoint(draft).directory
     return Setting(made, small, PAIR / "target", parse_size(ram or size_bytes // 4, "--ram"))
+
+
+def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
+    """What a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
+    card = open_device(device, gpu_memory)
+    return {"device": str(card.place) if card else "cpu", "gpu_memory": gpu_memory}
 
 
 def say_ceiling(text: str, rate: float) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what measures a disk does without torch
 
     from offload.device import Device
 
+LOCAL_BYTES_PER_S = 1e12  # of a link that nothing passes over
 _CHUNK_BYTES, _NUM_IN_FLIGHT = 16 << 20, 3
 _NUM_COPIES, _LEAST_S = 8, 1e-9  # of which the first two wake the link up
 _GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are

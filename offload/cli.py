@@ -47,6 +47,7 @@ Draft = Annotated[
     str | None, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")
 ]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget, such as 8GiB; default: what is free")]
+DeviceName = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
 GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
 Context = Annotated[
     int | None, typer.Option(metavar="N", help="positions for prompt and new tokens; default: at most 4096")
@@ -103,7 +104,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")] = "auto",
+    device: DeviceName = "auto",
     gpu_mem: GpuMem = None,
     ram: Ram = None,
     context: Context = None,
@@ -160,6 +161,7 @@ def generate(
 def plan(
     model: Model,
     draft: Draft = None,
+    device: DeviceName = "auto",
     gpu_mem: GpuMem = None,
     ram: Ram = None,
     context: Context = None,
@@ -178,9 +180,8 @@ def plan(
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.outlook import Wish, look_ahead
 
-    outlook = look_ahead(
-        model, draft, Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep)
-    )
+    wish = Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep, device)
+    outlook = look_ahead(model, draft, wish)
     print(json.dumps(outlook.as_dict()) if as_json else outlook_lines(outlook))
 
 
@@ -205,6 +206,8 @@ def tune(
     tree: Annotated[
         str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
     ] = None,
+    device: DeviceName = "auto",
+    gpu_mem: GpuMem = None,
     ram: Ram = None,
     dtype: Dtype = "auto",
     threads: Threads = None,
@@ -228,6 +231,8 @@ def tune(
             progress=screen.count,
             tree=tree,
             rule=rule,
+            device=device,
+            gpu_memory=gpu_mem,
             ram=ram,
             dtype=dtype,
             threads=threads,
@@ -279,8 +284,6 @@ def demo(
                 f"target of {format_bytes(size_bytes)} in {target}, {format_bytes(decoder.plan.ram_bytes)} allowed"
             )
             screen.say(plan_line(decoder.plan, decoder.num_threads))
-            if decoder.duels:
-                screen.say(kernel_line(decoder.duels))
             show = partial(_show, screen, is_silent=as_json, num_layers=len(decoder.plan.layer_bytes))
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)

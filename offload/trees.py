@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from offload.choose import DEPTHS, Candidate, Forest, choose
+from offload.choose import DEPTHS, SIZES, Candidate, Forest, choose
 from offload.config import Sampling, drafting_of
 from offload.costs import Costs, Traffic
 from offload.errors import UserError
@@ -89,6 +89,14 @@ class Trees:
         self.find(sampling, rule)
         if self.wish.kind != "auto":
             self.for_run(sampling, rule)
+
+    @property
+    def most_nodes(self) -> int:
+        """Of the tree that memory will be planned for; of one that is yet to be chosen the most that it may have."""
+        if self.wish.kind != "auto":
+            return self.wish.num_nodes
+        sizes = (size for size in reversed(SIZES) if size <= AUTO_MAX_NODES)
+        return next((size for size in sizes if self.traffic_of(size) is not None), 1)
 
     def settle(self, plan: MemoryPlan) -> None:
         """Memory is planned: from now on no tree may be larger than that."""

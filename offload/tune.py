@@ -117,7 +117,7 @@ def tune(
     require_writable(profiles_folder())
     files = open_checkpoint(model), open_checkpoint(draft)
     windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
-    card = open_device("auto")
+    card = open_device(options.get("device", "auto"), options.get("gpu_memory"))
     machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")), card.name if card else "cpu")
     identity = Identity.of(*files, sampling, rule, machine)
     place = str(card.place) if card else "cpu"
@@ -143,14 +143,15 @@ def tune(
     return Tuned(profile, path, choose(forest, costs, lambda _: traffic, is_grown=is_grown))
 
 
-def largest_tree(target: Checkpoint, draft: Checkpoint, device: str = "cpu", **options: Any) -> str:
+def largest_tree(target: Checkpoint, draft: Checkpoint, place: str = "cpu", **options: Any) -> str:
     """The largest tree of `SIZES` that memory has room for, the smallest where none fits; `options` are for `load`."""
     limits: dict[str, Any] = {name: options.get(name) for name in ("ram", "context")} | {
-        "dtype": options.get("dtype", "auto")
+        "dtype": options.get("dtype", "auto"),
+        "gpu": options.get("gpu_memory"),
     }
     for size in SIZES:
         try:
-            plan_memory(target, draft, num_nodes=size, rule=options["rule"], device=device, **limits)
+            plan_memory(target, draft, num_nodes=size, rule=options["rule"], device=place, **limits)
         except UserError:
             continue
         return f"{size}x{DEPTH}"

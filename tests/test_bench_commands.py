@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 from shell import Outcome, process, shell
 
-from offload.bench import decode, draft, link, prediction, setting, suite, sweep
+from offload import card_link, loading
+from offload.arena import Arena
+from offload.bench import compare, decode, draft, link, prediction, setting, suite, sweep
+from offload.bench.device_gate import all_streamed
+from offload.bench.host_device import HostDevice, PlainWay
 from offload.bench.record import read
 from offload.bench.timeline import read_trace
+from offload.errors import UserError
 from offload.layer_stream import LayerStream
 from offload.stats import Stats
 
@@ -93,6 +98,26 @@ def test_decode_with_rules_that_draw_afresh() -> None:
     result = result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, *rules), "decode")
     assert [row["name"] for row in result["rows"]][1:] == ["T=0.6 match 8x4", "T=0.6 sequoia 8x4"]
     assert result["settings"]["proof"]["num_by_law"] == 12
+
+
+def test_on_a_card_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host stands in for the card, and every layer is sent."""
+    plan_memory = loading.plan_memory
+    monkeypatch.setattr(loading, "plan_memory", lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"}))
+    monkeypatch.setattr(loading, "open_device", lambda *how: HostDevice())
+    monkeypatch.setattr(setting, "place_of", lambda _, gpu_memory: {"device": "cuda:0", "gpu_memory": gpu_memory})
+    for module in (loading, card_link):
+        monkeypatch.setattr(module, "open_arena", lambda place: Arena([PlainWay()]))
+    monkeypatch.setattr(setting, "plain_rate", None)
+    command = ["bench", "decode", "--quick", *SIZE, "--ram", "2GiB", "--gpu-mem", "4GiB", *FEW, "--temp", "0"]
+    with all_streamed():
+        outcome = shell(*command)
+    result = result_of(outcome, "decode")
+    assert outcome.out.startswith("ceiling: layers to cuda:0, ")
+    assert (result["settings"]["device"], result["settings"]["gpu_memory"]) == ("cuda:0", "4GiB")
+    assert all(row["link_utilisation"] > 0 for row in result["rows"])
+    with pytest.raises(UserError, match="device was cpu and is cuda:0"):
+        compare.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
 
 
 def test_rules_that_keep_laws_take_the_fixed_tree_in_place_of_a_grown_one() -> None:
@@ -275,6 +300,7 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "num_new_tokens was 12 and is 13": [*few, "-n", "13", "--temp", "0", "--compare", decoded / "decode.json"],
         "prompts differ": [*few, "--prompts", "chat", "--compare", decoded / "decode.json"],
         "ram_bytes was 230000000": [*few, "--ram", "240MB", "--compare", decoded / "decode.json"],
+        "--gpu-mem limits a CUDA device": [*few, "--device", "cpu", "--gpu-mem", "4GiB"],
     }
     for said, command in wishes.items():
         outcome = shell(*command)

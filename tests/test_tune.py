@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from offload.checkpoint import open_checkpoint
 from offload.config import Sampling
 from offload.decode import Decoder
 from offload.errors import UserError
-from offload.plan import make_plan, model_shape
+from offload.plan import make_plan, model_shape, plan_memory
 from offload.profile import Identity, Machine, profiles_folder
 from offload.request import Request
 from offload.topology import Growth
@@ -25,10 +26,22 @@ from offload.tracer import given_trace, grown_again, written_trace
 from offload.traces import bursts
 from offload.tree_spec import parse_tree
 from offload.trees import tree_for
-from offload.tune import Question, Traced, Tuned, cut_windows, trace_window, trace_windows, tune
-from offload.yields import bounds_to_count
+from offload.tune import (
+    Question,
+    Traced,
+    Tuned,
+    cut_windows,
+    largest_tree,
+    trace_window,
+    trace_windows,
+    tune,
+)
 
-NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
+NUM_PROMPT, NUM_NEW = (
+    24,
+    64,
+)  # of a window here, where every token is as good as any otherfrom offload.yields import bounds_to_count
+
 TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")
 IDENTITY = Identity(
     target="a",
@@ -314,6 +327,26 @@ def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[P
     text.unlink() if content is None else text.write_bytes(content)
     with pytest.raises(UserError, match=reason):
         run(pair, text)
+
+
+def test_a_tune_is_of_the_device_that_is_named(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "load", None)
+    with pytest.raises(UserError, match="--gpu-mem limits a CUDA device"):
+        tune(str(pair[0]), str(pair[1]), [text], Sampling(), device="cpu", gpu_memory="4GiB", **SETTINGS)
+
+
+def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.plan.available_gpu_bytes", None)
+    files = [open_checkpoint(path) for path in pair]
+    how: dict[str, Any] = {"rule": "match", "context": 256, "ram": "4GiB"}
+    roomy = plan_memory(*files, num_nodes=64, device="cuda", gpu="4GiB", dtype="auto", **how)
+    least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
+    for gpu_memory, wanted in ((least_bytes, "64x24"), (least_bytes - 1, "32x24"), ("4GiB", "512x24")):
+        assert largest_tree(*files, "cuda:0", device="cuda", gpu_memory=gpu_memory, **how) == wanted
 
 
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
