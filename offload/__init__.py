@@ -9,6 +9,7 @@ with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload.chat import Chat
     from offload.config import Sampling
     from offload.decode import Decoder
     from offload.errors import ReadError, UserError
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from offload.plan import MemoryPlan
     from offload.request import Request
 
-__all__ = ["Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
+__all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Chat": "chat",
     "Decoder": "decode",
     "Generation": "generation",
     "MemoryPlan": "plan",
@@ -39,3 +41,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"offload.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """What completion and `help` list; without this, only what has been used already."""
+    return sorted({*globals(), *__all__})

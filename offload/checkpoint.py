@@ -57,6 +57,8 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         UserError: missing directory or config, pickles only, or a header that contradicts its file.
     """
     directory = _resolve(model)
+    if not (directory / "config.json").is_file():
+        _refuse_other_formats(directory)
     config = read_config(directory / "config.json")
     shards, weight_map = _find_shards(directory)
     tensors: dict[str, TensorEntry] = {}
@@ -82,6 +84,7 @@ def language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> d
 
 
 _AGAIN = "download the checkpoint again"
+_NOT_GGUF = "give the folder or hub id of the same model in safetensors, bf16, fp16 or fp32"
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
@@ -184,6 +187,8 @@ def _resolve(model: str | os.PathLike[str]) -> Path:
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
+        if path.suffix == ".gguf":
+            raise UserError(f"{path.name} is a GGUF file: {_NOT_GGUF}")
         raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
@@ -265,7 +270,19 @@ def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | No
         raise UserError(
             f"{directory} has only pickled weights ({pickles[0]}), which can run code: convert to safetensors"
         )
+    _refuse_other_formats(directory)
     raise UserError(f"no safetensors files in {directory}: give the folder of a Hugging Face model")
+
+
+def _refuse_other_formats(directory: Path) -> None:
+    """Folders that hold weights, but not those of a whole model in safetensors. Raises `UserError`."""
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(
+            f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
+        )
+    found = min((path.name for path in directory.glob("*.gguf")), default=None)
+    if found is not None:
+        raise UserError(f"{directory} has only GGUF weights ({found}): {_NOT_GGUF}")
 
 
 def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
