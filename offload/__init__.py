@@ -4,6 +4,9 @@ import offload
 
 with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
     print(decoder.generate("def main():", max_new_tokens=64).text)
+
+`load` gives a `Decoder`, whose `generate` gives a `Generation` and whose `stream` gives pieces of text; a `Chat` is a
+conversation with it. `UserError` is raised for what can be mended, in one line, and `ReadError` where the disk fails.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -45,4 +48,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """What completion and `help` list; without this, only what has been used already."""
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -87,6 +87,9 @@ def generate(
 ) -> None:
     """Write text with a model larger than memory."""
     text, sampling = read_prompt(prompt, file), Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    from offload.options import check
+
+    check(model, draft, tree, rule, ram=ram, dtype=dtype, context=context, profile=profile)
     with Screen(is_quiet=quiet or as_json) as screen:
         screen.wait("starting")
         from offload.loading import load
@@ -150,6 +153,9 @@ def chat(
 ) -> None:
     """Talk with a model larger than memory; every line is a question, and only what is new is read."""
     sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    from offload.options import check
+
+    check(model, draft, tree, rule, ram=ram, dtype=dtype, context=context, profile=profile)
     with Screen(is_quiet=quiet) as screen:
         screen.wait("starting")
         from offload.talk import converse
@@ -236,6 +242,9 @@ def tune(
 ) -> None:
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
     sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    from offload.options import check
+
+    check(model, draft, tree or "auto", rule, ram=ram, dtype=dtype)
     with Screen(is_quiet=quiet or as_json) as screen:
         screen.wait("starting")
         from offload.profile import format_json

@@ -17,8 +17,9 @@ from offload.decode import Decoder
 from offload.errors import UserError
 from offload.generation import Generation
 from offload.inflate import inflate
-from offload.loading import Progress, check_options, load
+from offload.loading import Progress, load
 from offload.model_shape import model_shape
+from offload.options import check_options
 from offload.request import Request
 from offload.rules import find_rule
 from offload.screen import Screen

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from offload.arena import open_arena
 from offload.calibrate import copy_bytes_per_s, link_bytes_per_s
 from offload.checkpoint import Checkpoint, read_json
-from offload.config import DTYPES, Sampling, parse_rate, parse_size, require
+from offload.config import Sampling, parse_rate
 from offload.decode import Decoder
 from offload.device import Device, open_device
 from offload.device_stream import DeviceStream
@@ -32,22 +31,13 @@ from offload.kernel_set import KernelSet
 from offload.kernels.jit import is_for_kernels
 from offload.layer_stream import LayerStream
 from offload.model import BorrowedModel
-from offload.plan import (
-    MemoryPlan,
-    Tier,
-    default_gpu_bytes,
-    default_ram_bytes,
-    plan_memory,
-    ram_warning,
-    require_positions,
-)
-from offload.profile import parse_profile
+from offload.options import check_options
+from offload.plan import MemoryPlan, Tier, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.request import Request
 from offload.rules import Rule, find_rule
 from offload.survey import LOCAL_BYTES_PER_S, Situation, look_around, make_trees, pick_num_threads
 from offload.target import Layers, Target
 from offload.text import load_tokenizer
-from offload.tree_spec import TreeSpec, tree_to_fill
 from offload.trees import Trees
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
@@ -115,31 +105,6 @@ def load(
         return _assemble(
             pair, target, plan, trees, find_rule(rule), choice, num_threads=num_threads, resources=resources
         )
-
-
-def check_options(
-    has_draft: bool,
-    tree: str,
-    rule: str,
-    *,
-    ram: str | int | None = None,
-    dtype: str = "auto",
-    context: int | None = None,
-    threads: int | None = None,
-    profile: str | os.PathLike[str] | None = None,
-) -> TreeSpec:
-    """The tree that is wanted, and nothing wrong that shows before a model is looked for. Raises `UserError`."""
-    find_rule(rule)
-    wish = tree_to_fill(tree, rule, has_draft=has_draft)
-    if ram is not None:
-        parse_size(ram, "--ram")
-    require(dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}", repr(dtype), "try --dtype auto")
-    if context is not None:
-        require_positions(context)
-    require(threads is None or threads >= 1, "--threads must be 1 or more", threads, "leave it out to have it measured")
-    if profile is not None and str(profile) != "none":
-        parse_profile(Path(profile))
-    return wish
 
 
 class _Files(NamedTuple):

@@ -23,9 +23,10 @@ from offload.decode import Decoder
 from offload.device import open_device
 from offload.errors import UserError
 from offload.headers import fetch
-from offload.loading import check_options, load
+from offload.loading import load
 from offload.meter import measure_costs
 from offload.model_shape import model_shape
+from offload.options import check_options
 from offload.plan import plan_memory
 from offload.profile import (
     Identity,

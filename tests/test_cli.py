@@ -260,6 +260,13 @@ def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper
     assert outcome.code == 0 and outcome.err == "\n" and outcome.out
 
 
+@pytest.mark.parametrize("command", ["generate -p x", "chat", "tune -d nowhere --text x", "generate -p x --ram lots"])
+def test_what_is_refused_at_once_waits_for_nothing_heavy(command: str) -> None:
+    outcome = process(*command.split(), "-m", "nowhere", python=("-c", LISTS_IMPORTS))
+    assert outcome.code == 2 and outcome.out == "" and outcome.err.startswith("offload: ")
+    assert outcome.err.endswith("\n\n"), "nothing is listed"
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo"])
 def test_help_teaches_by_example(command: str) -> None:
     outcome = shell(command, "--help")
