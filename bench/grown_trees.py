@@ -3,10 +3,9 @@
 Nothing streams, so what is compared is what a sweep yields and what the draft takes for it. Trees take turns prompt by
 prompt. Every token is proved to be the original model's float32 draw, up to bf16 rounding.
 
-    offload bench grown --size 64x16 --size 128x20 --temp 0 --temp 0.6
+    offload bench grown --tree 64x16 --tree 128x20 --temp 0 --temp 0.6
 """
 
-import json
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,9 +13,11 @@ import typer
 from transformers.utils import logging
 
 from offload.audit import draw_gaps
+from offload.bench import setting as common
 from offload.bench.draft import say_draft_ceiling
 from offload.bench.gate import draws_hold
 from offload.bench.main_job import PROMPT_TOKENS, held_out_prompts
+from offload.bench.record import new_result
 from offload.bench.tree_walk import Steps, ratio_of
 from offload.config import Sampling, require
 from offload.decode import Decoder
@@ -61,26 +62,33 @@ def _draft_s(results: list[Generation]) -> float:
 
 
 def main(
-    size: Annotated[list[str] | None, typer.Option(metavar="NxD", help="default: 64x16, 128x20 and 256x24")] = None,
-    temp: Annotated[list[float] | None, typer.Option(metavar="T", help="default: 0, 0.6 and 1")] = None,
-    prompts: Annotated[int, typer.Option(metavar="N", min=1, help="held-out files to begin from")] = 16,
-    tokens: Annotated[int, typer.Option(metavar="N", min=2, help="new ones after each prompt")] = 96,
+    tree: Annotated[
+        list[str] | None, typer.Option(metavar="NxD", help="several; default: 64x16, 128x20 and 256x24")
+    ] = None,
+    temp: Annotated[list[float] | None, typer.Option(metavar="T", help="several; default: 0, 0.6 and 1")] = None,
+    num_prompts: Annotated[int, typer.Option(metavar="N", min=1, help="held-out files to begin from")] = 16,
+    max_tokens: Annotated[
+        int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="new ones after each prompt")
+    ] = 96,
+    json_file: common.Json = None,
 ) -> None:
     """How much more does a sweep yield when the draft's scores shape each tree?"""
     logging.disable_progress_bar()
-    sizes, rows = size or ["64x16", "128x20", "256x24"], []
+    sizes, rows = tree or ["64x16", "128x20", "256x24"], []
     for text in sizes:
-        require(parse_tree(text).kind == "best", "--size must be NxD", repr(text), "try --size 64x16")
-    say_draft_ceiling(PAIR / "draft")
+        require(parse_tree(text).kind == "best", "--tree must be NxD", repr(text), "try --tree 64x16")
+    rate, floor_s = say_draft_ceiling(PAIR / "draft")
     largest = max(sizes, key=lambda text: parse_tree(text).num_nodes)
     how: dict[str, Any] = {"device": "cpu", "context": 512, "threads": 1, "profile": "none"}
     with load(PAIR / "target", PAIR / "draft", "2GiB", largest, **how) as decoder:
-        ids = [decoder.encode(text, raw=True)[:PROMPT_TOKENS] for text in held_out_prompts(prompts)]
+        ids = [decoder.encode(text, raw=True)[:PROMPT_TOKENS] for text in held_out_prompts(num_prompts)]
         for temperature in temp or [0.0, 0.6, 1.0]:
             for one in sizes:
-                rows.append(compare(decoder, one, temperature, ids, tokens))
+                rows.append(compare(decoder, one, temperature, ids, max_tokens))
                 print(_line(rows[-1]), flush=True)
-    print(json.dumps(rows))
+    settings = {"num_prompts": num_prompts, "num_prompt_tokens": PROMPT_TOKENS, "num_new_tokens": max_tokens}
+    ceiling = {"bytes_per_s": rate, "draft_step_s": floor_s}
+    common.finish(new_result("grown", settings=settings, ceiling=ceiling, rows=rows, guards={}), json_file, None)
 
 
 def _line(row: Row) -> str:

@@ -165,7 +165,7 @@ def main(
     """How fast do bytes arrive, and which way of reading is fastest?"""
     effort, old = QUICK if quick else FULL, common.earlier("link", compare)
     with Screen(is_quiet=False) as screen:
-        setting = common.find_setting(model, None, size, None, screen)
+        setting = common.find_setting(model, None, size, None, screen, is_run=False)
         common.check_same(old, setting)
         common.say_link(setting.shards)
         rows, ceilings = measure(setting, effort, screen)

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from offload.bench.plain_reader import plain_read_s, shards_of
+from offload.bench.record import new_result, writable
 from offload.config import Sampling, parse_size
 from offload.errors import UserError
 from offload.screen import Screen
@@ -246,19 +247,24 @@ def main(
     size: Annotated[
         list[str] | None, typer.Option(metavar="SIZE", help="of the target; default: 2GB, some rows 1GB too")
     ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="store the result", callback=writable)
+    ] = None,
 ) -> None:
     """The promises of the main job, each beside its ceiling."""
     if unknown := [name for name in row or () if name not in _ROWS]:
-        raise UserError(f"--row must be one of {', '.join(_ROWS)}, got {unknown[0]!r}")
-    from offload.bench.setting import say_link  # heavy, and rows import this file into processes that they weigh
+        raise UserError(f"--row must be one of {', '.join(_ROWS)}, got {unknown[0]!r}: leave it out for all")
+    from offload.bench import setting as common  # heavy, and rows import this file into processes that they weigh
 
-    say_link(shards_of(_target((size or ["2GB"])[0])))
+    rate = common.say_link(shards_of(_target((size or ["2GB"])[0])))
     results = []
     for name in row or _ROWS:
         for wish in size or (["1GB", "2GB"] if name in ("streaming", "memory") else ["2GB"]):
             results.append({"size": wish, **_ROWS[name](wish)})
             print(*(f"{key}: {value}" for key, value in results[-1].items()), sep="\n   ", end="\n\n", flush=True)
-    print(json.dumps(results))
+    settings = {"rows": list(row or _ROWS), "sizes": size}
+    result = new_result("main-job", settings=settings, ceiling={"bytes_per_s": rate}, rows=results, guards={})
+    common.finish(result, json_file, None)
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def main(
     """How many times more tokens per second than other programs, with the same files, prompts and memory?"""
     names = peer or list(PROGRAMS)
     if unknown := [name for name in names if name not in PROGRAMS]:
-        raise UserError(f"--peer must be one of {', '.join(PROGRAMS)}, got {unknown[0]!r}")
+        raise UserError(f"--peer must be one of {', '.join(PROGRAMS)}, got {unknown[0]!r}: leave it out for all")
     setting = _setting(size, cap, python, quick)
     ceiling = common.say_link(shards_of(setting.target))
     rows = compare(names, _promised(setting), setting, _print_row)

@@ -16,11 +16,13 @@ from offload.bench.gate import Proof, Written, prove, reference
 from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Result, read, store, writable
 from offload.card_link import card_link_bytes_per_s
-from offload.checkpoint import open_checkpoint
+from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.config import parse_size
 from offload.decode import Decoder
 from offload.device import open_device
+from offload.headers import fetch
 from offload.loading import load
+from offload.plan import plan_memory
 from offload.screen import Screen
 
 PROMPT_TOKENS = 128
@@ -91,19 +93,31 @@ class Setting(NamedTuple):
         }
 
 
-def find_setting(model: str | None, draft: str | None, size: str, ram: str | None, screen: Screen) -> Setting:
-    """The named models, or the packaged pair with a target of `size`. Raises `UserError`."""
+def find_setting(
+    model: str | None, draft: str | None, size: str, ram: str | None, screen: Screen, *, is_run: bool = True
+) -> Setting:
+    """The named models, or the packaged pair with a target of `size`. Raises `UserError`.
+
+    Args:
+        is_run: the target is to be decoded with, so what has no room is refused before it is fetched.
+    """
     if model is not None:
-        target = open_checkpoint(model)
-        small = None if draft is None else open_checkpoint(draft).directory
+        check = partial(_require_room, ram) if is_run else lambda *headers: None
+        target, *small = fetch([model] if draft is None else [model, draft], check)
         num_bytes = sum(path.stat().st_size for path in target.shards)
-        return Setting(target.directory, small, target.directory, parse_size(ram or num_bytes // 4, "--ram"))
+        budget_bytes = parse_size(ram or num_bytes // 4, "--ram")
+        return Setting(target.directory, small[0].directory if small else None, target.directory, budget_bytes)
     from offload.demo import PAIR, inflated_target
 
     size_bytes = parse_size(size, "--size")
     made = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
-    small = PAIR / "draft" if draft is None else open_checkpoint(draft).directory
-    return Setting(made, small, PAIR / "target", parse_size(ram or size_bytes // 4, "--ram"))
+    named = PAIR / "draft" if draft is None else open_checkpoint(draft).directory
+    return Setting(made, named, PAIR / "target", parse_size(ram or size_bytes // 4, "--ram"))
+
+
+def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
+    """Refuse, from headers alone, a budget that is too small even for the least of runs. Raises `UserError`."""
+    plan_memory(target, draft, ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1)
 
 
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ No figure is printed for tokens that the original model, run resident in float32
     offload bench tree-choice --quick      about ten minutes
 """
 
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from offload.audit import draw_gaps
 from offload.bench import setting as common
 from offload.bench.gate import draws_hold
 from offload.bench.plain_reader import shards_of
+from offload.bench.record import new_result
 from offload.bench.train_pair import corpus_files, read_source
 from offload.config import Sampling, parse_size
 from offload.decode import Decoder
@@ -261,22 +261,26 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="about ten minutes on two cores, larger errors")] = False,
     size: common.Size = "1GB",
     row: Annotated[list[str] | None, typer.Option(metavar="ROW", help="model or hardware; default: both")] = None,
+    json_file: common.Json = None,
 ) -> None:
     """Do traces tell what decoding yields, and is the chosen tree the best one?"""
-    effort, results = QUICK if quick else FULL, []
+    effort, results, ceiling = QUICK if quick else FULL, list[Row](), {}
     rows: dict[str, Callable[[], list[Row]]] = {
         "model": lambda: [model_is_measurement(temperature, effort) for temperature in (0.0, 0.6)],
         "hardware": lambda: hardware_aware(size, effort),
     }
     if unknown := [name for name in row or () if name not in rows]:
-        raise UserError(f"--row must be one of {', '.join(rows)}, got {unknown[0]!r}")
+        raise UserError(f"--row must be one of {', '.join(rows)}, got {unknown[0]!r}: leave it out for both")
     if "hardware" in (row or rows):
-        common.say_link(shards_of(inflated_target(parse_size(size, "--size"), lambda done, total: None)))
+        target = inflated_target(parse_size(size, "--size"), lambda done, total: None)
+        ceiling["bytes_per_s"] = common.say_link(shards_of(target))
     for name in row or rows:
         for result in rows[name]():
             results.append(result)
             print(*(f"{key}: {value}" for key, value in result.items()), sep="\n   ", end="\n\n", flush=True)
-    print(json.dumps(results))
+    settings = {"quick": quick, "size": size, "rows": list(row or rows)}
+    result = new_result("tree-choice", settings=settings, ceiling=ceiling, rows=results, guards={})
+    common.finish(result, json_file, None)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,15 @@ import offload
 
 with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
     print(decoder.generate("def main():", max_new_tokens=64).text)
+
+`load` gives a `Decoder`, whose `generate` gives a `Generation` and whose `stream` gives pieces of text; a `Chat` is a
+conversation with it. `UserError` is raised for what can be mended, in one line, and `ReadError` where the disk fails.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload.chat import Chat
     from offload.config import Sampling
     from offload.decode import Decoder
     from offload.errors import ReadError, UserError
@@ -17,10 +21,11 @@ if TYPE_CHECKING:
     from offload.memory_plan import MemoryPlan
     from offload.request import Request
 
-__all__ = ["Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
+__all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Chat": "chat",
     "Decoder": "decode",
     "Generation": "generation",
     "MemoryPlan": "memory_plan",
@@ -39,3 +44,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"offload.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """What completion and `help` list; without this, only what has been used already."""
+    return [*__all__, "__version__"]

@@ -22,6 +22,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
 _TEXT_PART = "language_model."
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone are their own language model
+NOT_TEXT_ALONE = f"of models with more than text, {' and '.join(TEXT_INSIDE)} are known"
+_LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma and Mixtral kind work"
+_LFS = b"version https://git-lfs"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
 
 
@@ -57,6 +61,8 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         UserError: missing directory or config, pickles only, or a header that contradicts its file.
     """
     directory = _resolve(model)
+    if not (directory / "config.json").is_file():
+        _refuse_other_formats(directory)
     config = read_config(directory / "config.json")
     shards, weight_map = _find_shards(directory)
     tensors: dict[str, TensorEntry] = {}
@@ -82,6 +88,7 @@ def language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> d
 
 
 _AGAIN = "download the checkpoint again"
+_NOT_GGUF = "give the folder or hub id of the same model in safetensors, bf16, fp16 or fp32"
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
@@ -121,7 +128,11 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
     """The JSON text of a file's header, and the size of the file."""
     with path.open("rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
-        header_bytes = int.from_bytes(file.read(8), "little")
+        start = file.read(len(_LFS))
+        if start == _LFS:
+            raise UserError(f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
+        file.seek(8)
+        header_bytes = int.from_bytes(start[:8], "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
             raise UserError(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}: {_AGAIN}")
         return file.read(header_bytes), file_bytes
@@ -184,6 +195,8 @@ def _resolve(model: str | os.PathLike[str]) -> Path:
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
+        if path.suffix == ".gguf":
+            raise UserError(f"{path.name} is a GGUF file: {_NOT_GGUF}")
         raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
@@ -229,7 +242,15 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path.parent.name}: {method}quantised weights are not supported: use a bf16, fp16 or fp32 checkpoint"
         )
+    if isinstance(config.get("text_config"), dict) and config.get("model_type") not in TEXT_INSIDE:
+        raise unsupported(path.parent, config, NOT_TEXT_ALONE)
     return config
+
+
+def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError:
+    """What to tell of a model whose architecture is the trouble."""
+    kind = config.get("model_type", "unknown")
+    return UserError(f"{directory.name}: model type {kind} is not supported ({what}): {_LOOK}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -265,7 +286,19 @@ def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | No
         raise UserError(
             f"{directory} has only pickled weights ({pickles[0]}), which can run code: convert to safetensors"
         )
+    _refuse_other_formats(directory)
     raise UserError(f"no safetensors files in {directory}: give the folder of a Hugging Face model")
+
+
+def _refuse_other_formats(directory: Path) -> None:
+    """Folders that hold weights, but not those of a whole model in safetensors. Raises `UserError`."""
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(
+            f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
+        )
+    found = min((path.name for path in directory.glob("*.gguf")), default=None)
+    if found is not None:
+        raise UserError(f"{directory} has only GGUF weights ({found}): {_NOT_GGUF}")
 
 
 def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:

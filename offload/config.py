@@ -76,7 +76,7 @@ RULES: dict[str, Drafting] = {
 def drafting_of(rule: str) -> Drafting:
     """The drafting law that goes with a rule. Raises `UserError` for a name that is none."""
     if rule not in RULES:
-        raise UserError(f"--rule must be one of {', '.join(RULES)}, got {rule!r}")
+        raise UserError(f"--rule must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match")
     return RULES[rule]
 
 

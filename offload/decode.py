@@ -14,18 +14,21 @@ from offload.duels import NO_KERNELS, KernelChoice
 from offload.errors import UserError
 from offload.generation import Generation, Run, Setup
 from offload.memory_plan import MemoryPlan
-from offload.request import Request, encode
+from offload.request import Prompt, Request, encode
 from offload.rules import Rule, find_rule
 from offload.sampling import Sampler
 from offload.stats import Stats
 from offload.target import Target
 from offload.text import TextStream, Tokenizer
 from offload.topology import Shape
-from offload.trees import Trees
+from offload.trees import TreeChoice, Trees
 
 
 class Decoder:
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
+
+    It writes one text at a time, for one thread: a run that is begun overtakes the one before. Several prompts are
+    several calls, for which the weights that stay in memory stay there.
 
     Attributes:
         target, drafter: the two models, for whoever measures them.
@@ -55,11 +58,16 @@ class Decoder:
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
         self._num_runs, self._kernels, self.duels = 0, choice.kernels, choice.duels
+        self._held: list[int] = []  # caches hold keys and values of these tokens, or of the first of them
         self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
 
-    def begin(self, sampling: Sampling, rule: Rule) -> Sampler:
-        """A new sequence begins and overtakes the one before; returns the sampler that `step` draws with."""
-        self._forget()
+    def begin(self, sampling: Sampling, rule: Rule, keep: Sequence[int] = ()) -> Sampler:
+        """A new sequence begins and overtakes the one before; returns the sampler that `step` draws with.
+
+        Args:
+            keep: tokens that it begins with; of these the keys and values that the sequence before has left are kept.
+        """
+        self._keep(keep)
         self._num_runs += 1
         return Sampler(sampling, self._vocab_size, rule.drafting, self._kernels)
 
@@ -75,12 +83,14 @@ class Decoder:
         """
         stream, started = self.target.stream, time.perf_counter()
         moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
+        self._held = list(tokens)
         tree = self.drafter.grow(shape, tokens, sampler)
         grown = time.perf_counter()
         logits = self.target.score(tree, tokens)
         self.target.wait()
         scored = time.perf_counter()
         accepted = rule.verify(tree, logits, sampler, len(tokens) - 1)
+        self._held += accepted.tokens[:-1]  # before caches hold them: cut short in between, they hold fewer
         self.target.commit(accepted.nodes)
         self.drafter.commit(accepted.nodes, accepted.tokens)
         stats.add_step(
@@ -95,7 +105,7 @@ class Decoder:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -103,16 +113,19 @@ class Decoder:
         top_k: int = 0,
         seed: int = 0,
         stop: str | Sequence[str] | None = None,
+        raw: bool = False,
         tree: str | None = None,
         rule: str | None = None,
     ) -> Generation:
         """Generate to the end.
 
         Args:
-            prompt: text, put into the model's chat template where it has one, or token ids.
+            prompt: text, put into the model's chat template where it has one, the messages of a conversation, such as
+                `[{"role": "user", "content": "Hello"}]`, or token ids.
             max_new_tokens: at most so many.
             temperature, top_p, top_k, seed: see `Sampling`; temperature 0 is greedy.
             stop: strings that end the text; they are not part of it.
+            raw: leave the chat template out.
             tree: another tree than the one given to `load`, no larger than that one.
             rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or topk.
 
@@ -121,14 +134,14 @@ class Decoder:
             ReadError: the disk failed.
         """
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, tree=tree, rule=rule)
+        run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule)
         for _ in run:
             pass
         return run.result()
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         max_new_tokens: int = 128,
         temperature: float = 0.0,
@@ -136,16 +149,17 @@ class Decoder:
         top_k: int = 0,
         seed: int = 0,
         stop: str | Sequence[str] | None = None,
+        raw: bool = False,
         tree: str | None = None,
         rule: str | None = None,
     ) -> Iterator[str]:
         """Yield pieces of text as they are accepted; the arguments are those of `generate`."""
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, tree=tree, rule=rule))
+        return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule))
 
     def run(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         sampling: Sampling,
         *,
         max_new_tokens: int,
@@ -153,10 +167,14 @@ class Decoder:
         raw: bool = False,
         tree: str | None = None,
         rule: str | None = None,
+        continues: bool = False,
     ) -> Run:
         """Prepare a generation: iterate over it for pieces of text, ask it for `result()` at any time.
 
-        The arguments are those of `generate`; `raw` leaves the chat template out.
+        Args:
+            sampling: how tokens are drawn; the other arguments are those of `generate`.
+            continues: keep the keys and values of all tokens that the prompt shares with the run before. They were
+                computed in passes of other sizes than a prompt's, and so may differ from its own by rounding.
         """
         if self._is_closed:
             raise UserError("this decoder is closed: load the model again")
@@ -166,7 +184,8 @@ class Decoder:
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         shape = choice.shape
         stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth, is_tree_grown=choice.is_grown)
-        sampler = self.begin(sampling, acceptance)
+        sampler = self.begin(sampling, acceptance, prompt_ids[:-1] if continues else ())
+        stats.num_kept_tokens = self.target.num_cached
         number, num_known = self._num_runs, len(prompt_ids)
 
         def step(tokens: Sequence[int]) -> list[int]:
@@ -174,7 +193,7 @@ class Decoder:
             if number != self._num_runs:
                 raise UserError("this decoder has begun another generation or was closed: finish one before the next")
             if len(tokens) != num_known:  # a step was cut short, of which one model may know more than the other
-                self._forget()
+                self._keep(tokens[:-1])
             num_known = 0
             accepted = self.step(tokens, shape, acceptance, sampler, stats)
             num_known = len(tokens) + len(accepted)
@@ -190,6 +209,10 @@ class Decoder:
             stats=stats,
         )
 
+    def tree_choice(self, sampling: Sampling) -> TreeChoice:
+        """The tree that a run with these settings gets, and why."""
+        return self._trees.for_run(sampling, self.rule.name)
+
     def close(self) -> None:
         """Stop the readers, close the files, drop weights and buffers."""
         self._resources.close()
@@ -204,14 +227,15 @@ class Decoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def encode(self, prompt: str | Sequence[int], *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt, checked. Raises `UserError`."""
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt as `generate` takes it, checked. Raises `UserError`."""
         return encode(self.tokenizer, prompt, self._vocab_size, raw=raw)
 
-    def _forget(self) -> None:
-        """Neither model has taken in any text."""
-        self.target.reset()
-        self.drafter.reset()
+    def _keep(self, tokens: Sequence[int]) -> None:
+        """Both models forget everything but the first of these tokens, as far as they have taken them in."""
+        del self._held[num_shared(self._held, tokens) :]
+        self.target.reset(len(self._held))
+        self.drafter.reset(len(self._held))
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name)
@@ -221,3 +245,9 @@ class Decoder:
                 f'give rule="{name}" to load()'
             )
         return rule
+
+
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens at the beginning that two sequences have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -17,8 +17,9 @@ from offload.decode import Decoder
 from offload.errors import UserError
 from offload.generation import Generation
 from offload.inflate import inflate
-from offload.loading import Progress, check_options, load
+from offload.loading import Progress, load
 from offload.model_shape import model_shape
+from offload.options import check_options
 from offload.request import Request
 from offload.rules import find_rule
 from offload.screen import Screen
@@ -68,9 +69,13 @@ def check(request: Request, tree: str, rule: str, *, ram: str | None, link_limit
 
 
 def inflated_target(size_bytes: int, progress: Progress) -> Path:
-    """The packaged target, inflated to about `size_bytes`; made once, then reused."""
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    return inflate(PAIR / "target", cache_folder() / f"demo-{size_bytes // 10**6}MB", size_bytes, progress=progress)
+    """The packaged target, inflated to about `size_bytes`; made once, then reused. Raises `UserError`."""
+    folder = cache_folder() / f"demo-{size_bytes // 10**6}MB"
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        return inflate(PAIR / "target", folder, size_bytes, progress=progress)
+    except OSError as error:
+        raise UserError(f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
 
 
 def compare(

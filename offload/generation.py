@@ -6,7 +6,7 @@ inside a burst; what was accepted beyond it is dropped and never counted.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from offload.config import Sampling
@@ -34,15 +34,15 @@ class Setup(NamedTuple):
 class Generation:
     """The result: new tokens only, without the prompt."""
 
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
+    token_ids: list[int]  # that of the end included, where the model ended the text
+    text: str  # up to a stop string, or to the end that the model set
+    finish_reason: FinishReason  # "stop": the model's end or a stop string; "length": as many tokens as were asked for
     sampling: Sampling
     rule: str
-    stats: Stats
-    plan: MemoryPlan
-    tree_choice: TreeChoice
-    duels: tuple[Outcome, ...]  # of kernels, where it ran on a card
+    stats: Stats = field(repr=False)
+    plan: MemoryPlan = field(repr=False)
+    tree_choice: TreeChoice = field(repr=False)
+    duels: tuple[Outcome, ...] = field(repr=False)  # of kernels, where it ran on a card
 
     def as_dict(self) -> dict[str, object]:
         """The object that `offload generate --json` prints."""

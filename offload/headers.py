@@ -6,6 +6,7 @@ weights, and what comes back is a `Checkpoint` whose shards need not exist; whoe
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,20 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     if not os.path.isdir(path) and is_hub_id(str(model)):
         return _on_the_hub(str(model))
     return open_checkpoint(model)
+
+
+def fetch(models: Sequence[str | os.PathLike[str]], check: Callable[..., object]) -> tuple[Checkpoint, ...]:
+    """Checkpoints to read weights from; those of a hub id come over the network, gigabytes perhaps.
+
+    Args:
+        check: is called with the headers of all models before that, and raises `UserError` where they are of no use.
+    """
+    headers = [open_headers(model) for model in models]
+    check(*headers)
+    return tuple(
+        found if os.path.isdir(os.path.expanduser(model)) else open_checkpoint(model)
+        for model, found in zip(models, headers, strict=True)
+    )
 
 
 def is_here(checkpoint: Checkpoint) -> bool:

@@ -108,6 +108,6 @@ class KVCache(Cache):
         self.length += len(rows)
         self._window.lo = self.length
 
-    def clear(self) -> None:
-        """Forget the whole sequence."""
-        self.length = self._window.lo = 0
+    def clear(self, num_kept: int = 0) -> None:
+        """Forget the sequence but for its first positions."""
+        self.length = self._window.lo = min(num_kept, self.length)

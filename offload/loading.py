@@ -8,15 +8,14 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from offload.arena import open_arena
 from offload.card_link import card_link_bytes_per_s
-from offload.checkpoint import Checkpoint, open_checkpoint, read_json
-from offload.config import DTYPES, Sampling, parse_rate, parse_size, require
+from offload.checkpoint import Checkpoint, read_json
+from offload.config import Sampling, parse_rate
 from offload.decode import Decoder
 from offload.device import Device, open_device
 from offload.device_stream import DeviceStream
@@ -26,21 +25,20 @@ from offload.drafters.none import NoDrafter
 from offload.duels import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.errors import UserError
 from offload.graphed import use_graphs
-from offload.headers import open_headers
+from offload.headers import fetch
 from offload.host_store import HostStore
 from offload.kernel_set import KernelSet
 from offload.kernels.jit import is_for_kernels
 from offload.layer_stream import LayerStream
-from offload.memory_plan import MemoryPlan
+from offload.memory_plan import MemoryPlan, Tier
 from offload.model import BorrowedModel
-from offload.plan import default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning, require_positions
-from offload.profile import parse_profile
+from offload.options import check_options
+from offload.plan import default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.request import Request
 from offload.rules import Rule, find_rule
 from offload.survey import Situation, look_around, make_trees, pick_num_threads
 from offload.target import Layers, Target
 from offload.text import Tokenizer, load_tokenizer
-from offload.tree_spec import TreeSpec, tree_to_fill
 from offload.trees import Trees
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
@@ -78,7 +76,8 @@ def load(
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
         profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
         link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
-        on_bytes, on_layer: hear of resident bytes as they land, and of every layer that a sweep has run.
+        on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
+        on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.
 
     Raises:
         UserError: whatever the user can mend, in one line.
@@ -89,7 +88,8 @@ def load(
     card, limit = open_device(device, gpu_memory), parse_rate(link_limit, "--link-limit")
     situation = Situation(request.sampling if request else Sampling(), rule, threads)
     plan_of = _planner(ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
-    files = _open_files(model, draft, lambda headers: plan_of(headers, 1 if wish.kind == "auto" else wish.num_nodes))
+    names, least_nodes = [model] if draft is None else [model, draft], 1 if wish.kind == "auto" else wish.num_nodes
+    files = _Files(*fetch(names, lambda *headers: plan_of(_Files(*headers), least_nodes)))
     plan_for = partial(plan_of, files)
     trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
     trees.check(situation.sampling, rule)
@@ -97,7 +97,7 @@ def load(
         pair = _open_pair(files, dtype, limit, resources, card, ram)
         if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
-        _read_pair(pair)  # the first weights: what can be refused has been
+        _read_pair(pair, on_bytes)  # the first weights: what can be refused has been
         choice = _pick_kernels(pair, trees, plan_for, situation.sampling)
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for, choice.kernels)
         stream = _start_stream(pair, plan, on_bytes, resources)
@@ -105,31 +105,6 @@ def load(
         return _assemble(
             pair, target, plan, trees, find_rule(rule), choice, num_threads=num_threads, resources=resources
         )
-
-
-def check_options(
-    has_draft: bool,
-    tree: str,
-    rule: str,
-    *,
-    ram: str | int | None = None,
-    dtype: str = "auto",
-    context: int | None = None,
-    threads: int | None = None,
-    profile: str | os.PathLike[str] | None = None,
-) -> TreeSpec:
-    """The tree that is wanted, and nothing wrong that shows before a model is looked for. Raises `UserError`."""
-    find_rule(rule)
-    wish = tree_to_fill(tree, rule, has_draft=has_draft)
-    if ram is not None:
-        parse_size(ram, "--ram")
-    require(dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}", repr(dtype), "try --dtype auto")
-    if context is not None:
-        require_positions(context)
-    require(threads is None or threads >= 1, "--threads must be 1 or more", threads, "leave it out to have it measured")
-    if profile is not None and str(profile) != "none":
-        parse_profile(Path(profile))
-    return wish
 
 
 class _Files(NamedTuple):
@@ -155,21 +130,6 @@ class _Pair(NamedTuple):
         if self.draft is None:
             return NoDrafter()
         return ModelDrafter(self.draft, self.target.vocab_size, plan.cache_slots, kernels)
-
-
-def _open_files(
-    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, check: Callable[[_Files], object]
-) -> _Files:
-    """Both checkpoints; what has to be fetched is fetched after `check` has let its headers pass."""
-    names = [model] if draft is None else [model, draft]
-    headers = [open_headers(name) for name in names]
-    check(_Files(*headers))
-    return _Files(
-        *(
-            found if os.path.isdir(os.path.expanduser(name)) else open_checkpoint(name)
-            for name, found in zip(names, headers, strict=True)
-        )
-    )
 
 
 def _planner(
@@ -202,13 +162,30 @@ def _open_pair(
     return _Pair(target, draft, store, tokenizer, end_ids, card, notes)
 
 
-def _read_pair(pair: _Pair) -> None:
+def _read_pair(pair: _Pair, on_bytes: Progress) -> None:
     """All of the draft, and of the target what lies around its layers."""
+    layouts = [pair.target.rest_layout]
     if pair.draft is not None:
-        _fill(pair.draft, pair.draft.checkpoint)
+        layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts]
+    count = _counter(sum(layout.slab_bytes for layout in layouts), on_bytes)
+    if pair.draft is not None:
+        _fill(pair.draft, pair.draft.checkpoint, count)
         note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
     pair.target.bind_rest(pair.store.fetch(pair.target.rest_layout))
+    count(pair.target.rest_layout.slab_bytes)
+
+
+def _counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
+    """What to call for every slab that has landed."""
+    landed = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal landed
+        landed += num_bytes
+        on_bytes(landed, total_bytes)
+
+    return count
 
 
 def _plan_tree(
@@ -252,12 +229,14 @@ def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HO
     return model
 
 
-def _fill(model: BorrowedModel, checkpoint: Checkpoint) -> None:
+def _fill(model: BorrowedModel, checkpoint: Checkpoint, count: Callable[[int], None] = lambda _: None) -> None:
     store = HostStore(checkpoint.shards)
     try:
         model.bind_rest(store.fetch(model.rest_layout))
+        count(model.rest_layout.slab_bytes)
         for layer, layout in enumerate(model.layer_layouts):
             model.bind_layer(layer, store.fetch(layout))
+            count(layout.slab_bytes)
     finally:
         store.close()
 
@@ -286,21 +265,18 @@ def _start_stream(pair: _Pair, plan: MemoryPlan, on_bytes: Progress, resources: 
     model = pair.target
     planned = zip(model.layer_layouts, plan.layer_bytes, strict=True)
     assert all(layout.slab_bytes <= size for layout, size in planned), "a layer is larger than planned"
-    total_bytes, landed = model.rest_layout.slab_bytes + plan.resident_bytes + plan.host_bytes, 0
-
-    def count(num_bytes: int) -> None:
-        nonlocal landed
-        landed += num_bytes
-        on_bytes(landed, total_bytes)
-
-    count(model.rest_layout.slab_bytes)
+    stays = [
+        layout.slab_bytes
+        for layout, tier in zip(model.layer_layouts, plan.tier_L, strict=True)
+        if tier is not Tier.DISK
+    ]
     if pair.card is None:
         stream: LayerStream | DeviceStream = LayerStream(
             pair.store, model.layer_layouts, plan.is_resident, plan.num_slots
         )
     else:
         stream = _device_stream(pair, plan, pair.card, resources)
-    stream.load_resident(count)
+    stream.load_resident(_counter(sum(stays), on_bytes))
     return stream
 
 

@@ -111,6 +111,10 @@ class MemoryPlan:
         models_bytes = self.rest_bytes + self.draft_bytes + self.law_bytes + self.kv_bytes + self.activation_bytes
         return models_bytes + self.resident_bytes + self.num_slots * self.slot_bytes
 
+    def num_prompt_sweeps(self, num_tokens: int) -> int:
+        """Sweeps that take in so many prompt tokens; the last of them scores the first tree."""
+        return max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
+
     def num_layers_in(self, tier: Tier) -> int:
         """Layers of one tier."""
         return self.tier_L.count(tier)

@@ -55,8 +55,7 @@ def plan_memory(
         device: `cpu`, `cuda` or `cuda:N`.
         gpu: budget on the card; None takes what is free on it now, less a reserve.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    require(dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}", repr(dtype), "try --dtype auto")
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "--ram")
     positions, keeps_laws = _check_context(target, context), drafting_of(rule).keeps_laws

@@ -4,12 +4,16 @@ One check serves the decoder, which makes it of every run, and loading, which ma
 tokenizer and the number of positions known, and no weight read, there is nothing more to learn about a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from offload.config import Sampling, require, whole_number
 from offload.errors import UserError
-from offload.text import Tokenizer, encode_prompt
+from offload.text import Tokenizer, encode_messages, encode_prompt
+
+Message = Mapping[str, str]  # role (system, user, assistant) and content
+Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +21,14 @@ class Request:
     """One run to be.
 
     Attributes:
-        prompt: text, put into the model's chat template where it has one, or token ids; None is not known yet.
+        prompt: text, put into the model's chat template where it has one, messages of a conversation, or token ids;
+            None is not known yet.
         max_new_tokens: at most so many.
         stop: strings that end the text; they are not part of it.
         raw: leave the chat template out.
     """
 
-    prompt: str | Sequence[int] | None = None
+    prompt: Prompt | None = None
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
     stop: str | Sequence[str] | None = None
@@ -59,18 +64,19 @@ class Request:
         return ids
 
 
-def encode(
-    tokenizer: Tokenizer | None, prompt: str | Sequence[int] | None, vocab_size: int, *, raw: bool = False
-) -> list[int]:
+def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *, raw: bool = False) -> list[int]:
     """Token ids of a prompt, checked. Raises `UserError`."""
-    if not isinstance(prompt, str):
+    if not isinstance(prompt, str) and not _are_messages(prompt):
         ids = _whole_numbers(prompt)
     elif tokenizer is None:
         raise UserError(
             "this checkpoint has no tokenizer: put its tokenizer.json beside it, or give token ids from Python"
         )
-    else:
+    elif isinstance(prompt, str):
         ids = encode_prompt(tokenizer, prompt, raw=raw)
+    else:
+        require(not raw, "messages need the chat template", "raw=True", "give text, or leave raw out")
+        ids = encode_messages(tokenizer, _messages(prompt))
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
     if not all(0 <= token < vocab_size for token in ids):
@@ -80,10 +86,23 @@ def encode(
     return ids
 
 
-def _whole_numbers(prompt: Sequence[int] | None) -> list[int]:
+def _whole_numbers(prompt: Any) -> list[int]:
     try:
-        return [whole_number(token, "a token id") for token in prompt]  # type: ignore[union-attr]
+        return [whole_number(token, "a token id") for token in prompt]
     except (TypeError, UserError):
         raise UserError(
-            f"a prompt must be text or token ids, got {prompt!r:.80}: give a str or whole numbers"
+            f"a prompt must be text, messages or token ids, got {prompt!r:.80}: give a str or whole numbers"
         ) from None
+
+
+def _are_messages(prompt: object) -> bool:
+    """By the first of them; a list of anything else is taken for token ids."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _messages(prompt: Any) -> list[dict[str, str]]:
+    for message in prompt:
+        is_sound = isinstance(message, Mapping)
+        is_sound = is_sound and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        require(is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it")
+    return [dict(message) for message in prompt]

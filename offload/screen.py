@@ -44,30 +44,25 @@ class Screen:
             self.clear()
             print(line, file=sys.stderr)
 
+    def wait(self, label: str) -> None:
+        """Something is under way of which nobody knows how much is left."""
+        self._begin(label, None, bar_format="{desc} ...")
+
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "loading") -> None:
         """Progress of something that is measured in bytes."""
-        if self._bar is None:
-            self._bar = self._new_bar(total_bytes, label, unit="B", unit_scale=True)
-        self._bar.update(done_bytes - self._bar.n)
-        if done_bytes >= total_bytes:
-            self.clear()
+        self._advance(done_bytes, total_bytes, label, unit="B", unit_scale=True)
 
     def count(self, done: int, total: int, label: str) -> None:
         """Progress of something that is counted."""
-        if self._bar is None or self._label != label:
-            self.clear()
-            self._bar, self._label = self._new_bar(total, label), label
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self.clear()
+        self._advance(done, total, label)
 
-    def expect_sweep(self, num_layers: int, label: str) -> None:
-        """The next `num_layers` calls of `layer_done` are one sweep."""
-        self.clear()
-        self._bar = self._new_bar(num_layers, label, unit="layer")
+    def expect_prompt(self, plan: MemoryPlan, num_tokens: int) -> None:
+        """The next calls of `layer_done` are the sweeps that take in so many tokens."""
+        num_layers = len(plan.layer_bytes) * plan.num_prompt_sweeps(num_tokens)
+        self._begin("reading the prompt", num_layers, unit="layer")
 
     def layer_done(self) -> None:
-        """One more layer of the expected sweep has run."""
+        """One more layer of the expected sweeps has run."""
         if self._bar is not None:
             self._bar.update()
 
@@ -77,8 +72,18 @@ class Screen:
             self._bar.close()
             self._bar = None
 
-    def _new_bar(self, total: int, label: str, **style: object) -> tqdm:
-        return tqdm(total=total, desc=label, leave=False, disable=self._is_off, file=sys.stderr, **style)
+    def _advance(self, done: int, total: int, label: str, **style: object) -> None:
+        if self._bar is None or self._label != label:
+            self._begin(label, total, **style)
+        assert self._bar is not None, "one has just begun"
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self.clear()
+
+    def _begin(self, label: str, total: int | None, **style: object) -> None:
+        self.clear()
+        self._bar = tqdm(total=total, desc=label, leave=False, disable=self._is_off, file=sys.stderr, **style)
+        self._label = label
 
 
 def plan_line(plan: MemoryPlan, num_threads: int) -> str:
@@ -92,6 +97,14 @@ def plan_line(plan: MemoryPlan, num_threads: int) -> str:
         return f"{first} in memory, the others {passing}; {threads}"
     num_host, num_disk = plan.num_layers_in(Tier.HOST), plan.num_layers_in(Tier.DISK)
     return f"{first} on the card, {num_host} in pinned memory and {num_disk} on disk {passing}"
+
+
+def opening_lines(
+    notes: Sequence[str], plan: MemoryPlan, num_threads: int, duels: Sequence[Outcome], choice: "TreeChoice | None"
+) -> str:
+    """What a run begins with: what is not as fast as it could be, what lies where, which kernels, which tree."""
+    kernels, tree = [kernel_line(duels)] if duels else [], [choice_lines(choice)] if choice else []
+    return "\n".join([*notes, plan_line(plan, num_threads), *kernels, *tree])
 
 
 def kernel_line(outcomes: Sequence[Outcome]) -> str:
@@ -235,6 +248,19 @@ def closing_lines(stats: Stats, ram_bytes: int) -> str:
         f"({stats.num_sweeps} sweeps, {tree})\n"
         f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {stalled:.0%} of the sweep spent waiting for it; {memory}"
     )
+
+
+def turn_line(stats: Stats, finish_reason: str) -> str:
+    """One answer of a conversation: how long it took, and how much of what was said before had to be read again."""
+    how = {"interrupted": ", stopped", "length": ", cut off"}.get(finish_reason, "")
+    speed = f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} a sweep" if stats.tpot_s else ""
+    read = f"{stats.num_prompt_tokens - stats.num_kept_tokens} of {stats.num_prompt_tokens} tokens read"
+    return f"({stats.num_new_tokens} tokens{how}, the first after {stats.ttft_s:.1f} s{speed}; {read})"
+
+
+def error_line(message: str) -> str:
+    """One line; what it quotes from a stranger's file must not steer the terminal."""
+    return "offload: " + "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
 
 
 def _speed_row(label: str, stats: Stats) -> str:

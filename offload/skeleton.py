@@ -16,11 +16,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from offload import attention
-from offload.checkpoint import Checkpoint
+from offload.checkpoint import NOT_TEXT_ALONE, TEXT_INSIDE, Checkpoint, unsupported
 from offload.errors import UserError, reason
-
-_TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone are their own language model
-_LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma and Mixtral kind work"
 
 
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -35,8 +32,8 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
     if whole.is_encoder_decoder:
         raise _unsupported(checkpoint, "encoder-decoder models")
     if config is not whole:
-        if whole.model_type not in _TEXT_INSIDE:
-            raise _unsupported(checkpoint, f"of models with more than text, {' and '.join(_TEXT_INSIDE)} are known")
+        if whole.model_type not in TEXT_INSIDE:
+            raise _unsupported(checkpoint, NOT_TEXT_ALONE)
         config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)
     with _refusing(checkpoint):
@@ -112,5 +109,4 @@ def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
 
 
 def _unsupported(checkpoint: Checkpoint, what: str) -> UserError:
-    kind = checkpoint.config.get("model_type", "unknown")
-    return UserError(f"{checkpoint.directory.name}: model type {kind} is not supported ({what}): {_LOOK}")
+    return unsupported(checkpoint.directory, checkpoint.config, what)

@@ -8,6 +8,7 @@ class Stats:
     """Figures of one generation. Times and bytes leave out the prompt's sweep, which `ttft_s` covers."""
 
     num_prompt_tokens: int = 0
+    num_kept_tokens: int = 0  # of the prompt's, whose keys and values the run before had left
     num_new_tokens: int = 0
     num_first_tokens: int = 0  # what the prompt's own sweep yielded
     num_sweeps: int = 0

@@ -87,9 +87,14 @@ class Target:
         """V, width of the logits."""
         return self._model.vocab_size
 
-    def reset(self) -> None:
-        """A new sequence begins."""
-        self._cache.clear()
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are there."""
+        return self._cache.length
+
+    def reset(self, num_kept: int = 0) -> None:
+        """A new sequence begins, with the same `num_kept` tokens as the one before."""
+        self._cache.clear(num_kept)
 
     def score(self, tree: TokenTree, tokens: Sequence[int]) -> Logits:
         """Logits after every node, from one sweep; they are valid until the next.

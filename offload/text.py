@@ -56,11 +56,23 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
         raise UserError("the prompt is empty: give some text with -p, -f or on standard input")
     if raw or not tokenizer.chat_template:
         return list(tokenizer(prompt)["input_ids"])
-    messages = [{"role": "user", "content": prompt}]
+    return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with --raw")
+
+
+def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation up to where the model has to answer. Raises `UserError` without a chat template."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the model has no chat template, so it cannot tell who speaks: take one made for chat, or offload generate"
+        )
+    return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn")
+
+
+def _in_template(tokenizer: Tokenizer, messages: list[dict[str, str]], remedy: str) -> list[int]:
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
     except Exception as error:  # a template is a program and fails as programs do
-        raise UserError(f"the model's chat template failed ({reason(error)}): leave it out with --raw") from None
+        raise UserError(f"the model's chat template failed ({reason(error)}): {remedy}") from None
 
 
 class TextStream:

@@ -15,16 +15,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint import Checkpoint, compute_dtype_name, open_checkpoint
+from offload.checkpoint import Checkpoint, compute_dtype_name
 from offload.choose import Candidate, Forest, best_smoothing, choose
 from offload.config import Sampling, drafting_of
 from offload.costs import Costs, Traffic
 from offload.decode import Decoder
 from offload.device import open_device
 from offload.errors import UserError
-from offload.loading import check_options, load
+from offload.headers import fetch
+from offload.loading import load
 from offload.meter import measure_costs
 from offload.model_shape import model_shape
+from offload.options import check_options
 from offload.plan import plan_memory
 from offload.profile import (
     Identity,
@@ -113,16 +115,23 @@ def tune(
     """
     read = [read_text(path) for path in texts]
     told = {name: options[name] for name in ("ram", "threads", "dtype") if options.get(name) is not None}
-    check_options(True, tree or "auto", rule, **told)
-    require_writable(profiles_folder())
-    files = open_checkpoint(model), open_checkpoint(draft)
-    windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
+    wish = check_options(True, tree or "auto", rule, **told)
     card = open_device(options.get("device", "auto"), options.get("gpu_memory"))
+    require_writable(profiles_folder())
+    limits = {
+        "ram": options.get("ram"),
+        "gpu": options.get("gpu_memory"),
+        "dtype": options.get("dtype", "auto"),
+        "rule": rule,
+    }
+    room = _Room([wish.num_nodes] if tree else SIZES, {**limits, "device": str(card.place) if card else "cpu"})
+    target, small = fetch([model, draft], room.largest)
+    files = target, small
+    windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
     machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")), card.name if card else "cpu")
     identity = Identity.of(*files, sampling, rule, machine)
-    place = str(card.place) if card else "cpu"
-    options |= {"rule": rule, "context": _context(files[0])}
-    with load(model, draft, tree=tree or largest_tree(*files, place, **options), profile="none", **options) as decoder:
+    options |= {"rule": rule, "context": _context(files[0]), "tree": tree or f"{room.largest(*files)}x{DEPTH}"}
+    with load(model, draft, profile="none", **options) as decoder:
         question = Question(
             identity=identity,
             sampling=sampling,
@@ -143,19 +152,23 @@ def tune(
     return Tuned(profile, path, choose(forest, costs, lambda _: traffic, is_grown=is_grown))
 
 
-def largest_tree(target: Checkpoint, draft: Checkpoint, place: str = "cpu", **options: Any) -> str:
-    """The largest tree of `SIZES` that memory has room for, the smallest where none fits; `options` are for `load`."""
-    limits: dict[str, Any] = {name: options.get(name) for name in ("ram", "context")} | {
-        "dtype": options.get("dtype", "auto"),
-        "gpu": options.get("gpu_memory"),
-    }
-    for size in SIZES:
-        try:
-            plan_memory(target, draft, num_nodes=size, rule=options["rule"], device=place, **limits)
-        except UserError:
-            continue
-        return f"{size}x{DEPTH}"
-    return f"{SIZES[-1]}x{DEPTH}"
+class _Room(NamedTuple):
+    """Where a tree has to fit."""
+
+    sizes: Sequence[int]  # nodes of the trees that would do, best first
+    limits: dict[str, Any]  # of `plan_memory`
+
+    def largest(self, target: Checkpoint, draft: Checkpoint) -> int:
+        """The first of `sizes` that memory has room for. Raises `UserError` where there is none for the last one."""
+        for size in self.sizes:
+            try:
+                plan_memory(target, draft, num_nodes=size, context=_context(target), **self.limits)
+            except UserError:
+                if size == self.sizes[-1]:
+                    raise
+            else:
+                break
+        return size
 
 
 def read_text(path: Path) -> str:

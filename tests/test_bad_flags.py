@@ -23,13 +23,13 @@ FLAGS = [
     flags("negative temperature", "--temp -1", "--temp must be 0 or more, got -1.0", "0 is greedy"),
     flags("temperature no number", "--temp nan", "--temp must be 0 or more, got nan", "0 is greedy"),
     flags("endless temperature", "--temp inf", "--temp must be 0 or more, got inf", "0 is greedy"),
-    flags("temperature in words", "--temp hot", "--temp", "valid number", "offload --help"),
+    flags("temperature in words", "--temp hot", "--temp", "valid number", "--help)"),
     flags("top-p of nothing", "--top-p 0", "--top-p must lie in (0, 1], got 0.0", "1 keeps every token"),
     flags("top-p beyond all", "--top-p 1.5", "--top-p must lie in (0, 1], got 1.5", "1 keeps every token"),
     flags("negative top-k", "--top-k -1", "--top-k must be 0 or more, got -1", "0 keeps every token"),
     flags("negative seed", "--seed -1", "--seed must lie in [0, 2^63), got -1"),
-    flags("negative number of tokens", "-n -1", "-n", "greater than or equal to 0", "offload --help"),
-    flags("no threads", "--threads 0", "--threads", "greater than or equal to 1", "offload --help"),
+    flags("negative number of tokens", "-n -1", "-n", "greater than or equal to 0", "--help)"),
+    flags("no threads", "--threads 0", "--threads", "greater than or equal to 1", "--help)"),
     flags("no context", "--context 0", "--context must be 1 or more, got 0", commands=BOTH),
     flags("context too long", "--context 65537", "--context must be at most 65536", "got 65537", commands=BOTH),
     flags("budget of nothing", "--ram 0", "--ram must be more than zero, got 0", "try 4GiB", commands=BOTH),
@@ -58,13 +58,14 @@ FLAGS = [
         "raise --gpu-mem to",
         commands=(PLAN,),
     ),
-    flags("hardware unknown", "--hardware l41", "--hardware must be one of l40", "'l41'", commands=(PLAN,)),
+    flags("hardware unknown", "--hardware l41", "--hardware must be one of l40", "'l41': describe", commands=(PLAN,)),
+    flags("unknown rule", "--rule luck", "--rule must be one of match", "'luck': leave it out", commands=BOTH),
     flags("hardware file missing", "--hardware nowhere.json", "cannot read nowhere.json", commands=(PLAN,)),
     flags("tokens of an unnamed tree", "--tokens-per-sweep 4", "belongs to one tree", commands=(PLAN,)),
     flags("device memory malformed", "--device cpu --gpu-mem much", f"--gpu-mem {SIZE}", "'much'"),
     flags("prompt and file", "-f prompt.txt", "-p and -f exclude each other", "give one"),
-    flags("unknown option", "--fast", "No such option", "--fast", "offload --help", commands=BOTH),
-    flags("argument too many", "another", "another", "offload --help", commands=BOTH),
+    flags("unknown option", "--fast", "No such option", "--fast", "--help)", commands=BOTH),
+    flags("argument too many", "another", "another", "--help)", commands=BOTH),
 ]
 
 
@@ -85,9 +86,10 @@ def test_cuda_without_cuda_is_refused(device: str, sound: Path) -> None:
 
 
 def test_a_command_without_a_model_is_refused() -> None:
-    assert_refused(shell("generate", "-p", "Count:"), "--model", "offload --help")
-    assert_refused(shell("plan"), "--model", "offload --help")
-    assert_refused(shell("conjure"), "conjure", "offload --help")
+    assert_refused(shell("generate", "-p", "Count:"), "--model", "(see offload generate --help)")
+    assert_refused(shell("plan"), "--model", "(see offload plan --help)")
+    assert_refused(shell("conjure"), "conjure", "(see offload --help)")
+    assert_refused(shell("bench", "link", "--fast"), "--fast", "(see offload bench link --help)")
 
 
 @pytest.mark.parametrize(
@@ -110,8 +112,10 @@ def test_empty_stop_string_is_refused(sound: Path) -> None:
     assert_refused(generate(sound, "-p", "Count:", "--stop", ""), "a stop string must not be empty", "leave it out")
 
 
-def test_model_that_is_a_file_is_refused(sound: Path) -> None:
+def test_model_that_is_a_file_is_refused(sound: Path, tmp_path: Path) -> None:
     assert_refused(generate(sound / "config.json", "-p", "Count:"), "is a file", "give the folder")
+    (tmp_path / "big.gguf").touch()
+    assert_refused(generate(tmp_path / "big.gguf", "-p", "Count:"), "big.gguf is a GGUF file", "in safetensors")
 
 
 @pytest.mark.usefixtures("_no_weights")

@@ -40,6 +40,23 @@ def folder_for_file(name: str) -> Break:
     return replace
 
 
+def only_adapter(directory: Path) -> None:
+    """What a LoRA is saved as."""
+    only_pickles(directory)
+    (directory / "config.json").rename(directory / "adapter_config.json")
+    (directory / "adapter_model.safetensors").touch()
+
+
+def only_gguf(directory: Path) -> None:
+    drop("*.safetensors*")(directory)
+    (directory / "model-Q4_K_M.gguf").touch()
+
+
+def only_gguf_without_config(directory: Path) -> None:
+    only_gguf(directory)
+    (directory / "config.json").unlink()
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4}
 FOLDERS = [
     case("missing directory", shutil.rmtree, "no model directory", "check the path"),
@@ -63,6 +80,10 @@ FOLDERS = [
     case("quantised in its own way", config(quantization_config="int4"), "quantised", "use a bf16"),
     case("type of integers", config(dtype="int8"), "cannot compute in int8", "--dtype bfloat16"),
     case("pickles only", only_pickles, "pickled weights", "can run code", "convert to safetensors"),
+    case("an adapter", only_adapter, "holds an adapter, such as LoRA", "merge it into the model"),
+    case("GGUF", only_gguf, "only GGUF weights (model-Q4_K_M.gguf)", "the same model in safetensors"),
+    case("GGUF alone", only_gguf_without_config, "only GGUF weights", "the same model in safetensors"),
+    case("more than text", config(model_type="llava", text_config={}), "llava", "models with more than text", "Llama"),
     case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model"),
     case(
         "generation config broken", overwrite("generation_config.json", b"{"), "generation_config.json", by_plan=False

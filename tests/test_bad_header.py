@@ -33,6 +33,10 @@ def moved(name: str, *, lo: int = 0, hi: int = 0) -> Break:
     return header(move)
 
 
+def whole_file(content: bytes) -> Break:
+    return lambda directory: (directory / "model.safetensors").write_bytes(content)
+
+
 def raw_header(text: bytes) -> Break:
     return lambda directory: (directory / "model.safetensors").write_bytes(join(text, b"\0" * 256))
 
@@ -49,12 +53,14 @@ def overlapping(content: dict[str, Any]) -> None:
     content[UP]["data_offsets"] = content[LAST]["data_offsets"]
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 MALFORMED = ("malformed header entry", "again")
 TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
 HEADERS = [
     case("truncated", cut_file(-10), "model.safetensors", "truncated", "again"),
     case("truncated in the header", cut_file(100), "header of", "in a file of 100", "again"),
     case("truncated in the length", cut_file(5), "in a file of 5", "again"),
+    case("a pointer", whole_file(LFS_POINTER), "a pointer of Git LFS", "run git lfs pull"),
     case("empty", cut_file(0), "in a file of 0", "again"),
     case("header longer than the file", header_length(1 << 30), "header of 1073741824 bytes", "again"),
     case("header of the greatest length", header_length(2**64 - 1), "header of", "again"),

@@ -294,7 +294,7 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "--tree must be": [*few, "--tree", "oak"],
         "rule sequoia is exact only without that": [*few, "--tree", "grown:8x4", "--rule", "sequoia"],
         "cannot write": ["bench", "tree", "size", "--out", decoded / "decode.json"],
-        "--size must be NxD": ["bench", "grown", "--size", "chain:3"],
+        "--tree must be NxD": ["bench", "grown", "--tree", "chain:3"],
         "--preset and --quick exclude each other": [*few, "--preset", "sequoia"],
         "would be written over": [*few, "--trace", tmp_path / "a.svg", "--json", tmp_path / "a.json"],
         "num_new_tokens was 12 and is 13": [*few, "-n", "13", "--temp", "0", "--compare", decoded / "decode.json"],

@@ -1,7 +1,9 @@
 """The commands as a person or a script uses them: what goes to stdout and to stderr, where a prompt comes from."""
 
 import io
+import re
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -25,7 +27,10 @@ from reciting import (
 from shell import Outcome, process, shell
 from tiny import save_reciter
 
+import offload
 from offload import cli
+from offload.checkpoint import open_checkpoint
+from offload.decode import Decoder
 from offload.machine import has_cuda_driver
 
 
@@ -81,7 +86,40 @@ def test_bars_appear_on_a_terminal_only(ender: Path) -> None:
     with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit):
         cli.main()
     assert out.getvalue() == SAID + "\n"
-    assert "reading the prompt" in err.getvalue() and "reading the prompt" not in generate(ender).err
+    for label in ("starting ...", "loading", "reading the prompt"):
+        assert label in err.getvalue() and label not in generate(ender).err
+    assert all(len(part) <= 80 for part in re.split(r"[\r\n]", err.getvalue()) if "%|" in part)
+
+
+def test_all_that_is_read_at_start_is_told(looper: Path) -> None:
+    """In two rounds: what is read before memory is planned, then the layers that stay."""
+    told = []
+    with offload.load(looper, looper, "1GiB", "8x3", context=64, on_bytes=lambda *pair: told.append(pair)) as decoder:
+        assert decoder.plan.num_resident == 4
+    ends = [index for index, (done, total) in enumerate(told) if done >= total]
+    assert len(ends) == 2 and ends[1] == len(told) - 1
+    for part in (told[: ends[0] + 1], told[ends[0] + 1 :]):
+        assert len({total for _, total in part}) == 1 and part == sorted(part) and part[-1][0] == part[-1][1]
+    assert sum(told[end][1] for end in ends) == pytest.approx(2 * open_checkpoint(looper).num_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 512, 513, 514, 1025, 1026])
+def test_a_long_prompt_takes_as_many_sweeps_as_its_bar_expects(num_tokens: int, long_reader: Decoder) -> None:
+    before = long_reader.target.num_sweeps
+    long_reader.generate([5] * num_tokens, max_new_tokens=1)
+    assert long_reader.target.num_sweeps - before == long_reader.plan.num_prompt_sweeps(num_tokens)
+
+
+@pytest.fixture(scope="module")
+def long_reader(looper: Path) -> Iterator[Decoder]:
+    with offload.load(looper, ram="1GiB", context=2048, threads=1) as decoder:
+        yield decoder
+
+
+def test_a_result_is_short_where_it_is_looked_at(ender: Path) -> None:
+    with open_decoder(ender) as decoder:
+        shown = repr(decoder.generate(PROMPT))
+    assert repr(SAID) in shown and len(shown) < 400
 
 
 TOP_FIELDS = {"text", "token_ids", "num_prompt_tokens", "num_new_tokens", "finish_reason", "seed", "plan", "stats"}
@@ -225,7 +263,14 @@ def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper
     assert outcome.code == 0 and outcome.err == "\n" and outcome.out
 
 
-@pytest.mark.parametrize("command", ["generate", "plan", "demo"])
+@pytest.mark.parametrize("command", ["generate -p x", "chat", "tune -d nowhere --text x", "generate -p x --ram lots"])
+def test_what_is_refused_at_once_waits_for_nothing_heavy(command: str) -> None:
+    outcome = process(*command.split(), "-m", "nowhere", python=("-c", LISTS_IMPORTS))
+    assert outcome.code == 2 and outcome.out == "" and outcome.err.startswith("offload: ")
+    assert outcome.err.endswith("\n\n"), "nothing is listed"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo"])
 def test_help_teaches_by_example(command: str) -> None:
     outcome = shell(command, "--help")
     assert outcome.code == 0 and outcome.err == ""

@@ -151,6 +151,27 @@ def test_an_automatic_tree_goes_by_the_link_to_the_card(
     assert seen == [pytest.approx(1 << 16)], "the disk behind it is faster"
 
 
+def test_a_run_goes_on_from_one_that_was_stopped(
+    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a layer of its second sweep, whose copies are still under way."""
+    target, draft, wanted = pair_of("llama", base)
+    place_layers(monkeypatch, *TIERS["all three"])
+    prompt, layers = prompts()[1], iter(range(10**6))
+
+    def stop() -> None:
+        if next(layers) == 5:
+            raise InterruptedError
+
+    with offload.load(target, draft, context=128, tree="8x3", threads=1, on_layer=stop, **BUDGETS) as decoder:
+        with pytest.raises(InterruptedError):
+            decoder.generate(prompt, max_new_tokens=NUM_NEW)
+        run = decoder.run([*prompt, *wanted[:7]], Sampling(), max_new_tokens=20, continues=True)
+        list(run)
+        assert run.result().token_ids == wanted[7:27]
+        assert len(prompt) <= run.result().stats.num_kept_tokens < len(prompt) + 7
+
+
 def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
     """On the meta device everything that was sent can be told from what stayed behind."""
     from offload.host_store import HostStore

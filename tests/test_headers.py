@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,13 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload import headers
+from offload.bench.setting import find_setting
 from offload.checkpoint import open_checkpoint
+from offload.config import Sampling
 from offload.errors import UserError
 from offload.outlook import Wish, look_ahead
+from offload.screen import Screen
+from offload.tune import tune
 
 
 class Hub:
@@ -113,7 +118,28 @@ def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: P
     assert float(seconds) < 15
 
 
-def test_what_does_not_fit_is_not_fetched(hub: Hub) -> None:
+def tune_it() -> object:
+    return tune("org/model", "org/model", [Path(__file__)], Sampling(), ram="1MiB")
+
+
+def tune_with_a_large_tree() -> object:
+    return tune("org/model", "org/model", [Path(__file__)], Sampling(), ram="180MiB", tree="65536x9")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: offload.load("org/model", "org/model", ram="1MiB", context=64),
+        tune_it,
+        tune_with_a_large_tree,
+        lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Screen(is_quiet=True)),
+    ],
+    ids=["load", "tune", "tune with a tree", "bench"],
+)
+def test_what_does_not_fit_is_not_fetched(
+    ask: Callable[[], object], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(UserError, match="raise --ram to"):
-        offload.load("org/model", ram="1MiB", context=64)
-    assert hub.asked == ["config.json", "headers"]
+        ask()
+    assert hub.asked == ["config.json", "headers"] * 2

@@ -100,10 +100,14 @@ def test_an_abandoned_pass_leaves_nothing_behind() -> None:
     assert committed(cache) == [1, 2, 3, 4]
 
 
-def test_clear_forgets_everything() -> None:
+def test_clear_forgets_all_but_what_is_kept() -> None:
     cache = KVCache(NUM_LAYERS, NUM_SLOTS)
     write(cache, [1, 2, 3])
     cache.commit([0, 1, 2])
+    cache.clear(5)
+    assert committed(cache) == [1, 2, 3], "there is no more to keep than there is"
+    cache.clear(2)
+    assert committed(cache) == [1, 2] and cache.length == cache.get_seq_length() == 2
     cache.clear()
     assert cache.length == cache.get_seq_length() == 0
     write(cache, [7])

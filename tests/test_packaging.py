@@ -81,3 +81,25 @@ def test_every_file_has_its_import_path(folder: str) -> None:
 
 def test_importing_the_package_does_not_import_torch() -> None:
     assert_runs("import sys, offload; assert not {'torch', 'transformers'} & sys.modules.keys()")
+
+
+def test_the_interface_shows_itself() -> None:
+    """To completion and `help` before any of it was used, and its types to type checkers."""
+    assert_runs(
+        "import offload, sys; assert set(offload.__all__) <= set(dir(offload)); assert 'torch' not in sys.modules"
+    )
+    assert_runs("import offload; assert all(getattr(offload, name).__doc__ for name in offload.__all__)")
+    assert (ROOT / "offload" / "py.typed").is_file()
+
+
+def test_help_does_not_import_torch() -> None:
+    assert_runs("""
+import sys
+from offload.cli import main
+sys.argv = ["offload", "--help"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+assert not {"torch", "transformers"} & sys.modules.keys()
+""")

@@ -37,9 +37,9 @@ def test_no_weight_is_read_for_what_cannot_run(flag: str, value: str, words: str
         (Request([5] * 60), "60 tokens and 128 new ones exceed the context of 64"),
         (Request([]), "the prompt is empty"),
         (Request([10**6]), "prompt ids must lie in"),
-        (Request(["a"]), r"must be text or token ids, got \['a'\]"),  # type: ignore[list-item]
-        (Request([1.5]), r"must be text or token ids, got \[1.5\]"),  # type: ignore[list-item]
-        (Request(7), "must be text or token ids, got 7"),  # type: ignore[arg-type]
+        (Request(["a"]), r"must be text, messages or token ids, got \['a'\]"),  # type: ignore[list-item]
+        (Request([1.5]), r"must be text, messages or token ids, got \[1.5\]"),  # type: ignore[list-item]
+        (Request(7), "must be text, messages or token ids, got 7"),  # type: ignore[arg-type]
         (Request("Count:", max_new_tokens=-1), "the number of new tokens must be 0 or more, got -1"),
         (Request("Count:", max_new_tokens=1, stop=["a", ""]), "a stop string must not be empty"),
     ],
@@ -70,7 +70,7 @@ def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, mo
     def forbidden(*_: object) -> None:
         raise AssertionError("a model is looked for although nothing could be done with it")
 
-    monkeypatch.setattr("offload.loading.open_headers", forbidden)
+    monkeypatch.setattr("offload.headers.open_headers", forbidden)
     options: dict[str, Any] = {"rule": "sequoia", name: value}
     with pytest.raises(UserError, match=words):
         offload.load("some/model", "some/draft", **options)
@@ -89,6 +89,12 @@ def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, mo
 def test_demo_makes_no_target_in_vain(arguments: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.demo.inflate", None)
     assert_refused(shell("demo", *arguments.split()), words)
+
+
+def test_demo_says_where_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert_refused(shell("demo", "--size", "60MB"), "cannot write", "Not a directory", "set XDG_CACHE_HOME")
 
 
 @pytest.mark.usefixtures("_no_weights")

@@ -31,16 +31,13 @@ from offload.tune import (
     Traced,
     Tuned,
     cut_windows,
-    largest_tree,
     trace_window,
     trace_windows,
     tune,
 )
+from offload.yields import bounds_to_count
 
-NUM_PROMPT, NUM_NEW = (
-    24,
-    64,
-)  # of a window here, where every token is as good as any otherfrom offload.yields import bounds_to_count
+NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
 
 TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")
 IDENTITY = Identity(
@@ -342,11 +339,11 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
 ) -> None:
     monkeypatch.setattr("offload.plan.available_gpu_bytes", None)
     files = [open_checkpoint(path) for path in pair]
-    how: dict[str, Any] = {"rule": "match", "context": 256, "ram": "4GiB"}
-    roomy = plan_memory(*files, num_nodes=64, device="cuda", gpu="4GiB", dtype="auto", **how)
+    how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto", "device": "cuda:0"}
+    roomy = plan_memory(*files, num_nodes=64, context=room._context(files[0]), gpu="4GiB", **how)
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
-    for gpu_memory, wanted in ((least_bytes, "64x24"), (least_bytes - 1, "32x24"), ("4GiB", "512x24")):
-        assert largest_tree(*files, "cuda:0", device="cuda", gpu_memory=gpu_memory, **how) == wanted
+    for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
+        assert room._Room(room.SIZES, {**how, "gpu": gpu_bytes}).largest(*files) == wanted
 
 
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:

@@ -11,8 +11,8 @@ from offload.tree import TokenTree
 class Drafter(Protocol):
     """What a decoder asks of a drafter."""
 
-    def reset(self) -> None:
-        """A new sequence begins."""
+    def reset(self, num_kept: int = 0) -> None:
+        """A new sequence begins, with the same `num_kept` tokens as the one before."""
 
     def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
         """Propose a tree of this shape, or within these bounds, below the last of the committed `tokens`."""

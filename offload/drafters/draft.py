@@ -38,9 +38,9 @@ class Draft:
         """V, width of the scores."""
         return self._vocab_size
 
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._cache.clear()
+    def reset(self, num_kept: int = 0) -> None:
+        """Forget the sequence but for its first tokens."""
+        self._cache.clear(num_kept)
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
         """Run the committed tokens that the cache lacks, the root last; returns the root's scores (1, V)."""

@@ -40,9 +40,9 @@ class ModelDrafter:
         self._sharpness: defaultdict[tuple[Sampling, Drafting], Sharpness] = defaultdict(Sharpness)
         self._learner = Sharpness()  # the one of the tree grown last
 
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._draft.reset()
+    def reset(self, num_kept: int = 0) -> None:
+        """Forget the sequence but for its first tokens."""
+        self._draft.reset(num_kept)
 
     def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
         """A tree below `tokens[-1]`, of this very shape or within these bounds."""

@@ -12,7 +12,7 @@ from offload.tree import TokenTree
 class NoDrafter:
     """Proposes nothing; its trees are the root alone."""
 
-    def reset(self) -> None:
+    def reset(self, num_kept: int = 0) -> None:
         """Nothing is kept."""
 
     def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler) -> TokenTree:

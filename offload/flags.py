@@ -1,0 +1,42 @@
+"""Flags that several commands share: one name, one meaning, one line of help. Nothing heavy is imported."""
+
+from typing import Annotated
+
+import typer
+
+from offload.config import RULES
+
+Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder or hub id of the target")]
+Draft = Annotated[
+    str | None, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")
+]
+Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget, such as 8GiB; default: what is free")]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
+GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
+Context = Annotated[
+    int | None, typer.Option(metavar="N", help="positions for prompt and new tokens; default: at most 4096")
+]
+Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
+Tree = Annotated[
+    str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), grown:NxD, chain:L or sequences:KxL")
+]
+RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
+Threads = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, measured at start")
+]
+ProfileFile = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="FILE", help="of offload tune, or none; default: the one that fits this run"),
+]
+LinkLimit = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="slow the stream down to this per second", hidden=True)
+]
+Temp = Annotated[float, typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy")]
+TopP = Annotated[float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")]
+TopK = Annotated[int, typer.Option(metavar="K", help="keep so many of the likeliest tokens; 0 keeps all")]
+Seed = Annotated[
+    int, typer.Option(metavar="N", help="same seed, same text; with the rules match and topk for any tree")
+]
+NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0, help="at most so many new tokens")]

@@ -1,0 +1,39 @@
+"""Where a prompt comes from: a flag, a file, a pipe. UTF-8 or refused, because a model should read what was meant."""
+
+import os
+import sys
+from pathlib import Path
+
+from offload.errors import UserError
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt that `-p`, `-f` or standard input give. Raises `UserError` where they give none, or two."""
+    if prompt is not None and file is not None:
+        raise UserError("-p and -f exclude each other: give one of them")
+    if prompt not in (None, "-"):
+        name, raw = "-p", os.fsencode(str(prompt))
+    elif file is None and sys.stdin.isatty():
+        raise UserError("no prompt: give -p TEXT, -f FILE or pipe text into standard input")
+    else:
+        name = str(file) if file else "standard input"
+        raw = _read_bytes(file, name)
+    text = decode(raw, name)
+    if not text:
+        raise UserError(f"the prompt is empty, {name} holds nothing: give some text")
+    return text
+
+
+def decode(raw: bytes, name: str) -> str:
+    """Text from bytes that `name` gave. Raises `UserError` for other encodings than UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"the prompt must be UTF-8, {name} is not at byte {error.start}: convert it first") from None
+
+
+def _read_bytes(file: Path | None, name: str) -> bytes:
+    try:
+        return file.read_bytes() if file else sys.stdin.buffer.read()
+    except OSError as error:
+        raise UserError(f"cannot read the prompt from {name} ({error.strerror}): check the path") from None
