@@ -55,7 +55,7 @@ class FakeDevice:
 
     def allocate(self, num_bytes: int) -> Tensor:
         """It begins with a page, as that of a card begins at a multiple of 256 bytes."""
-        return torch.from_numpy(allocate(num_bytes)).fill_(0xFF)
+        return torch.from_numpy(allocate(num_bytes)).fill_(0xFF).to(self.place)
 
     def copy(self, to: Tensor, source: Tensor, stream: FakeStream) -> None:
         def work() -> None:
