@@ -118,7 +118,7 @@ def tune(
     wish = check_options(True, tree or "auto", rule, **told)
     card = open_device(options.get("device", "auto"), options.get("gpu_memory"))
     require_writable(profiles_folder())
-    room = _Room([wish.num_nodes] if tree else SIZES, {**limits, "device": str(card.place) if card else "cpu"})
+    room = _Room([wish.num_nodes] if tree else SIZES, _limits(card, rule, options))
     target, small = fetch([model, draft], room.largest)
     files = target, small
     windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
