@@ -90,7 +90,7 @@ def test_trace_has_every_layer_of_every_step(decoded: Path) -> None:
     assert {event.layer for event in kinds["copy"]} <= set(range(num_layers)) and len(kinds["copy"]) >= 3
     for one in kinds["compute"]:
         assert any(sweep.start_s <= one.start_s <= one.end_s <= sweep.end_s for sweep in kinds["sweep"])
-    assert "<svg" in (decoded / "trace.svg").read_text()
+    assert "<svg" in (decoded / "trace.svg").read_text(encoding="utf-8")
 
 
 def test_decode_with_rules_that_draw_afresh() -> None:

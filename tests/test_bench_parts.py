@@ -259,7 +259,7 @@ def test_copies_follow_each_other_and_a_trace_can_be_read_again(tmp_path: Path) 
     for named in ("a.svg", "b.json"):
         write_trace(events, tmp_path / named)
         trace, drawn = (tmp_path / named).with_suffix(".json"), (tmp_path / named).with_suffix(".svg")
-        assert sorted(read_trace(trace)) == sorted(events) and "<svg" in drawn.read_text()
+        assert sorted(read_trace(trace)) == sorted(events) and "<svg" in drawn.read_text(encoding="utf-8")
     with pytest.raises(UserError, match="is no trace"):
         read_trace(tmp_path / "t.svg")
 

@@ -9,7 +9,7 @@ import torch
 from tables import laws, p_value
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import offload
 from offload.config import RULES, Drafting, Sampling
@@ -22,7 +22,7 @@ from offload.sampling import Sampler
 from offload.topology import best_first, k_ary
 
 TREES = ("none", "16x4", "chain:6", "sequences:3x3")
-SMALL_VOCAB = 6
+SMALL_VOCAB = 8
 PROMPT = [3, 1, 5]
 load = partial(offload.load, ram="1GiB", context=160, tree="16x4", threads=1)
 
@@ -34,10 +34,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    config = LlamaConfig(vocab_size=SMALL_VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, eos_token_id=None,
-                         pad_token_id=0)  # fmt: skip
-    return save_pair(config, tmp_path_factory.mktemp("small"), noise=0.05)
+    config = FAMILIES["llama"]()
+    config.vocab_size, config.num_hidden_layers = SMALL_VOCAB, 1
+    return save_pair(config, tmp_path_factory.mktemp("small"), noise=0.03)
 
 
 @pytest.mark.parametrize("rule", RULES)
