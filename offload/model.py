@@ -51,19 +51,19 @@ class BorrowedModel:
         vocab_size: V, width of the logits.
 
     Args:
-        has_host_table: the embedding table stays in host memory; the few rows that a pass needs are sent.
+        has_host_table: embedding tables stay in host memory; the few rows that a pass needs are sent.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
-        self.checkpoint, self.place, self._has_host_table = checkpoint, place, has_host_table
+        self.checkpoint, self.place = checkpoint, place
         self._table_place = _HOST if has_host_table else place
         self.skeleton = build_skeleton(checkpoint, self.dtype)
-        self._table = self.skeleton.get_input_embeddings()
-        self._move_buffers()
         self._layers: nn.ModuleList = self.skeleton.get_decoder().layers
+        self._tables = _tables(self.skeleton, self._layers) if has_host_table else []
+        self._move_buffers()
         self._windows = attention_windows(self.skeleton.config, len(self._layers))
         self._masks: Masks = {}
         self._replay: Replay | None = None
@@ -85,8 +85,9 @@ class BorrowedModel:
             layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
             for index, layer in enumerate(self._layers)
         ]
-        if has_host_table:
-            self._hooks.append(self._table.register_forward_hook(lambda _, __, rows: rows.to(self.place)))
+        for table in self._tables:
+            self._hooks.append(table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:])))
+            self._hooks.append(table.register_forward_hook(lambda _, __, rows: rows.to(self.place)))
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
@@ -100,7 +101,7 @@ class BorrowedModel:
         weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
         sent: dict[tuple[str, bool], Tensor] = {}
         for source, place in self._rest_places:
-            is_table = self._has_host_table and place.table is self._table._parameters
+            is_table = any(place.table is table._parameters for table in self._tables)
             if (source, is_table) not in sent:
                 sent[source, is_table] = self._sent(weights[source], is_table)
             place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
@@ -278,7 +279,7 @@ class BorrowedModel:
     def _move_buffers(self) -> None:
         """What a family computes at construction (rotary frequencies, scales) goes where it is used."""
         for module in self.skeleton.modules():
-            place = self._table_place if module is self._table else self.place
+            place = _HOST if module in self._tables else self.place
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[key] = buffer.to(place)
@@ -310,6 +311,12 @@ def _places(skeleton: nn.Module) -> dict[str, _Place]:
                 {f"{dot}{key}": _Place(table, key, value) for key, value in held.items() if value is not None}
             )
     return places
+
+
+def _tables(skeleton: nn.Module, layers: nn.ModuleList) -> list[nn.Embedding]:
+    """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
+    inside = set(layers.modules())
+    return [module for module in skeleton.modules() if isinstance(module, nn.Embedding) and module not in inside]
 
 
 def _below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:

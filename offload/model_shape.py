@@ -16,7 +16,8 @@ from offload.layout import group_by_layer, slab_bytes_bound
 
 _STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
-_TABLE_NAME = re.compile(r"\b(embed_tokens|embed_in|word_embeddings|wte)\.weight$")
+_PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
+_TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte)\.weight$")
 _ROUTED_NAME = re.compile(r"\blayers\.\d+\..*\bexperts\.")  # not `shared_experts.`, which every row meets
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _NEEDED = ("num_hidden_layers", "hidden_size")
@@ -36,7 +37,7 @@ class ModelShape:
     logits_row_bytes: int
     vocab_size: int = 0
     cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
-    table_bytes: int = 0  # of the rest, the embedding table, of which a pass reads a few rows
+    table_bytes: int = 0  # of the rest, the embedding tables, of which a pass reads a few rows
     head_bytes: int = 0  # of the rest, what has to lie where layers are computed; a tied head is the table
     num_weights: int = 0  # numbers in the layers and the head, with which rows are multiplied
     routed_weights: int = 0  # of these, what lies in experts that a router chooses among: a row meets its own few
@@ -112,11 +113,13 @@ def head_dim(sizes: dict[str, int]) -> int:
 def _table_and_head(
     checkpoint: Checkpoint, rest: list[TensorEntry], vocab_size: int
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """The embedding table, and what is needed behind the layers: without a head of its own that is the table too."""
-    tables = [entry for name, entry in checkpoint.tensors.items() if _TABLE_NAME.search(name) and entry in rest]
+    """The embedding tables, and what is needed behind the layers: without a head of its own the first table as well."""
+    named = {name: entry for name, entry in checkpoint.tensors.items() if _TABLE_NAME.search(name) and entry in rest}
+    tables = list(named.values())
     others = [entry for entry in rest if entry not in tables]
     is_tied = not any(entry.shape[:1] >= (max(vocab_size, 1),) and len(entry.shape) == 2 for entry in others)
-    return tables, rest if is_tied else others
+    as_head = [entry for name, entry in named.items() if _PER_LAYER not in name] if is_tied else []
+    return tables, others + as_head
 
 
 def _routed_share(sizes: dict[str, int]) -> float:
