@@ -15,15 +15,17 @@ import offload
 from offload import tracer
 from offload import tune as room
 from offload.checkpoint import open_checkpoint
-from offload.config import Sampling
+from offload.config import Drafting, Sampling
 from offload.decode import Decoder
 from offload.errors import UserError
 from offload.plan import make_plan, model_shape, plan_memory
 from offload.profile import Identity, Machine, profiles_folder
 from offload.request import Request
+from offload.sampling import Sampler
 from offload.topology import Growth
 from offload.tracer import given_trace, grown_again, written_trace
 from offload.traces import bursts
+from offload.tree import TokenTree
 from offload.tree_spec import parse_tree
 from offload.trees import tree_for
 from offload.tune import (
@@ -165,6 +167,21 @@ def test_traces_of_every_rule_predict_what_decoding_yields(pair: tuple[Path, Pat
     if rule == "topk":
         assert simulated == sweeps
     assert sum(map(len, simulated)) == pytest.approx(sum(map(len, sweeps)), rel=0.15)
+
+
+def test_a_rank_is_that_of_the_token_that_was_written() -> None:
+    """Of a ratio rule's random outcomes those alone count that emit it, by a child or in place of all of them."""
+    logits_2V = 2 * torch.randn(2, 40, generator=torch.Generator().manual_seed(4))
+    sampler, stars = Sampler(Sampling(temperature=1.0, seed=2), 40, Drafting.WITH_REPLACEMENT), list[TokenTree]()
+
+    def draw() -> TokenTree:
+        stars.append(tracer._draw_star(logits_2V[:1], sampler, 3, 40))
+        return stars[-1]
+
+    for token in logits_2V[1].topk(3).indices.tolist() * 5:
+        rank = tracer._accepted_rank(draw, logits_2V[1], sampler, token)
+        assert rank == -1 or stars[-1].tokens[1 + rank] == token
+    assert len(stars) > 15, "no outcome emitted another token"
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer"])
