@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .PHONY: demo test check clean
@@ -18,7 +18,7 @@ demo: $(VENV)/.installed-run
 
 test: check
 	@echo "== pytest"
-	@$(BIN)/pytest -q -n auto --dist worksteal
+	@$(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 check: $(VENV)/.installed-dev
 	@echo "== ruff check"

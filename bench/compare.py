@@ -21,7 +21,7 @@ from offload.errors import UserError
 
 FLOOR = 0.03
 DECISIVE = (
-    *("target", "target_bytes", "draft", "ram_bytes", "temperature"),
+    *("target", "target_bytes", "draft", "ram_bytes", "device", "gpu_memory", "temperature"),
     *("prompts", "num_prompt_tokens", "num_new_tokens"),
 )
 _MACHINE = ("cpu", "num_cores", "memory_bytes", "system", "python", "torch", "transformers")

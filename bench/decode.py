@@ -1,7 +1,8 @@
 """Tokens per second and latencies of whole generations: prompts x temperatures x rules x trees.
 
 For every prompt the trees take turns, the one-token sweep among them, and between any two runs a plain reader looks at
-the link: what a run used of it is a share of what the reader got just before and just after. `sequoia` and `pipeinfer`
+the link: what a run used of it is a share of what the reader got just before and just after. On a card copies to it are
+measured instead, and the disk behind it where layers live there. `sequoia` and `pipeinfer`
 are the protocols of those papers (2402.12374: 128 + 128 tokens at T = 0 and 0.6; 2407.11798: 128 + 512, greedy).
 
 Invariant: nothing is printed before every token of every run was proved.
@@ -108,13 +109,15 @@ def measure(
     options = {"context": _MOST_PROMPT_TOKENS + effort.num_tokens, "rule": _hungriest(effort.rules)}
     with setting.open(_largest(cases), **options) as decoder:
         timed_run(decoder, encoded(decoder, found[0], PROMPT_TOKENS), cases[0], 2, seed=0)  # warms everything up
-        ceilings = [setting.ceiling()]
+        ceilings = [setting.ceiling(decoder)]
+        if setting.device != "cpu":
+            common.say_ceiling(f"layers to {setting.device}", ceilings[0])
         for seed, prompt in enumerate(found):
             ids = encoded(decoder, prompt, PROMPT_TOKENS)
             for case in cases:
                 num_tokens = effort.num_plain if case.is_plain else effort.num_tokens
                 bursts, result = timed_run(decoder, ids, case, num_tokens, seed=seed)
-                ceilings.append(setting.ceiling())
+                ceilings.append(setting.ceiling(decoder))
                 runs.append(Timed(prompt.name, case, bursts, result, mean(ceilings[-2:])))
                 written.append(Written(ids, result.token_ids, result.sampling, result.rule))
                 screen.count(len(runs), len(found) * len(cases), "decoding")
@@ -252,6 +255,8 @@ def main(
     model: common.Model = None,
     draft: common.Draft = None,
     size: common.Size = "2GB",
+    device: common.DeviceName = "auto",
+    gpu_mem: common.GpuMem = None,
     ram: common.Ram = None,
     source: common.Prompts = None,
     temp: Temps = None,
@@ -266,14 +271,7 @@ def main(
     compare: common.Compare = None,
 ) -> None:
     """How many tokens per second, how smoothly, and what of the link is used?"""
-    if preset is not None and preset not in PRESETS:
-        raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}: leave it out for our own")
-    if preset is not None and quick:
-        raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
-    if trace is not None:
-        require_pictures()
-        if json_file in trace_files(trace):
-            raise UserError(f"--trace {trace} would be written over by --json {json_file}: name another file")
+    _check_flags(preset, trace, json_file, is_quick=quick)
     old = common.earlier("decode", compare)
     effort = PRESETS[preset] if preset else QUICK if quick else FULL
     effort = Effort(
@@ -285,14 +283,16 @@ def main(
         rules=tuple(rule or effort.rules),
     )
     _check(effort, tree or ())
+    place = common.place_of(device, gpu_mem)
     with Screen(is_quiet=False) as screen:
-        setting = common.find_setting(model, draft, size, ram, screen)
+        setting = common.find_setting(model, draft, size, ram, screen)._replace(**place)
         if setting.draft is None and effort.trees != ("none",):
             raise UserError("bench decode compares trees, which a draft fills: give --draft")
         found = prompts(source or ["code"], effort.num_prompts)
         names = [prompt.name for prompt in found]
         common.check_same(old, setting, prompts=names, num_new_tokens=effort.num_tokens)
-        common.say_link(setting.shards)
+        if setting.device == "cpu":
+            common.say_link(setting.shards)
         measured, events = measure(setting, effort, found, screen, trace)
     proof = setting.prove(measured.written)
     rows = rows_of(measured.runs)
@@ -308,6 +308,18 @@ def main(
         guards=guards_of(rows, names),
     )
     common.finish(result, json_file, old)
+
+
+def _check_flags(preset: str | None, trace: Path | None, json_file: Path | None, *, is_quick: bool) -> None:
+    """Refuse flags that do not go together. Raises `UserError`."""
+    if preset is not None and preset not in PRESETS:
+        raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}: leave it out for our own")
+    if preset is not None and is_quick:
+        raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
+    if trace is not None:
+        require_pictures()
+        if json_file in trace_files(trace):
+            raise UserError(f"--trace {trace} would be written over by --json {json_file}: name another file")
 
 
 def _check(effort: Effort, asked_trees: Sequence[str]) -> None:

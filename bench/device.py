@@ -36,7 +36,7 @@ from offload.bench.timeline import record_steps, require_pictures, write_trace
 from offload.config import Sampling, format_bytes, parse_size
 from offload.decode import Decoder
 from offload.demo import PAIR, PROMPT
-from offload.device import Device, open_device
+from offload.device import CudaDevice, Device, open_device
 from offload.device_stream import DeviceStream
 from offload.drafters.lm import ModelDrafter
 from offload.duel import rows_of
@@ -84,10 +84,12 @@ class Setting:
             yield decoder
 
 
-def measure_rates(setting: Setting, layer_bytes: int) -> tuple[Row, Rates]:
+def measure_rates(setting: Setting, layer_bytes: int) -> tuple[list[Row], Rates]:
     """The ceilings, with nothing else in memory."""
     name, rates = ceilings(setting.card, setting.target, layer_bytes)
-    return {**row(name, rates.copy_bytes_per_s / 1e9, None, None, "GB/s"), **rates._asdict()}, rates
+    first = {**row(name, rates.copy_bytes_per_s / 1e9, None, None, "GB/s"), **rates._asdict()}
+    pace = (rates.odd_copy_bytes_per_s / 1e9, rates.copy_bytes_per_s / 1e9)
+    return [first, row("copies from behind a page, as weights lie in files", *pace, None, "GB/s")], rates
 
 
 def sweeps(setting: Setting, decoder: Decoder, rates: Rates) -> Iterator[Row]:
@@ -225,16 +227,30 @@ def held_bytes(card: Device) -> int:
 
 
 def memory(setting: Setting, decoder: Decoder) -> list[Row]:
-    """Peaks beside budgets."""
-    stream = decoder.target.stream
+    """Peaks beside budgets; nothing else may use the card, for all that CUDA keeps there is taken to be ours."""
+    stream, plan, gib = decoder.target.stream, decoder.plan, 2**30
     assert isinstance(stream, DeviceStream), "the bench streams to a device"
     held = sum(stream._layouts[layer].slab_bytes for layer in stream._of_host)
-    pinned = stream._arena.pinned_bytes
-    peak, budget = setting.card.peak_bytes(), parse_size(setting.gpu_memory, "--gpu-mem")
+    pinned, budget = stream._arena.pinned_bytes, parse_size(setting.gpu_memory, "--gpu-mem")
+    reserved, allocated, beside = peaks(setting.card)
+    counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
+    name = "device memory at its peak against --gpu-mem"
     return [
-        row("device memory at its peak against --gpu-mem", peak / 2**30, budget / 2**30, 1.0, "GiB", promise="memory"),
-        row("page-locked bytes against layers held", pinned / 2**30, held / 2**30, 1.02, "GiB", promise="memory"),
+        row(name, (reserved + beside) / gib, budget / gib, 1.0, "GiB", promise="memory"),
+        row("page-locked bytes against layers held", pinned / gib, held / gib, 1.02, "GiB", promise="memory"),
+        row(
+            "... of it beside torch: context, kernels, graphs", beside / gib, plan.gpu_runtime_bytes / gib, None, "GiB"
+        ),
+        row("... of it in tensors, against what the plan counts", allocated / gib, counted / gib, None, "GiB"),
     ]
+
+
+def peaks(card: Device) -> tuple[int, int, int]:
+    """What torch has reserved and allocated at most, and what CUDA keeps beside it now; nothing on the host."""
+    if not isinstance(card, CudaDevice):
+        return 0, 0, 0
+    reserved, allocated = (ask(card.place) for ask in (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated))
+    return int(reserved), int(allocated), card.bytes_beside_torch()
 
 
 def against_accelerate(setting: Setting, decoder: Decoder, best_s: float | None) -> Iterator[Row]:
@@ -261,8 +277,8 @@ def measure(setting: Setting, layer_bytes: int, trace: Path | None = None) -> It
     except WrongTokenError as error:
         yield failure("gate", "exact", error)
         return
-    first, rates = measure_rates(setting, layer_bytes)
-    yield first
+    rows, rates = measure_rates(setting, layer_bytes)
+    yield from rows
     started = time.perf_counter()
     with setting.open(setting.target, setting.draft, tree=f"{max(setting.sizes)}x24") as decoder:
         plan = decoder.plan

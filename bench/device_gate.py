@@ -20,7 +20,7 @@ from offload.audit import BF16_NOISE
 from offload.bench.gate import WrongTokenError
 from offload.bench.promises import Row, row
 from offload.decode import Decoder
-from offload.plan import MemoryPlan, Tier
+from offload.memory_plan import MemoryPlan, Tier
 
 TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
 _LARGEST = "64x16"

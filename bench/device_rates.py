@@ -15,32 +15,35 @@ from offload.config import format_bytes
 from offload.device import Device
 
 _NUM_RUNS, _NUM_WARM = 8, 3
+_ODD_BYTES = 8  # behind a page, where the weights of many files begin
 
 
 class Rates(NamedTuple):
     """What this machine gives, measured with nothing else in memory."""
 
     copy_bytes_per_s: float  # page-locked host memory to the card, a layer at a time
+    odd_copy_bytes_per_s: float  # the same from some bytes behind a page, as slabs of most files are sent
     flops_per_s: float  # the target's own largest matrix
     memory_bytes_per_s: float  # of the card, read and written
 
 
 def ceilings(card: Device, target: Path, layer_bytes: int) -> tuple[str, Rates]:
     """How copies were made, and the rates; what was needed for them is given back."""
-    name, copies = _copy_rate(card, layer_bytes)
-    rates = Rates(copies, _flops_rate(card, target), _memory_rate(card))
+    name, even, odd = _copy_rates(card, layer_bytes)
+    rates = Rates(even, odd, _flops_rate(card, target), _memory_rate(card))
     if card.place.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(card.place)
     return name, rates
 
 
-def _copy_rate(card: Device, num_bytes: int) -> tuple[str, float]:
+def _copy_rates(card: Device, num_bytes: int) -> tuple[str, float, float]:
     arena = loading.open_arena(card.place)
-    rate = copy_bytes_per_s(card, arena.allocate(num_bytes).array)
+    array = arena.allocate(num_bytes).array
+    rates = copy_bytes_per_s(card, array), copy_bytes_per_s(card, array[_ODD_BYTES:])
     name = f"copies of {format_bytes(num_bytes)}: {arena.note or f'page-locked ({arena.ways})'}"
     arena.close()
-    return name, rate
+    return name, *rates
 
 
 def _flops_rate(card: Device, target: Path) -> float:

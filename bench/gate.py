@@ -9,6 +9,7 @@ of the rules.
 Invariant: proofs come after all measuring, so that the reference's memory and time are in no figure.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +83,7 @@ def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
 
 
 def law_sigmas(laws: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
-    """By how many standard errors the surprise of tokens misses its mean.
+    """By how many standard errors the surprise of tokens misses its mean; infinite where a law is no law.
 
     Args:
         laws: distributions (T, V) and the tokens that are said to be drawn from them.
@@ -94,7 +95,8 @@ def law_sigmas(laws: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
         told_T = -log_TV[torch.arange(len(tokens)), torch.tensor(tokens)]
         excess += float((told_T - mean_T).sum())
         variance += float(((law_TV * log_TV**2).sum(1) - mean_T**2).sum())
-    return excess / max(variance, 1e-12) ** 0.5
+    sigmas = excess / max(variance, 1e-12) ** 0.5
+    return math.inf if math.isnan(sigmas) else sigmas
 
 
 @contextmanager
@@ -113,7 +115,7 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
         finally:
             model.close()
         return
-    with load(target, draft, ram, "chain:511", dtype="float32", profile="none") as decoder:
+    with load(target, draft, ram, "chain:511", device="cpu", dtype="float32", profile="none") as decoder:
         yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
 
 

@@ -79,7 +79,8 @@ def main(
         require(parse_tree(text).kind == "best", "--tree must be NxD", repr(text), "try --tree 64x16")
     rate, floor_s = say_draft_ceiling(PAIR / "draft")
     largest = max(sizes, key=lambda text: parse_tree(text).num_nodes)
-    with load(PAIR / "target", PAIR / "draft", "2GiB", largest, context=512, threads=1, profile="none") as decoder:
+    how: dict[str, Any] = {"device": "cpu", "context": 512, "threads": 1, "profile": "none"}
+    with load(PAIR / "target", PAIR / "draft", "2GiB", largest, **how) as decoder:
         ids = [decoder.encode(text, raw=True)[:PROMPT_TOKENS] for text in held_out_prompts(num_prompts)]
         for temperature in temp or [0.0, 0.6, 1.0]:
             for one in sizes:

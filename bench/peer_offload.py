@@ -2,6 +2,7 @@
 
 from itertools import takewhile
 from time import perf_counter
+from typing import Any
 
 import torch
 import transformers
@@ -19,7 +20,12 @@ class Ours:
     def __init__(self, order: Order) -> None:
         _ = torch.__version__, transformers.AutoModelForCausalLM  # imported lazily: now, so that it is counted
         ram_bytes = free_bytes(order) - _MARGIN_BYTES
-        self._decoder = load(order.target, order.draft, ram=ram_bytes, tree=order.options["tree"], context=512)
+        how: dict[str, Any] = {
+            "tree": order.options["tree"],
+            "device": "cpu",
+            "context": 512,
+        }  # the others have no card either
+        self._decoder = load(order.target, order.draft, ram=ram_bytes, **how)
 
     def use_threads(self, count: int) -> None:
         """Of the next runs."""

@@ -251,6 +251,7 @@ def _setting(size: str, cap: str, python: str | None, is_quick: bool) -> Setting
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
     cap_bytes = parse_size(cap, "--cap")
     tokenizer = load_tokenizer(PAIR / "target")
+    assert tokenizer is not None, "the packaged pair has one"
     texts = held_out_prompts(max(program.num_prompts for program in PROGRAMS.values()))
     return Setting(
         target=inflated_target(parse_size(size, "--size"), lambda done, total: None),

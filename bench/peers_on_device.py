@@ -66,7 +66,7 @@ def _give_weights(model: BorrowedModel, layer: int, module: nn.Module, slab: Ten
 
 
 def _slabs(stream: DeviceStream) -> SlabOf:
-    return lambda layer: torch.from_numpy(stream._hosted[layer].array)
+    return lambda layer: torch.from_numpy(stream._hosted[layer].array[stream._layouts[layer].sent])
 
 
 def _ordinary_slabs(stream: DeviceStream) -> SlabOf | None:

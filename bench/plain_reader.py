@@ -41,7 +41,8 @@ def plain_read_s(shards: Sequence[Path], num_bytes: int, how: Reading = Reading(
 
     def read(block: tuple[int, int]) -> None:
         buffer = free.pop()
-        assert os.preadv(block[0], [buffer], block[1]) == block_bytes, "short read"
+        count = os.preadv(block[0], [buffer], block[1])
+        assert count == block_bytes, f"{count} of {block_bytes} bytes"
         if not how.is_direct:
             os.posix_fadvise(block[0], block[1], block_bytes, os.POSIX_FADV_DONTNEED)
         free.append(buffer)

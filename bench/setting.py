@@ -15,9 +15,11 @@ from offload.bench.compare import changes, require_same, tell
 from offload.bench.gate import Proof, Written, prove, reference
 from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Result, read, store, writable
+from offload.card_link import card_link_bytes_per_s
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.config import parse_size
 from offload.decode import Decoder
+from offload.device import open_device
 from offload.headers import fetch
 from offload.loading import load
 from offload.plan import plan_memory
@@ -34,6 +36,8 @@ Draft = Annotated[
 ]
 Size = Annotated[str, typer.Option(metavar="SIZE", help="how large to make the packaged target")]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the target")]
+DeviceName = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
+GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
 Quick = Annotated[bool, typer.Option("--quick", help="up to four minutes on two cores, larger errors")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="store the result", callback=writable)]
 Compare = Annotated[
@@ -52,6 +56,8 @@ class Setting(NamedTuple):
     draft: Path | None
     origin: Path  # the model whose draws are right: the target, or the small one that it was inflated from
     ram_bytes: int
+    device: str = "cpu"  # most benches are of disk and CPU, and their ceilings are
+    gpu_memory: str | None = None
 
     @property
     def shards(self) -> Sequence[Path]:
@@ -60,11 +66,15 @@ class Setting(NamedTuple):
 
     def open(self, tree: str, **options: Any) -> Decoder:
         """A decoder with room for that tree; `options` are those of `load`."""
-        return load(self.target, self.draft, self.ram_bytes, tree, **{"profile": "none", **options})
+        place: dict[str, Any] = {"device": self.device, "gpu_memory": self.gpu_memory}
+        return load(self.target, self.draft, self.ram_bytes, tree, **{"profile": "none", **place, **options})
 
-    def ceiling(self) -> float:
-        """Bytes per second of a plain reader, now."""
-        return plain_rate(self.shards, _CEILING_BYTES)
+    def ceiling(self, decoder: Decoder) -> float:
+        """Bytes per second at which layers could arrive, now: those of a plain reader, or of copies to a card."""
+        card = decoder.target._device
+        if card is None:
+            return plain_rate(self.shards, _CEILING_BYTES)
+        return card_link_bytes_per_s(card, decoder.plan, self.shards)
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """The gate; call it when all measuring is over and decoders are closed. Raises `UserError`."""
@@ -78,6 +88,8 @@ class Setting(NamedTuple):
             "target_bytes": sum(path.stat().st_size for path in self.shards),
             "draft": None if self.draft is None else self.draft.name,
             "ram_bytes": self.ram_bytes,
+            "device": self.device,
+            "gpu_memory": self.gpu_memory,
         }
 
 
@@ -106,6 +118,12 @@ def find_setting(
 def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
     """Refuse, from headers alone, a budget that is too small even for the least of runs. Raises `UserError`."""
     plan_memory(target, draft, ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1)
+
+
+def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
+    """What a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
+    card = open_device(device, gpu_memory)
+    return {"device": str(card.place) if card else "cpu", "gpu_memory": gpu_memory}
 
 
 def say_ceiling(text: str, rate: float) -> None:

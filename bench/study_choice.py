@@ -16,7 +16,7 @@ from offload.bench.scale import FULL, QUICK, Scale
 from offload.bench.tree_choice import Effort
 
 QUICK_EFFORT = Effort(1024, (16, 64, 256), (6, 14), (1, 1), 3)
-TINY_EFFORT = Effort(128, (8, 16), (3,), (1, 1), 1, "16x4")
+TINY_EFFORT = Effort(32, (8, 16), (3,), (1, 1), 1, "16x4")
 Figures = dict[str, Any]
 
 

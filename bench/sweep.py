@@ -21,7 +21,7 @@ from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
 from offload.config import Sampling
 from offload.decode import Decoder
-from offload.plan import MemoryPlan
+from offload.memory_plan import MemoryPlan
 from offload.screen import Screen
 from offload.stats import Stats
 from offload.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain

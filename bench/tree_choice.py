@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -71,6 +72,7 @@ FULL = Effort(8192, (16, 32, 64, 128, 256, 512), (4, 8, 12, 16, 24), (4, 1), 8)
 QUICK = Effort(2048, (16, 64, 256), (6, 14), (2, 1), 5)
 
 
+@cache
 def held_out_halves() -> tuple[list[str], list[str]]:
     """The first and the second half of every file on which the pair was not trained."""
     texts = [read_source(path) for path in corpus_files(held_out=True)]
@@ -81,10 +83,12 @@ def tuned_on_first_halves(
     target: Path, sampling: Sampling, num_tokens: int, folder: Path, *, ram: str | int, tree: str | None = None
 ) -> Tuned:
     """The outcome of `offload tune`; its profile is moved into `folder`, out of the user's cache."""
-    paths = [folder / f"{index}.txt" for index in range(len(held_out_halves()[0]))]
-    for path, text in zip(paths, held_out_halves()[0], strict=True):
+    texts, _ = held_out_halves()
+    paths = [folder / f"{index}.txt" for index in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
         path.write_text(text or " x", encoding="utf-8")
-    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, num_tokens=num_tokens, tree=tree, ram=ram)
+    how: dict[str, Any] = {"num_tokens": num_tokens, "tree": tree, "device": "cpu", "ram": ram}
+    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, **how)
     return tuned._replace(path=tuned.path.rename(folder / tuned.path.name))
 
 
@@ -98,7 +102,7 @@ def model_is_measurement(temperature: float, effort: Effort) -> Row:
     sampling = Sampling(temperature=temperature)
     with tempfile.TemporaryDirectory() as name:
         tuned = tuned_on_first_halves(PAIR / "target", sampling, effort.num_tokens, Path(name), ram="2GiB")
-        options: dict[str, Any] = {"request": Request(sampling=sampling), "profile": tuned.path}
+        options: dict[str, Any] = {"device": "cpu", "request": Request(sampling=sampling), "profile": tuned.path}
         with load(PAIR / "target", PAIR / "draft", "2GiB", "256x16", context=512, **options) as decoder:
             prompts = other_prompts(decoder, effort.num_tokens)
             same = [
@@ -168,7 +172,8 @@ class Setting(NamedTuple):
 
 
 def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
-    effort, options = setting.effort, {"context": 512, "profile": setting.tuned.path, "link_limit": limit}
+    effort = setting.effort
+    options = {"device": "cpu", "context": 512, "profile": setting.tuned.path, "link_limit": limit}
     with load(setting.target, PAIR / "draft", setting.ram, **options) as decoder:  # type: ignore[arg-type]
         choice = decoder.run([0], Sampling(), max_new_tokens=1).tree_choice
     best = choice.candidates[0]
@@ -222,7 +227,8 @@ def _step_times(
 def _yields(cells: Cells, prompts: Prompts) -> dict[Size, float]:
     """Tokens per sweep of every tree on the text that the target writes behind the prompts."""
     largest, sampling = f"{max(tree.num_nodes for tree in cells.values())}x{DEPTH}", Sampling()
-    with load(PAIR / "target", PAIR / "draft", "2GiB", largest, context=512, profile="none") as decoder:
+    how: dict[str, Any] = {"device": "cpu", "context": 512, "profile": "none"}
+    with load(PAIR / "target", PAIR / "draft", "2GiB", largest, **how) as decoder:
         texts = [(prompt, write(decoder, prompt, sampling, NUM_NEW + _AHEAD, largest)) for prompt in prompts]
         traces = [ranks_of(decoder, *text, sampling) for text in texts]
 

@@ -17,6 +17,7 @@ def partial_path(path: Path) -> Path:
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A place to write to, which becomes `path` if the block ends well; folders are made. Raises `OSError`."""
+    path = path.resolve()  # a link stays one, and what it points to is replaced
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a pipe or a device takes what is written, and is not to be replaced
         yield path

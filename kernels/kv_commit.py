@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.kernels.jit import HAS_TRITON, jit, tl, triton
 
-_MAX_ROWS, _TILE = 256, 4096  # rows of a path that one program holds, and numbers
+MAX_ROWS, _TILE = 256, 4096  # rows of a path that one program holds, and numbers
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if HAS_TRITON else {}
 
 
@@ -38,7 +38,7 @@ def are_alike(buffers: Sequence[Tensor]) -> bool:
 def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
     """The same in Triton; the twin moves what is not `are_alike`, and a path too long for one program."""
     first, num_rows = buffers[0], len(row_A)
-    if num_rows > _MAX_ROWS or not are_alike(buffers):
+    if num_rows > MAX_ROWS or not are_alike(buffers):
         return kv_commit_twin(buffers, length, row_A)
     address_L = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(first.device)
     is_aligned = all(buffer.data_ptr() % 16 == 0 for buffer in buffers)

@@ -74,7 +74,7 @@ def tree_attention_twin(
     seen_TS = torch.cat([seen_TU.new_ones(num_rows, sight.num_prefix), seen_TU], dim=1)
     if sight.window is not None:
         position_S = torch.cat([torch.arange(sight.num_prefix, device=position_U.device), position_U])
-        seen_TS &= position_U[-num_rows:, None] - position_S < sight.window
+        seen_TS &= position_S > position_U[-num_rows:, None] - sight.window
     folded = query_HTK.reshape(key_GSK.shape[0], group * num_rows, width)
     seen_RS = seen_TS.repeat(group, 1)
     out = scaled_dot_product_attention(folded, key_GSK, value_GSK, attn_mask=seen_RS, scale=scaling)

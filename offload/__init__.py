@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from offload.errors import ReadError, UserError
     from offload.generation import Generation
     from offload.loading import load
-    from offload.plan import MemoryPlan
+    from offload.memory_plan import MemoryPlan
     from offload.request import Request
 
 __all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
@@ -28,7 +28,7 @@ _HOMES = {
     "Chat": "chat",
     "Decoder": "decode",
     "Generation": "generation",
-    "MemoryPlan": "plan",
+    "MemoryPlan": "memory_plan",
     "ReadError": "errors",
     "Request": "request",
     "Sampling": "config",

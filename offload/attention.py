@@ -73,9 +73,9 @@ def tree_mask(
     allowed = torch.cat([ancestor_TU.new_ones(num_rows, num_prefix), ancestor_TU], dim=1)
     if window is not None:
         key_position = torch.cat([torch.arange(num_prefix, device=position_U.device), position_U])
-        allowed &= position_U[-num_rows:, None] - key_position < window
+        allowed &= key_position > position_U[-num_rows:, None] - window
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[None, None]
+    return mask.masked_fill_(allowed.logical_not_(), torch.finfo(dtype).min)[None, None]
 
 
 def folded_attention(

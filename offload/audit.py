@@ -4,6 +4,7 @@ Speed is only worth printing for right tokens. In bf16 two tokens can lie closer
 per token: zero where the token is the float32 draw, the distance to it otherwise.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,14 +35,21 @@ def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sa
     ids = torch.tensor([*prompt_ids, *new_ids])
     causal_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     cache = KVCache(reference.num_layers, len(ids))
-    logits_TV = reference.forward(ids, torch.arange(len(ids)), causal_TT, cache)
+    try:
+        logits_TV = reference.forward(ids, torch.arange(len(ids)), causal_TT, cache)
+    finally:
+        reference.close()
     return gaps_of(logits_TV[len(prompt_ids) - 1 : -1], len(prompt_ids), new_ids, sampling)
 
 
 def gaps_of(logits_TV: Tensor, position: int, new_ids: Sequence[int], sampling: Sampling) -> list[float]:
-    """The same for logits (T, V) that predicted `new_ids`, the first of which stands at `position`."""
+    """The same for logits (T, V) that predicted `new_ids`, the first of which stands at `position`.
+
+    Infinite where the logits are not numbers, which no limit lets pass.
+    """
     sampler, gaps = Sampler(sampling, logits_TV.shape[1]), []
     for index, token in enumerate(new_ids):
         score_V = sampler.perturbed(logits_TV[index : index + 1], position + index)[0]
-        gaps.append(float(score_V.max() - score_V[token]))
+        gap = float(score_V.max() - score_V[token])
+        gaps.append(math.inf if math.isnan(gap) else gap)
     return gaps

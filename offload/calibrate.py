@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from offload.host_store import HostStore, allocate
+from offload.host_store import HostStore, allocate, finish
 from offload.layout import BLOCK_BYTES, Piece, SlabLayout
 
 if TYPE_CHECKING:  # what measures a disk does without torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what measures a disk does without torch
 
     from offload.device import Device
 
+LOCAL_BYTES_PER_S = 1e12  # of a link that nothing passes over
 _CHUNK_BYTES, _NUM_IN_FLIGHT = 16 << 20, 3
 _NUM_COPIES, _LEAST_S = 8, 1e-9  # of which the first two wake the link up
 _GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are
@@ -41,14 +42,14 @@ def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: f
     try:
         while index == 0 or time.perf_counter() - started < budget_s:
             if len(in_flight) == _NUM_IN_FLIGHT:
-                _wait(in_flight.popleft())
+                finish(in_flight.popleft())
             lo = int(index * _GOLDEN % 1 * max(0, size_bytes - chunk_bytes)) // BLOCK_BYTES * BLOCK_BYTES
             piece = Piece(0, lo, min(lo + chunk_bytes, size_bytes), 0)
             layout = SlabLayout((piece,), {}, chunk_bytes, is_direct=True)
             in_flight.append(store.read(layout, slabs[index % len(slabs)]))
             index += 1
         while in_flight:
-            _wait(in_flight.popleft())
+            finish(in_flight.popleft())
         return store.bytes_read / (time.perf_counter() - started)
     finally:
         store.close()
@@ -70,8 +71,3 @@ def copy_bytes_per_s(card: "Device", array: "np.ndarray") -> float:
         card.synchronize(after)
         seconds.append(card.elapsed_s(before, after) or 0.0)
     return array.nbytes / max(median(seconds[2:]), _LEAST_S)
-
-
-def _wait(reads: list[Future[None]]) -> None:
-    for read in reads:
-        read.result()

@@ -187,6 +187,7 @@ def chat(
 def plan(
     model: flags.Model,
     draft: flags.Draft = None,
+    device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
     context: flags.Context = None,
@@ -205,9 +206,8 @@ def plan(
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.outlook import Wish, look_ahead
 
-    outlook = look_ahead(
-        model, draft, Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep)
-    )
+    wish = Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep, device)
+    outlook = look_ahead(model, draft, wish)
     print(json.dumps(outlook.as_dict()) if as_json else outlook_lines(outlook))
 
 
@@ -233,6 +233,8 @@ def tune(
     tree: Annotated[
         str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
     ] = None,
+    device: flags.Device = "auto",
+    gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
     dtype: flags.Dtype = "auto",
     threads: flags.Threads = None,
@@ -260,16 +262,15 @@ def tune(
             progress=screen.count,
             tree=tree,
             rule=rule,
+            device=device,
+            gpu_memory=gpu_mem,
             ram=ram,
             dtype=dtype,
             threads=threads,
             link_limit=link_limit,
         )
-    if as_json:
-        print(format_json(tuned.profile.as_dict()))
-        return
-    print(profile_lines(tuned.profile, tuned.candidates))
-    print(f"saved in {tuned.path}")
+    table = f"{profile_lines(tuned.profile, tuned.candidates)}\nsaved in {tuned.path}"
+    print(format_json(tuned.profile.as_dict()) if as_json else table)
 
 
 @app.command(
@@ -369,7 +370,7 @@ def _write_run(run: Any, screen: Screen, *, as_json: bool) -> None:
                 num_shown += len(piece)  # before the writing, because Ctrl-C strikes right after it
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-    except (KeyboardInterrupt, ReadError) as error:
+    except (KeyboardInterrupt, ReadError, UserError) as error:
         failure = error
     result = run.result()
     print(json.dumps(result.as_dict()) if as_json else result.text[num_shown:], flush=True)

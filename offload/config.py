@@ -15,9 +15,11 @@ Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes
 import re
 from dataclasses import dataclass
 from enum import Enum
+from operator import index
 
 from offload.errors import UserError
 
+LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow, and all large ones would be equal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -32,7 +34,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):  # numpy's whole numbers overflow where Python's do not
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"--{name.replace('_', '-')}"))
         require(0 <= self.temperature < float("inf"), "--temp must be 0 or more", self.temperature, "0 is greedy")
+        is_safe = self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE
+        require(is_safe, f"--temp must be 0, or at least {LEAST_TEMPERATURE:g}", self.temperature, "0 is greedy")
         require(0 < self.top_p <= 1, "--top-p must lie in (0, 1]", self.top_p, "1 keeps every token")
         require(self.top_k >= 0, "--top-k must be 0 or more", self.top_k, "0 keeps every token")
         require(0 <= self.seed < 2**63, "--seed must lie in [0, 2^63)", self.seed, "choose a smaller one")
@@ -95,6 +101,14 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.3g} {unit}" if num_bytes / size < 999.5 else f"{num_bytes / size:.0f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def whole_number(value: object, what: str) -> int:
+    """`value` as an int of Python, whichever library's it is. Raises `UserError` where it is no whole number."""
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UserError(f"{what} must be a whole number, got {value!r:.80}: round it") from None
 
 
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:

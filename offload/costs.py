@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from offload.plan import MemoryPlan
+from offload.memory_plan import MemoryPlan
 from offload.topology import Growth, Shape
 
 Limit = Literal["link", "compute"]

@@ -7,20 +7,19 @@ budget and thread count change only how long it takes; with the rules `match` an
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from offload.config import Sampling
 from offload.drafters import Drafter
 from offload.duels import NO_KERNELS, KernelChoice
 from offload.errors import UserError
-from offload.generation import Generation, Run
-from offload.plan import MemoryPlan
+from offload.generation import Generation, Run, Setup
+from offload.memory_plan import MemoryPlan
 from offload.request import Prompt, Request, encode
 from offload.rules import Rule, find_rule
 from offload.sampling import Sampler
 from offload.stats import Stats
 from offload.target import Target
-from offload.text import TextStream
+from offload.text import TextStream, Tokenizer
 from offload.topology import Shape
 from offload.trees import TreeChoice, Trees
 
@@ -48,7 +47,7 @@ class Decoder:
         plan: MemoryPlan,
         trees: Trees,
         rule: Rule,
-        tokenizer: Any | None,
+        tokenizer: Tokenizer | None,
         end_ids: frozenset[int],
         num_threads: int,
         resources: ExitStack,
@@ -68,9 +67,7 @@ class Decoder:
         Args:
             keep: tokens that it begins with; of these the keys and values that the sequence before has left are kept.
         """
-        del self._held[num_shared(self._held, keep) :]
-        self.target.reset(len(self._held))
-        self.drafter.reset(len(self._held))
+        self._keep(keep)
         self._num_runs += 1
         return Sampler(sampling, self._vocab_size, rule.drafting, self._kernels)
 
@@ -189,25 +186,27 @@ class Decoder:
         stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth, is_tree_grown=choice.is_grown)
         sampler = self.begin(sampling, acceptance, prompt_ids[:-1] if continues else ())
         stats.num_kept_tokens = self.target.num_cached
-        number = self._num_runs
+        number, num_known = self._num_runs, len(prompt_ids)
 
         def step(tokens: Sequence[int]) -> list[int]:
+            nonlocal num_known
             if number != self._num_runs:
                 raise UserError("this decoder has begun another generation or was closed: finish one before the next")
-            return self.step(tokens, shape, acceptance, sampler, stats)
+            if len(tokens) != num_known:  # a step was cut short, of which one model may know more than the other
+                self._keep(tokens[:-1])
+            num_known = 0
+            accepted = self.step(tokens, shape, acceptance, sampler, stats)
+            num_known = len(tokens) + len(accepted)
+            return accepted
 
         return Run(
             step,
             prompt_ids,
             TextStream(self.tokenizer, prompt_ids, request.stops),
-            sampling=sampling,
-            rule=acceptance.name,
+            Setup(sampling, acceptance.name, self.plan, choice, self.duels),
             max_new_tokens=max_new_tokens,
             end_ids=self._end_ids,
             stats=stats,
-            plan=self.plan,
-            tree_choice=choice,
-            duels=self.duels,
         )
 
     def tree_choice(self, sampling: Sampling) -> TreeChoice:
@@ -231,6 +230,12 @@ class Decoder:
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt as `generate` takes it, checked. Raises `UserError`."""
         return encode(self.tokenizer, prompt, self._vocab_size, raw=raw)
+
+    def _keep(self, tokens: Sequence[int]) -> None:
+        """Both models forget everything but the first of these tokens, as far as they have taken them in."""
+        del self._held[num_shared(self._held, tokens) :]
+        self.target.reset(len(self._held))
+        self.drafter.reset(len(self._held))
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name)

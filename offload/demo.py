@@ -113,6 +113,10 @@ def compare(
 
 
 def open_demo(target: Path, ram: str | int, tree: str, screen: Screen, **options: Any) -> Decoder:
-    """The inflated target with its packaged draft; `options` are those of `load`."""
+    """The inflated target with its packaged draft, on the CPU: any card would hold it, and nothing would stream.
+
+    `options` are those of `load`.
+    """
     hooks = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
-    return load(target, PAIR / "draft", ram=ram, tree=tree, context=_CONTEXT, **hooks, **options)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"tree": tree, "context": _CONTEXT, "device": "cpu", **hooks, **options}
+    return load(target, PAIR / "draft", ram, **how)

@@ -68,7 +68,7 @@ class CudaDevice:
         self.copies = torch.cuda.Stream(self.place)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew, tens of milliseconds each
         torch.cuda.reset_peak_memory_stats(self.place)
-        self._context_bytes = self._bytes_beside_torch()
+        self._context_bytes = self._own_context_bytes()
         # torch keeps to a limit, so that a large card can stand in for a small one; one from before no longer holds.
         beside_bytes, share = max(self._context_bytes, _LEAST_CONTEXT_BYTES), 1.0
         if limit_bytes is not None and limit_bytes > beside_bytes:  # with less no plan works, and that says so better
@@ -109,14 +109,16 @@ class CudaDevice:
 
     def peak_bytes(self) -> int:
         """torch's own high-water mark, and what CUDA keeps beside it."""
-        self._context_bytes = max(self._context_bytes, self._bytes_beside_torch())
+        self._context_bytes = max(self._context_bytes, self._own_context_bytes())
         return int(torch.cuda.max_memory_reserved(self.place)) + self._context_bytes
 
-    def _bytes_beside_torch(self) -> int:
-        """The context, with the kernels that were loaded and the graphs that were recorded so far."""
+    def bytes_beside_torch(self) -> int:
+        """The context, with the kernels loaded and the graphs recorded so far, and all that other programs hold."""
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.place)  # makes the context first
-        taken_bytes = all_bytes - free_bytes - int(torch.cuda.memory_reserved(self.place))
-        return min(_MAX_CONTEXT_BYTES, max(0, taken_bytes))
+        return max(0, all_bytes - free_bytes - int(torch.cuda.memory_reserved(self.place)))
+
+    def _own_context_bytes(self) -> int:
+        return min(_MAX_CONTEXT_BYTES, self.bytes_beside_torch())
 
 
 def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None:

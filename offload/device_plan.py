@@ -22,6 +22,7 @@ from offload.memory_plan import (
     activation_bytes,
     draft_bytes,
     law_bytes,
+    noise_bytes,
     spread,
 )
 from offload.model_shape import ModelShape
@@ -108,7 +109,7 @@ def _fixed_on_card(
         "draft_bytes": _draft_on_card(draft, context, num_nodes) if draft else 0,
         "law_bytes": law_bytes(target.vocab_size, num_nodes) if keeps_laws else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + rows),
-        "activation_bytes": activations + target.cast_bytes,
+        "activation_bytes": activations + target.cast_bytes + noise_bytes(target.vocab_size),
     }
 
 

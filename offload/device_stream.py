@@ -8,6 +8,8 @@ locked buffers; a thread sends each as soon as it is there, whatever else the co
 Which layers stay on the device, in locked memory or on disk is fixed for the run, because a cyclic scan through an LRU
 cache never hits.
 
+Device memory begins at a multiple of 256 bytes or more, and each copy with the layer's first weight (`layout.py`).
+
 Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read before the event that
 says it is there; and the host waits nowhere but where a disk has not delivered.
 """
@@ -170,7 +172,8 @@ class DeviceStream:
             self._start()
 
     def acquire(self, layer: int) -> Tensor:
-        """The slab of `layer`, valid for what is enqueued on the compute stream until `release(layer)`.
+        """The weights of `layer`, its first one first; valid for what is enqueued on the compute stream until
+        `release(layer)`.
 
         Raises:
             ReadError: the disk failed.
@@ -262,10 +265,10 @@ class DeviceStream:
 
     def _send(self, arrival: _Arrival, source: np.ndarray) -> Event:
         """Enqueue the one copy of a layer; returns the event after it."""
-        device, size, spans = self.device, self._layouts[arrival.layer].slab_bytes, self._spans
+        device, spans, weights = self.device, self._spans, source[self._layouts[arrival.layer].sent]
         with self._sending:
             begun = self._when_free(arrival, spans)
-            device.copy(arrival.slot[:size], torch.from_numpy(source[:size]), device.copies)
+            device.copy(arrival.slot[: len(weights)], torch.from_numpy(weights), device.copies)
             ready = device.record(device.copies, is_timed=spans is not None)
         if spans is not None:
             spans.add("copy", arrival.layer, begun, ready)
@@ -281,11 +284,11 @@ class DeviceStream:
 
     def _send_in_pieces(self, arrival: _Arrival, source: np.ndarray) -> None:
         """From memory that is not locked, through the bounce buffers."""
-        device, size, spans = self.device, self._layouts[arrival.layer].slab_bytes, self._spans
+        device, spans, weights = self.device, self._spans, source[self._layouts[arrival.layer].sent]
         with self._sending:
             begun = self._when_free(arrival, spans)
-        for lo in range(0, size, _BOUNCE_BYTES):
-            piece = source[lo : min(lo + _BOUNCE_BYTES, size)]
+        for lo in range(0, len(weights), _BOUNCE_BYTES):
+            piece = weights[lo : lo + _BOUNCE_BYTES]
             bounce, sent = self._bounces.popleft()
             if sent is not None:
                 device.synchronize(sent)
@@ -309,7 +312,8 @@ class DeviceStream:
         try:
             for layer, slab in self._resident.items():
                 source = ahead.next().buffer
-                self.device.copy(slab, torch.from_numpy(source.array[: slab.nbytes]), self.device.copies)
+                weights = source.array[self._layouts[layer].sent]
+                self.device.copy(slab[: len(weights)], torch.from_numpy(weights), self.device.copies)
                 ahead.give_back(source, self.device.record(self.device.copies))
                 on_bytes(self._layouts[layer].slab_bytes)
         finally:

@@ -3,9 +3,13 @@
 The rival is the twin, except where something better than the twin would run: attention has its mask built beforehand,
 as for a whole pass, and `match` draws on the few rows that a walk visits. Invariant: a bench and the start of a run
 compare the same functions; only the sizes differ.
+
+Triton compiles a kernel anew for what it takes as constants. Some change while a run goes on: with the prefix, with the
+length of each path, with the temperature. All of them are compared, and so compiled, before anything is timed.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,11 +22,12 @@ from offload.config import Sampling
 from offload.device import Device
 from offload.duel import Duel, Outcome, Timer, fight, verdicts
 from offload.kernel_set import KERNELS, TWINS, KernelSet
+from offload.kernels.kv_commit import MAX_ROWS
 from offload.kernels.match_rows import match_rows_twin
 from offload.kernels.tree_attention import MAX_WIDTH
+from offload.memory_plan import MemoryPlan
 from offload.model import BorrowedModel
 from offload.model_shape import config_sizes, head_dim
-from offload.plan import MemoryPlan
 from offload.topology import k_ary
 from offload.tree import ancestors
 
@@ -32,6 +37,8 @@ _MAX_PREFIX = 4096  # positions: which side is faster shows here, and takes litt
 _NUM_SLOTS = 64  # a commit of a path touches no more of them
 _FEW_NODES = 64  # a run may ask for a smaller tree than memory was planned for
 VISITED = 7  # rows that a walk looks at in a step that yields seven tokens
+_SPLITS = (1, 2)  # one piece of the keys is written as it is, several are merged: other code, taken as a prefix grows
+_PATHS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))  # rows that commits are rounded up to
 
 
 class Shapes(NamedTuple):
@@ -51,13 +58,15 @@ class Shapes(NamedTuple):
     path_lengths: tuple[int, ...] = (2, 6, 20)
     windows: tuple[int | None, ...] = (None,)  # none at all: attention is not compared, and keeps dense masks
     dtype: torch.dtype = torch.bfloat16
+    caches: tuple[tuple[int, torch.dtype], ...] = ((128, torch.bfloat16),)  # width of heads and type, of both models
 
 
-def shapes_of(model: BorrowedModel, plan: MemoryPlan, sampling: Sampling) -> Shapes:
+def shapes_of(model: BorrowedModel, plan: MemoryPlan, sampling: Sampling, draft: BorrowedModel | None = None) -> Shapes:
     """This model, the tree that memory was planned for and a small one, half of the context written."""
     sizes = config_sizes(model.checkpoint)
     num_heads, width = sizes.get("num_attention_heads", 1), head_dim(sizes)
     num_nodes = plan.num_nodes if plan.num_nodes > 1 else plan.max_prompt_rows
+    models = [one for one in (model, draft) if one is not None]
     # Who names a width for values (latent attention) has queries of another, and the duel knows one width only.
     takes_bits = is_for_rows(model.skeleton.config) and width <= MAX_WIDTH and "v_head_dim" not in sizes
     return Shapes(
@@ -75,6 +84,7 @@ def shapes_of(model: BorrowedModel, plan: MemoryPlan, sampling: Sampling) -> Sha
         path_lengths=(VISITED,),
         windows=tuple(model.windows) if takes_bits else (),
         dtype=model.dtype,
+        caches=tuple({(head_dim(config_sizes(one.checkpoint)), one.dtype): None for one in models}),
     )
 
 
@@ -173,14 +183,17 @@ def _one_attention(
     key, value = _random(device, 2, 1, shapes.num_groups, num_prefix + num_nodes, shapes.width).to(shapes.dtype)
     assert attend_in_bits is not None, "there is a kernel to compare"
     mask = tree_mask(num_prefix, position_N, ancestor_NN, window, shapes.dtype)
-    rows = tree_rows(num_prefix, position_N, ancestor_NN, window, attend_in_bits)
+    kernels: list[Callable[..., Tensor]] = [attend_in_bits]
+    kernels += [partial(attend_in_bits, num_splits=count) for count in _SPLITS]
+    rows, *others = (tree_rows(num_prefix, position_N, ancestor_NN, window, kernel) for kernel in kernels)
     tolerance = 1e-3 if shapes.dtype == torch.float32 else 2e-2
 
     def attend(to: Tensor | TreeRows) -> Tensor:
         return folded_attention(nn.Module(), query, key, value, to, scaling=scaling)[0]
 
     def agrees() -> bool:
-        return torch.allclose(attend(rows), attend(mask), atol=tolerance)
+        wanted, got = attend(mask), [attend(one) for one in (rows, *others)]
+        return all(torch.allclose(one, wanted, atol=tolerance) for one in got)
 
     shape = f"N {num_nodes}, P {num_prefix}" + (f", window {window}" if window else "")
     return Duel("tree_attention", shape, lambda: attend(rows), lambda: attend(mask), agrees)
@@ -197,8 +210,8 @@ def _one_match(logits_CV: Tensor, temperature: float) -> Duel:
     num_rows, vocab_size = logits_CV.shape
     position_C = torch.arange(num_rows, device=logits_CV.device) // 3 + 500
 
-    def draw(which: Callable[..., Tensor], num_drawn: int = num_rows) -> Tensor:
-        return which(logits_CV[:num_drawn], position_C[:num_drawn], 5, temperature=temperature)
+    def draw(which: Callable[..., Tensor], num_drawn: int = num_rows, at: float = temperature) -> Tensor:
+        return which(logits_CV[:num_drawn], position_C[:num_drawn], 5, temperature=at)
 
     kernel = KERNELS.match_rows
     assert kernel is not None, "there is a kernel to compare"
@@ -207,7 +220,9 @@ def _one_match(logits_CV: Tensor, temperature: float) -> Duel:
         return [int(draw(match_rows_twin, 1)) for _ in range(min(VISITED, num_rows))]
 
     def agrees() -> bool:
-        return torch.equal(draw(kernel), draw(match_rows_twin))
+        with_and_without_noise = (temperature or 1.0, 0.0)
+        got, wanted = ([draw(one, at=at) for at in with_and_without_noise] for one in (kernel, match_rows_twin))
+        return all(map(torch.equal, got, wanted))
 
     shape = f"N {num_rows}, V {vocab_size}, T {temperature}"
     return Duel("match_rows", shape, lambda: draw(kernel).tolist(), rival, agrees)
@@ -216,16 +231,23 @@ def _one_match(logits_CV: Tensor, temperature: float) -> Duel:
 def _commits(shapes: Shapes, device: str) -> Iterator[Duel]:
     size = (1, shapes.num_groups, shapes.num_slots, shapes.width)
     buffers = [_random(device, *size).to(shapes.dtype) for _ in range(2 * shapes.num_layers)]
+    agree = cache(partial(_commits_agree, shapes, device))
     for num_rows in shapes.path_lengths:
         row_A, length = torch.arange(num_rows, device=device) * 2, shapes.num_slots // 2
-
-        def agrees(length: int = length, row_A: Tensor = row_A) -> bool:
-            wanted, got = ([buffer.clone() for buffer in buffers[:4]] for _ in range(2))
-            TWINS.kv_commit(wanted, length, row_A)
-            KERNELS.kv_commit(got, length, row_A)
-            return all(map(torch.equal, got, wanted))
 
         def run(commit: Callable[..., None], length: int = length, row_A: Tensor = row_A) -> Callable[[], None]:
             return lambda: commit(buffers, length, row_A)
 
-        yield Duel("kv_commit", f"A {num_rows}", run(KERNELS.kv_commit), run(TWINS.kv_commit), agrees)
+        yield Duel("kv_commit", f"A {num_rows}", run(KERNELS.kv_commit), run(TWINS.kv_commit), agree)
+
+
+def _commits_agree(shapes: Shapes, device: str) -> bool:
+    """Paths of all lengths that are code of their own, in the caches of both models; each moves by one row."""
+    agree = list[bool]()
+    for (width, dtype), num_rows in product(shapes.caches, _PATHS):
+        wanted = [*_random(device, 4, 1, shapes.num_groups, MAX_ROWS + 8, width).to(dtype)]
+        got, row_A = [buffer.clone() for buffer in wanted], torch.arange(num_rows, device=device) + 1
+        TWINS.kv_commit(wanted, 1, row_A)
+        KERNELS.kv_commit(got, 1, row_A)
+        agree += map(torch.equal, got, wanted)
+    return all(agree)

@@ -7,17 +7,27 @@ inside a burst; what was accepted beyond it is dropped and never counted.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offload.config import Sampling
 from offload.duel import Outcome, rows_of
 from offload.machine import peak_rss_bytes
-from offload.plan import MemoryPlan
+from offload.memory_plan import MemoryPlan
 from offload.stats import Stats
 from offload.text import TextStream
 from offload.trees import TreeChoice
 
 FinishReason = Literal["stop", "length", "interrupted"]
+
+
+class Setup(NamedTuple):
+    """How a text is written: all of a result that is known before its first token."""
+
+    sampling: Sampling
+    rule: str
+    plan: MemoryPlan
+    tree_choice: TreeChoice
+    duels: tuple[Outcome, ...]  # of kernels, where it runs on a card
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +64,13 @@ class Generation:
 class Run:
     """Iterate to get pieces of text as they are accepted; `result()` tells at any time what there is so far.
 
+    A run that was left or interrupted goes on when it is iterated again; one that is finished gives nothing more.
+
     Args:
         step: takes the committed tokens, returns those that one more sweep has accepted.
-        stats: filled by `step` and here.
+        setup: for the result.
         end_ids: tokens that end the sequence; they are part of it but not of its text.
+        stats: filled by `step` and here.
     """
 
     def __init__(
@@ -65,34 +78,33 @@ class Run:
         step: Callable[[list[int]], list[int]],
         prompt_ids: Sequence[int],
         text: TextStream,
+        setup: Setup,
         *,
-        sampling: Sampling,
-        rule: str,
         max_new_tokens: int,
         end_ids: frozenset[int],
         stats: Stats,
-        plan: MemoryPlan,
-        tree_choice: TreeChoice,
-        duels: tuple[Outcome, ...] = (),
     ) -> None:
-        self._step, self._text, self._plan = step, text, plan
-        self._sampling, self._rule = sampling, rule
+        self._step, self._text, self._setup = step, text, setup
         self._max_new_tokens, self._end_ids, self._stats = max_new_tokens, end_ids, stats
-        self.tree_choice, self._duels = tree_choice, duels
         self._prompt_ids = list(prompt_ids)
         self._new_ids: list[int] = []
         self.finish_reason: FinishReason = "interrupted"
+        self._elapsed_s = 0.0
         stats.num_prompt_tokens = len(prompt_ids)
 
+    @property
+    def tree_choice(self) -> TreeChoice:
+        """The tree of this run, and why."""
+        return self._setup.tree_choice
+
     def __iter__(self) -> Iterator[str]:
-        started = time.perf_counter()
-        is_over = self._max_new_tokens == 0
-        while not is_over:
+        started = time.perf_counter() - self._elapsed_s
+        while self.finish_reason == "interrupted" and len(self._new_ids) < self._max_new_tokens:
             num_before = len(self._new_ids)
-            piece, is_over = self._take(self._step(self._prompt_ids + self._new_ids))
+            piece = self._take(self._step(self._prompt_ids + self._new_ids))
             self._count(len(self._new_ids) - num_before, time.perf_counter() - started)
             yield piece
-        if self.finish_reason != "stop":
+        if self.finish_reason == "interrupted":
             self.finish_reason = "length"
             yield self._text.finish()
 
@@ -103,27 +115,23 @@ class Run:
             token_ids=list(self._new_ids),
             text=self._text.text if self.finish_reason == "stop" else self._text.whole(),
             finish_reason=self.finish_reason,
-            sampling=self._sampling,
-            rule=self._rule,
             stats=self._stats,
-            plan=self._plan,
-            tree_choice=self.tree_choice,
-            duels=self._duels,
+            **self._setup._asdict(),
         )
 
-    def _take(self, burst: list[int]) -> tuple[str, bool]:
-        """Add what counts of a burst; returns its text and whether the generation is over."""
+    def _take(self, burst: list[int]) -> str:
+        """Add what counts of a burst, and note if the text stops in it; returns its piece of the text."""
         burst = burst[: self._max_new_tokens - len(self._new_ids)]
         end = next((index for index, token in enumerate(burst) if token in self._end_ids), None)
         burst = burst if end is None else burst[: end + 1]
         piece, has_stopped = self._text.push(burst if end is None else burst[:-1])
-        self._new_ids = self._text.tokens_until_stop() if has_stopped else self._new_ids + burst
+        self._new_ids = self._text.tokens if has_stopped else self._new_ids + burst
         if has_stopped or end is not None:
             self.finish_reason = "stop"
-            return piece + ("" if has_stopped else self._text.finish()), True
-        return piece, len(self._new_ids) >= self._max_new_tokens
+        return piece + (self._text.finish() if end is not None and not has_stopped else "")
 
     def _count(self, num_accepted: int, elapsed_s: float) -> None:
+        self._elapsed_s = elapsed_s
         if self._stats.num_first_tokens == 0:
             self._stats.begin_decoding(num_accepted, elapsed_s)
         else:

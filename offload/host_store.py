@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,7 +41,8 @@ class HostStore:
     def __init__(self, shards: Sequence[Path], *, rate_limit_bytes_per_s: float | None = None) -> None:
         self._files, self.is_direct = _open_all(shards)
         self.paths, self.rate_limit_bytes_per_s = tuple(shards), rate_limit_bytes_per_s
-        self._sizes = [os.fstat(fd).st_size for fd in self._files]
+        found = [os.fstat(fd) for fd in self._files]
+        self._sizes, self._written_ns = [one.st_size for one in found], [one.st_mtime_ns for one in found]
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
         self._bounce = threading.local()
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
@@ -66,8 +67,7 @@ class HostStore:
     def fetch(self, layout: SlabLayout) -> np.ndarray:
         """A slab of its own, complete."""
         slab = allocate(layout.slab_bytes)
-        for future in self.read(layout, slab):
-            future.result()
+        finish(self.read(layout, slab))
         return slab
 
     def close(self) -> None:
@@ -94,7 +94,11 @@ class HostStore:
         return buffer
 
     def _fill(self, request: Piece, view: memoryview) -> None:
-        """Read [lo, hi) of a shard; the end of the file may come before a block is full."""
+        """Read [lo, hi) of a shard; the end of the file may come before a block is full.
+
+        Raises:
+            ReadError: the disk failed, or the file is not the one that was opened any more.
+        """
         fd, wanted = self._files[request.shard], min(request.hi, self._sizes[request.shard]) - request.lo
         if self._throttle is not None:
             self._throttle.wait_for(wanted)
@@ -108,10 +112,25 @@ class HostStore:
                 name, at = self.paths[request.shard].name, request.lo + done
                 raise ReadError(f"{name} ends at byte {at}: it was cut short while in use")
             done += count
+        if os.fstat(fd).st_mtime_ns != self._written_ns[request.shard]:
+            raise ReadError(f"{self.paths[request.shard].name} was written to while in use: load the model again")
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
         with self._count:
             self.bytes_read += done
+
+
+def finish(reads: Iterable[Future[None]]) -> None:
+    """Return once all of these reads have arrived. Raises `ReadError`."""
+    for read in reads:
+        read.result()
+
+
+def drop(reads: Iterable[Future[None]]) -> None:
+    """Return once no reader touches the slab any more; what a dropped read would have reported no longer matters."""
+    for read in reads:
+        if not read.cancel():
+            read.exception()
 
 
 class _Throttle:
@@ -129,16 +148,26 @@ class _Throttle:
 
 
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
-    """Descriptors of all shards, and whether O_DIRECT works on every one of them (opening alone does not tell)."""
+    """Descriptors of all shards, and whether O_DIRECT works on every one of them (opening alone does not tell).
+
+    Raises:
+        ReadError: a shard cannot be opened.
+    """
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
     if len(opened) == len(shards):
         return opened, True
     for fd in opened:
         os.close(fd)
-    buffered = [os.open(path, os.O_RDONLY) for path in shards]
-    for fd in buffered:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    buffered: list[int] = []
+    for path in shards:
+        try:
+            buffered.append(os.open(path, os.O_RDONLY))
+        except OSError as error:  # its header could be read a moment ago
+            for fd in buffered:
+                os.close(fd)
+            raise ReadError(f"{path.name} cannot be opened any more: {error.strerror}") from error
+        os.posix_fadvise(buffered[-1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return buffered, False
 
 

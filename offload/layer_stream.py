@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 
-from offload.host_store import HostStore, allocate
+from offload.host_store import HostStore, allocate, drop, finish
 from offload.layout import SlabLayout
 
 _POISON = 0xFF  # NaN in every float format we stream
@@ -68,7 +68,7 @@ class LayerStream:
         reads = [(slab, self.store.read(self._layouts[layer], slab)) for layer, slab in self._resident.items()]
         self._refill()
         for slab, futures in reads:
-            _wait(futures)
+            finish(futures)
             on_bytes(slab.nbytes)
 
     def begin_sweep(self) -> None:
@@ -87,7 +87,7 @@ class LayerStream:
         if layer in self._resident:
             return self._resident[layer]
         assert self._pending and self._pending[0][0] == layer, f"layer {layer} acquired out of order"
-        _wait(self._pending[0][2])
+        finish(self._pending[0][2])
         self._acquired_at = time.perf_counter()
         self.stall_s += self._acquired_at - started
         if self.record is not None:
@@ -119,18 +119,13 @@ class LayerStream:
 
     def _rewind(self) -> None:
         for _, slot, futures in self._pending:
-            _drop(futures)
+            drop(futures)
             self._free.append(slot)
         self._free.extend(self._held.values())
         self._pending.clear()
         self._held.clear()
         self._next = 0
         self._refill()
-
-
-def _wait(futures: list[Future[None]]) -> None:
-    for future in futures:
-        future.result()
 
 
 def _tell_copy(record: Record, layer: int, asked_s: float, futures: list[Future[None]]) -> None:
@@ -147,10 +142,3 @@ def _tell_copy(record: Record, layer: int, asked_s: float, futures: list[Future[
 
 def _has_failed(futures: list[Future[None]]) -> bool:
     return any(future.done() and future.exception() is not None for future in futures)
-
-
-def _drop(futures: list[Future[None]]) -> None:
-    """Return once no reader touches the slot any more; what a dropped read would have reported no longer matters."""
-    for future in futures:
-        if not future.cancel():
-            future.exception()

@@ -2,14 +2,18 @@
 
 A slab that mirrors its file block by block is *direct*: it can be read with O_DIRECT straight into place. Tensors that
 must be regrouped (experts that the model wants fused) or that start at an odd offset make it *scattered*: the same
-reads go through a small bounce buffer. Invariant: pieces never leave the slab, and a parameter's bytes are covered
-exactly once.
+reads go through a small bounce buffer.
+
+The blocks that a direct slab mirrors begin before its first weight, and most files pad their headers to no more than 8
+bytes, so a weight may begin anywhere. A device, whose wide loads want 16 bytes and more, gets the slab from its first
+weight on. Invariant: pieces never leave the slab, and a parameter's bytes are covered exactly once.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from offload.checkpoint import ITEM_BYTES, Checkpoint, TensorEntry
@@ -58,6 +62,18 @@ class SlabLayout:
     slab_bytes: int
     is_direct: bool
 
+    @cached_property
+    def lead_bytes(self) -> int:
+        """What lies before the first weight, as far as weights of the widest type keep their own alignment without."""
+        placed = self.parameters.values()
+        widest = max((ITEM_BYTES[one.dtype] for one in placed), default=1)
+        return min((one.slab_lo for one in placed), default=0) // widest * widest
+
+    @property
+    def sent(self) -> slice:
+        """The part of the slab that a device gets."""
+        return slice(self.lead_bytes, self.slab_bytes)
+
 
 def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]) -> SlabLayout:
     """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else scattered."""
@@ -91,7 +107,7 @@ def group_by_layer(checkpoint: Checkpoint, num_layers: int) -> tuple[list[list[T
 
 def _direct(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]], entries: list[TensorEntry]) -> SlabLayout:
     pieces, base = [], 0
-    for shard, lo, hi in _runs(entries):
+    for shard, lo, hi in sorted(_runs(entries), key=lambda run: run[1] - run[2]):  # a device has the largest aligned
         pieces.append(Piece(shard, lo, hi, base + lo % BLOCK_BYTES))
         base += _aligned_span(lo, hi)
     placed = {}

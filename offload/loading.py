@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.arena import open_arena
-from offload.calibrate import copy_bytes_per_s, link_bytes_per_s
+from offload.card_link import card_link_bytes_per_s
 from offload.checkpoint import Checkpoint, read_json
 from offload.config import Sampling, parse_rate
 from offload.decode import Decoder
@@ -30,19 +30,19 @@ from offload.host_store import HostStore
 from offload.kernel_set import KernelSet
 from offload.kernels.jit import is_for_kernels
 from offload.layer_stream import LayerStream
+from offload.memory_plan import MemoryPlan, Tier
 from offload.model import BorrowedModel
 from offload.options import check_options
-from offload.plan import MemoryPlan, Tier, default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
+from offload.plan import default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.request import Request
 from offload.rules import Rule, find_rule
-from offload.survey import LOCAL_BYTES_PER_S, Situation, look_around, make_trees, pick_num_threads
+from offload.survey import Situation, look_around, make_trees, pick_num_threads
 from offload.target import Layers, Target
-from offload.text import load_tokenizer
+from offload.text import Tokenizer, load_tokenizer
 from offload.trees import Trees
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
 _HOST = torch.device("cpu")
-_LINK_BYTES = 64 << 20  # of one copy that measures the link to a card
 
 
 def load(
@@ -98,8 +98,8 @@ def load(
         if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
         _read_pair(pair, on_bytes)  # the first weights: what can be refused has been
-        plan, num_threads = _plan_tree(trees, pair, situation, plan_for)
-        choice = _pick_kernels(pair, plan, situation.sampling)
+        choice = _pick_kernels(pair, trees, plan_for, situation.sampling)
+        plan, num_threads = _plan_tree(trees, pair, situation, plan_for, choice.kernels)
         stream = _start_stream(pair, plan, on_bytes, resources)
         target = Target(pair.target, stream, plan, device=card, kernels=choice.kernels, on_layer=on_layer)
         return _assemble(
@@ -120,7 +120,7 @@ class _Pair(NamedTuple):
     target: BorrowedModel  # embeddings and head are bound
     draft: BorrowedModel | None  # all of it is
     store: HostStore  # of the target
-    tokenizer: Any | None
+    tokenizer: Tokenizer | None
     end_ids: frozenset[int]
     card: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
@@ -189,7 +189,7 @@ def _counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 
 
 def _plan_tree(
-    trees: Trees, pair: _Pair, situation: Situation, plan_for: Callable[[int], MemoryPlan]
+    trees: Trees, pair: _Pair, situation: Situation, plan_for: Callable[[int], MemoryPlan], kernels: KernelSet
 ) -> tuple[MemoryPlan, int]:
     """Settle the tree, and with it the memory plan and the number of compute threads."""
     if pair.card is not None and situation.threads is None:
@@ -197,7 +197,7 @@ def _plan_tree(
     num_threads = situation.threads
     if pair.draft is not None and trees.wish.kind == "auto":
         link = None if pair.card is None else partial(_link_to_card, pair, plan_for(1))
-        num_threads = look_around(trees, pair.target, pair.draft, pair.store, situation, link)
+        num_threads = look_around(trees, pair.target, pair.draft, pair.store, situation, link=link, kernels=kernels)
     plan = plan_for(trees.for_run(situation.sampling, situation.rule).shape.num_nodes)
     trees.settle(plan)
     num_threads = num_threads or pick_num_threads(pair.target, plan.num_nodes)
@@ -206,28 +206,20 @@ def _plan_tree(
 
 
 def _link_to_card(pair: _Pair, plan: MemoryPlan) -> float:
-    """Bytes per second at which streamed layers arrive: over the slower of the card's link and the disk behind it."""
     assert pair.card is not None, "there is a link to it"
-    if not plan.streamed_bytes:
-        return LOCAL_BYTES_PER_S
-    arena = open_arena(pair.card.place)
-    try:
-        seconds = plan.streamed_bytes / copy_bytes_per_s(pair.card, arena.allocate(_LINK_BYTES).array)
-    finally:
-        arena.close()
-    if plan.disk_streamed_bytes:
-        shard, limit = max(pair.store.paths, key=lambda path: path.stat().st_size), pair.store.rate_limit_bytes_per_s
-        seconds = max(seconds, plan.disk_streamed_bytes / link_bytes_per_s(shard, limit_bytes_per_s=limit))
-    return plan.streamed_bytes / seconds
+    limit_bytes_per_s = pair.store.rate_limit_bytes_per_s
+    return card_link_bytes_per_s(pair.card, plan, pair.store.paths, limit_bytes_per_s=limit_bytes_per_s)
 
 
-def _pick_kernels(pair: _Pair, plan: MemoryPlan, sampling: Sampling) -> KernelChoice:
-    """On a card those that are faster there than what runs without them; timed while most of it is still empty."""
+def _pick_kernels(pair: _Pair, trees: Trees, plan_for: Callable[[int], MemoryPlan], sampling: Sampling) -> KernelChoice:
+    """On a card those that are faster there than what runs without them; timed while most of it is still empty.
+
+    Before a tree is chosen, which should go by the times of these, hence at the size of the largest that may be.
+    """
     if pair.card is None or not is_for_kernels(pair.card.place):
         return NO_KERNELS
-    choice = choose_kernels(shapes_of(pair.target, plan, sampling), pair.card)
-    torch.cuda.empty_cache()  # slots will not fit into what the duels leave behind
-    return choice
+    plan = plan_for(trees.most_nodes)
+    return choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.card)
 
 
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> BorrowedModel:
@@ -289,6 +281,8 @@ def _start_stream(pair: _Pair, plan: MemoryPlan, on_bytes: Progress, resources: 
 
 
 def _device_stream(pair: _Pair, plan: MemoryPlan, card: Device, resources: ExitStack) -> DeviceStream:
+    if card.place.type == "cuda":
+        torch.cuda.empty_cache()  # slots will not fit into what was left behind by measuring
     arena = open_arena(card.place)
     resources.callback(arena.close)
     stream = DeviceStream(
@@ -304,7 +298,9 @@ def _device_stream(pair: _Pair, plan: MemoryPlan, card: Device, resources: ExitS
     return stream
 
 
-def _check_vocabulary(tokenizer: Any | None, draft: Checkpoint, target: BorrowedModel, drafter: BorrowedModel) -> None:
+def _check_vocabulary(
+    tokenizer: Tokenizer | None, draft: Checkpoint, target: BorrowedModel, drafter: BorrowedModel
+) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell."""
     draft_tokenizer = load_tokenizer(draft.directory)
     if tokenizer is not None and draft_tokenizer is not None:

@@ -1,5 +1,6 @@
 """What this machine has to give: memory (a container's limit included) and the thread count that computes fastest."""
 
+import ctypes
 import os
 import platform
 import time
@@ -36,6 +37,15 @@ def available_gpu_bytes(device: str) -> int:
     import torch
 
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
+
+
+def has_cuda_driver() -> bool:
+    """Whether there can be a CUDA device at all: known at once, where importing torch takes seconds."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def peak_rss_bytes() -> int:

@@ -13,6 +13,7 @@ from offload.model_shape import ModelShape
 
 MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
 MIN_SLOTS, WANTED_SLOTS = 2, 3
+NOISE_POSITIONS = 32  # whose noise is kept: a step needs one for every level of its tree
 DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
 
 
@@ -67,12 +68,7 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Exact bytes of the pinned arena: the slabs of the layers that are sent from there."""
-        return self.bytes_in(Tier.HOST)
-
-    @property
-    def host_streamed_bytes(self) -> int:
-        """Bytes that every sweep sends from the arena to the card."""
+        """Exact bytes of the pinned arena: the slabs of the layers that every sweep sends from there to the card."""
         return self.bytes_in(Tier.HOST)
 
     @property
@@ -83,7 +79,7 @@ class MemoryPlan:
     @property
     def streamed_bytes(self) -> int:
         """Bytes that every sweep moves to where layers are computed."""
-        return self.host_streamed_bytes + self.disk_streamed_bytes
+        return self.host_bytes + self.disk_streamed_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -179,7 +175,12 @@ def law_bytes(vocab_size: int, num_nodes: int) -> int:
     return 4 * vocab_size * (num_nodes - 1) + DRAW_BYTES if num_nodes > 1 else 0
 
 
+def noise_bytes(vocab_size: int) -> int:
+    """The noise that a sampler keeps, in float64."""
+    return 8 * vocab_size * NOISE_POSITIONS
+
+
 def activation_bytes(shape: ModelShape, num_rows: int, num_logits: int, context: int) -> int:
-    """Activations of the widest pass, its logits, and its mask in the largest form that attention makes of it."""
-    mask_bytes = 2 * num_rows * (context + num_rows)
-    return shape.row_bytes * num_rows + shape.logits_row_bytes * num_logits + mask_bytes
+    """Activations of the widest pass, its logits, and what it holds for every pair of a row and a position."""
+    num_pairs = num_rows * (context + num_rows)
+    return shape.row_bytes * num_rows + shape.logits_row_bytes * num_logits + shape.pair_bytes * num_pairs

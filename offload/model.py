@@ -97,7 +97,8 @@ class BorrowedModel:
 
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""
-        weights = {name: _view(slab, self.rest_layout, name) for name in self.rest_layout.parameters}
+        flat = torch.from_numpy(slab[self.rest_layout.sent])
+        weights = {name: _view(flat, self.rest_layout, name) for name in self.rest_layout.parameters}
         weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
         sent: dict[tuple[str, bool], Tensor] = {}
         for source, place in self._rest_places:
@@ -109,20 +110,22 @@ class BorrowedModel:
     def bind_layer(self, layer: int, slab: Slab) -> None:
         """Let a layer's parameters be views of `slab`, or copies where the compute type differs from the stored one.
 
-        A slab on another device than the model's is sent there. Views of a slab on a device are kept: slots are few.
+        Args:
+            slab: an array is one as a store fills it, and is sent where the model computes; a tensor holds what is
+                `sent` of one. Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):
-            flat = torch.from_numpy(slab).to(self.place)
-            self._bind(layer, self._views_of(layer, flat))
+            sent = torch.from_numpy(slab[self.layer_layouts[layer].sent]).to(self.place)
+            self._bind(layer, self._views_of(layer, sent))
             return
         key = (layer, slab.data_ptr())
         if key not in self._views:
             self._views[key] = self._views_of(layer, slab)
         self._bind(layer, self._views[key])
 
-    def _views_of(self, layer: int, slab: Tensor) -> dict[str, Tensor]:
+    def _views_of(self, layer: int, sent: Tensor) -> dict[str, Tensor]:
         layout = self.layer_layouts[layer]
-        return {name: _view(slab, layout, name) for name in self._layer_places[layer]}
+        return {name: _view(sent, layout, name) for name in self._layer_places[layer]}
 
     def _bind(self, layer: int, views: dict[str, Tensor]) -> None:
         for name, place in self._layer_places[layer].items():
@@ -197,8 +200,8 @@ class BorrowedModel:
     ) -> Logits:
         """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what is looked at.
 
-        What a family does to its logits (soft caps, scales) is left to its own forward pass: for a later chunk it runs
-        again behind a decoder that hands out what this one has computed.
+        What a family does to its logits (soft caps, scales) is left to its own forward pass. For a later chunk that
+        pass is called again, with a decoder that does nothing but hand out the hidden states that this call computes.
         """
         decoder, hidden = self.skeleton.get_decoder(), []
 
@@ -285,7 +288,7 @@ class BorrowedModel:
                     module._buffers[key] = buffer.to(place)
 
     def _sent(self, weight: Tensor, is_table: bool) -> Tensor:
-        """A weight where it is used; a table that stays behind is cut out of the slab, whose other parts leave."""
+        """A weight where it is used. A table that stays on the host is copied, so that the rest of its slab can go."""
         return weight.clone() if is_table else weight.to(self.place)
 
     def _bind_from(self, acquire: Callable[[int], Slab], index: int, *_: Any) -> None:
@@ -323,9 +326,9 @@ def _below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
 
 
-def _view(slab: Slab, layout: SlabLayout, name: str) -> Tensor:
+def _view(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
     """A parameter as a typed view of its bytes."""
-    dtype, shape, lo = layout.parameters[name]
-    whole = torch.from_numpy(slab) if isinstance(slab, np.ndarray) else slab
-    flat = whole[lo : lo + layout.parameters[name].num_bytes]
+    dtype, shape, slab_lo = layout.parameters[name]
+    lo = slab_lo - layout.lead_bytes
+    flat = sent[lo : lo + layout.parameters[name].num_bytes]
     return flat.view(_TORCH_DTYPES[dtype]).view(shape)

@@ -35,6 +35,7 @@ class ModelShape:
     kv_bytes_per_token: int
     row_bytes: int  # activations of one row of a forward pass
     logits_row_bytes: int
+    pair_bytes: int = 3  # of a row and a position that it may see: masks, and scores where a family keeps them
     vocab_size: int = 0
     cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
     table_bytes: int = 0  # of the rest, the embedding tables, of which a pass reads a few rows
@@ -72,6 +73,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes)) * item_bytes,
         row_bytes=_row_bytes(sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
+        pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),
         vocab_size=sizes.get("vocab_size", 0),
         cast_bytes=max(_cast_bytes(entries, dtype) for entries in layers),
         table_bytes=_rest_bytes(table, dtype),
@@ -145,6 +147,17 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
     feed_forward = sizes.get("intermediate_size", 4 * width) * sizes.get("num_experts_per_tok", 1)
     heads_width = sizes.get("num_attention_heads", 1) * head_dim(sizes)
     return item_bytes * (4 * width + 3 * feed_forward + 3 * heads_width) + 4 * 3 * width
+
+
+def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
+    """A mask for each kind of layer and the bits of the last one; scores of all heads where they are capped.
+
+    Attention that is fused has no scores. What caps them computes softmax in fp32, from a copy in fp32.
+    """
+    num_masks = 2 if config.get("sliding_window") else 1
+    is_capped = bool(config.get("attn_logit_softcapping"))
+    scores_bytes = sizes.get("num_attention_heads", 1) * (item_bytes + 8) if is_capped else 0
+    return num_masks * item_bytes + 1 + scores_bytes
 
 
 def _projected_kv_width(checkpoint: Checkpoint) -> int:

@@ -1,33 +1,40 @@
 """Will it fit, and how fast will it be: the answer of `offload plan`, for this machine or one that nobody here owns.
 
-Headers tell what lies where. Rates come from `--hardware`, or for this machine from the link, measured here and now,
-and from a profile of `offload tune` where one holds. What is not known is left out rather than guessed.
+Headers tell what lies where. Rates come from `--hardware`, or for this machine and the card that a run would take from
+the link, measured here and now, and from a profile of `offload tune` where one holds. What is not known is left out
+rather than guessed.
 
-No torch. Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link.
+No torch but where there is a card to ask. Invariant: no weights are fetched, and none are read but for the 0.3 s that
+measure the link.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from offload.calibrate import link_bytes_per_s
 from offload.checkpoint import Checkpoint, compute_dtype_name
 from offload.choose import DEPTHS, Forest, choose
-from offload.config import Sampling, drafting_of, require
+from offload.config import Sampling, drafting_of, format_bytes, require
 from offload.costs import Costs, Traffic
 from offload.errors import UserError
 from offload.hardware import Hardware, find_hardware
 from offload.headers import is_here, open_headers
+from offload.machine import has_cuda_driver
+from offload.memory_plan import MemoryPlan
 from offload.model_shape import model_shape
-from offload.plan import MemoryPlan, default_ram_bytes, plan_memory, ram_warning
+from offload.plan import default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.predict import Prediction, costs_on, is_disk_slower, predict, traffic_on
 from offload.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
 from offload.topology import DEFAULT_ACCEPTANCE, Growth, Shape, chain, check_acceptance, expected_tokens, isotonic
 from offload.tree_spec import TreeSpec, label_of, tree_to_fill
+
+if TYPE_CHECKING:  # it brings torch along, which other machines are planned without
+    from offload.device import Device
 
 _DEFAULT = "default acceptance, of a 16 M target and its 1 M draft writing code greedily"
 MAX_NODES = 1024  # of a tree that is chosen for a card
@@ -80,6 +87,7 @@ class Wish(NamedTuple):
     hardware: str | None = None
     profile: str | None = None
     tokens_per_sweep: float | None = None
+    device: str = "auto"
 
 
 class _Case(NamedTuple):
@@ -87,9 +95,21 @@ class _Case(NamedTuple):
 
     target: Checkpoint
     draft: Checkpoint | None
-    machine: Hardware | None
-    wish: Wish
+    machine: Hardware | None  # that was named
+    card: "Device | None"  # of this machine, that a run would take
+    wish: Wish  # with the budgets of this machine filled in
     tree: TreeSpec
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether no link of this machine and no profile made on it says anything."""
+        return self.machine is not None or (self.wish.gpu is not None and self.card is None)
+
+    @property
+    def computer(self) -> Machine:
+        """What a profile of this machine would be of."""
+        name = self.card.name if self.card else "cpu"
+        return Machine.here(compute_dtype_name(self.target, self.wish.dtype), name)
 
     def plan(self, num_nodes: int, *, with_draft: bool = True) -> MemoryPlan:
         """Memory for trees of so many nodes."""
@@ -114,10 +134,14 @@ class _Case(NamedTuple):
 def look_ahead(model: str, draft: str | None, wish: Wish) -> Outlook:
     """Plan and predict. Raises `UserError` for whatever does not fit or cannot be read."""
     machine = find_hardware(wish.hardware) if wish.hardware else None
-    if machine is None and wish.ram is None:
-        wish = wish._replace(ram=default_ram_bytes())  # asked once: what is free changes while trees are compared
     files = open_headers(model), None if draft is None else open_headers(draft)
-    case = _Case(*files, machine, wish, tree_to_fill(wish.tree, wish.rule, has_draft=draft is not None))
+    tree, card = tree_to_fill(wish.tree, wish.rule, has_draft=draft is not None), _find_card(wish)
+    # What is free is asked once: it changes while trees are compared.
+    if machine is None and wish.ram is None:
+        wish = wish._replace(ram=default_ram_bytes())
+    if card is not None and wish.gpu is None:
+        wish = wish._replace(gpu=default_gpu_bytes(str(card.place)))
+    case = _Case(*files, machine, card, wish, tree)
     _check(case)
     plan = case.plan(case.tree.num_nodes)  # refuses before the link is measured
     profile, basis = _profile(case)
@@ -126,9 +150,26 @@ def look_ahead(model: str, draft: str | None, wish: Wish) -> Outlook:
         return Outlook(plan, machine, _measured_link(case), (), basis, _notes(case))
     forest = _forest(profile, costs, case)
     predictions = _predictions(case, costs, forest)
-    plan = case.plan(predictions[-1].topology.num_nodes)
+    plan = case.plan(predictions[-1].shape.num_nodes)
     basis = "tokens per sweep as given" if wish.tokens_per_sweep else basis
     return Outlook(plan, machine, costs.link_bytes_per_s, predictions, basis, _notes(case, predictions, forest))
+
+
+def _find_card(wish: Wish) -> "Device | None":
+    """The card of this machine that a run would take; none for other machines, and for a budget on a card elsewhere."""
+    if wish.hardware is not None:
+        if wish.device != "auto":
+            raise UserError(f"--device {wish.device} is of this machine, --hardware names another: give one of them")
+        return None
+    if (wish.device == "auto" and not has_cuda_driver()) or (wish.device == "cpu" and wish.gpu is None):
+        return None
+    from torch import cuda
+
+    from offload.device import open_device
+
+    if wish.device == "auto" and wish.gpu is not None and not cuda.is_available():
+        return None
+    return open_device(wish.device, wish.gpu)
 
 
 def _check(case: _Case) -> None:
@@ -149,10 +190,9 @@ def _profile(case: _Case) -> tuple[Profile | None, str]:
         return None, _DEFAULT
     if named is not None:
         return _named_profile(case, Path(named), is_checked=is_open), f"acceptance of {named}"
-    if case.machine is not None or case.wish.gpu is not None or not is_open:
+    if case.is_elsewhere or not is_open:
         return None, _DEFAULT
-    machine = Machine.here(compute_dtype_name(case.target, case.wish.dtype))
-    profile, where = find_profile(Identity.of(case.target, case.draft, Sampling(), case.wish.rule, machine))
+    profile, where = find_profile(Identity.of(case.target, case.draft, Sampling(), case.wish.rule, case.computer))
     return profile, f"profile {where}" if profile else where
 
 
@@ -161,7 +201,7 @@ def _named_profile(case: _Case, path: Path, *, is_checked: bool) -> Profile:
     profile = parse_profile(path)
     if is_checked:
         own = profile.identity
-        here = Machine.here(compute_dtype_name(case.target, case.wish.dtype)) if case.machine is None else own.machine
+        here = case.computer if case.machine is None else own.machine
         sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
         assert case.draft is not None, "a profile is of two models"
         return read_profile(path, Identity.of(case.target, case.draft, sampling, case.wish.rule, here))
@@ -179,15 +219,19 @@ def _costs(case: _Case, profile: Profile | None) -> Costs | None:
 
 
 def _measured_link(case: _Case) -> float | None:
-    if case.machine is not None or case.wish.gpu is not None or not is_here(case.target):
+    if case.is_elsewhere or not is_here(case.target):
         return None
+    if case.card is not None:
+        from offload.card_link import card_link_bytes_per_s
+
+        return card_link_bytes_per_s(case.card, case.plan(case.tree.num_nodes), case.target.shards)
     return link_bytes_per_s(max(case.target.shards, key=lambda path: path.stat().st_size))
 
 
 def _forest(profile: Profile | None, costs: Costs, case: _Case) -> Forest:
     """The trees to choose from; here none is larger than what was timed, unless it was named."""
     max_nodes = MAX_NODES if case.machine else costs.compute_s.sizes[-1]
-    max_nodes = max(max_nodes, case.tree.a if case.tree.kind == "grown" else 1)
+    max_nodes = max(max_nodes, case.tree.count if case.tree.kind == "grown" else 1)
     if profile is None:
         return Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max_nodes)
     return Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, max_nodes, profile.grown)
@@ -231,7 +275,7 @@ def _best(case: _Case, costs: Costs, forest: Forest) -> Guess:
 
 def _named(case: _Case, forest: Forest) -> Guess:
     """The tree that was named, with the tokens that were given for it or that follow from what is known."""
-    kind, size = case.tree.kind, (case.tree.a, case.tree.b)
+    kind, size = case.tree.kind, (case.tree.count, case.tree.depth)
     tree = forest.tree(*size) if kind == "best" else None
     shape = case.tree.build() if tree is None else tree
     if case.wish.tokens_per_sweep is not None:
@@ -250,8 +294,17 @@ def _notes(case: _Case, predictions: Sequence[Prediction] = (), forest: Forest |
     warning = ram_warning(case.wish.ram) if case.machine is None and case.wish.ram is not None else None
     absent = None if case.machine or is_here(case.target) else "the weights are not here: their link was not measured"
     is_guess = forest is not None and not forest.counted and case.wish.tokens_per_sweep is None
-    grown = _AS_FIXED if is_guess and any(isinstance(row.topology, Growth) for row in predictions) else None
-    return tuple(note for note in (warning, absent, grown) if note)
+    grown = _AS_FIXED if is_guess and any(isinstance(row.shape, Growth) for row in predictions) else None
+    return tuple(note for note in (_card_note(case), warning, absent, grown) if note)
+
+
+def _card_note(case: _Case) -> str | None:
+    """Which card this is about, and how much of it."""
+    if case.card is None:
+        return None
+    gpu_bytes = case.plan(1).gpu_bytes
+    assert gpu_bytes is not None, "a plan for a card has a budget on it"
+    return f"{case.card.place} is a {case.card.name}, {format_bytes(gpu_bytes)} of it to use; --device cpu does without"
 
 
 _AS_FIXED = (

@@ -21,6 +21,7 @@ from offload.memory_plan import (
     activation_bytes,
     draft_bytes,
     law_bytes,
+    noise_bytes,
     spread,
 )
 from offload.model_shape import ModelShape, config_sizes, model_shape, text_config
@@ -92,7 +93,9 @@ def make_plan(
         "draft_bytes": draft_bytes(draft, context, num_nodes) if draft else 0,
         "law_bytes": law_bytes(target.vocab_size, num_nodes) if keeps_laws else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + prompt_rows),
-        "activation_bytes": activation_bytes(target, prompt_rows + num_nodes, num_nodes, context) + target.cast_bytes,
+        "activation_bytes": activation_bytes(target, prompt_rows + num_nodes, num_nodes, context)
+        + target.cast_bytes
+        + noise_bytes(target.vocab_size),
     }
     left_bytes, slot_bytes, layers = ram_bytes - sum(fixed.values()), max(target.layer_bytes), target.layer_bytes
     if left_bytes >= sum(layers):

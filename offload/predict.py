@@ -26,7 +26,7 @@ class Prediction(NamedTuple):
     """What decoding with one tree will cost."""
 
     label: str  # as `--tree` names it
-    topology: Shape  # or the bounds of a grown tree
+    shape: Shape
     tokens_per_sweep: float
     step: StepTime
     is_disk_slower: bool  # than the link to the card
@@ -45,7 +45,7 @@ class Prediction(NamedTuple):
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
-        tree = {"tree": self.label, "num_nodes": self.topology.num_nodes, "depth": self.topology.depth}
+        tree = {"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth}
         figures = {"tokens_per_sweep": self.tokens_per_sweep, "s_per_token": self.s_per_token, "limit": self.limit}
         return {**tree, **figures, **self.step._asdict(), "step_s": self.step.total_s}
 
@@ -54,13 +54,13 @@ def predict(
     label: str,
     costs: Costs,
     traffic: Traffic,
-    topology: Shape,
+    shape: Shape,
     tokens_per_sweep: float,
     *,
     is_disk_slower: bool = False,
 ) -> Prediction:
     """One tree on one machine; the last argument only names the slower link."""
-    return Prediction(label, topology, tokens_per_sweep, step_time(costs, traffic, topology), is_disk_slower)
+    return Prediction(label, shape, tokens_per_sweep, step_time(costs, traffic, shape), is_disk_slower)
 
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:

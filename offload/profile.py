@@ -182,8 +182,11 @@ def write_atomically(path: Path, text: str) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, path)
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offload.sampling import require_number
 from offload.topology import Ints, Topology
 
 Floats = NDArray[np.float64]
@@ -70,7 +71,11 @@ class Proposals:
         self.law_EV[torch.from_numpy(self.row_N[node_W]).to(self.law_EV.device)] = law_WV
 
     def offers(self, parent: int, children: Sequence[int], tokens: Sequence[int]) -> Iterator[Offer]:
-        """The children of `parent` in the order of their draws, which ends early where no token was left to draw."""
+        """The children of `parent` in the order of their draws, which ends early where no token was left to draw.
+
+        Raises:
+            UserError: the law that they were drawn from is not made of numbers.
+        """
         row = int(self.row_N[parent])
         full_V = None if row < 0 else _normalised(self.law_EV[row].double().cpu().numpy())
         for rank, (child, token) in enumerate(zip(children, tokens, strict=True)):
@@ -96,5 +101,5 @@ def _without(law_V: Floats, tokens: list[int]) -> Floats:
 
 
 def _normalised(law_V: Floats) -> Floats:
-    """`law_V` divided by its sum; zeros stay zeros."""
-    return law_V / (law_V.sum() or 1.0)
+    """`law_V` divided by its sum; zeros stay zeros. Raises `UserError` for NaN."""
+    return law_V / (require_number(law_V.sum()) or 1.0)

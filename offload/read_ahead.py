@@ -15,6 +15,7 @@ import numpy as np
 from offload.arena import HostBuffer
 from offload.device import Device, Event
 from offload.errors import ReadError
+from offload.host_store import drop, finish
 from offload.layout import SlabLayout
 
 Read = Callable[[SlabLayout, np.ndarray], list[Future[None]]]
@@ -56,8 +57,7 @@ class ReadAhead:
             raise started
         layer, buffer, futures = started
         try:
-            for future in futures:
-                future.result()
+            finish(futures)
         except CancelledError:
             raise ReadError("reading ahead was stopped") from None
         return Filled(layer, buffer)
@@ -89,10 +89,3 @@ class ReadAhead:
                 self._filling.put((layer, buffer, futures))
         except BaseException as error:
             self._filling.put(error)
-
-
-def drop(futures: Iterable[Future[None]]) -> None:
-    """Return once no reader touches its slab any more; what a dropped read would have reported no longer matters."""
-    for future in futures:
-        if not future.cancel():
-            future.exception()

@@ -6,12 +6,11 @@ tokenizer and the number of positions known, and no weight read, there is nothin
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any
 
-from offload.config import Sampling, require
+from offload.config import Sampling, require, whole_number
 from offload.errors import UserError
-from offload.text import encode_messages, encode_prompt
+from offload.text import Tokenizer, encode_messages, encode_prompt
 
 Message = Mapping[str, str]  # role (system, user, assistant) and content
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -40,29 +39,32 @@ class Request:
         """All stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def ids(self, tokenizer: Any | None, vocab_size: int, context: int) -> list[int]:
+    def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int) -> list[int]:
         """Token ids of the prompt; nothing about the request is wrong then.
 
         Args:
             context: positions that there is room for.
 
         Raises:
-            UserError: no room for prompt and new tokens, an empty stop string, or whatever `encode` refuses.
+            UserError: no room for prompt and new tokens, a stop string that is empty or has no text to be looked for
+                in, or whatever `encode` refuses.
         """
         if "" in self.stops:
             raise UserError("a stop string must not be empty, got '': leave it out")
-        rule = "the number of new tokens must be 0 or more"
-        require(self.max_new_tokens >= 0, rule, self.max_new_tokens, "0 writes nothing")
+        if self.stops and tokenizer is None:
+            raise UserError("a stop string is looked for in text, and this checkpoint has no tokenizer: leave it out")
+        num_new = whole_number(self.max_new_tokens, "the number of new tokens")
+        require(num_new >= 0, "the number of new tokens must be 0 or more", num_new, "0 writes nothing")
         ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
-        if len(ids) + self.max_new_tokens > context:
+        if len(ids) + num_new > context:
             raise UserError(
-                f"a prompt of {len(ids)} tokens and {self.max_new_tokens} new ones exceed the context of "
+                f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "
                 f"{context}: raise --context, shorten the prompt or lower -n"
             )
         return ids
 
 
-def encode(tokenizer: Any | None, prompt: Prompt | None, vocab_size: int, *, raw: bool = False) -> list[int]:
+def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *, raw: bool = False) -> list[int]:
     """Token ids of a prompt, checked. Raises `UserError`."""
     if not isinstance(prompt, str) and not _are_messages(prompt):
         ids = _whole_numbers(prompt)
@@ -86,8 +88,8 @@ def encode(tokenizer: Any | None, prompt: Prompt | None, vocab_size: int, *, raw
 
 def _whole_numbers(prompt: Any) -> list[int]:
     try:
-        return [index(token) for token in prompt]
-    except TypeError:
+        return [whole_number(token, "a token id") for token in prompt]
+    except (TypeError, UserError):
         raise UserError(
             f"a prompt must be text, messages or token ids, got {prompt!r:.80}: give a str or whole numbers"
         ) from None

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from offload.config import format_bytes
 from offload.duel import Outcome, verdicts
-from offload.plan import MemoryPlan, Tier
+from offload.memory_plan import MemoryPlan, Tier
 from offload.stats import Stats
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it

@@ -13,16 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-from offload.calibrate import link_bytes_per_s
+from offload.calibrate import LOCAL_BYTES_PER_S, link_bytes_per_s
 from offload.checkpoint import Checkpoint, compute_dtype_name
 from offload.config import Sampling, drafting_of
 from offload.costs import Costs, Traffic
 from offload.drafters.lm import ModelDrafter
 from offload.errors import UserError
 from offload.host_store import HostStore
+from offload.kernel_set import TWINS, KernelSet
 from offload.machine import fastest_num_threads
+from offload.memory_plan import MemoryPlan
 from offload.model import BorrowedModel
-from offload.plan import MemoryPlan
 from offload.probe import MAX_PROBE_NODES, draft_curve, sweep_curve
 from offload.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.sampling import Sampler
@@ -30,7 +31,6 @@ from offload.tree_spec import TreeSpec
 from offload.trees import FindProfile, Trees
 
 _TYPICAL_NODES = 64
-LOCAL_BYTES_PER_S = 1e12  # of a link that nothing passes over
 _PROBE_PROMPT = 32  # committed tokens that the draft is timed behind
 _LINK_S = 0.3
 
@@ -79,7 +79,9 @@ def look_around(
     draft: BorrowedModel,
     store: HostStore,
     situation: Situation,
+    *,
     link: Callable[[], float] | None = None,
+    kernels: KernelSet = TWINS,
 ) -> int:
     """Find out what an automatic choice needs to know, and tell `trees`; returns the number of compute threads.
 
@@ -87,6 +89,7 @@ def look_around(
         target: embeddings and head are bound, no layer borrows yet.
         store: of the target.
         link: measures the bytes per second that layers arrive with; None measures the disk.
+        kernels: that the run will compute with.
     """
     profile, _ = trees.find(situation.sampling, situation.rule)
     num_threads = situation.threads or (profile.num_threads if profile else pick_num_threads(target, _TYPICAL_NODES))
@@ -94,8 +97,9 @@ def look_around(
     trees.num_threads, trees.link_bytes_per_s = num_threads, link() if link else _link_bytes_per_s(trees, store)
     if profile is None or profile.num_threads != num_threads:
         slab = store.fetch(target.layer_layouts[0])
-        drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_PROBE_NODES)
-        sampler = Sampler(situation.sampling, target.vocab_size, drafting_of(situation.rule))
+        target.attend_with(kernels.tree_attention)
+        drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_PROBE_NODES, kernels)
+        sampler = Sampler(situation.sampling, target.vocab_size, drafting_of(situation.rule), kernels)
         trees.costs = Costs(
             compute_s=sweep_curve(target, slab),
             draft_step_s=draft_curve(drafter, sampler, [0] * _PROBE_PROMPT),

@@ -12,8 +12,8 @@ from offload.kernel_set import TWINS, KernelSet
 from offload.kv_cache import KVCache
 from offload.layer_stream import Record
 from offload.logits import Logits
+from offload.memory_plan import MemoryPlan
 from offload.model import BorrowedModel, Slab
-from offload.plan import MemoryPlan
 from offload.tree import TokenTree, ancestors
 
 
@@ -79,7 +79,6 @@ class Target:
         self._cache = KVCache(model.num_layers, plan.cache_slots, kernels.kv_commit)
         self._num_pending = 0
         self._device, self._on_layer = device, on_layer
-        self.num_sweeps = 0
         model.borrow_layers(stream.acquire, self._release)
         model.attend_with(kernels.tree_attention)
 
@@ -132,11 +131,9 @@ class Target:
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int) -> Logits:
         self.stream.begin_sweep()
         position_T = (offset_T + self._cache.length).clamp(max=self._last_position)
-        logits = self._model.score(
+        return self._model.score(
             token_T, position_T, sees_TT, self._cache, num_logits=num_logits, max_rows=self._max_logits
         )
-        self.num_sweeps += 1
-        return logits
 
     def _release(self, layer: int) -> None:
         self.stream.release(layer)

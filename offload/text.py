@@ -1,8 +1,8 @@
 """Between text and tokens: prompts in, pieces of text out as tokens are accepted, stop strings in between."""
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from offload.errors import UserError, reason
 
@@ -10,7 +10,31 @@ _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _CONTEXT_TOKENS = 8  # decoded before the new ones, because some tokenizers glue or drop a leading space
 
 
-def load_tokenizer(directory: os.PathLike[str] | str) -> Any | None:
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer of transformers."""
+
+    chat_template: str | None
+
+    def __call__(self, text: str) -> Mapping[str, list[int]]:
+        """`input_ids` of a text."""
+        ...
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool
+    ) -> Mapping[str, list[int]]:
+        """`input_ids` of a conversation."""
+        ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        """The text of these tokens."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """The id of every token."""
+        ...
+
+
+def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     """The checkpoint's tokenizer, or None where it ships none. Raises `UserError` for one that cannot be read."""
     from transformers import AutoTokenizer
 
@@ -18,14 +42,15 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Any | None:
     if not any(os.path.isfile(os.path.join(directory, name)) for name in names):
         return None
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        found: Tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return found
     except Exception as error:  # the parser behind it raises nothing more specific
         raise UserError(
             f"cannot read the tokenizer in {directory} ({reason(error)}): download its files again"
         ) from None
 
 
-def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:
     """Token ids of a prompt, in the model's chat template where it has one, unless `raw`."""
     if not prompt:
         raise UserError("the prompt is empty: give some text with -p, -f or on standard input")
@@ -34,7 +59,7 @@ def encode_prompt(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int
     return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with --raw")
 
 
-def encode_messages(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
     """Token ids of a conversation up to where the model has to answer. Raises `UserError` without a chat template."""
     if not tokenizer.chat_template:
         raise UserError(
@@ -43,7 +68,7 @@ def encode_messages(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]
     return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn")
 
 
-def _in_template(tokenizer: Any, messages: list[dict[str, str]], remedy: str) -> list[int]:
+def _in_template(tokenizer: Tokenizer, messages: list[dict[str, str]], remedy: str) -> list[int]:
     try:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
     except Exception as error:  # a template is a program and fails as programs do
@@ -56,7 +81,7 @@ class TextStream:
     A piece is handed out once its characters are complete and once no stop string can begin inside it.
     """
 
-    def __init__(self, tokenizer: Any | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._context_text = self._decode([]).rstrip(_REPLACEMENT)  # a character that the prompt begins is new text
@@ -65,11 +90,12 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> tuple[str, bool]:
         """Take new tokens; returns the piece that has become certain and whether a stop string was reached."""
+        num_before = len(self._tokens)
         self._tokens += tokens
         whole = self.whole()
         if not any(stop in whole for stop in self._stop):
             return self._hand_out(self._certain(whole)), False
-        self._tokens = self.tokens_until_stop()  # a burst may hold several stops: the first one to be complete counts
+        self._cut_at_stop(num_before)
         whole = self.whole()
         return self._hand_out(whole[: min(whole.find(stop) for stop in self._stop if stop in whole)]), True
 
@@ -81,13 +107,18 @@ class TextStream:
         """All text so far, what is still held back included."""
         return self._text_of(self._tokens)
 
-    def tokens_until_stop(self) -> list[int]:
-        """The fewest of the pushed tokens whose text contains a stop string: later ones were accepted in vain."""
-        for count in range(1, len(self._tokens) + 1):
+    @property
+    def tokens(self) -> list[int]:
+        """The pushed ones, no further than the token that completed a stop string: later ones were accepted in vain."""
+        return list(self._tokens)
+
+    def _cut_at_stop(self, num_before: int) -> None:
+        """Of a burst that holds several stop strings the first one to be complete counts; none was before the burst."""
+        for count in range(num_before + 1, len(self._tokens)):
             text = self._text_of(self._tokens[:count])
             if any(stop in text for stop in self._stop):
-                return self._tokens[:count]
-        return self._tokens
+                del self._tokens[count:]
+                return
 
     def _hand_out(self, certain: str) -> str:
         piece = certain[len(self.text) :]
@@ -108,4 +139,6 @@ class TextStream:
     def _decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        return str(self._tokenizer.decode([*self._context, *tokens], skip_special_tokens=True))
+        ids = [*self._context, *tokens]
+        # Some tokenizers would drop spaces before punctuation afterwards: the text would change behind what was shown.
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -2,8 +2,8 @@
 
 Sequoia (2402.12374, section 3.1): a verifier accepts the child of rank k with chance p[k], whatever its position, so a
 node is reached with f(v) = product of p[rank] along its path and a sweep yields F(T) = sum of f over the nodes. For a
-non-increasing p the n best scores *are* the best tree, found by a heap or, for all sizes and depths at once, by level
-lists; for any other p the paper's dynamic program stays exact. Nothing here knows a model, a token or a device.
+non-increasing p the n best scores *are* the best tree, found by a heap; for any other p the paper's dynamic program
+stays exact. Nothing here knows a model, a token or a device.
 
 Invariant: the root is node 0, it counts as a node (its row yields the bonus token), and nodes stand in level order: by
 depth, then by parent, then by rank. Depth counts edges from the root, which is the number of draft steps.
@@ -163,7 +163,7 @@ def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
     and "previous sibling of". Ties go to the shallower node, which costs fewer draft steps. Where fewer nodes fit
     under `max_depth`, all that fit are taken. Raises `UserError` where `p` rises.
     """
-    ranks = _check_non_increasing(p, "isotonic(p) smooths it, optimal(p, ...) takes it as it is").tolist()
+    ranks = _check_non_increasing(p).tolist()
     _check_sizes(num_nodes, max_depth)
     scores: list[float] = []
     parents: list[int] = []
@@ -216,38 +216,6 @@ def optimal(p: AcceptanceVector, num_nodes: int, max_depth: int | None = None) -
     return Topology.from_parents(_rebuild(sizes_D, num_nodes, deepest))
 
 
-def expected_tokens_table(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Floats:
-    """G(n, d) as `G_ND`: F of the best tree of n nodes and at most d draft steps, for every n and d at once.
-
-    Indexed [n, d] with n in 0..num_nodes and d in 0..max_depth. Row 0 is -inf, so that no argmax ever picks it; where
-    fewer than n nodes exist within d steps, the value of the largest tree goes on. `p` must be non-increasing.
-
-    A node among the N best of its level has its parent among the N best of the level above, so a level is the N
-    largest of outer(level above, p).
-    """
-    p_K = _check_non_increasing(p, "isotonic(p) smooths it, dp_table(p, ...) takes it as it is")
-    _check_sizes(num_nodes, max_depth)
-    G_ND = np.full((num_nodes + 1, max_depth + 1), -np.inf)
-    level_N = best_N = np.ones(1)
-    for depth in range(max_depth + 1):
-        total_N = np.cumsum(best_N)
-        G_ND[1 : total_N.size + 1, depth] = total_N
-        G_ND[total_N.size + 1 :, depth] = total_N[-1]
-        level_N = _next_level(level_N, p_K, num_nodes)
-        best_N = _largest(np.concatenate([best_N, level_N]), num_nodes)
-    return G_ND
-
-
-def dp_table(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Floats:
-    """`expected_tokens_table` for ANY `p`, by the exact dynamic program (Alg. 5): same indices, same conventions."""
-    p_K = check_acceptance(p)
-    _check_sizes(num_nodes, max_depth)
-    deepest = min(max_depth, num_nodes - 1)
-    value_DN, _ = _fill_depths(p_K, num_nodes, deepest)
-    G_DN = np.maximum.accumulate(value_DN, axis=1)  # fills the sizes that do not exist
-    return np.pad(G_DN, ((0, max_depth - deepest), (0, 0)), mode="edge").T.copy()
-
-
 def chain(length: int) -> Topology:
     """One path of `length` draft tokens, 1 + length nodes (Leviathan et al.); `chain(0)` is the root alone."""
     require(length >= 0, "a chain's length must be 0 or more", length, "0 decodes without speculation")
@@ -272,30 +240,19 @@ def _check_sizes(num_nodes: int, max_depth: int) -> None:
     require(max_depth >= 0, "max_depth must be 0 or more", max_depth, "0 is the root alone, no speculation")
 
 
-def _check_non_increasing(p: AcceptanceVector, remedy: str) -> Floats:
+def _check_non_increasing(p: AcceptanceVector) -> Floats:
     p_K = check_acceptance(p)
     for k in np.flatnonzero(np.diff(p_K) > 0)[:1].tolist():
-        rise = f"p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = {p_K[k + 1]:.6g}"
-        raise UserError(f"best-first needs a non-increasing acceptance vector, got {rise}: {remedy}")
+        raise UserError(
+            f"best-first needs a non-increasing acceptance vector, got p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = "
+            f"{p_K[k + 1]:.6g}: isotonic(p) smooths it, optimal(p, ...) takes it as it is"
+        )
     return p_K
 
 
 def _ranks(parent_N: Ints) -> Ints:
     """Distance from the first sibling, given that siblings are consecutive."""
     return np.arange(parent_N.size) - np.searchsorted(parent_N, parent_N)
-
-
-def _largest(values: Floats, count: int) -> Floats:
-    """The `count` largest, in falling order."""
-    return -np.sort(-values)[:count]
-
-
-def _next_level(level_N: Floats, p_K: Floats, num_nodes: int) -> Floats:
-    """The N largest of outer(level_N, p_K), both falling.
-
-    Entry (i, k) has (i + 1)(k + 1) - 1 others no smaller, so N log K candidates are enough instead of N K.
-    """
-    return _largest(np.concatenate([level_N[: num_nodes // (k + 1)] * p for k, p in enumerate(p_K)]), num_nodes)
 
 
 def _largest_size(num_ranks: int, max_depth: int, num_nodes: int) -> int:

@@ -65,7 +65,7 @@ def children_of(topology: Topology) -> list[list[int]]:
     return children
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)  # of N x N; the one tree of a run comes again and again, grown ones never do
 def ancestors(topology: Topology) -> Tensor:
     """Bool (N, N): entry (i, j) tells whether node j lies on the path from the root to node i, i included."""
     ancestor_NN = torch.eye(topology.num_nodes, dtype=torch.bool)

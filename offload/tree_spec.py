@@ -29,39 +29,41 @@ _IN_WORDS = "auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
 
 @dataclass(frozen=True, slots=True)
 class TreeSpec:
-    """A tree as the user named it, not yet built: what `a` and `b` mean depends on the kind."""
+    """A tree as the user named it, not yet built."""
 
     kind: TreeKind
-    a: int = 0  # best, grown: nodes; chain: length; sequences: count
-    b: int = 0  # best, grown: most draft steps; sequences: length
+    count: int = 1  # of nodes for best and grown, of sequences for the others: a chain is one
+    depth: int = 0  # at most, in draft steps
 
     @property
     def num_nodes(self) -> int:
         """The most nodes the built tree can have, known before any acceptance vector is."""
-        sizes = {"auto": AUTO_NODES, "best": self.a, "grown": self.a}
-        sizes |= {"chain": 1 + self.a, "sequences": 1 + self.a * self.b}
-        return sizes.get(self.kind, 1)
+        match self.kind:
+            case "auto":
+                return AUTO_NODES
+            case "best" | "grown":
+                return self.count
+            case "none" | "chain" | "sequences":
+                return 1 + self.count * self.depth
 
     def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Shape:
         """The shape; `none` is the root alone. Raises `UserError` where best-first meets a `p` that rises."""
         match self.kind:
             case "auto":
                 return best_first(p, AUTO_NODES, AUTO_DEPTH)
-            case "none":
-                return chain(0)
+            case "none" | "chain":
+                return chain(self.depth)
             case "best":
-                return best_first(p, self.a, self.b)
+                return best_first(p, self.count, self.depth)
             case "grown":
-                return Growth(self.a, min(self.b, self.a - 1))
-            case "chain":
-                return chain(self.a)
+                return Growth(self.count, min(self.depth, self.count - 1))
             case "sequences":
-                return sequences(self.a, self.b)
+                return sequences(self.count, self.depth)
 
     def check_rule(self, rule: str) -> None:
         """Refuse a rule that needs a tree whose growth looks at no token that was drawn. Raises `UserError`."""
         if self.kind == "grown" and drafting_of(rule).keeps_laws:
-            size = f"{self.a}x{self.b}"
+            size = f"{self.count}x{self.depth}"
             raise UserError(
                 f"--tree grown:{size} looks at the tokens it proposes and rule {rule} is exact only without that: "
                 f"use --tree {size} or --rule match"
@@ -80,7 +82,7 @@ def parse_tree(text: str) -> TreeSpec:
     for kind, form in _TREE_FORMS.items():
         if match := re.fullmatch(form, text, re.ASCII):
             numbers = [int(group) for group in match.groups()]
-            spec = TreeSpec(kind, *numbers)
+            spec = TreeSpec(kind, *(1, *numbers)[-2:])
             rule = f"--tree must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
             require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try --tree 64x16")
             return spec

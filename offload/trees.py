@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from offload.choose import DEPTHS, Candidate, Forest, choose
+from offload.choose import DEPTHS, SIZES, Candidate, Forest, choose
 from offload.config import Sampling, drafting_of
 from offload.costs import Costs, Traffic
 from offload.errors import UserError
-from offload.plan import MemoryPlan
+from offload.memory_plan import MemoryPlan
 from offload.profile import Profile
 from offload.topology import (
     DEFAULT_ACCEPTANCE,
@@ -67,11 +67,11 @@ class Trees:
     Attributes:
         wish: what `load` was asked for.
         find: looks a profile up.
-        traffic_of: what sweeps move; before memory is planned, by what would be planned.
+        traffic_of: what a sweep moves with trees of so many nodes; once memory is planned, what that plan moves.
         link_bytes_per_s: measured just now; disks drift, so a profile's own figure may be old.
         costs: measured at start, for runs without a profile; None where nothing was measured.
         num_threads: that this run computes with.
-        context: positions that there is room for, which no tree may be as deep as; None where that is not known yet.
+        context: positions that there is room for: a tree must be less deep; None where that is not known yet.
     """
 
     wish: TreeSpec
@@ -89,6 +89,14 @@ class Trees:
         self.find(sampling, rule)
         if self.wish.kind != "auto":
             self.for_run(sampling, rule)
+
+    @property
+    def most_nodes(self) -> int:
+        """Of the tree that memory will be planned for; of one that is yet to be chosen the most that it may have."""
+        if self.wish.kind != "auto":
+            return self.wish.num_nodes
+        sizes = (size for size in reversed(SIZES) if size <= AUTO_MAX_NODES)
+        return next((size for size in sizes if self.traffic_of(size) is not None), 1)
 
     def settle(self, plan: MemoryPlan) -> None:
         """Memory is planned: from now on no tree may be larger than that."""
@@ -151,7 +159,7 @@ class Trees:
         profile, note = self.find(sampling, rule)
         if profile is None:
             return TreeChoice(spec.build(), f"default acceptance, {note}")
-        topology, how = tree_for(profile.acceptance, spec.a, spec.b)
+        topology, how = tree_for(profile.acceptance, spec.count, spec.depth)
         return TreeChoice(topology, f"acceptance of {profile.num_tokens} traced tokens{how}")
 
     def _default(self) -> Topology:

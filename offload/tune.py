@@ -9,7 +9,7 @@ Invariant: a tune that is interrupted goes on behind its last finished window, a
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from offload.choose import Candidate, Forest, best_smoothing, choose
 from offload.config import Sampling, drafting_of
 from offload.costs import Costs, Traffic
 from offload.decode import Decoder
-from offload.device import open_device
+from offload.device import Device, open_device
 from offload.errors import UserError
 from offload.headers import fetch
 from offload.loading import load
@@ -115,10 +115,10 @@ def tune(
     """
     read = [read_text(path) for path in texts]
     told = {name: options[name] for name in ("ram", "threads", "dtype") if options.get(name) is not None}
-    wish, card = check_options(True, tree or "auto", rule, **told), open_device("auto")
+    wish = check_options(True, tree or "auto", rule, **told)
+    card = open_device(options.get("device", "auto"), options.get("gpu_memory"))
     require_writable(profiles_folder())
-    limits = {"ram": options.get("ram"), "dtype": options.get("dtype", "auto"), "rule": rule}
-    room = _Room([wish.num_nodes] if tree else SIZES, {**limits, "device": str(card.place) if card else "cpu"})
+    room = _Room([wish.num_nodes] if tree else SIZES, _limits(card, rule, options))
     target, small = fetch([model, draft], room.largest)
     files = target, small
     windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
@@ -144,6 +144,17 @@ def tune(
     largest, is_grown = costs.compute_s.sizes[-1], not drafting_of(rule).keeps_laws
     forest = Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, largest, profile.grown)
     return Tuned(profile, path, choose(forest, costs, lambda _: traffic, is_grown=is_grown))
+
+
+def _limits(card: Device | None, rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `plan_memory` has to know of options for `load`."""
+    return {
+        "ram": options.get("ram"),
+        "gpu": options.get("gpu_memory"),
+        "device": str(card.place) if card else "cpu",
+        "dtype": options.get("dtype", "auto"),
+        "rule": rule,
+    }
 
 
 class _Room(NamedTuple):
@@ -215,7 +226,7 @@ def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> l
 
 def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
     """One window: its trace, and the sweeps of every kind of grown tree."""
-    window, seed = question.windows[index], question.sampling.seed + index
+    window, seed = question.windows[index], (question.sampling.seed + index) % 2**63
     sampling = replace(question.sampling, seed=seed)
     if question.is_teacher_forced:
         return Traced(given_trace(decoder, window, NUM_PROMPT, sampling), [])

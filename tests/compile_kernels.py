@@ -2,8 +2,7 @@
 
     python tests/compile_kernels.py 86 FOLDER        # compute capability 8.6; FOLDER takes the compiler's cache
 
-Each is asked for a second time with other sizes and numbers, which must not compile it again. Triton is told that a
-device of this kind is present, and the last step, to start the kernel there, is left out; so tensors may be of the CPU.
+Each is asked for a second time with other sizes and numbers, which must not compile it again.
 """
 
 import json
@@ -15,9 +14,8 @@ from typing import Any
 os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
 
 import torch
+from no_gpu import tell_compiled
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction, driver
 
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
@@ -26,27 +24,11 @@ from offload.kernels.match_rows import match_rows_kernel
 from offload.kernels.tree_attention import MAX_WIDTH, Sight, pack_bits, tree_attention_kernel
 
 
-class NoDevice:
-    """What Triton asks of a driver before it starts a kernel."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", int(sys.argv[1]), 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 class CompiledError(Exception):
     """Ends a launch: there is no result to go on with."""
 
 
-def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    done = start(kernel, *args, grid=grid, warmup=True, **options)
-    is_new = id(done) not in seen
-    seen[id(done)] = done
+def tell(done: Any, is_new: bool) -> None:
     row = {"kernel": done.metadata.name, "shared_bytes": done.metadata.shared, "is_new": is_new}
     row["has_tensor_cores"] = any(name in done.asm["ptx"] for name in ("mma.sync", "wgmma"))
     row |= {"is_repeated": is_repeated, "is_float32": torch.float32 in call}
@@ -89,9 +71,8 @@ ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (attention, [(64, 300, 77, None, MAX_WIDTH, torch.float32)]),
 ]
 
-driver.set_active(NoDevice())
-start, seen, is_repeated = JITFunction.run, {}, False
-JITFunction.run = compile_only
+is_repeated = False
+tell_compiled(tell, int(sys.argv[1]))
 for launch, calls in ROUNDS:
     for index, call in enumerate(calls):
         is_repeated = index > 0

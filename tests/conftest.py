@@ -1,12 +1,14 @@
-"""What every test takes for granted: no network, silent libraries, one thread (ten times faster for tiny products).
+"""What every test takes for granted: no network, no card, no one's cache, silent libraries, one thread.
 
-And the models that several files of tests share.
+And the models that several files of tests share. One thread is ten times faster for tiny products. Torch is imported
+where it is used: the process that hands tests out to others needs none.
 """
 
 import os
 import shutil
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,31 +16,59 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    # Triton reads it when a kernel is defined, so it must stand before any test imports one.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-torch.set_num_threads(1)
 
 # Shells start background jobs with SIGINT ignored, and children inherit that; tests of Ctrl-C must not depend on it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# They import the package, hence kernels, for which all of the above must stand.
-from reciting import PIECES  # noqa: E402
-from small_llama import save_small  # noqa: E402
-from tiny import FAMILIES, build, save, save_reciter, save_tokenizer  # noqa: E402
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Show a card to `-m gpu` alone: any other test says what it says on a machine without one.
+
+    Triton reads at the definition of a kernel whether to interpret it, so this must stand before a test imports one.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Profiles and inflated models of whoever runs the tests are neither seen nor added to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> Iterator[None]:
+    """Compute threads as ever, for a decoder leaves the number that it was loaded with; and no decoder is left open."""
+    import torch
+
+    torch.set_num_threads(1)
+    before = _num_readers()
+    yield
+    assert _num_readers() <= before, "a store was left open, and its threads with it"
+
+
+def _num_readers() -> int:
+    return sum(thread.name.startswith("offload-read") for thread in threading.enumerate())
 
 
 @pytest.fixture(scope="session")
 def ender(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Says its text once."""
+    from reciting import PIECES
+    from tiny import save_reciter
+
     return save_reciter(tmp_path_factory.mktemp("ender"), PIECES, ends=True)
 
 
 @pytest.fixture(scope="session")
 def looper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Says its text for ever, with the colon between."""
+    from reciting import PIECES
+    from tiny import save_reciter
+
     return save_reciter(tmp_path_factory.mktemp("looper"), PIECES)
 
 
@@ -59,12 +89,16 @@ def _instant_link(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in several shards with an index and a tokenizer."""
+    from tiny import save_reciter
+
     return save_reciter(tmp_path_factory.mktemp("sound"), [":", " one", " two", " three"])
 
 
 @pytest.fixture(scope="session")
 def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in one file."""
+    from tiny import FAMILIES, build, save, save_tokenizer
+
     directory = save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("sound_file"), max_shard_size="1GB")
     save_tokenizer(directory)
     return directory
@@ -83,4 +117,6 @@ def broken_file(sound_file: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def small(tmp_path: Path) -> Callable[..., Path]:
     """Writes the little Llama that tests inflate; keywords are those of `save_small`."""
+    from small_llama import save_small
+
     return partial(save_small, tmp_path / "small")

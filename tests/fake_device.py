@@ -54,7 +54,8 @@ class FakeDevice:
         self.num_copies, self.num_host_waits, self._latency_s = 0, 0, latency_s
 
     def allocate(self, num_bytes: int) -> Tensor:
-        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=self.place)
+        """It begins with a page, as that of a card begins at a multiple of 256 bytes."""
+        return torch.from_numpy(allocate(num_bytes)).fill_(0xFF).to(self.place)
 
     def copy(self, to: Tensor, source: Tensor, stream: FakeStream) -> None:
         def work() -> None:

@@ -87,14 +87,19 @@ def recited(num_chars: int) -> str:
 
 def at_sweep(number: int, act: Callable[[], object]) -> Any:
     """Patch the target so that `act` runs just before a sweep; the prompt's is number 1."""
-    score, count = Target.score, iter(range(1, 1 << 30))
+    return at_call(Target, "score", number, act)
 
-    def counted(self: Target, *arguments: Any) -> Any:
+
+def at_call(owner: type, method: str, number: int, act: Callable[[], object]) -> Any:
+    """Patch a class so that `act` runs just before the so-many-th call of a method."""
+    original, count = getattr(owner, method), iter(range(1, 1 << 30))
+
+    def counted(self: object, *arguments: Any) -> Any:
         if next(count) == number:
             act()
-        return score(self, *arguments)
+        return original(self, *arguments)
 
-    return patch.object(Target, "score", counted)
+    return patch.object(owner, method, counted)
 
 
 def interrupt() -> None:

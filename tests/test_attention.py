@@ -2,15 +2,23 @@
 
 import math
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from test_families import tiny_model
+from test_logits import Peak
+from tiny import FAMILIES, save
 from torch import Tensor, nn
 
 from offload import attention
 from offload.attention import folded_attention, tree_mask
+from offload.checkpoint import open_checkpoint
 from offload.errors import UserError
+from offload.kv_cache import KVCache
+from offload.loading import resident_model
+from offload.model_shape import model_shape
 from offload.topology import Topology
 from offload.tree import ancestors
 
@@ -140,3 +148,25 @@ def test_what_would_change_the_scores_is_refused(term: str) -> None:
     folded_attention(nn.Module(), query, key, value, None, **{term: None, "dropout": 0.0, "sliding_window": 3})
     with pytest.raises(UserError, match=f"do not support attention with {term}"):
         folded_attention(nn.Module(), query, key, value, None, **{term: torch.ones(1)})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3", "gemma2"])
+def test_what_lies_between_rows_and_positions_was_planned(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mask or two, and where attention is not fused the scores of all heads."""
+    monkeypatch.setattr(attention, "_MAX_MASK_BYTES", 0)  # a mask is repeated for heads as far as that is little
+    checkpoint = open_checkpoint(save(tiny_model(FAMILIES[family]()), tmp_path))
+    model, num_rows, num_prefix = resident_model(checkpoint, dtype), 150, 230
+    cache = KVCache(model.num_layers, num_prefix + num_rows)
+    for count in (num_prefix, num_rows):
+        with Peak(num_prefix + num_rows) as peak:
+            sees_TT = torch.ones(count, count, dtype=torch.bool).tril()
+            model.forward(torch.zeros(count).long(), torch.arange(count) + cache.length, sees_TT, cache, num_logits=1)
+        cache.commit(range(count))
+    planned_bytes = model_shape(checkpoint, dtype).pair_bytes * num_rows * (num_prefix + num_rows)
+    key_bytes = 16 * (num_prefix + num_rows)  # their positions, which rows pay for
+    assert 0.5 * planned_bytes < peak.num_bytes <= planned_bytes + key_bytes, (
+        f"{peak.num_bytes / planned_bytes:.2f} of the plan"
+    )

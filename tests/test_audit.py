@@ -1,9 +1,12 @@
 """The proof of tokens must notice a wrong one."""
 
-import pytest
+import math
 
-from offload.audit import BF16_NOISE, draw_gaps
-from offload.bench.gate import draws_hold
+import pytest
+import torch
+
+from offload.audit import BF16_NOISE, draw_gaps, gaps_of
+from offload.bench.gate import Written, draws_hold, prove
 from offload.config import Sampling
 from offload.demo import PAIR, PROMPT
 from offload.errors import UserError
@@ -27,3 +30,14 @@ def test_a_greedy_gap_is_one_of_logits_and_not_stretched_by_a_temperature() -> N
     draws_hold([0.0, 2 * BF16_NOISE], Sampling(temperature=0.4))
     with pytest.raises(UserError, match="new token 1 is wrong"):
         draws_hold([0.0, 2 * BF16_NOISE], Sampling(temperature=0.6))
+
+
+@pytest.mark.parametrize("rule", ["match", "sequoia"])
+def test_a_reference_that_has_no_numbers_proves_nothing(rule: str) -> None:
+    """Every comparison with NaN is false, also the one that would refuse."""
+    logits_TV = torch.zeros(3, 5)
+    logits_TV[1, 2] = torch.nan
+    assert gaps_of(logits_TV, 7, [0, 0, 0], Sampling()) == [0.0, math.inf, 0.0]
+    run = Written([1], [0, 0, 0], Sampling(temperature=1.0), rule)
+    with pytest.raises(UserError, match="no speed is worth printing"):
+        prove([run], lambda prompt_ids, new_ids: logits_TV)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from refusals import BOTH, ENOUGH, assert_refused, config, drop, generate, header
-from shell import process, shell
+from shell import shell
 from tiny import FAMILIES, VOCAB_SIZE, build, save, save_reciter, save_tokenizer
 
 from offload.checkpoint import open_checkpoint
@@ -91,9 +91,9 @@ def bring_code(directory: Path) -> None:
 
 
 def test_code_of_a_checkpoint_is_never_run(broken: Path) -> None:
-    """In a process of its own, where what transformers prints would show; consent on stdin changes nothing."""
+    """Nobody is asked: the question would show, and consent on stdin changes nothing."""
     bring_code(broken)
-    outcome = process("generate", "-m", broken, "-p", "Count:", *ENOUGH, stdin=b"y\ny\n")
+    outcome = shell("generate", "-m", broken, "-p", "Count:", *ENOUGH, stdin=b"y\ny\n")
     assert_refused(outcome, "model type spy is not supported")
     assert not list(broken.parent.rglob("was_run"))
 

@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 from shell import Outcome, process, shell
 
-from offload.bench import decode, draft, link, prediction, setting, suite, sweep
+from offload import card_link, loading
+from offload.arena import Arena
+from offload.bench import compare, decode, draft, link, prediction, setting, suite, sweep
+from offload.bench.device_gate import all_streamed
+from offload.bench.host_device import HostDevice, PlainWay
 from offload.bench.record import read
 from offload.bench.timeline import read_trace
+from offload.errors import UserError
 from offload.layer_stream import LayerStream
 from offload.stats import Stats
 
@@ -85,7 +90,7 @@ def test_trace_has_every_layer_of_every_step(decoded: Path) -> None:
     assert {event.layer for event in kinds["copy"]} <= set(range(num_layers)) and len(kinds["copy"]) >= 3
     for one in kinds["compute"]:
         assert any(sweep.start_s <= one.start_s <= one.end_s <= sweep.end_s for sweep in kinds["sweep"])
-    assert "<svg" in (decoded / "trace.svg").read_text()
+    assert "<svg" in (decoded / "trace.svg").read_text(encoding="utf-8")
 
 
 def test_decode_with_rules_that_draw_afresh() -> None:
@@ -93,6 +98,26 @@ def test_decode_with_rules_that_draw_afresh() -> None:
     result = result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, *rules), "decode")
     assert [row["name"] for row in result["rows"]][1:] == ["T=0.6 match 8x4", "T=0.6 sequoia 8x4"]
     assert result["settings"]["proof"]["num_by_law"] == 12
+
+
+def test_on_a_card_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host stands in for the card, and every layer is sent."""
+    plan_memory = loading.plan_memory
+    monkeypatch.setattr(loading, "plan_memory", lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"}))
+    monkeypatch.setattr(loading, "open_device", lambda *how: HostDevice())
+    monkeypatch.setattr(setting, "place_of", lambda _, gpu_memory: {"device": "cuda:0", "gpu_memory": gpu_memory})
+    for module in (loading, card_link):
+        monkeypatch.setattr(module, "open_arena", lambda place: Arena([PlainWay()]))
+    monkeypatch.setattr(setting, "plain_rate", None)
+    command = ["bench", "decode", "--quick", *SIZE, "--ram", "2GiB", "--gpu-mem", "4GiB", *FEW, "--temp", "0"]
+    with all_streamed():
+        outcome = shell(*command)
+    result = result_of(outcome, "decode")
+    assert outcome.out.startswith("ceiling: layers to cuda:0, ")
+    assert (result["settings"]["device"], result["settings"]["gpu_memory"]) == ("cuda:0", "4GiB")
+    assert all(row["link_utilisation"] > 0 for row in result["rows"])
+    with pytest.raises(UserError, match="device was cpu and is cuda:0"):
+        compare.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
 
 
 def test_rules_that_keep_laws_take_the_fixed_tree_in_place_of_a_grown_one() -> None:
@@ -222,8 +247,9 @@ def test_report_shows_what_is_stored(decoded: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_run_by_itself_is_the_command() -> None:
-    outcome = process("--no-such-flag", python=("-m", "offload.bench.link"))
-    assert outcome.code == 2 and outcome.err == "offload: No such option: --no-such-flag (see offload bench link --help)\n"
+    outcome = process("--no-such-flag", python=("-m", "offload.bench.compare"))  # which imports least
+    said = "offload: No such option: --no-such-flag (see offload bench compare --help)\n"
+    assert outcome.code == 2 and outcome.err == said
     for name, (file, _) in suite.COMMANDS.items():
         source = Path(suite.__file__).with_name(f"{file}.py").read_text()
         assert f'run_alone("{name}")' in source, name
@@ -275,6 +301,7 @@ def test_what_cannot_end_well_is_refused_before_measuring(
         "num_new_tokens was 12 and is 13": [*few, "-n", "13", "--temp", "0", "--compare", decoded / "decode.json"],
         "prompts differ": [*few, "--prompts", "chat", "--compare", decoded / "decode.json"],
         "ram_bytes was 230000000": [*few, "--ram", "240MB", "--compare", decoded / "decode.json"],
+        "--gpu-mem limits a CUDA device": [*few, "--device", "cpu", "--gpu-mem", "4GiB"],
     }
     for said, command in wishes.items():
         outcome = shell(*command)

@@ -228,6 +228,10 @@ def test_a_file_is_whole_or_not_there(error: type[BaseException], tmp_path: Path
     assert old.read_text() == "before" and [path for path in tmp_path.rglob("*") if path.is_file()] == [old]
     write(old, "after", None)
     assert old.read_text() == "after"
+    link = tmp_path / "link.json"
+    link.symlink_to(old)
+    write(link, "by a link", None)
+    assert link.is_symlink() and old.read_text() == "by a link"
     write(Path("/dev/null"), "gone", None)
     assert Path("/dev/null").is_char_device(), "what is no file is not replaced"
 
@@ -251,11 +255,11 @@ def test_copies_follow_each_other_and_a_trace_can_be_read_again(tmp_path: Path) 
     assert {event.kind for event in last_step(events)} == {"copy", "draft", "sweep", "wait", "compute", "verify"}
     assert Event("copy", 2, 7.0, 8.0) not in last_step(events)
     draw(events).savefig(tmp_path / "t.svg")
-    assert "<svg" in (tmp_path / "t.svg").read_text()
+    assert "<svg" in (tmp_path / "t.svg").read_text(encoding="utf-8")
     for named in ("a.svg", "b.json"):
         write_trace(events, tmp_path / named)
         trace, drawn = (tmp_path / named).with_suffix(".json"), (tmp_path / named).with_suffix(".svg")
-        assert sorted(read_trace(trace)) == sorted(events) and "<svg" in drawn.read_text()
+        assert sorted(read_trace(trace)) == sorted(events) and "<svg" in drawn.read_text(encoding="utf-8")
     with pytest.raises(UserError, match="is no trace"):
         read_trace(tmp_path / "t.svg")
 

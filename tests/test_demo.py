@@ -12,8 +12,14 @@ from offload.cli import main
 from offload.config import Sampling
 from offload.demo import PAIR, PROMPT
 
-PROMPTS = (PROMPT, "import os\n\n\ndef walk(top):\n", "class Stack(list):\n    def push(self, item):\n")
 TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
+# Every tree on one prompt; on the others those that take few sweeps.
+PROMPTS = {
+    PROMPT: TREES,
+    "import os\n\n\ndef walk(top):\n": ("64x16", "sequences:4x4"),
+    "class Stack(list):\n    def push(self, item):\n": ("64x16", "grown:64x16"),
+}
+NUM_NEW = 100
 
 
 def reference(prompt_ids: list[int], num_tokens: int) -> list[int]:
@@ -26,16 +32,16 @@ def reference(prompt_ids: list[int], num_tokens: int) -> list[int]:
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["settings", "walk", "stack"])
 def test_greedy_float32_equals_transformers(prompt: str) -> None:
     with offload.load(PAIR / "target", PAIR / "draft", dtype="float32", tree="64x16", threads=1) as decoder:
-        wanted = reference(decoder.encode(prompt), 200)
-        results = {tree: decoder.generate(prompt, max_new_tokens=200, tree=tree) for tree in TREES}
-    assert {tree: result.token_ids for tree, result in results.items()} == dict.fromkeys(TREES, wanted)
-    assert results["none"].stats.tokens_per_sweep == 1
-    assert results["64x16"].stats.tokens_per_sweep > 2.5, "the packaged draft no longer agrees with its target"
+        wanted = reference(decoder.encode(prompt), NUM_NEW)
+        results = {tree: decoder.generate(prompt, max_new_tokens=NUM_NEW, tree=tree) for tree in PROMPTS[prompt]}
+    assert {tree: result.token_ids for tree, result in results.items()} == dict.fromkeys(results, wanted)
+    yields = {tree: result.stats.tokens_per_sweep for tree, result in results.items()}
+    assert yields.get("none", 1) == 1 and yields["64x16"] > 2.5, "the packaged draft no longer agrees with its target"
 
 
 def test_sampled_float32_is_the_same_for_every_tree() -> None:
     with offload.load(PAIR / "target", PAIR / "draft", dtype="float32", tree="64x16", threads=1) as decoder:
-        runs = [decoder.generate(PROMPT, max_new_tokens=80, temperature=0.8, top_p=0.95, tree=tree) for tree in TREES]
+        runs = [decoder.generate(PROMPT, max_new_tokens=40, temperature=0.8, top_p=0.95, tree=tree) for tree in TREES]
     assert [run.token_ids for run in runs] == [runs[0].token_ids] * len(TREES)
 
 

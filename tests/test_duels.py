@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,26 @@ from test_tiny import prompts
 from tiny import FAMILIES, save
 
 import offload
-from offload import duels, loading
+from offload import card_link, duels, loading, survey
 from offload.attention import is_for_rows
 from offload.bench import kernels as bench
 from offload.checkpoint import open_checkpoint
 from offload.config import Sampling
+from offload.costs import Curve, Traffic
+from offload.drafters.lm import ModelDrafter
 from offload.duel import Duel, Outcome, Timer, fight, rows_of, verdicts
-from offload.duels import Shapes, choose_kernels, device_timer, shapes_of
+from offload.duels import KernelChoice, Shapes, choose_kernels, device_timer, shapes_of
 from offload.kernel_set import KERNELS, TWINS
 from offload.kernels.jit import HAS_TRITON, is_for_kernels
-from offload.kernels.tree_attention import MAX_WIDTH
+from offload.kernels.kv_commit import kv_commit_twin
+from offload.kernels.tree_attention import MAX_WIDTH, tree_attention_twin
 from offload.loading import resident_model
+from offload.model import BorrowedModel
 from offload.plan import plan_memory
+from offload.sampling import Sampler
 from offload.screen import kernel_line
+from offload.tree_spec import parse_tree
+from offload.trees import Trees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +53,14 @@ SMALL = Shapes(
     vocab_sizes=(300,),
     windows=(None, 3),
     dtype=torch.float16,
+    caches=((16, torch.float16), (24, torch.float32)),
 )
+
+
+@pytest.fixture(autouse=True)
+def few_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter code is not compiled, so lengths differ in nothing but the time they take."""
+    monkeypatch.setattr(duels, "_PATHS", (2, 16))
 
 
 def clock(*seconds: float) -> Timer:
@@ -190,8 +205,9 @@ def test_duels_leave_the_callers_random_numbers_alone() -> None:
 def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
     config = FAMILIES["qwen3" if family == "wide" else family]()
     config.head_dim = MAX_WIDTH + 8 if family == "wide" else 16
-    checkpoint = open_checkpoint(save(tiny_model(config), tmp_path))
+    checkpoint = open_checkpoint(save(tiny_model(config), tmp_path / "target"))
     model = resident_model(checkpoint, "float32")
+    narrow = BorrowedModel(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path / "draft")), "bfloat16")
     for num_nodes in (40, 100, 1):
         plan = plan_memory(
             checkpoint, None, num_nodes=num_nodes, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
@@ -202,6 +218,11 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
         assert shapes.num_nodes == sizes[num_nodes], "smaller trees and prompts are attended to as well"
         assert (shapes.num_prefix, shapes.temperatures, shapes.dtype) == ((100,), (0.4,), torch.float32)
         assert shapes.vocab_sizes == (model.vocab_size,) and shapes.num_scored == (plan.num_logits_rows,)
+        draft = shapes_of(model, plan, Sampling(), narrow)
+        assert shapes.caches == ((config.head_dim, torch.float32),)
+        assert draft.caches == (*shapes.caches, (16, torch.bfloat16)), (
+            "paths are committed in the draft's cache as well"
+        )
         windows = {None, 24} if family == "qwen3-sliding" else set()
         assert set(shapes.windows) == windows, "a family that keeps its masks has no kernel to compare"
         fields = {one.kernel for one in duels.duels(shapes._replace(num_slots=60), "cpu")}
@@ -221,7 +242,7 @@ def test_attention_of_two_widths_is_not_compared(tmp_path: Path) -> None:
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter stands in for a card")
 def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
-    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     """The kernels themselves decode, in the interpreter, or what they lose against; nobody could tell from the text."""
     target, draft, wanted = pair_of("llama", base)
@@ -242,6 +263,48 @@ def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
         assert all(row["is_used"] == is_used and row["kernel_s"] == times[0] for row in rows)
 
 
+def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
+    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """They fight first, at the size of the largest tree that there is room for."""
+    target, draft, wanted = pair_of("llama", base)
+    place_layers(monkeypatch, *TIERS["host"])
+    chosen = TWINS._replace(tree_attention=partial(tree_attention_twin), kv_commit=partial(kv_commit_twin))
+    order: list[str] = []
+
+    def choose(shapes: Shapes, card: FakeDevice) -> KernelChoice:
+        order.append(f"duels at {shapes.num_nodes}")
+        return KernelChoice(chosen, ())
+
+    def sweep_curve(model: BorrowedModel, slab: Any) -> Curve:
+        order.append("sweeps with these" if model._attend is chosen.tree_attention else "sweeps with others")
+        return Curve((1, 64), (1e-3, 2e-3))
+
+    def draft_curve(drafter: ModelDrafter, sampler: Sampler, prompt: Any) -> Curve:
+        is_chosen = drafter._draft._cache._gather is chosen.kv_commit and sampler.kernels == chosen
+        order.append("drafts with these" if is_chosen else "drafts with others")
+        return Curve((1, 64), (1e-4, 2e-4))
+
+    monkeypatch.setattr(loading, "is_for_kernels", lambda place: True)
+    monkeypatch.setattr(loading, "choose_kernels", choose)
+    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
+    for one in (sweep_curve, draft_curve):
+        monkeypatch.setattr(survey, one.__name__, one)
+    with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
+        assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
+        assert decoder.target._model._attend is chosen.tree_attention
+    assert order == ["duels at (64, 512)", "sweeps with these", "drafts with these"]
+
+
+def test_a_tree_that_is_to_be_chosen_has_as_many_nodes_as_there_is_room_for() -> None:
+    def trees(wish: str, most: int) -> Trees:
+        traffic_of = lambda num_nodes: Traffic(1, 1) if num_nodes <= most else None  # noqa: E731
+        return Trees(parse_tree(wish), lambda *_: (None, ""), traffic_of)
+
+    assert [trees("auto", most).most_nodes for most in (5000, 512, 200, 1)] == [512, 512, 192, 1]
+    assert [trees(wish, 5000).most_nodes for wish in ("none", "24x6", "grown:700x9")] == [1, 24, 700]
+
+
 def test_without_a_card_nothing_is_compared(tmp_path: Path) -> None:
     target = save(tiny_model(config_of("llama")), tmp_path)
     assert not is_for_kernels("cpu")
@@ -250,10 +313,13 @@ def test_without_a_card_nothing_is_compared(tmp_path: Path) -> None:
         assert decoder.begin(Sampling(), decoder.rule).kernels == TWINS
 
 
-def test_the_bench_ranks_outcomes(capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes = [fight(duel(), clock(1.0, 2.0)), fight(duel(refuses, "broken"), clock(1.0))]
-    table = bench._table(outcomes)
-    assert table.row_count == 2
+def test_the_bench_shows_both_times_or_why_there_are_none() -> None:
+    table = bench._table([fight(duel(), clock(1.0, 2.0)), fight(duel(refuses, "broken"), clock(1.0))])
+    rows = [*zip(*(column.cells for column in table.columns), strict=True)]
+    assert rows == [
+        ("thing", "N 1", "1000.0000", "2000.0000", "2.00"),
+        ("broken", "N 1", "RuntimeError: out of shared memory", "", ""),
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes")

@@ -111,6 +111,15 @@ def test_one_shard_without_direct_reads_makes_all_of_them_buffered(
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
+def test_a_shard_that_is_gone_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path, 3)
+    checkpoint.shards[-1].unlink()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ReadError, match=rf"{checkpoint.shards[-1].name} cannot be opened any more: No such file"):
+        HostStore(checkpoint.shards)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
 def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems accept the flag and refuse the read."""
     checkpoint, preadv = random_checkpoint(tmp_path, 3), os.preadv
@@ -172,7 +181,7 @@ def test_rate_limit_holds(file: Path) -> None:
         for _ in range(6):
             read(store, one_piece(file))
         elapsed_s = time.perf_counter() - started
-        assert 0.98 * 6 / 20 <= elapsed_s <= 3, "seconds"
+        assert 0.98 * 6 / 20 <= elapsed_s <= 10, "seconds, on a busy machine too"
     finally:
         store.close()
 
@@ -204,6 +213,20 @@ def test_a_file_that_shrinks_while_in_use(left_bytes: int, is_direct: bool, file
         store.close()
 
 
+def test_a_file_that_is_written_over_while_in_use(is_direct: bool, file: Path) -> None:
+    """Of the same size, and the same file: only its time tells that these are other weights."""
+    store, layout = HostStore([file]), one_piece(file)
+    try:
+        assert len(read(store, layout)) > 0
+        with file.open("r+b") as other:
+            other.write(b"other weights")
+        (future,) = store.read(layout, allocate(2 << 20))
+        with pytest.raises(ReadError, match=r"shard\.safetensors was written to while in use: load the model again"):
+            future.result()
+    finally:
+        store.close()
+
+
 def test_close_drops_what_is_queued(file: Path) -> None:
     """The readers sleep on a slow link: closing must not wait for a hundred reads."""
     num_open = len(os.listdir("/proc/self/fd"))
@@ -228,7 +251,7 @@ def test_several_readers_work_at_once(file: Path, monkeypatch: pytest.MonkeyPatc
     store = HostStore([file])
 
     def meet(fd: int, views: list[memoryview], at: int) -> int:
-        barrier.wait(timeout=5)
+        barrier.wait(timeout=60)
         return preadv(fd, views, at)
 
     monkeypatch.setattr(os, "preadv", meet)

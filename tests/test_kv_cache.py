@@ -1,6 +1,7 @@
 """The cache: what a commit keeps, where the length moves, and trees on it against the plain model of transformers."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload.checkpoint import open_checkpoint
+from offload.kernels.kv_commit import kv_commit_twin
 from offload.kv_cache import KVCache
 from offload.loading import resident_model
 from offload.model import BorrowedModel
@@ -60,11 +62,19 @@ def test_commit_keeps_the_chosen_rows_in_their_order(seed: int) -> None:
         assert committed(cache) == kept and cache.length == cache.get_seq_length() == len(kept)
 
 
-def test_a_wrong_row_would_show() -> None:
-    cache = KVCache(NUM_LAYERS, NUM_SLOTS)
-    write(cache, [0, 1, 2, 3])
-    cache.commit([0, 2])
-    assert committed(cache) == [0, 2] != [0, 1]
+def test_rows_moved_one_after_the_other_would_show() -> None:
+    """Planted: a row that is written over before it was read. And one buffer that is left out."""
+
+    def in_turn(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
+        for buffer, (place, row) in product(buffers, enumerate(row_A.tolist(), start=length)):
+            buffer[:, :, place] = buffer[:, :, length + row]
+
+    for wrong in (in_turn, lambda buffers, *path: kv_commit_twin(buffers[1:], *path)):
+        cache = KVCache(NUM_LAYERS, NUM_SLOTS, wrong)
+        write(cache, [0, 1, 2, 3])
+        cache.commit([3, 0, 1])
+        with pytest.raises(AssertionError):
+            assert committed(cache) == [3, 0, 1]
 
 
 def test_passes_over_one_tree_stand_behind_each_other() -> None:

@@ -122,6 +122,45 @@ def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
     assert layout(MIB).slab_bytes > MIB > layout(MIB + 4).slab_bytes
 
 
+@pytest.mark.parametrize("lo", [0, 8, 24, 4096, 5000, 8168])
+def test_a_device_gets_a_slab_from_its_first_weight_on(lo: int) -> None:
+    """Most weights are as long as a multiple of 256 bytes; then all of them begin at one."""
+    sizes = np.cumsum([lo, 256, 8192, 512, 256])
+    entries = [TensorEntry(0, "BF16", ((hi - lo) // 2,), int(lo), int(hi)) for lo, hi in pairwise(sizes)]
+    layout = slab_layout({str(entry.lo): single(entry) for entry in entries})
+    assert layout.is_direct and layout.lead_bytes == lo % BLOCK_BYTES
+    assert layout.sent == slice(lo % BLOCK_BYTES, layout.slab_bytes)
+    assert all((placed.slab_lo - layout.lead_bytes) % 256 == 0 for placed in layout.parameters.values())
+
+
+def test_of_several_runs_the_largest_begins_where_a_device_does() -> None:
+    """Runs of two files have nothing in common."""
+    small, large = TensorEntry(0, "BF16", (128,), 4104, 4360), TensorEntry(1, "BF16", (4096,), 24, 8216)
+    layout = slab_layout({"small": single(small), "large": single(large)})
+    assert layout.parameters["large"].slab_lo == layout.lead_bytes == 24 and layout.parameters["small"].slab_lo > 8192
+    assert_pieces_fit(layout)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_a_device_gets_holds_every_parameter_at_a_place_of_its_type(seed: int, tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path, seed, remainder=seed % 2)
+    wanted = stored_bytes(checkpoint)
+    for layer in range(3):
+        layout = slab_layout(layer_parameters(checkpoint, layer))
+        sent = fill(layout, checkpoint)[layout.sent]
+        for name, placed in layout.parameters.items():
+            lo = placed.slab_lo - layout.lead_bytes
+            assert lo % {"F32": 4}.get(placed.dtype, 2) == 0
+            assert sent[lo : lo + placed.num_bytes].tobytes() == wanted[name]
+
+
+def test_a_wide_type_behind_a_narrow_one_keeps_its_alignment() -> None:
+    narrow, wide = TensorEntry(0, "BF16", (1,), 4098, 4100), TensorEntry(0, "F32", (64,), 4100, 4356)
+    layout = slab_layout({"narrow": single(narrow), "wide": single(wide)})
+    assert layout.is_direct and layout.lead_bytes == 0, "2 would be the first weight's own"
+    assert (layout.parameters["wide"].slab_lo - layout.lead_bytes) % 4 == 0
+
+
 def test_a_piece_never_spans_two_files() -> None:
     entries = [TensorEntry(shard, "F32", (4,), 128, 144) for shard in range(3)]
     layout = slab_layout({str(entry.shard): single(entry) for entry in entries})

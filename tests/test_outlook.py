@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_device import FakeDevice, fake_arena
 from shell import shell
 from test_plan_cards import CONFIGS, PAIRS, SHAPES
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
-from offload import outlook, plan
+from offload import card_link, outlook, plan
 from offload.bench.prediction import PAPER_BASE_S, paper_rows
 from offload.checkpoint import open_checkpoint
 from offload.config import Sampling, format_bytes
@@ -198,12 +199,12 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
 
 def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
     slow, quick = (look_ahead(*configs, Wish(context=512, hardware=name)) for name in ("l40", "h200"))
-    assert slow.basis.startswith("default acceptance, of ") and slow.predictions[1].topology.num_nodes == 1024
+    assert slow.basis.startswith("default acceptance, of ") and slow.predictions[1].shape.num_nodes == 1024
     assert slow.predictions[1].label == "grown:1024x32" and "predicted as the fixed one" in slow.notes[-1]
-    assert quick.predictions[1].topology.num_nodes < 1024, "what fits into the card is not hidden behind a link"
+    assert quick.predictions[1].shape.num_nodes < 1024, "what fits into the card is not hidden behind a link"
     for found in (slow, quick):
         assert found.predictions[1].s_per_token < found.predictions[0].s_per_token
-        assert found.plan.num_nodes == found.predictions[1].topology.num_nodes
+        assert found.plan.num_nodes == found.predictions[1].shape.num_nodes
 
 
 def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None:
@@ -211,7 +212,7 @@ def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None
         _, row = look_ahead(*configs, Wish(context=512, hardware="l40", tree=tree)).predictions
         assert row.label == tree and least < row.tokens_per_sweep < 8
         assert row.tokens_per_sweep == pytest.approx(
-            expected_tokens(row.topology, [*outlook.DEFAULT_ACCEPTANCE, *[0.0] * 32])
+            expected_tokens(row.shape, [*outlook.DEFAULT_ACCEPTANCE, *[0.0] * 32])
         )
 
 
@@ -279,6 +280,71 @@ def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Pa
         look_ahead(str(pair[0]), str(pair[1]), Wish(ram="1GiB", profile=str(path)))
 
 
+class PaperCard(FakeDevice):
+    name, place = "Paper 9000", torch.device("cuda", 1)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """A card of this machine with 3 GiB free, and how it was asked for."""
+    asked: list[tuple[str, object]] = []
+    monkeypatch.setattr(outlook, "has_cuda_driver", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("offload.device.open_device", lambda *how: asked.append(how) or PaperCard())
+    monkeypatch.setattr(plan, "available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
+    monkeypatch.setattr(card_link, "open_arena", lambda place: fake_arena())
+    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
+    return asked
+
+
+def test_a_plan_is_of_the_card_that_a_run_would_take(tmp_path: Path, card: list[tuple[str, object]]) -> None:
+    pair = [str(path) for path in save_pair(FAMILIES["llama"](), tmp_path)]
+    roomy = look_ahead(*pair, Wish(ram="2GiB", context=128, tree="8x3"))
+    assert card == [("auto", None)] and roomy.plan.device == "cuda"
+    assert 2.9 * 2**30 < roomy.plan.gpu_bytes < 3 * 2**30 and roomy.plan.num_slots == 0
+    assert "cuda:1 is a Paper 9000, 2.94 GiB of it to use; --device cpu does without" in roomy.notes
+    tight = Wish(ram="2GiB", context=128, tree="8x3", gpu=roomy.plan.gpu_total_bytes - 1, device="cuda:1")
+    found = look_ahead(*pair, tight)
+    assert card[1:] == [("cuda:1", tight.gpu)] and found.plan.gpu_bytes == tight.gpu and found.plan.streamed_bytes
+    assert found.link_bytes_per_s == pytest.approx(1 << 16), "a copy takes a second on this card"
+    assert found.predictions == () and "no profile" in found.basis
+
+
+def test_a_card_is_predicted_from_the_profile_that_was_made_on_it(
+    tmp_path: Path, card: list[tuple[str, object]]
+) -> None:
+    pair = save_pair(FAMILIES["llama"](), tmp_path)
+    on_cpu = profile_of(pair)
+    wish = Wish(ram="2GiB", tree="chain:4")
+    save_profile(on_cpu)
+    assert look_ahead(*map(str, pair), wish).predictions == (), "a CPU's times say nothing"
+    machine = replace(on_cpu.identity.machine, device="Paper 9000")
+    path = save_profile(replace(on_cpu, identity=replace(on_cpu.identity, machine=machine)))
+    for named in (None, str(path)):
+        plain, tree = look_ahead(*map(str, pair), wish._replace(profile=named)).predictions
+        assert plain.s_per_token == pytest.approx(0.5) and tree.tokens_per_sweep == pytest.approx(1.9375)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--device", "cuda"), "--device cuda needs a CUDA device"),
+        (("--device", "cpu", "--gpu-mem", "4GiB"), "--gpu-mem limits a CUDA device"),
+        (("--device", "gpu"), "--device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (("--device", "cuda", "--hardware", "l40"), "--device cuda is of this machine, --hardware names another"),
+    ],
+)
+def test_a_plan_for_a_device_that_is_not_here_is_refused(
+    options: tuple[str, ...], words: str, configs: list[str]
+) -> None:
+    outcome = shell("plan", "-m", configs[0], *options)
+    assert outcome.code == 2 and not outcome.out and words in outcome.err and outcome.err.count("\n") == 1
+
+
 def test_acceptance_travels_from_machine_to_machine(tmp_path: Path, configs: list[str]) -> None:
     """Times do not: a profile tells a card how many tokens a tree yields, and nothing else."""
     path = save_profile(profile_of(save_pair(FAMILIES["llama"](), tmp_path)))
@@ -296,7 +362,7 @@ def test_what_grown_trees_yield_comes_from_the_profile(tmp_path: Path, configs: 
     assert named.predictions[1].tokens_per_sweep == pytest.approx(5.0) and not named.notes
     assert fixed.predictions[1].tokens_per_sweep < 3.5
     draft_s = [found.predictions[1].step.draft_s for found in (fixed, named)]
-    assert draft_s[1] == pytest.approx(draft_s[0] * 17 / fixed.predictions[1].topology.depth, rel=0.02), (
+    assert draft_s[1] == pytest.approx(draft_s[0] * 17 / fixed.predictions[1].shape.depth, rel=0.02), (
         "root and 16 parts"
     )
     chosen = look_ahead(*configs, wish._replace(tree="auto")).predictions[1]

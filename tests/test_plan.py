@@ -337,7 +337,8 @@ def test_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine_has_memory() -> None:
-    assert 0 < machine.available_ram_bytes() <= machine._meminfo_available()
+    before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
+    assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
     assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
 
 

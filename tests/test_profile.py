@@ -1,6 +1,8 @@
 """Profiles hold for what they name, and nothing else is ever used."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from offload.profile import (
     profiles_folder,
     read_profile,
     save_profile,
+    write_atomically,
 )
 from offload.yields import GrownYield
 
@@ -181,6 +184,19 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
         save_profile(profile())
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    write_atomically(path, "old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("offload.profile.os.replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:

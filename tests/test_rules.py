@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
-from tables import laws
+from tables import laws, p_value
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -23,8 +22,8 @@ from offload.sampling import Sampler
 from offload.topology import best_first, k_ary
 
 TREES = ("none", "16x4", "chain:6", "sequences:3x3")
-SMALL_VOCAB = 12
-PROMPT = [3, 7, 5]
+SMALL_VOCAB = 8
+PROMPT = [3, 1, 5]
 load = partial(offload.load, ram="1GiB", context=160, tree="16x4", threads=1)
 
 
@@ -36,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config = FAMILIES["llama"]()
-    config.vocab_size = SMALL_VOCAB
+    config.vocab_size, config.num_hidden_layers = SMALL_VOCAB, 1
     return save_pair(config, tmp_path_factory.mktemp("small"), noise=0.03)
 
 
@@ -63,17 +62,16 @@ def test_one_seed_one_text(rule: str, models: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_first_tokens_have_the_target_law(rule: str, small_models: tuple[Path, Path]) -> None:
-    """Both tokens' own laws over some hundred seeds, against `transformers` in float32."""
-    sampling = Sampling(temperature=1.0, top_p=0.95)
-    with load(*small_models, rule=rule, tree="8x3") as decoder:
-        runs = [decoder.generate(PROMPT, seed=s, max_new_tokens=2, temperature=1.0, top_p=0.95) for s in range(400)]
-    count_2V = np.stack([np.bincount([run.token_ids[i] for run in runs], minlength=SMALL_VOCAB) for i in (0, 1)])
+    """The law of both together over some hundred seeds, against `transformers` in float32."""
+    sampling, count_VV = Sampling(temperature=1.0, top_p=0.95), np.zeros((SMALL_VOCAB, SMALL_VOCAB))
+    with load(*small_models, rule=rule, tree="8x3", context=32) as decoder:
+        runs = [decoder.generate(PROMPT, seed=s, max_new_tokens=2, temperature=1.0, top_p=0.95) for s in range(300)]
+    np.add.at(count_VV, tuple(np.array([run.token_ids for run in runs]).T), 1)
+    assert sum(run.stats.num_first_tokens > 1 for run in runs) > 75, "the draft hardly ever agreed"
     model = AutoModelForCausalLM.from_pretrained(small_models[0], dtype=torch.float32).eval()
     first_V = next_laws(model, [PROMPT], sampling)[0]
-    second_V = first_V @ next_laws(model, [[*PROMPT, token] for token in range(SMALL_VOCAB)], sampling)
-    for count_V, law_V in zip(count_2V, (first_V, second_V), strict=True):
-        assert not count_V[law_V == 0].any()
-        assert chisquare(count_V[law_V > 0], law_V[law_V > 0] * len(runs)).pvalue > 1e-3
+    second_VV = next_laws(model, [[*PROMPT, token] for token in range(SMALL_VOCAB)], sampling)
+    assert p_value(count_VV, first_V[:, None] * second_VV) > 1e-3
 
 
 def next_laws(model: torch.nn.Module, prompts: list[list[int]], sampling: Sampling) -> np.ndarray:

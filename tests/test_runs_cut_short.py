@@ -140,3 +140,19 @@ def test_file_replaced_in_mid_run_goes_unnoticed(tmp_path: Path) -> None:
 
     with at_sweep(3, replace):
         assert generate(model, tree="chain:1").out == SAID + "\n"
+
+
+def test_file_written_over_in_mid_run_keeps_the_text(tmp_path: Path) -> None:
+    """As `save_pretrained` does into the same folder: the open file is the new one."""
+    model = save_reciter(tmp_path, PIECES)
+
+    def write_over() -> None:
+        for shard in model.glob("*.safetensors"):
+            with shard.open("r+b") as file:
+                file.seek(-1000, os.SEEK_END)
+                file.write(bytes(1000))
+
+    with at_sweep(3, write_over):
+        outcome = generate(model, tree="chain:1")
+    assert_ended_by_disk(outcome, "model-", "was written to while in use")
+    assert outcome.out.startswith(" Hello w")

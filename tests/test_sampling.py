@@ -9,10 +9,12 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from offload.config import Sampling
+from offload.config import LEAST_TEMPERATURE, Sampling
+from offload.errors import UserError
 from offload.kernel_set import TWINS, KernelSet
 from offload.kernels import keyed_gumbel as noise
 from offload.kernels.keyed_gumbel import keyed_gumbel_twin as keyed_gumbel
+from offload.memory_plan import noise_bytes
 from offload.sampling import Sampler
 
 MASK = (1 << 64) - 1
@@ -59,6 +61,16 @@ def test_noise_does_not_depend_on_the_order_of_questions() -> None:
     assert all(torch.equal(one[position], ahead.perturbed(logits_TV, position)) for position in (0, 300, 599))
     assert torch.equal(one[5][0], one[5][1]), "rows that predict the same position share its noise"
     assert torch.equal(one[5][0], keyed_gumbel(4, 5, 50))
+
+
+def test_no_more_noise_is_kept_than_was_planned() -> None:
+    """256 positions of a vocabulary of 128,256 would be 263 MB."""
+    sampler, held = Sampler(Sampling(temperature=1.0), 5003), []
+    for root in range(300):
+        sampler.perturbed(torch.zeros(24, 5003), [root + depth for depth in range(1, 25)])
+        sampler.draw(torch.zeros(5003), root + 1)
+        held.append(sum(noise_V.nbytes for noise_V in sampler._noise.values()))
+    assert 24 * 8 * 5003 <= max(held) <= noise_bytes(5003)
 
 
 @pytest.mark.gpu
@@ -196,6 +208,14 @@ def test_filters_in_another_order_would_show() -> None:
     kept = np.flatnonzero(Sampler(how, 10).host_law(LOGITS_V))
     assert kept.tolist() == [0, 3, 7] == np.flatnonzero(law_by_hand(LOGITS_V, how)).tolist()
     assert np.count_nonzero(law_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4
+
+
+def test_the_least_temperature_still_tells_scores_apart() -> None:
+    logits_V = torch.tensor([900.0, 1000.0, 999.0])
+    assert Sampler(Sampling(temperature=LEAST_TEMPERATURE), 3).draw(logits_V, 0) == 1
+    with pytest.raises(UserError, match="--temp must be 0, or at least 1e-30, got 1e-40: 0 is greedy"):
+        Sampling(temperature=1e-40)
+    assert (logits_V / 1e-40).isinf().all(), "this is why"
 
 
 def test_greedy_knows_no_chance() -> None:

@@ -19,7 +19,7 @@ from tiny import FAMILIES, build, save
 from torch import Tensor
 
 import offload
-from offload import loading, sampling
+from offload import card_link, loading, sampling
 from offload.checkpoint import open_checkpoint
 from offload.config import RULES, Sampling, drafting_of
 from offload.graphed import Graphs, Work
@@ -70,7 +70,7 @@ def test_every_rule_draws_on_the_card(rule: str, card: Card, base: Path, monkeyp
 def test_an_automatic_tree_is_found(card: Card, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, wanted = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
-    monkeypatch.setattr(loading, "_LINK_BYTES", 1 << 16)
+    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
     with card, offload.load(target, draft, tree="auto", profile="none", **LOAD) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=4).token_ids == wanted[:4]
 
@@ -107,7 +107,7 @@ def placed_model(family: str, base: Path) -> BorrowedModel:
     store = HostStore(model.checkpoint.shards)
     model.bind_rest(store.fetch(model.rest_layout))
     for layer, layout in enumerate(model.layer_layouts):
-        model.bind_layer(layer, torch.from_numpy(store.fetch(layout)).to(PLACE))
+        model.bind_layer(layer, torch.from_numpy(store.fetch(layout)[layout.sent]).to(PLACE))
     store.close()
     return model
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import offload
+from offload import tune
+from offload.bench import tree_choice
 from offload.bench.acceptance import chances, total_variation
 from offload.bench.pair_text import Pair, logged_rows
 from offload.bench.scale import TINY
@@ -14,12 +16,22 @@ from offload.bench.studies import STUDIES, aligned, run_study
 from offload.bench.tree_walk import walk_all
 from offload.config import RULES, Sampling
 from offload.demo import PAIR
+from offload.topology import Growth
 from offload.tree_spec import parse_tree
 
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     return Pair()
+
+
+@pytest.fixture(autouse=True)
+def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the one study that tunes."""
+    for room in (tree_choice, tune):
+        monkeypatch.setattr(room, "NUM_NEW", 32)
+    monkeypatch.setattr(tree_choice, "_AHEAD", 12)
+    monkeypatch.setattr(tune, "bounds_to_count", lambda max_nodes: (Growth(8, 3),))
 
 
 @pytest.mark.parametrize("name", STUDIES)

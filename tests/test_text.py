@@ -5,12 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from offload.config import Sampling
 from offload.errors import UserError
 from offload.request import Request
+from offload.sampling import Sampler
 from offload.text import TextStream, encode_prompt, load_tokenizer
 
 PIECES = ["the", " the", "he", "END", "EN", "D\n", "日", "日本", "é", b"\xe6\x97", b"\xa5x"]
@@ -99,6 +102,14 @@ def test_the_space_between_prompt_and_text_is_kept(with_spaces: PreTrainedTokeni
     assert alone.push([1, 2])[0] == "Once upon"
 
 
+def test_spaces_are_not_taken_back(with_spaces: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tokenizers drop the space before punctuation when they decode, which by then has been shown."""
+    monkeypatch.setattr(with_spaces, "clean_up_tokenization_spaces", True)
+    assert with_spaces.decode([1, 6, 5]) == "Once,", "this is what the test is about"
+    stream = TextStream(with_spaces, [1])
+    assert "".join(stream.push([token])[0] for token in (6, 5, 2)) == stream.whole() == " , upon"
+
+
 def test_a_long_prompt_changes_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = ids_of(tokenizer, "日本 é" * 50)
     for cut in range(10):
@@ -134,10 +145,10 @@ def test_stops_do_not_depend_on_how_tokens_arrive(name: str, seed: int, tokenize
     assert has_stopped
     assert stream_to_end(many, bursts_of(tokens, rng))[1]
     assert "".join(pieces) == one.text == many.text
-    assert one.tokens_until_stop() == many.tokens_until_stop()
+    assert one.tokens == many.tokens
     first = min(TEXT.find(stop) + len(stop) for stop in STOPS[name])
     assert one.text == TEXT[: min(TEXT.find(stop) for stop in STOPS[name] if stop in TEXT[:first])]
-    assert len(one.tokens_until_stop()) == len(ids_of(tokenizer, TEXT[:first])), "what came later was accepted in vain"
+    assert len(one.tokens) == len(ids_of(tokenizer, TEXT[:first])), "what came later was accepted in vain"
 
 
 def test_what_may_become_a_stop_is_held_back(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -151,7 +162,7 @@ def test_a_stop_may_end_before_the_token_does(tokenizer: PreTrainedTokenizerFast
     (token,) = (t for t in range(len(tokenizer)) if tokenizer.decode([t]) == " the")
     stream = TextStream(tokenizer, ids_of(tokenizer, "a"), ["th"])
     assert stream.push([*ids_of(tokenizer, "x"), token, token]) == ("x ", True)
-    assert stream.tokens_until_stop() == [*ids_of(tokenizer, "x"), token]
+    assert stream.tokens == [*ids_of(tokenizer, "x"), token]
 
 
 def test_a_stop_at_once_leaves_no_text(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -163,6 +174,24 @@ def test_a_stop_at_once_leaves_no_text(tokenizer: PreTrainedTokenizerFast) -> No
 def test_empty_stops_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match="a stop string must not be empty"):
         Request("a", stop=["END", ""]).ids(tokenizer, len(tokenizer), 512)
+
+
+def test_stops_without_text_to_look_into_are_refused() -> None:
+    with pytest.raises(UserError, match="no tokenizer: leave it out"):
+        Request([1, 2], stop="END").ids(None, 10, 512)
+
+
+def test_whole_numbers_of_other_libraries_are_taken_and_others_refused() -> None:
+    sampling = Sampling(temperature=1.0, top_k=np.int64(3), seed=np.int64(2**62))
+    assert type(sampling.seed) is type(sampling.top_k) is int
+    assert Sampler(sampling, 10).draw(torch.arange(10.0), 3) == Sampler(
+        Sampling(temperature=1.0, top_k=3, seed=2**62), 10
+    ).draw(torch.arange(10.0), 3)
+    for wrong in ({"top_k": 1.5}, {"seed": "3"}):
+        with pytest.raises(UserError, match="must be a whole number"):
+            Sampling(**wrong)
+    with pytest.raises(UserError, match=r"the number of new tokens must be a whole number, got 2\.5"):
+        Request([1, 2], max_new_tokens=2.5).ids(None, 10, 512)  # type: ignore[arg-type]
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

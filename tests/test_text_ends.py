@@ -119,5 +119,5 @@ def ending(stream: TextStream, pushed: Iterator[list[int]]) -> tuple[str, tuple[
         piece, has_stopped = stream.push(burst)
         shown += piece
         if has_stopped:
-            return shown, tuple(stream.tokens_until_stop()), True
+            return shown, tuple(stream.tokens), True
     return shown + stream.finish(), (), False

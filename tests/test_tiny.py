@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 import offload
 
 TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
-NUM_NEW = 200
+NUM_NEW = 80  # with the longer prompt five times a sliding window of 24
+NUM_BEHIND_ONE = 32  # behind a prompt of one token: past the first slides of the window
 
 
 def prompts() -> list[list[int]]:
@@ -18,10 +19,10 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 40)]
 
 
-def reference(directory: Path, prompt: list[int]) -> list[int]:
+def reference(directory: Path, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False)
     return out[0, len(prompt) :].tolist()
 
 
@@ -42,10 +43,10 @@ def test_greedy_ids_equal_transformers(family: str, tmp_path: Path) -> None:
     with offload.load(target, draft, ram=ram, context=256, tree="64x16", threads=1) as decoder:
         assert decoder.plan.num_slots == 3 and decoder.plan.num_resident == 0
         yields = []
-        for prompt in prompts():
-            wanted = reference(target, prompt)
+        for prompt, num_new in zip(prompts(), (NUM_BEHIND_ONE, NUM_NEW), strict=True):
+            wanted = reference(target, prompt, num_new)
             for tree in TREES:
-                got = decoder.generate(prompt, max_new_tokens=NUM_NEW, tree=tree)
+                got = decoder.generate(prompt, max_new_tokens=num_new, tree=tree)
                 assert got.token_ids == wanted, f"{tree}, prompt of {len(prompt)}"
                 yields.append(got.stats.tokens_per_sweep)
     assert max(yields) > 1.5, "the draft never agreed: acceptance was not exercised"
@@ -54,10 +55,10 @@ def test_greedy_ids_equal_transformers(family: str, tmp_path: Path) -> None:
 
 def test_same_seed_same_ids_for_every_tree(tmp_path: Path) -> None:
     target, draft = save_pair(FAMILIES["llama"](), tmp_path)
-    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "max_new_tokens": 80}
+    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "max_new_tokens": 60}
     with offload.load(target, ram="1GiB", context=128, threads=1) as alone:
-        wanted = [alone.generate(prompts()[1], seed=seed, **sampling).token_ids for seed in range(3)]
-    assert len({tuple(ids) for ids in wanted}) == 3, "seeds must matter"
+        wanted = [alone.generate(prompts()[1], seed=seed, **sampling).token_ids for seed in range(2)]
+    assert wanted[0] != wanted[1], "seeds must matter"
     with offload.load(target, draft, ram="1GiB", context=128, tree="64x16", threads=1) as decoder:
         for seed, ids in enumerate(wanted):
             for tree in TREES:

@@ -14,7 +14,7 @@ from offload.tree_spec import TreeSpec, parse_tree
         ("none", TreeSpec("none"), chain(0)),
         ("48x6", TreeSpec("best", 48, 6), best_first(DEFAULT_ACCEPTANCE, 48, 6)),
         ("8x999", TreeSpec("best", 8, 999), best_first(DEFAULT_ACCEPTANCE, 8, 7)),
-        ("chain:5", TreeSpec("chain", 5), chain(5)),
+        ("chain:5", TreeSpec("chain", 1, 5), chain(5)),
         ("sequences:3x7", TreeSpec("sequences", 3, 7), sequences(3, 7)),
         ("grown:48x6", TreeSpec("grown", 48, 6), Growth(48, 6)),
         ("grown:8x999", TreeSpec("grown", 8, 999), Growth(8, 7)),

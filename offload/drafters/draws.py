@@ -32,7 +32,8 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
     """Choose `num_children` for every row.
 
     Args:
-        logits_WV: the draft's scores; all rows predict the token at `position`.
+        logits_WV: the draft's scores; all rows predict the token at `position`. Where they are not numbers any tokens
+            are drawn; verification refuses the law.
     """
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
@@ -76,14 +77,18 @@ def _without_replacement(law_WV: Tensor, num_children: int, sampler: Sampler) ->
 
 
 def _with_replacement(law_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Independent draws by inverting the cumulated law; never a token without mass, not even by rounding."""
+    """Independent draws by inverting the cumulated law; never a token without mass, not even by rounding.
+
+    Nor one beyond the last, which a law of NaN would give.
+    """
     chosen = []
     for law_RV in _blocks(law_WV):
         sum_RV = law_RV.double().cumsum(1)
         coin_RK = torch.from_numpy(sampler.uniform(len(law_RV), num_children)).to(law_RV.device)
         total_R1 = sum_RV[:, -1:].clone()
         token_RK = torch.searchsorted(sum_RV, coin_RK * total_R1, right=True)
-        chosen.append(token_RK.minimum(torch.searchsorted(sum_RV, total_R1)))
+        last_R1 = torch.searchsorted(sum_RV, total_R1).clamp_(max=law_RV.shape[1] - 1)
+        chosen.append(token_RK.minimum(last_R1))
     return torch.cat(chosen)
 
 

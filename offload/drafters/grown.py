@@ -113,9 +113,8 @@ class _Rows:
 
 def _children(parents: Candidates, score_WV: Tensor, exponent: float) -> Candidates:
     """The likeliest children of rows that have just been run; none without a chance."""
-    top_WK, token_WK = score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1]))
-    norm_W1 = (exponent * score_WV).logsumexp(1, keepdim=True)
-    log_pi_WK = (exponent * top_WK - norm_W1).clamp(max=0).cpu()  # rounding must not let f rise
+    token_WK = score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1])).indices
+    log_pi_WK = (exponent * score_WV).log_softmax(1).gather(1, token_WK).cpu()  # never above 0: f must not rise
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
     children_WK["log_f"] = parents["log_f"][:, None] + log_pi_WK.numpy()
     children_WK["token"], children_WK["row"] = token_WK.cpu().numpy(), _NOT_RUN

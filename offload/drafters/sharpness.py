@@ -1,9 +1,9 @@
 """How far the draft's scores are to be trusted: the exponent that best foretells what the target really emits.
 
-A draft's law to the power beta, normalised, is what is taken for the chance of a child; a distilled draft is too modest
-about the target's choice, so beta is mostly above one. It is learned while decoding: every exponent of a grid is
-charged the log-loss of each token that was emitted, old charges fade, and the cheapest exponent is used next.
-Only the shape of later trees follows from it, and so never what is emitted.
+The chance of a child is taken to be the draft's law to the power beta, normalised. A distilled draft is less sure of
+the target's choice than it should be, so beta is mostly above one. It is learned while decoding: for each token that
+was emitted every exponent of a grid pays its log-loss, old losses fade, and the exponent that has paid least is used
+next. It shapes later trees and nothing else, so it never changes what is emitted.
 """
 
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ from torch import Tensor
 
 _GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2)
 _START = 1.6  # before anything was seen
-_DOUBT = 4.0  # nats per squared log of the ratio to `_START`, charged in advance
-_KEPT = 0.998  # of all charges, from one token to the next
+_DOUBT = 4.0  # of other exponents at the start: nats of loss, times the squared log of their ratio to `_START`
+_KEPT = 0.998  # of all losses, from one token to the next
 
 
 class Sharpness:
     """The exponent for one kind of sampling."""
 
     def __init__(self) -> None:
-        self._charge_G = _DOUBT * (torch.tensor(_GRID) / _START).log().square()
+        self._loss_G = _DOUBT * (torch.tensor(_GRID) / _START).log().square()
 
     @property
     def exponent(self) -> float:
         """beta, for the next tree."""
-        return _GRID[int(self._charge_G.argmin())]
+        return _GRID[int(self._loss_G.argmin())]
 
     def learn(self, score_TV: Tensor, tokens: Sequence[int]) -> None:
         """`tokens` were emitted where the draft gave these scores; one that it ruled out tells nothing."""
-        score_T = score_TV.gather(1, torch.tensor(tokens, device=score_TV.device)[:, None])[:, 0]
-        losses = [(beta * score_TV).logsumexp(1) - beta * score_T for beta in _GRID]
-        for loss_G in torch.stack(losses, 1).cpu():
+        token_T1 = torch.tensor(tokens, device=score_TV.device)[:, None]
+        losses = [-(beta * score_TV).log_softmax(1).gather(1, token_T1) for beta in _GRID]
+        for loss_G in torch.cat(losses, 1).cpu():
             if torch.isfinite(loss_G).all():
-                self._charge_G = _KEPT * self._charge_G + loss_G
+                self._loss_G = _KEPT * self._loss_G + loss_G

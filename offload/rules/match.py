@@ -5,7 +5,7 @@ from torch import Tensor
 
 from offload.logits import Rows, chunk_with
 from offload.rules.walk import Acceptance
-from offload.sampling import Sampler
+from offload.sampling import Sampler, require_token
 from offload.tree import TokenTree
 
 
@@ -18,13 +18,19 @@ def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
     Args:
         logits_NV: the target's scores after each node.
         root_position: absolute position of the root token.
+
+    Raises:
+        UserError: the scores after a node on the way are not numbers.
     """
     nodes, tokens, node = [0], [], 0
     drawn: dict[int, int] = {}
     while True:
-        if node not in drawn and sampler.draws_rows:
-            drawn = _draw_chunk(tree, *chunk_with(logits_NV, node), sampler, root_position)
-        token = drawn[node] if sampler.draws_rows else sampler.draw(logits_NV[node], root_position + len(nodes))
+        if not sampler.draws_rows:
+            token = sampler.draw(logits_NV[node], root_position + len(nodes))
+        else:
+            if node not in drawn:
+                drawn = _draw_chunk(tree, *chunk_with(logits_NV, node), sampler, root_position)
+            token = require_token(drawn[node])
         tokens.append(token)
         child = tree.child(node, token)
         if child is None:
