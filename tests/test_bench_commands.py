@@ -248,7 +248,8 @@ def test_report_shows_what_is_stored(decoded: Path, tmp_path: Path) -> None:
 
 def test_a_file_run_by_itself_is_the_command() -> None:
     outcome = process("--no-such-flag", python=("-m", "offload.bench.compare"))  # which imports least
-    assert outcome.code == 2 and outcome.err == "offload: No such option: --no-such-flag (see offload --help)\n"
+    said = "offload: No such option: --no-such-flag (see offload bench compare --help)\n"
+    assert outcome.code == 2 and outcome.err == said
     for name, (file, _) in suite.COMMANDS.items():
         source = Path(suite.__file__).with_name(f"{file}.py").read_text()
         assert f'run_alone("{name}")' in source, name
