@@ -77,13 +77,13 @@ def test_expert_without_a_partner_is_refused(tmp_path: Path) -> None:
 
 SPY = """
 from pathlib import Path
-Path(__file__).with_name("was_run").touch()
+Path({was_run!r}).touch()
 from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tokenizer
 """
 
 
 def bring_code(directory: Path) -> None:
-    (directory / "spy.py").write_text(SPY)
+    (directory / "spy.py").write_text(SPY.format(was_run=str(directory / "was_run")))  # it is copied before it is run
     config(model_type="spy", auto_map={"AutoConfig": "spy.Config", "AutoModelForCausalLM": "spy.Model"})(directory)
     path = directory / "tokenizer_config.json"
     settings = {**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": [None, "spy.Tokenizer"]}}
