@@ -18,6 +18,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from offload import flags
 from offload.bench import setting as common
 from offload.bench.gate import Proof, Written
 from offload.bench.metrics import Burst, acceptance_by_depth, latencies
@@ -255,8 +256,8 @@ def main(
     model: common.Model = None,
     draft: common.Draft = None,
     size: common.Size = "2GB",
-    device: common.DeviceName = "auto",
-    gpu_mem: common.GpuMem = None,
+    device: flags.Device = "auto",
+    gpu_mem: flags.GpuMem = None,
     ram: common.Ram = None,
     source: common.Prompts = None,
     temp: Temps = None,

@@ -36,8 +36,6 @@ Draft = Annotated[
 ]
 Size = Annotated[str, typer.Option(metavar="SIZE", help="how large to make the packaged target")]
 Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the target")]
-DeviceName = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
-GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
 Quick = Annotated[bool, typer.Option("--quick", help="up to four minutes on two cores, larger errors")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="store the result", callback=writable)]
 Compare = Annotated[

@@ -186,14 +186,6 @@ def noise_of_the_host(seed: int, position: int, vocab_size: int, device: Any) ->
     return torch.zeros(vocab_size)
 
 
-def masks_of_the_host(model: BorrowedModel, *args: Any) -> Any:
-    built = masks_of_the_host.built(model, *args)  # type: ignore[attr-defined]
-    return {window: None if mask is None else mask.cpu() for window, mask in built.items()}
-
-
-masks_of_the_host.built = BorrowedModel._build_masks  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("mistake", ["noise", "masks", "numpy"])
 def test_what_is_left_on_the_wrong_side_is_refused(
     mistake: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +196,11 @@ def test_what_is_left_on_the_wrong_side_is_refused(
         monkeypatch.setattr(sampling, "TWINS", sampling.TWINS._replace(keyed_gumbel=noise_of_the_host))
         monkeypatch.setattr(loading, "NO_KERNELS", loading.NO_KERNELS._replace(kernels=sampling.TWINS))
     elif mistake == "masks":
+        build_masks = BorrowedModel._build_masks
+
+        def masks_of_the_host(*args: Any) -> Any:
+            return {window: None if mask is None else mask.cpu() for window, mask in build_masks(*args).items()}
+
         monkeypatch.setattr(BorrowedModel, "_build_masks", masks_of_the_host)
     else:
         monkeypatch.setattr(Tensor, "cpu", lambda tensor: tensor)
