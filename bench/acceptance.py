@@ -13,14 +13,14 @@ from torch import Tensor
 
 from offload.bench.pair_text import Rows
 from offload.config import Sampling
-from offload.drafters.draws import draw_children
-from offload.proposals import Floats, Proposals
-from offload.rules import find_rule
-from offload.rules.k_sequential import k_sequential_trials
-from offload.rules.ratio import ratio_trials
-from offload.sampling import Sampler
-from offload.topology import k_ary
-from offload.tree import TokenTree
+from offload.drafting.children import draw_children
+from offload.sampling.sampler import Sampler
+from offload.tree.proposals import Floats, Proposals
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import k_ary
+from offload.verification.k_sequential import k_sequential_trials
+from offload.verification.ratio import ratio_trials
+from offload.verification.rules import find_rule
 
 _TRIALS = {"sequoia": ratio_trials, "specinfer": ratio_trials, "spectr": k_sequential_trials}
 

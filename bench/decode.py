@@ -18,7 +18,6 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from offload import flags
 from offload.bench import setting as common
 from offload.bench.gate import Proof, Written
 from offload.bench.metrics import Burst, acceptance_by_depth, latencies
@@ -27,13 +26,14 @@ from offload.bench.record import Guard, Row, new_result, writable
 from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
 from offload.bench.timeline import record_steps, require_pictures, trace_files, write_trace
+from offload.calibration.kernel_comparison import rows_of as rows_of_duels
+from offload.cli import flags
+from offload.cli.console import Screen
 from offload.config import Sampling, drafting_of
-from offload.decode import Decoder
-from offload.duel import rows_of as rows_of_duels
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
 from offload.errors import UserError
-from offload.generation import Generation
-from offload.screen import Screen
-from offload.tree_spec import parse_tree, tree_to_fill
+from offload.tree.spec import parse_tree, tree_to_fill
 
 _MOST_PROMPT_TOKENS = 512  # of a question in its chat template, which is not cut
 _STALLED_SHARE = 0.05  # of its sweeps: a run that waits for less is not bound by the link

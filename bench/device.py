@@ -22,9 +22,6 @@ from unittest import mock
 import torch
 import typer
 
-from offload import loading
-from offload.arena import Arena
-from offload.audit import draw_gaps
 from offload.bench.device_gate import gates
 from offload.bench.device_rates import Rates, ceilings
 from offload.bench.gate import WrongTokenError, draws_hold
@@ -33,18 +30,21 @@ from offload.bench.host_device import HostDevice, PlainWay
 from offload.bench.peers_on_device import accelerate_s
 from offload.bench.promises import Row, attempt, failure, row, row_line, verdict_lines, verdicts
 from offload.bench.timeline import record_steps, require_pictures, write_trace
+from offload.calibration.kernel_comparison import rows_of
+from offload.calibration.quick import draft_curve
+from offload.cli.demo import PAIR, PROMPT
 from offload.config import Sampling, format_bytes, parse_size
-from offload.decode import Decoder
-from offload.demo import PAIR, PROMPT
-from offload.device import CudaDevice, Device, open_device
-from offload.device_stream import DeviceStream
-from offload.drafters.lm import ModelDrafter
-from offload.duel import rows_of
+from offload.drafting.model import ModelDrafter
+from offload.engine import load as loading
+from offload.engine.decoder import Decoder
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
-from offload.probe import draft_curve
-from offload.topology import DEFAULT_ACCEPTANCE, best_first, chain
-from offload.tree import TokenTree
+from offload.streaming.device import CudaDevice, Device, open_device
+from offload.streaming.device_stream import DeviceStream
+from offload.streaming.pinned import Arena
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first, chain
+from offload.tuning.audit import draw_gaps
 
 LARGE = Shape(width_factor=64, layer_bytes=1_711_000_000, num_layers=80)  # Llama-2-70B's bytes and products per layer
 LARGE_DRAFT = Shape(width_factor=16, layer_bytes=405_000_000, num_layers=32)  # Llama-2-7B's

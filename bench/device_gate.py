@@ -15,12 +15,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from offload import loading
-from offload.audit import BF16_NOISE
 from offload.bench.gate import WrongTokenError
 from offload.bench.promises import Row, row
-from offload.decode import Decoder
-from offload.memory_plan import MemoryPlan, Tier
+from offload.engine import load as loading
+from offload.engine.decoder import Decoder
+from offload.memory.plan import MemoryPlan, Tier
+from offload.tuning.audit import BF16_NOISE
 
 TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
 _LARGEST = "64x16"

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from offload import loading
-from offload.calibrate import copy_bytes_per_s
-from offload.checkpoint import read_json
+from offload.calibration.link import copy_bytes_per_s
+from offload.checkpoint.safetensors import read_json
 from offload.config import format_bytes
-from offload.device import Device
+from offload.engine import load as loading
+from offload.streaming.device import Device
 
 _NUM_RUNS, _NUM_WARM = 8, 3
 _ODD_BYTES = 8  # behind a page, where the weights of many files begin

@@ -20,12 +20,12 @@ from offload.bench.prompts import encoded, prompts
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
-from offload.checkpoint import open_checkpoint
-from offload.decode import Decoder
+from offload.calibration.quick import timed
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli.console import Screen
+from offload.engine.decoder import Decoder
 from offload.errors import UserError
-from offload.probe import timed
-from offload.screen import Screen
-from offload.tree_spec import parse_tree
+from offload.tree.spec import parse_tree
 
 _COPY_BYTES = 64 << 20
 
@@ -163,7 +163,7 @@ def main(
 
 def _small(model: str | None, draft: str | None, ram: str) -> Setting:
     """As named, or the packaged pair as it is. Raises `UserError` for a target without a draft."""
-    from offload.demo import PAIR
+    from offload.cli.demo import PAIR
 
     if model is not None and draft is None:
         raise UserError("bench draft needs a draft: give --draft")

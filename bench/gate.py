@@ -18,19 +18,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.audit import gaps_of, rounding
-from offload.checkpoint import open_checkpoint
+from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
-from offload.decode import Decoder
+from offload.engine.decoder import Decoder
+from offload.engine.load import load, resident_model
 from offload.errors import UserError
-from offload.kv_cache import KVCache
-from offload.loading import load, resident_model
 from offload.machine import available_ram_bytes
-from offload.model import BorrowedModel
-from offload.rules import find_rule
-from offload.sampling import Sampler
-from offload.topology import chain
-from offload.tree import TokenTree
+from offload.model.kv_cache import KVCache
+from offload.model.weights import BorrowedModel
+from offload.sampling.sampler import Sampler
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import chain
+from offload.tuning.audit import gaps_of, rounding
+from offload.verification.rules import find_rule
 
 MOST_SIGMAS = 5.0
 Score = Callable[[Sequence[int], Sequence[int]], Tensor]  # prompt, new ids -> logits (T, V) that predicted each new id

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from offload.bench.whole_file import whole
-from offload.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.errors import UserError
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -19,11 +19,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-from offload import inflate as inflation  # whose pieces and blocks these are, files left out
-from offload import loading
-from offload.checkpoint import ITEM_BYTES, Checkpoint, open_checkpoint
-from offload.host_store import HostStore
-from offload.layout import Piece, SlabLayout
+from offload.checkpoint import inflate as inflation  # whose pieces and blocks these are, files left out
+from offload.checkpoint.layout import Piece, SlabLayout
+from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, open_checkpoint
+from offload.engine import load as loading
+from offload.streaming.disk import HostStore
 
 NUM_MAKERS = 16
 _SHARD_BYTES = 1 << 34

@@ -12,19 +12,19 @@ import numpy as np
 import typer
 from transformers.utils import logging
 
-from offload.audit import draw_gaps
 from offload.bench import setting as common
 from offload.bench.draft import say_draft_ceiling
 from offload.bench.gate import draws_hold
 from offload.bench.main_job import PROMPT_TOKENS, held_out_prompts
 from offload.bench.record import new_result
 from offload.bench.tree_walk import Steps, ratio_of
+from offload.cli.demo import PAIR
 from offload.config import Sampling, require
-from offload.decode import Decoder
-from offload.demo import PAIR
-from offload.generation import Generation
-from offload.loading import load
-from offload.tree_spec import parse_tree
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
+from offload.engine.load import load
+from offload.tree.spec import parse_tree
+from offload.tuning.audit import draw_gaps
 
 Row = dict[str, Any]
 

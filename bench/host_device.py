@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.device import Event, Stream
-from offload.host_store import allocate
+from offload.streaming.device import Event, Stream
+from offload.streaming.disk import allocate
 
 
 class HostDevice:

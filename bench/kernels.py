@@ -1,6 +1,6 @@
 """Every kernel against what runs without it, on this GPU: first whether both agree, then which one is faster.
 
-The same duels that a run fights at its start (offload/duels.py), at many sizes.
+The same duels that a run fights at its start (offload/calibration/kernel_selection.py), at many sizes.
 
     offload bench kernels                    shapes of Llama-2-70B, vocabularies of 32,000 and 128,256
 """
@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from offload.device import CudaDevice
-from offload.duel import Outcome, rows_of, verdicts
-from offload.duels import Shapes, choose_kernels
+from offload.calibration.kernel_comparison import Outcome, rows_of, verdicts
+from offload.calibration.kernel_selection import Shapes, choose_kernels
 from offload.errors import UserError
 from offload.kernels.jit import HAS_TRITON
+from offload.streaming.device import CudaDevice
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:

@@ -18,13 +18,13 @@ from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import Setting
 from offload.bench.text_table import aligned
-from offload.checkpoint import open_checkpoint
+from offload.checkpoint.layout import SlabLayout
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli.console import Screen
 from offload.errors import UserError
-from offload.host_store import HostStore
-from offload.layer_stream import LayerStream
-from offload.layout import SlabLayout
-from offload.model import BorrowedModel
-from offload.screen import Screen
+from offload.model.weights import BorrowedModel
+from offload.streaming.disk import HostStore
+from offload.streaming.layer_stream import LayerStream
 
 _MIB = 1 << 20
 _COPY_BYTES = 64 * _MIB

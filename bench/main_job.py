@@ -22,9 +22,9 @@ import typer
 
 from offload.bench.plain_reader import plain_read_s, shards_of
 from offload.bench.record import new_result, writable
+from offload.cli.console import Screen
 from offload.config import Sampling, parse_size
 from offload.errors import UserError
-from offload.screen import Screen
 
 PROMPT_TOKENS, SPEED_TREES = 128, ("64x16", "128x20", "grown:128x20")
 Row = dict[str, Any]
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 def streaming(size: str, *, rounds: int = 5, sweeps: int = 3) -> Row:
     """Back-to-back one-token sweeps against the plain reader, in turn."""
-    from offload.demo import PROMPT, open_demo
+    from offload.cli.demo import PROMPT, open_demo
 
     target = _target(size)
     with open_demo(target, parse_size(size, "--size") // 4, "none", _SILENT) as decoder:
@@ -56,7 +56,7 @@ def streaming(size: str, *, rounds: int = 5, sweeps: int = 3) -> Row:
 
 def prompt(size: str, *, rounds: int = 5) -> Row:
     """The sweep that takes in 128 prompt tokens against one-token sweeps right after it."""
-    from offload.demo import open_demo
+    from offload.cli.demo import open_demo
 
     ratios = []
     with open_demo(_target(size), parse_size(size, "--size") // 4, "none", _SILENT) as decoder:
@@ -72,7 +72,7 @@ def prompt(size: str, *, rounds: int = 5) -> Row:
 
 def speed(size: str, *, num_prompts: int = 6, num_tokens: int = 96, num_plain: int = 8) -> Row:
     """Tokens per second with and without trees, prompt by prompt in turn, and the share of the link that was used."""
-    from offload.demo import open_demo
+    from offload.cli.demo import open_demo
 
     target, totals = _target(size), {tree: _Total() for tree in ("none", *SPEED_TREES)}
     with open_demo(target, parse_size(size, "--size") // 4, SPEED_TREES[-1], _SILENT) as decoder:
@@ -148,7 +148,7 @@ def report_memory(size: str) -> None:
     lazy_bytes = rss_bytes()
     _ = transformers.modeling_utils.PreTrainedModel, transformers.AutoModelForCausalLM  # imported lazily: now for good
     imported_bytes = rss_bytes()
-    from offload.demo import PROMPT, open_demo
+    from offload.cli.demo import PROMPT, open_demo
 
     ram_bytes = parse_size(size, "--size") // 4
     with open_demo(_target(size), ram_bytes, "64x16", _SILENT) as decoder:
@@ -162,7 +162,7 @@ def report_memory(size: str) -> None:
 
 def start(size: str) -> Row:
     """`offload --help`, and from the end of the imports to the first layer of the first sweep."""
-    command = [sys.executable, "-m", "offload.cli", "--help"]
+    command = [sys.executable, "-m", "offload", "--help"]
     help_s = statistics.median(
         _timed(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(5)
     )
@@ -176,8 +176,8 @@ def report_start(size: str) -> None:
     """Print the seconds from the end of the imports to the first computed layer; run by `start` in a fresh process."""
     import transformers.models.llama.modeling_llama
 
-    from offload.demo import PAIR, PROMPT
-    from offload.loading import load
+    from offload.cli.demo import PAIR, PROMPT
+    from offload.engine.load import load
 
     target = _target(size)
     times: list[float] = []
@@ -212,16 +212,16 @@ _ROWS: dict[str, Callable[[str], Row]] = {
 
 
 def _target(size: str) -> Path:
-    from offload.demo import inflated_target
+    from offload.cli.demo import inflated_target
 
     return inflated_target(parse_size(size, "--size"), lambda done, total: None)
 
 
 def _proved_gaps(prompt_ids: list[int], new_ids: list[int]) -> list[float]:
     """The gate: how far each token is from the original model's float32 draw; more than rounding ends the bench."""
-    from offload.audit import draw_gaps
     from offload.bench.gate import draws_hold
-    from offload.demo import PAIR
+    from offload.cli.demo import PAIR
+    from offload.tuning.audit import draw_gaps
 
     gaps = draw_gaps(PAIR / "target", prompt_ids, new_ids, Sampling())
     draws_hold(gaps, Sampling())

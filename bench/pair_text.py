@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from offload.bench.train_pair import corpus_files, read_source
+from offload.cli.demo import PAIR
 from offload.config import Sampling
-from offload.demo import PAIR
-from offload.kv_cache import KVCache
-from offload.sampling import Sampler
+from offload.model.kv_cache import KVCache
+from offload.sampling.sampler import Sampler
 
 PROMPT_TOKENS = 128
 _NUM_SLOTS = 1024  # what the pair was trained for: prompt, new tokens, and the deepest tree beyond them

@@ -9,7 +9,7 @@ import transformers
 
 from offload.bench.peer_child import Emit, Order, free_bytes
 from offload.config import Sampling
-from offload.loading import load
+from offload.engine.load import load
 
 _MARGIN_BYTES = 96 << 20  # libraries that the first run imports, tables of the kernel
 

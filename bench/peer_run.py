@@ -58,7 +58,7 @@ def run_child(python: str, order: Order) -> Outcome:
 
 def proved(outcome: Outcome, model: Path, prompts: Sequence[Sequence[int]]) -> Outcome:
     """The gate: the outcome itself when every token is what `model` chooses in float32, else one without figures."""
-    from offload.audit import BF16_NOISE, draw_gaps
+    from offload.tuning.audit import BF16_NOISE, draw_gaps
 
     if outcome.reason:
         return outcome

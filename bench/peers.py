@@ -244,8 +244,8 @@ def _rates(row: Row) -> dict[int, float]:
 
 def _setting(size: str, cap: str, python: str | None, is_quick: bool) -> Setting:
     from offload.bench.main_job import held_out_prompts
-    from offload.demo import PAIR, cache_folder, inflated_target
-    from offload.text import encode_prompt, load_tokenizer
+    from offload.cli.demo import PAIR, cache_folder, inflated_target
+    from offload.engine.text import encode_prompt, load_tokenizer
 
     if python is not None and shutil.which(python) is None:
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")

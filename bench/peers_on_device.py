@@ -14,15 +14,15 @@ import torch
 from accelerate import cpu_offload
 from torch import Tensor, nn
 
-from offload.arena import RegisterWay
-from offload.decode import Decoder
-from offload.device import Device
-from offload.device_stream import DeviceStream
-from offload.host_store import allocate
-from offload.kv_cache import KVCache
+from offload.engine.decoder import Decoder
 from offload.machine import available_ram_bytes
-from offload.memory_plan import Tier
-from offload.model import BorrowedModel
+from offload.memory.plan import Tier
+from offload.model.kv_cache import KVCache
+from offload.model.weights import BorrowedModel
+from offload.streaming.device import Device
+from offload.streaming.device_stream import DeviceStream
+from offload.streaming.disk import allocate
+from offload.streaming.pinned import RegisterWay
 
 SlabOf = Callable[[int], Tensor]  # layer -> flat bytes
 _NUM_TOKENS = 3

@@ -26,20 +26,20 @@ from offload.bench.prompts import Prompt, encoded, prompts
 from offload.bench.record import Guard, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
-from offload.calibrate import link_bytes_per_s
+from offload.calibration.link import link_bytes_per_s
+from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.sizes import ModelShape, model_shape
+from offload.cli.console import Screen
 from offload.config import Sampling
-from offload.costs import Traffic, step_time
-from offload.device_plan import Card, make_device_plan
 from offload.errors import UserError
-from offload.hardware import KNOWN
-from offload.headers import checkpoint_of_config
-from offload.meter import measure_costs
-from offload.model_shape import ModelShape, model_shape
-from offload.predict import costs_on, traffic_on
-from offload.screen import Screen
+from offload.memory.device_planner import Card, make_device_plan
+from offload.planning.cost_model import Traffic, step_time
+from offload.planning.hardware import KNOWN
+from offload.planning.predict import costs_on, traffic_on
 from offload.stats import Stats
-from offload.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
-from offload.tree_spec import parse_tree
+from offload.tree.spec import parse_tree
+from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
+from offload.tuning.time_steps import measure_costs
 
 Row = dict[str, Any]
 _LLAMA_2_70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offload.errors import UserError
 
 if TYPE_CHECKING:
-    from offload.decode import Decoder
+    from offload.engine.decoder import Decoder
 
 LICENCES = Path("/usr/share/common-licenses")
 _CHARS = 1200  # of a text: more than enough for 128 tokens

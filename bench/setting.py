@@ -15,15 +15,15 @@ from offload.bench.compare import changes, require_same, tell
 from offload.bench.gate import Proof, Written, prove, reference
 from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Result, read, store, writable
-from offload.card_link import card_link_bytes_per_s
-from offload.checkpoint import Checkpoint, open_checkpoint
+from offload.calibration.device_link import card_link_bytes_per_s
+from offload.checkpoint.hub import fetch
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.cli.console import Screen
 from offload.config import parse_size
-from offload.decode import Decoder
-from offload.device import open_device
-from offload.headers import fetch
-from offload.loading import load
-from offload.plan import plan_memory
-from offload.screen import Screen
+from offload.engine.decoder import Decoder
+from offload.engine.load import load
+from offload.memory.planner import plan_memory
+from offload.streaming.device import open_device
 
 PROMPT_TOKENS = 128
 _CEILING_BYTES = 400_000_000  # of one look at the link
@@ -105,7 +105,7 @@ def find_setting(
         num_bytes = sum(path.stat().st_size for path in target.shards)
         budget_bytes = parse_size(ram or num_bytes // 4, "--ram")
         return Setting(target.directory, small[0].directory if small else None, target.directory, budget_bytes)
-    from offload.demo import PAIR, inflated_target
+    from offload.cli.demo import PAIR, inflated_target
 
     size_bytes = parse_size(size, "--size")
     made = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))

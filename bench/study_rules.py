@@ -16,7 +16,7 @@ from offload.bench.picture import COLOURS, Line, draw_line, draw_reference, labe
 from offload.bench.scale import Scale
 from offload.bench.tree_walk import Steps, ratio_of, walk_all
 from offload.config import RULES, Sampling
-from offload.topology import Floats, Topology, best_first, isotonic, sequences
+from offload.tree.topology import Floats, Topology, best_first, isotonic, sequences
 
 FIXED_NODES = 64
 FIXED_FOR = Sampling(temperature=0.6, seed=3)

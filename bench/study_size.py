@@ -24,7 +24,7 @@ from offload.bench.picture import (
 from offload.bench.scale import Scale
 from offload.bench.tree_walk import Steps, ratio_of, walk_all
 from offload.config import Sampling
-from offload.topology import Topology, best_first, chain, expected_tokens, isotonic, k_ary, sequences
+from offload.tree.topology import Topology, best_first, chain, expected_tokens, isotonic, k_ary, sequences
 
 SAMPLING = Sampling(temperature=0.6, seed=1)
 RULES = ("sequoia", "match")

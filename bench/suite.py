@@ -68,7 +68,7 @@ def load_command(name: str) -> Any:
 
 def run_alone(name: str) -> None:
     """`python -m offload.bench.FILE` as `offload bench NAME`: the same flags, the same errors, the same endings."""
-    from offload.cli import main
+    from offload.cli.main import main
 
     sys.argv = ["offload", "bench", name, *sys.argv[1:]]
     main()

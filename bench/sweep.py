@@ -19,12 +19,12 @@ from offload.bench.prompts import encoded, prompts
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
+from offload.cli.console import Screen
 from offload.config import Sampling
-from offload.decode import Decoder
-from offload.memory_plan import MemoryPlan
-from offload.screen import Screen
+from offload.engine.decoder import Decoder
+from offload.memory.plan import MemoryPlan
 from offload.stats import Stats
-from offload.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
+from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
 
 _DEPTH = 16
 _STALLED_SHARE = 0.05  # of a sweep that waits for less than this the link is not the slower side

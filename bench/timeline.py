@@ -18,7 +18,7 @@ from offload.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from offload.decode import Decoder
+    from offload.engine.decoder import Decoder
 
 LANES = ("draft", "verify", "wait", "compute", "copy")  # from top to bottom
 _NAMES = {"draft": "draft", "verify": "verify", "wait": "wait for the link", "compute": "compute", "copy": "copy"}

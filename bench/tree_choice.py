@@ -27,26 +27,26 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 
-from offload.audit import draw_gaps
 from offload.bench import setting as common
 from offload.bench.gate import draws_hold
 from offload.bench.plain_reader import shards_of
 from offload.bench.record import new_result
 from offload.bench.train_pair import corpus_files, read_source
+from offload.cli.console import candidate_rows
+from offload.cli.demo import PAIR, inflated_target
 from offload.config import Sampling, parse_size
-from offload.decode import Decoder
-from offload.demo import PAIR, inflated_target
+from offload.engine.decoder import Decoder
+from offload.engine.load import load
+from offload.engine.request import Request
 from offload.errors import UserError
-from offload.loading import load
-from offload.profile import Profile
-from offload.request import Request
-from offload.screen import candidate_rows
+from offload.planning.profile import Profile
+from offload.planning.traces import acceptance, bursts, tokens_per_sweep
+from offload.planning.tree_policy import tree_for
 from offload.stats import Stats
-from offload.topology import Growth, Shape, chain, expected_tokens, isotonic
-from offload.tracer import grown_again, ranks_of, write, written_trace
-from offload.traces import acceptance, bursts, tokens_per_sweep
-from offload.trees import tree_for
-from offload.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
+from offload.tree.topology import Growth, Shape, chain, expected_tokens, isotonic
+from offload.tuning.audit import draw_gaps
+from offload.tuning.trace_acceptance import grown_again, ranks_of, write, written_trace
+from offload.tuning.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
 
 Row = dict[str, Any]
 Prompts = Sequence[tuple[int, ...]]

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from offload.bench.pair_text import Pair, Texts
 from offload.config import Sampling
-from offload.drafters.draws import draw_children
-from offload.proposals import Floats, Proposals
-from offload.rules import Rule, find_rule
-from offload.sampling import Sampler
-from offload.topology import Topology, chain, k_ary
-from offload.tree import TokenTree, children_of
+from offload.drafting.children import draw_children
+from offload.sampling.sampler import Sampler
+from offload.tree.proposals import Floats, Proposals
+from offload.tree.token_tree import TokenTree, children_of
+from offload.tree.topology import Topology, chain, k_ary
+from offload.verification.rules import Rule, find_rule
 
 
 class Walker:

@@ -12,28 +12,28 @@ conversation with it. `UserError` is raised for what can be mended, in one line,
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.chat import Chat
     from offload.config import Sampling
-    from offload.decode import Decoder
+    from offload.engine.chat import Chat
+    from offload.engine.decoder import Decoder
+    from offload.engine.generation import Generation
+    from offload.engine.load import load
+    from offload.engine.request import Request
     from offload.errors import ReadError, UserError
-    from offload.generation import Generation
-    from offload.loading import load
-    from offload.memory_plan import MemoryPlan
-    from offload.request import Request
+    from offload.memory.plan import MemoryPlan
 
 __all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Chat": "chat",
-    "Decoder": "decode",
-    "Generation": "generation",
-    "MemoryPlan": "memory_plan",
+    "Chat": "engine.chat",
+    "Decoder": "engine.decoder",
+    "Generation": "engine.generation",
+    "MemoryPlan": "memory.plan",
     "ReadError": "errors",
-    "Request": "request",
+    "Request": "engine.request",
     "Sampling": "config",
     "UserError": "errors",
-    "load": "loading",
+    "load": "engine.load",
 }
 
 

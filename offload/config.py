@@ -19,6 +19,7 @@ from operator import index
 
 from offload.errors import UserError
 
+NOISE_POSITIONS = 32  # whose noise a sampler keeps: a step needs one for every level of its tree
 LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow, and all large ones would be equal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -63,7 +64,7 @@ class Drafting(Enum):
         return self in (Drafting.WITHOUT_REPLACEMENT, Drafting.WITH_REPLACEMENT)
 
 
-# The rules of verification by name; `offload.rules` has the functions, which need torch, and this table does not.
+# The rules of verification by name. Their functions need torch, this table does not.
 RULES: dict[str, Drafting] = {
     "match": Drafting.COUPLED,
     "sequoia": Drafting.WITHOUT_REPLACEMENT,

@@ -17,7 +17,7 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
 import torch
 from no_gpu import tell_compiled
 
-from offload.duels import Shapes, duels
+from offload.calibration.kernel_selection import Shapes, duels
 from offload.kernels import tree_attention
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel

@@ -77,13 +77,13 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("weights are read although the command cannot run")
 
-    monkeypatch.setattr("offload.host_store.HostStore.read", forbidden)
+    monkeypatch.setattr("offload.streaming.disk.HostStore.read", forbidden)
 
 
 @pytest.fixture
 def _instant_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` measures the disk for half a second, which no case of a refusal is about."""
-    monkeypatch.setattr("offload.calibrate.link_bytes_per_s", lambda shard: 1e9)
+    monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda shard: 1e9)
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.arena import Arena, RefusedError
-from offload.host_store import allocate
+from offload.streaming.disk import allocate
+from offload.streaming.pinned import Arena, RefusedError
 
 
 class FakeEvent:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from offload.bench.peer_child import Order
-from offload.demo import PAIR
+from offload.cli.demo import PAIR
 
 PROMPT = list(range(300, 340))
 NUM_NEW = 10

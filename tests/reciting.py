@@ -16,11 +16,11 @@ from unittest.mock import patch
 from shell import Outcome, shell
 
 import offload
-from offload import host_store
-from offload.checkpoint import open_checkpoint
-from offload.decode import Decoder
-from offload.plan import plan_memory
-from offload.target import Target
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.decoder import Decoder
+from offload.memory.planner import plan_memory
+from offload.model.target import Target
+from offload.streaming import disk as host_store
 
 # Tokens after the prompt's colon. A Chinese character is cut into three, an emoji into two; the last token ends a line.
 PIECES = (":", " Hel", "lo", " w", "ör", "ld ", b"\xe6", b"\x97", b"\xa5", b" \xf0\x9f\x98", b"\x80", "!\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-from offload import cli
+from offload.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +34,7 @@ def shell(*arguments: object, stdin: bytes = b"") -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def start(*arguments: object, python: tuple[str, ...] = ("-m", "offload.cli")) -> "subprocess.Popen[bytes]":
+def start(*arguments: object, python: tuple[str, ...] = ("-m", "offload")) -> "subprocess.Popen[bytes]":
     """The same as a process under way, with pipes; `python` may be other options of the interpreter."""
     command = [sys.executable, *python, *map(str, arguments)]
     pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -43,7 +43,7 @@ def start(*arguments: object, python: tuple[str, ...] = ("-m", "offload.cli")) -
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, bufsize=0)
 
 
-def process(*arguments: object, stdin: bytes = b"", python: tuple[str, ...] = ("-m", "offload.cli")) -> Outcome:
+def process(*arguments: object, stdin: bytes = b"", python: tuple[str, ...] = ("-m", "offload")) -> Outcome:
     """The same as a process of its own, to its end."""
     running = start(*arguments, python=python)
     out, err = running.communicate(stdin, timeout=300)

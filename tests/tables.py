@@ -12,13 +12,13 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from offload.config import Sampling
-from offload.drafters.draws import draw_children
-from offload.proposals import Draw, Floats, Offer, Proposals
-from offload.rules import Acceptance, Rule
-from offload.rules.walk import Trials
-from offload.sampling import Sampler
-from offload.topology import Topology, best_first, chain, k_ary, sequences
-from offload.tree import TokenTree, children_of
+from offload.drafting.children import draw_children
+from offload.sampling.sampler import Sampler
+from offload.tree.proposals import Draw, Floats, Offer, Proposals
+from offload.tree.token_tree import TokenTree, children_of
+from offload.tree.topology import Topology, best_first, chain, k_ary, sequences
+from offload.verification.rules import Acceptance, Rule
+from offload.verification.walk import Trials
 
 VOCAB_SIZE = 6
 ROOT = 2  # the token that all runs start from

@@ -95,7 +95,7 @@ def test_the_interface_shows_itself() -> None:
 def test_help_does_not_import_torch() -> None:
     assert_runs("""
 import sys
-from offload.cli import main
+from offload.cli.main import main
 sys.argv = ["offload", "--help"]
 try:
     main()

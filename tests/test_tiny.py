@@ -28,8 +28,8 @@ def reference(directory: Path, prompt: list[int], num_new: int = NUM_NEW) -> lis
 
 def streaming_ram(directory: Path, draft: Path) -> int:
     """A budget under which one layer stays and the rest is streamed."""
-    from offload.checkpoint import open_checkpoint
-    from offload.plan import make_plan, model_shape
+    from offload.checkpoint.safetensors import open_checkpoint
+    from offload.memory.planner import make_plan, model_shape
 
     shapes = [model_shape(open_checkpoint(d)) for d in (directory, draft)]
     roomy = make_plan(shapes[0], shapes[1], ram_bytes=1 << 40, context=256, num_nodes=64)

@@ -1,0 +1,34 @@
+"""Which way each piece of work with a kernel is done: handed to those who do it, settled once per run.
+
+A kernel is used where it runs and has clearly beaten what runs without it (`kernel_selection.py`), never because it is
+there.
+Invariant: the fields are named like the files in kernels/, and any set of them gives the same results up to rounding:
+noise to 1e-13, attention to 2e-2 in half precision and 1e-3 in float32; draws follow these, and moved rows are equal.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_twin
+from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_twin
+from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_twin
+from offload.kernels.match_rows import match_rows_kernel
+from offload.kernels.tree_attention import tree_attention_kernel
+
+
+class KernelSet(NamedTuple):
+    """One function for each; the signatures are those of the twins."""
+
+    keyed_gumbel: Callable[..., Tensor]
+    draw_without_replacement: Callable[..., Tensor]
+    kv_commit: Callable[..., None]
+    match_rows: Callable[..., Tensor] | None  # None: drawn on the rows that a walk visits, one by one
+    tree_attention: Callable[..., Tensor] | None  # None: dense masks
+
+
+TWINS = KernelSet(keyed_gumbel_twin, draw_without_replacement_twin, kv_commit_twin, None, None)
+KERNELS = KernelSet(
+    keyed_gumbel_kernel, draw_without_replacement_kernel, kv_commit_kernel, match_rows_kernel, tree_attention_kernel
+)

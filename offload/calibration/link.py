@@ -1,0 +1,73 @@
+"""What the link gives on this machine, measured on the very files that will be streamed."""
+
+import time
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
+from offload.streaming.disk import HostStore, allocate, finish
+
+if TYPE_CHECKING:  # what measures a disk does without torch
+    import numpy as np
+
+    from offload.streaming.device import Device
+
+LOCAL_BYTES_PER_S = 1e12  # of a link that nothing passes over
+_CHUNK_BYTES, _NUM_IN_FLIGHT = 16 << 20, 3
+_NUM_COPIES, _LEAST_S = 8, 1e-9  # of which the first two wake the link up
+_GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are
+
+
+def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: float | None = None) -> float:
+    """Bytes per second at which slabs of `shard` arrive, the way a sweep reads them.
+
+    Chunks from all over the file are kept in flight until the time is over, so that neither a cache below nor the start
+    of the file speaks for the rest.
+
+    Args:
+        budget_s: after which no further chunk is asked for.
+        limit_bytes_per_s: of the link, where it is slowed down on purpose.
+    """
+    size_bytes = shard.stat().st_size
+    chunk_bytes = min(_CHUNK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+    slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
+    for slab in slabs:
+        slab.fill(0)  # pages are given on first touch, which is no matter of the link
+    store = HostStore([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
+    in_flight: deque[list[Future[None]]] = deque()
+    started, index = time.perf_counter(), 0
+    try:
+        while index == 0 or time.perf_counter() - started < budget_s:
+            if len(in_flight) == _NUM_IN_FLIGHT:
+                finish(in_flight.popleft())
+            lo = int(index * _GOLDEN % 1 * max(0, size_bytes - chunk_bytes)) // BLOCK_BYTES * BLOCK_BYTES
+            piece = Piece(0, lo, min(lo + chunk_bytes, size_bytes), 0)
+            layout = SlabLayout((piece,), {}, chunk_bytes, is_direct=True)
+            in_flight.append(store.read(layout, slabs[index % len(slabs)]))
+            index += 1
+        while in_flight:
+            finish(in_flight.popleft())
+        return store.bytes_read / (time.perf_counter() - started)
+    finally:
+        store.close()
+
+
+def copy_bytes_per_s(card: "Device", array: "np.ndarray") -> float:
+    """Bytes per second at which a card copies from host memory, by its own clock.
+
+    Args:
+        array: page-locked, as large as what will be copied at once.
+    """
+    import torch
+
+    slot, seconds = card.allocate(array.nbytes), list[float]()
+    for _ in range(_NUM_COPIES):
+        before = card.record(card.copies, is_timed=True)
+        card.copy(slot, torch.from_numpy(array), card.copies)
+        after = card.record(card.copies, is_timed=True)
+        card.synchronize(after)
+        seconds.append(card.elapsed_s(before, after) or 0.0)
+    return array.nbytes / max(median(seconds[2:]), _LEAST_S)

@@ -1,0 +1,109 @@
+"""What computing costs here, by trying it: a second at start is enough to tell a tree of 32 nodes from one of 512.
+
+A sweep is timed by its first layer, with everything around the layers, and multiplied; a draft step by growing trees of
+a given width. Both go on to larger sizes for as long as the time allows; beyond, the last slope goes on. Nothing
+streams yet while this runs, so readers that share the processor are not in these figures: `offload tune` has them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+
+from offload.drafting.model import ModelDrafter
+from offload.model.kv_cache import KVCache
+from offload.model.weights import BorrowedModel
+from offload.planning.cost_model import Curve
+from offload.sampling.sampler import Sampler
+from offload.tree.topology import Topology, chain, sequences
+
+MAX_PROBE_NODES = 257  # of the largest tree that is tried
+_SWEEP_SIZES, DRAFT_WIDTHS = (1, 16, 64, 256), (1, 4, 16, 64)
+_DRAFT_STEPS = 4  # of which the first runs committed tokens
+_TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding
+_LEAST_S = 1e-7
+_MAX_ROUNDS = 9
+
+
+def sweep_curve(model: BorrowedModel, first_layer: np.ndarray, *, budget_s: float = 0.5) -> Curve:
+    """Compute time of a whole sweep against its rows.
+
+    Args:
+        model: embeddings and head are bound, no layer borrows yet.
+        first_layer: the slab of layer 0.
+    """
+    share = sum(layout.slab_bytes for layout in model.layer_layouts) / model.layer_layouts[0].slab_bytes
+    model.bind_layer(0, first_layer)
+    try:
+        return fill_curve(lambda size: _sweep_s(model, size, share), _SWEEP_SIZES, budget_s)
+    finally:
+        model.unbind_layer(0)
+
+
+def draft_curve(drafter: ModelDrafter, sampler: Sampler, prompt: Sequence[int], *, budget_s: float = 0.4) -> Curve:
+    """Time of one draft step against its rows, behind `prompt`; leaves the drafter reset."""
+
+    def step_s(width: int) -> float:
+        first_s = _grow_s(drafter, sampler, prompt, chain(1))
+        return (_grow_s(drafter, sampler, prompt, sequences(width, _DRAFT_STEPS)) - first_s) / (_DRAFT_STEPS - 1)
+
+    try:
+        return fill_curve(step_s, DRAFT_WIDTHS, budget_s)
+    finally:
+        drafter.reset()
+
+
+def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
+    """Medians of `measure` at ever larger sizes, one at least, for as long as `budget_s` lasts; never falling.
+
+    The first run of a size is not like the others (on a card it may be recorded) and counts in no median, nor as time.
+    """
+    seconds: list[float] = []
+    started = time.perf_counter()
+    for index, size in enumerate(sizes):
+        if index and time.perf_counter() > started + budget_s:
+            break
+        once = partial(measure, size)
+        started += timed(once)
+        share_s = budget_s * (index + 1) / len(sizes)
+        seconds.append(_median(once, started + share_s))
+    rising = np.maximum.accumulate(np.maximum(seconds, _LEAST_S))
+    return Curve(tuple(sizes[: len(seconds)]), tuple(rising.tolist()))
+
+
+def _median(measure: Callable[[], float], stop: float) -> float:
+    seconds = [measure()]
+    while len(seconds) < _MAX_ROUNDS and time.perf_counter() < stop:
+        seconds.append(measure())
+    return median(seconds)
+
+
+def _sweep_s(model: BorrowedModel, num_rows: int, share: float) -> float:
+    """A sweep of `share` times the first layer, and of embeddings, norm and head once."""
+    rest_s, with_layer_s = (_forward_s(model, num_rows, num_layers) for num_layers in (0, 1))
+    return rest_s + share * max(0.0, with_layer_s - rest_s)
+
+
+def _forward_s(model: BorrowedModel, num_rows: int, num_layers: int) -> float:
+    row_T, sees_TT = torch.arange(num_rows), torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+    with model.cut_to(num_layers):
+        cache = KVCache(max(1, num_layers), num_rows)
+        # A number on the host is the sign that a device is done as well.
+        return timed(lambda: float(model.forward(torch.zeros_like(row_T), row_T, sees_TT, cache)[-1, 0]))
+
+
+def _grow_s(drafter: ModelDrafter, sampler: Sampler, prompt: Sequence[int], topology: Topology) -> float:
+    drafter.reset()
+    drafter.grow(chain(1), prompt, sampler)  # reads the prompt
+    tokens = [*prompt, *[prompt[-1]] * _TOKENS_PER_STEP]
+    return timed(lambda: drafter.grow(topology, tokens, sampler))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that it takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

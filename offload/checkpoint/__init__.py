@@ -1,0 +1,1 @@
+"""Checkpoints read by their headers: safetensors, hub, layouts, sizes, inflation."""

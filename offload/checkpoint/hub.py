@@ -1,0 +1,151 @@
+"""What a model weighs, before any of its weights are here: from its folder, from the hub's headers, or a config.json.
+
+`offload plan` asks about models that may be too large to fetch just to be told no. Invariant: nothing is read of
+weights, and what comes back is a `Checkpoint` whose shards need not exist; whoever wants to read asks `is_here` first.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.safetensors import (
+    ITEM_BYTES,
+    Checkpoint,
+    TensorEntry,
+    checked_entry,
+    is_hub_id,
+    language_model,
+    not_on_the_hub,
+    open_checkpoint,
+    read_config,
+)
+from offload.errors import UserError
+
+_FORMATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # one block, but for biases and norms of heads
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
+    """A model as planning sees it: a folder, a hub id, of which only headers are fetched, or a config.json alone.
+
+    Raises:
+        UserError: what is named is none of these, or its headers or config make no sense.
+    """
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path) and path.suffix == ".json":
+        return checkpoint_of_config(read_config(path), path)
+    if not os.path.isdir(path) and is_hub_id(str(model)):
+        return _on_the_hub(str(model))
+    return open_checkpoint(model)
+
+
+def fetch(models: Sequence[str | os.PathLike[str]], check: Callable[..., object]) -> tuple[Checkpoint, ...]:
+    """Checkpoints to read weights from; those of a hub id come over the network, gigabytes perhaps.
+
+    Args:
+        check: is called with the headers of all models before that, and raises `UserError` where they are of no use.
+    """
+    headers = [open_headers(model) for model in models]
+    check(*headers)
+    return tuple(
+        found if os.path.isdir(os.path.expanduser(model)) else open_checkpoint(model)
+        for model, found in zip(models, headers, strict=True)
+    )
+
+
+def is_here(checkpoint: Checkpoint) -> bool:
+    """Whether the weights can be read."""
+    return all(shard.is_file() for shard in checkpoint.shards)
+
+
+def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
+    """The headers that a Llama-like model of this config has, laid into one file that does not exist.
+
+    Raises:
+        UserError: another kind of model, or a size that is missing or no number above zero.
+    """
+    kind = config.get("model_type")
+    if kind not in _LLAMA_LIKE:
+        raise UserError(
+            f"{path}: the sizes of model type {kind} do not follow from its config: give its folder or hub id"
+        )
+    for name in _SIZES:
+        if type(config.get(name)) is not int or config[name] < 1:
+            raise UserError(f"{path}: {name} must be a whole number above 0, got {config.get(name)!r}: fix it")
+    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if named not in _FORMATS:
+        raise UserError(f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be")
+    tensors, at = {}, 0
+    for name, shape in _shapes(config).items():
+        num_bytes = math.prod(shape) * ITEM_BYTES[_FORMATS[named]]
+        tensors[name] = TensorEntry(0, _FORMATS[named], shape, at, at + num_bytes)
+        at += num_bytes
+    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), tensors)
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor."""
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
+    shapes["model.norm.weight"] = (width,)
+    return shapes if config.get("tie_word_embeddings") else {**shapes, "lm_head.weight": (vocab, width)}
+
+
+def _layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, inner, num_heads = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    head = config.get("head_dim") or width // num_heads
+    queries, keys = num_heads * head, (config.get("num_key_value_heads") or num_heads) * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (width, queries),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    if config["model_type"] == "qwen2" or config.get("attention_bias"):
+        shapes |= {f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", queries), ("k", keys), ("v", keys))}
+    if config["model_type"] == "qwen3":
+        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    return shapes
+
+
+def _on_the_hub(repo: str) -> Checkpoint:
+    """The hub's copy where it is in the cache, else its config and headers alone: kilobytes, not gigabytes."""
+    from huggingface_hub import get_safetensors_metadata, snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+    )
+
+    # That of the HTTP library beneath, which has changed from release to release.
+    network_error: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        return open_checkpoint(snapshot_download(repo, local_files_only=True))
+    except (OSError, HFValidationError, UserError):
+        pass  # not in the cache, or only in part
+    try:
+        # Not hf_hub_download, which tries six times, for 23 s, where there is no network at all.
+        config = Path(snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
+        found = get_safetensors_metadata(repo)
+    except (OSError, network_error, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise not_on_the_hub(repo, error) from None
+    files, tensors = sorted(found.files_metadata), {}
+    for index, file in enumerate(files):
+        for name, tensor in found.files_metadata[file].tensors.items():
+            meta = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": tensor.data_offsets}
+            if found.weight_map.get(name) == file:
+                tensors[name] = checked_entry(Path(file), name, meta, index, 0)
+    settings = read_config(config)
+    shards = tuple(Path(f"{repo}/{file}") for file in files)
+    return Checkpoint(Path(repo), settings, shards, language_model(settings, tensors))

@@ -1,0 +1,146 @@
+"""How the tensors of one layer become one run of bytes (a slab), and which bytes of which file fill it.
+
+A slab that mirrors its file block by block is *direct*: it can be read with O_DIRECT straight into place. Tensors that
+must be regrouped (experts that the model wants fused) or that start at an odd offset make it *scattered*: the same
+reads go through a small bounce buffer.
+
+The blocks that a direct slab mirrors begin before its first weight, and most files pad their headers to no more than 8
+bytes, so a weight may begin anywhere. A device, whose wide loads want 16 bytes and more, gets the slab from its first
+weight on. Invariant: pieces never leave the slab, and a parameter's bytes are covered exactly once.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry
+
+BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
+_PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
+_MAX_GAP_BYTES = 1 << 20  # reading over a small gap is cheaper than a second run
+_LAYER_NAME = re.compile(r"^(.*?\.)?layers\.(\d+)\.")
+
+
+class Part(NamedTuple):
+    """A checkpoint tensor and where its bytes start inside the parameter that it belongs to."""
+
+    entry: TensorEntry
+    offset_bytes: int = 0
+
+
+class Piece(NamedTuple):
+    """File bytes [lo, hi) of one shard, which go to [slab_lo, slab_lo + hi - lo) of the slab."""
+
+    shard: int
+    lo: int
+    hi: int
+    slab_lo: int
+
+
+class Placed(NamedTuple):
+    """A parameter inside a slab."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slab_lo: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameter."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class SlabLayout:
+    """One layer (or the weights outside the layers) as one flat buffer."""
+
+    pieces: tuple[Piece, ...]
+    parameters: Mapping[str, Placed]
+    slab_bytes: int
+    is_direct: bool
+
+    @cached_property
+    def lead_bytes(self) -> int:
+        """What lies before the first weight, as far as weights of the widest type keep their own alignment without."""
+        placed = self.parameters.values()
+        widest = max((ITEM_BYTES[one.dtype] for one in placed), default=1)
+        return min((one.slab_lo for one in placed), default=0) // widest * widest
+
+    @property
+    def sent(self) -> slice:
+        """The part of the slab that a device gets."""
+        return slice(self.lead_bytes, self.slab_bytes)
+
+
+def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]) -> SlabLayout:
+    """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else scattered."""
+    entries = [part.entry for _, parts in parameters.values() for part in parts]
+    whole = all(len(parts) == 1 for _, parts in parameters.values())
+    if whole and all(entry.lo % ITEM_BYTES[entry.dtype] == 0 for entry in entries):
+        return _direct(parameters, entries)
+    return _scattered(parameters)
+
+
+def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
+    """Bytes that the slab of these tensors takes at most, whichever way it is laid out."""
+    entries = list(entries)
+    direct = sum(_aligned_span(lo, hi) for _, lo, hi in _runs(entries))
+    scattered = sum(_up(entry.hi - entry.lo, _PARAMETER_ALIGN_BYTES) for entry in entries)
+    return _up(max(direct, scattered), BLOCK_BYTES)
+
+
+def group_by_layer(checkpoint: Checkpoint, num_layers: int) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
+    """Tensors of each decoder layer, and the rest, by name alone: for planning before any model is built."""
+    layers: list[list[TensorEntry]] = [[] for _ in range(num_layers)]
+    rest = []
+    for name, entry in checkpoint.tensors.items():
+        match = _LAYER_NAME.match(name)
+        if match is None:
+            rest.append(entry)
+        elif int(match[2]) < num_layers:
+            layers[int(match[2])].append(entry)
+    return layers, rest
+
+
+def _direct(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]], entries: list[TensorEntry]) -> SlabLayout:
+    pieces, base = [], 0
+    for shard, lo, hi in sorted(_runs(entries), key=lambda run: run[1] - run[2]):  # a device has the largest aligned
+        pieces.append(Piece(shard, lo, hi, base + lo % BLOCK_BYTES))
+        base += _aligned_span(lo, hi)
+    placed = {}
+    for name, (shape, parts) in parameters.items():
+        entry = parts[0].entry
+        run = next(piece for piece in pieces if piece.shard == entry.shard and piece.lo <= entry.lo <= piece.hi)
+        placed[name] = Placed(entry.dtype, shape, run.slab_lo + entry.lo - run.lo)
+    return SlabLayout(tuple(pieces), placed, base, is_direct=True)
+
+
+def _scattered(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]) -> SlabLayout:
+    pieces, placed, base = [], {}, 0
+    for name, (shape, parts) in parameters.items():
+        placed[name] = Placed(parts[0].entry.dtype, shape, base)
+        pieces += [Piece(e.shard, e.lo, e.hi, base + offset) for e, offset in parts]
+        base += _up(placed[name].num_bytes, _PARAMETER_ALIGN_BYTES)
+    return SlabLayout(tuple(sorted(pieces)), placed, _up(base, BLOCK_BYTES), is_direct=False)
+
+
+def _runs(entries: Iterable[TensorEntry]) -> list[tuple[int, int, int]]:
+    """(shard, lo, hi) of the stretches that hold the tensors, small gaps included."""
+    runs: list[tuple[int, int, int]] = []
+    for entry in sorted(entries, key=lambda e: (e.shard, e.lo)):
+        if runs and runs[-1][0] == entry.shard and entry.lo - runs[-1][2] <= _MAX_GAP_BYTES:
+            runs[-1] = (entry.shard, runs[-1][1], max(entry.hi, runs[-1][2]))
+        else:
+            runs.append((entry.shard, entry.lo, entry.hi))
+    return runs
+
+
+def _aligned_span(lo: int, hi: int) -> int:
+    return _up(hi, BLOCK_BYTES) - lo // BLOCK_BYTES * BLOCK_BYTES
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

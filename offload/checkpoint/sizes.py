@@ -1,0 +1,175 @@
+"""The sizes of a model that memory and time depend on, from its config and tensor headers alone.
+
+No weights are read and no model is built, so that a 70B model is measured in milliseconds and on machines that could
+never hold it. Invariant: a size is never smaller than what loading will take.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
+from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry, compute_dtype_name
+from offload.errors import UserError
+
+_STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
+_PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
+_TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte)\.weight$")
+_ROUTED_NAME = re.compile(r"\blayers\.\d+\..*\bexperts\.")  # not `shared_experts.`, which every row meets
+_LOOK = "a decoder needs model.layers.0, 1, 2, ..."
+_NEEDED = ("num_hidden_layers", "hidden_size")
+_OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+             "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts", "max_position_embeddings",
+             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """The sizes of one model that matter for memory."""
+
+    layer_bytes: tuple[int, ...]
+    rest_bytes: int  # embeddings, norm, head
+    kv_bytes_per_token: int
+    row_bytes: int  # activations of one row of a forward pass
+    logits_row_bytes: int
+    pair_bytes: int = 3  # of a row and a position that it may see: masks, and scores where a family keeps them
+    vocab_size: int = 0
+    cast_bytes: int = 0  # copy of one layer in the compute type, where that is not the stored one
+    table_bytes: int = 0  # of the rest, the embedding tables, of which a pass reads a few rows
+    head_bytes: int = 0  # of the rest, what has to lie where layers are computed; a tied head is the table
+    num_weights: int = 0  # numbers in the layers and the head, with which rows are multiplied
+    routed_weights: int = 0  # of these, what lies in experts that a router chooses among: a row meets its own few
+    routed_bytes: int = 0  # of the layers
+    routed_share: float = 1.0  # of the experts that one row meets, k / E
+
+    @property
+    def num_bytes(self) -> int:
+        """All weights."""
+        return sum(self.layer_bytes) + self.rest_bytes
+
+
+def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
+    """Sizes of a model that computes in `dtype`, from its headers and config alone.
+
+    Raises:
+        UserError: config.json lacks the sizes of a decoder.
+    """
+    sizes = config_sizes(checkpoint)
+    num_layers = sizes["num_hidden_layers"]
+    # A config may claim any number: one layer more than there are tensors shows that it is wrong.
+    layers, rest = group_by_layer(checkpoint, min(num_layers, len(checkpoint.tensors) + 1))
+    empty = next((index for index, entries in enumerate(layers) if not entries), None)
+    if empty is not None:
+        raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_layers}: {_LOOK}")
+    dtype = _STORED_AS[compute_dtype_name(checkpoint, dtype)]
+    routed = [entry for name, entry in checkpoint.tensors.items() if _ROUTED_NAME.search(name)]
+    item_bytes, (table, head) = ITEM_BYTES[dtype], _table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
+    return ModelShape(
+        layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers),
+        rest_bytes=_rest_bytes(rest, dtype),
+        kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes)) * item_bytes,
+        row_bytes=_row_bytes(sizes, item_bytes),
+        logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
+        pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),
+        vocab_size=sizes.get("vocab_size", 0),
+        cast_bytes=max(_cast_bytes(entries, dtype) for entries in layers),
+        table_bytes=_rest_bytes(table, dtype),
+        head_bytes=_rest_bytes(head, dtype),
+        num_weights=sum(math.prod(entry.shape) for entries in (*layers, head) for entry in entries),
+        routed_weights=sum(math.prod(entry.shape) for entry in routed),
+        routed_bytes=sum(entry.hi - entry.lo for entry in routed),
+        routed_share=_routed_share(sizes),
+    )
+
+
+def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The part of the config that describes the decoder of text."""
+    part = checkpoint.config.get("text_config")
+    return part if isinstance(part, dict) else checkpoint.config
+
+
+def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
+    """The numbers of config.json that memory depends on, as far as it has them; of one per layer the largest."""
+    where, config = checkpoint.directory.name, text_config(checkpoint)
+    given = {key: config[key] for key in (*_NEEDED, *_OPTIONAL) if config.get(key)}
+    for key in _NEEDED:
+        if key not in given:
+            kind = checkpoint.config.get("model_type", "unknown")
+            raise UserError(f"{where}: config.json has no {key} (model type {kind}): {_LOOK}")
+    each = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+    for key, values in each.items():
+        if not all(type(value) is int and value > 0 for value in values):
+            raise UserError(f"{where}: {key} in config.json must be a whole number above 0, got {given[key]!r}: fix it")
+    return {key: max(values) for key, values in each.items()}
+
+
+def head_dim(sizes: dict[str, int]) -> int:
+    """K, width of one attention head."""
+    usual = sizes["hidden_size"] // sizes.get("num_attention_heads", 1)
+    return sizes.get("head_dim") or sizes.get("kv_channels") or usual
+
+
+def _table_and_head(
+    checkpoint: Checkpoint, rest: list[TensorEntry], vocab_size: int
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
+    """The embedding tables, and what is needed behind the layers: without a head of its own the first table as well."""
+    named = {name: entry for name, entry in checkpoint.tensors.items() if _TABLE_NAME.search(name) and entry in rest}
+    tables = list(named.values())
+    others = [entry for entry in rest if entry not in tables]
+    is_tied = not any(entry.shape[:1] >= (max(vocab_size, 1),) and len(entry.shape) == 2 for entry in others)
+    as_head = [entry for name, entry in named.items() if _PER_LAYER not in name] if is_tied else []
+    return tables, others + as_head
+
+
+def _routed_share(sizes: dict[str, int]) -> float:
+    """k / E; one where the config does not say both, so that no expert is left out by mistake."""
+    num_experts = max(sizes.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    num_chosen = sizes.get("num_experts_per_tok", num_experts)
+    return min(1.0, num_chosen / num_experts) if num_experts else 1.0
+
+
+def _rest_bytes(entries: list[TensorEntry], dtype: str) -> int:
+    return slab_bytes_bound(entries) + _cast_bytes(entries, dtype)
+
+
+def _cast_bytes(entries: Iterable[TensorEntry], dtype: str) -> int:
+    """What the copies of these tensors take that are not stored in the compute type."""
+    others = (entry for entry in entries if entry.dtype != dtype and entry.dtype in ITEM_BYTES)
+    return sum(math.prod(entry.shape) * ITEM_BYTES[dtype] for entry in others)
+
+
+def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
+    """What one row holds at once inside a layer: residual, norms (partly in fp32), heads, feed-forward."""
+    width = sizes["hidden_size"]
+    feed_forward = sizes.get("intermediate_size", 4 * width) * sizes.get("num_experts_per_tok", 1)
+    heads_width = sizes.get("num_attention_heads", 1) * head_dim(sizes)
+    return item_bytes * (4 * width + 3 * feed_forward + 3 * heads_width) + 4 * 3 * width
+
+
+def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
+    """A mask for each kind of layer and the bits of the last one; scores of all heads where they are capped.
+
+    Attention that is fused has no scores. What caps them computes softmax in fp32, from a copy in fp32.
+    """
+    num_masks = 2 if config.get("sliding_window") else 1
+    is_capped = bool(config.get("attn_logit_softcapping"))
+    scores_bytes = sizes.get("num_attention_heads", 1) * (item_bytes + 8) if is_capped else 0
+    return num_masks * item_bytes + 1 + scores_bytes
+
+
+def _projected_kv_width(checkpoint: Checkpoint) -> int:
+    """Numbers per token in the keys and values of all layers, by the projections that make them; 0 where fused."""
+    rows = {name: math.prod(entry.shape[:1]) for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    keys = {name: width for name, width in rows.items() if name.endswith("k_proj.weight")}
+    return sum(width + rows.get(name.replace("k_proj", "v_proj"), width) for name, width in keys.items())
+
+
+def _kv_width(sizes: dict[str, int]) -> int:
+    """Numbers per token and layer in keys and values together; compressed ones are kept expanded, head by head."""
+    if "kv_lora_rank" in sizes:
+        expanded = sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0) + sizes.get("v_head_dim", 0)
+        return sizes.get("num_attention_heads", 1) * expanded
+    return 2 * sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1)) * head_dim(sizes)

@@ -1,0 +1,122 @@
+"""The embedded default: a real run on any machine, without a network, a GPU or a model of one's own.
+
+A small trained pair is part of the package. Its target is inflated to about a gigabyte without changing what it
+computes, allowed a quarter of that in memory, and decodes first one token per sweep, then with a tree. Both speeds are
+printed only after every token was found to be the original model's own.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.checkpoint.inflate import inflate
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.cli.console import Screen
+from offload.config import Sampling, parse_rate, require
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
+from offload.engine.load import Progress, load
+from offload.engine.options import check_options
+from offload.engine.request import Request
+from offload.engine.text import load_tokenizer
+from offload.errors import UserError
+from offload.tuning.audit import draw_gaps, rounding
+from offload.verification.rules import find_rule
+
+PAIR = Path(__file__).parents[1] / "demo_pair"
+_CONTEXT = 512
+PROMPT = '''"""Read settings from a file."""
+
+import os
+
+
+class Settings:
+    """A mapping of names to values, read once.
+    """
+
+    def __init__(self, path, encoding=None):
+'''
+
+
+class Comparison(NamedTuple):
+    """Both runs of the demo and what the proof found."""
+
+    plain: Generation  # one token per sweep
+    tree: Generation
+    num_exact: int  # tokens of both runs that are the float32 draw of the original model
+    num_near: int  # tokens that lie within bf16 rounding of it
+
+    @property
+    def speedup(self) -> float:
+        """How many times more tokens per second the tree gives."""
+        return self.tree.stats.tokens_per_s / self.plain.stats.tokens_per_s
+
+
+def cache_folder() -> Path:
+    """Where inflated targets are kept: the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+
+
+def check(request: Request, tree: str, rule: str, *, ram: str | None, link_limit: str | None) -> None:
+    """Refuse what cannot run before a target is made for it. Raises `UserError`."""
+    check_options(True, tree, rule, ram=ram)
+    parse_rate(link_limit, "--link-limit")
+    require(request.max_new_tokens > 1, "two speeds need -n of 2 or more", request.max_new_tokens, "try -n 96")
+    vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
+    request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
+
+
+def inflated_target(size_bytes: int, progress: Progress) -> Path:
+    """The packaged target, inflated to about `size_bytes`; made once, then reused. Raises `UserError`."""
+    folder = cache_folder() / f"demo-{size_bytes // 10**6}MB"
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        return inflate(PAIR / "target", folder, size_bytes, progress=progress)
+    except OSError as error:
+        raise UserError(f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
+
+
+def compare(
+    decoder: Decoder,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    num_plain: int,
+    num_tree: int,
+    show: Callable[[str, Iterator[str]], None],
+) -> Comparison:
+    """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
+
+    With a rule that draws afresh there is no single right token, and so none is proved; the law is what tests check.
+
+    Args:
+        show: receives a heading and the pieces of each run, and must exhaust them.
+
+    Raises:
+        UserError: a token is not the original model's; no speed is worth printing then.
+    """
+    results: list[Generation] = []
+    for heading, num_tokens, tree in (("one token per sweep", num_plain, "none"), ("with a tree", num_tree, None)):
+        run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
+        show(heading, iter(run))
+        results.append(run.result())
+    if not (sampling.is_greedy or find_rule(results[0].rule).repeats_draws):
+        return Comparison(results[0], results[1], 0, 0)
+    prompt_ids = decoder.encode(prompt, raw=True)
+    gaps = [gap for result in results for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)]
+    if max(gaps) > rounding(sampling):
+        raise UserError(f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug")
+    num_exact = sum(gap == 0 for gap in gaps)
+    return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact)
+
+
+def open_demo(target: Path, ram: str | int, tree: str, screen: Screen, **options: Any) -> Decoder:
+    """The inflated target with its packaged draft, on the CPU: any card would hold it, and nothing would stream.
+
+    `options` are those of `load`.
+    """
+    hooks = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
+    how: dict[str, Any] = {"tree": tree, "context": _CONTEXT, "device": "cpu", **hooks, **options}
+    return load(target, PAIR / "draft", ram, **how)

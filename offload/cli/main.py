@@ -1,0 +1,395 @@
+"""The command line: flags become calls of the Python interface, errors become one line and an exit code.
+
+Text goes to stdout as it is accepted, everything else to stderr. torch is imported only by commands that compute.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from offload.bench.suite import app as bench
+from offload.cli import flags
+from offload.cli.console import (
+    Screen,
+    closing_lines,
+    comparison_lines,
+    error_line,
+    opening_lines,
+    outlook_lines,
+    profile_lines,
+)
+from offload.cli.prompt_input import read_prompt
+from offload.config import Sampling, format_bytes, parse_size
+from offload.errors import ReadError, UserError
+from offload.memory.planner import MemoryPlan
+
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+_NO_DEVICE_MEMORY = (
+    "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
+    "where other programs use the card, lower --gpu-mem"
+)
+
+app = typer.Typer(
+    help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
+    epilog="Start here: offload demo",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench, name="bench", short_help="Measure, every figure beside its ceiling.")
+
+
+@app.command(
+    epilog="""Examples:
+
+    offload generate -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB -p "Once upon a time"
+
+    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree grown:128x20
+
+    offload generate -m big -d small -f prompt.txt --json > result.json"""
+)
+def generate(
+    model: flags.Model,
+    draft: flags.Draft = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
+    ] = None,
+    max_tokens: flags.NumTokens = 128,
+    temp: flags.Temp = 0.0,
+    top_p: flags.TopP = 1.0,
+    top_k: flags.TopK = 0,
+    seed: flags.Seed = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
+    ] = None,
+    device: flags.Device = "auto",
+    gpu_mem: flags.GpuMem = None,
+    ram: flags.Ram = None,
+    context: flags.Context = None,
+    dtype: flags.Dtype = "auto",
+    tree: flags.Tree = "auto",
+    rule: flags.RuleName = "match",
+    threads: flags.Threads = None,
+    profile: flags.ProfileFile = None,
+    link_limit: flags.LinkLimit = None,
+    raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
+    as_json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Write text with a model larger than memory."""
+    text, sampling = read_prompt(prompt, file), Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    from offload.engine.options import check
+
+    check(model, draft, tree, rule, ram=ram, dtype=dtype, context=context, profile=profile)
+    with Screen(is_quiet=quiet or as_json) as screen:
+        screen.wait("starting")
+        from offload.engine.load import load
+        from offload.engine.request import Request
+
+        options = {
+            "device": device,
+            "gpu_memory": gpu_mem,
+            "ram": ram,
+            "context": context,
+            "dtype": dtype,
+            "tree": tree,
+            "rule": rule,
+            "request": Request(text, sampling, max_tokens, stop, raw),
+            "profile": profile,
+            "link_limit": link_limit,
+        }
+        hooks: dict[str, Callable[..., None]] = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
+        with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
+            run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
+            choice = run.tree_choice if draft else None
+            screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.duels, choice))
+            screen.expect_prompt(decoder.plan, run.result().stats.num_prompt_tokens)
+            _write_run(run, screen, as_json=as_json)
+
+
+@app.command(
+    short_help="Talk with a model larger than memory.",
+    epilog="""Examples:
+
+    offload chat -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
+
+    offload chat -m big -d small --system "Answer in one sentence." --temp 0.7
+
+    offload chat -m big -d small --quiet < questions.txt""",
+)
+def chat(
+    model: flags.Model,
+    draft: flags.Draft = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="what the model is told before the first question")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("-n", "--max-tokens", metavar="N", min=1, help="of one answer; default: what has room"),
+    ] = None,
+    temp: flags.Temp = 0.0,
+    top_p: flags.TopP = 1.0,
+    top_k: flags.TopK = 0,
+    seed: flags.Seed = 0,
+    device: flags.Device = "auto",
+    gpu_mem: flags.GpuMem = None,
+    ram: flags.Ram = None,
+    context: flags.Context = None,
+    dtype: flags.Dtype = "auto",
+    tree: flags.Tree = "auto",
+    rule: flags.RuleName = "match",
+    threads: flags.Threads = None,
+    profile: flags.ProfileFile = None,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Talk with a model larger than memory; every line is a question, and only what is new is read."""
+    sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    from offload.engine.options import check
+
+    check(model, draft, tree, rule, ram=ram, dtype=dtype, context=context, profile=profile)
+    with Screen(is_quiet=quiet) as screen:
+        screen.wait("starting")
+        from offload.cli.repl import converse
+
+        options = {
+            "ram": ram,
+            "tree": tree,
+            "rule": rule,
+            "device": device,
+            "gpu_memory": gpu_mem,
+            "dtype": dtype,
+            "context": context,
+            "threads": threads,
+            "profile": profile,
+        }
+        converse(model, draft, screen, sampling, system=system, max_new_tokens=max_tokens, **options)
+
+
+@app.command(
+    short_help="Will it fit, and how fast will it be?",
+    epilog="""Examples:
+
+    offload plan -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB
+
+    offload plan -m big --context 16384 --json
+
+    offload plan -m 70b/config.json -d 7b/config.json --hardware l40 --tree 768x22 --tokens-per-sweep 12.2""",
+)
+def plan(
+    model: flags.Model,
+    draft: flags.Draft = None,
+    device: flags.Device = "auto",
+    gpu_mem: flags.GpuMem = None,
+    ram: flags.Ram = None,
+    context: flags.Context = None,
+    dtype: flags.Dtype = "auto",
+    tree: flags.Tree = "auto",
+    rule: flags.RuleName = "match",
+    hardware: Annotated[
+        str | None, typer.Option(metavar="NAME", help="another machine: l40, rtx4090, ..., h200 or FILE.json")
+    ] = None,
+    tokens_per_sweep: Annotated[
+        float | None, typer.Option(metavar="G", help="what the named tree yields; default: from the profile")
+    ] = None,
+    profile: flags.ProfileFile = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
+    from offload.calibration.estimate import Wish, look_ahead
+
+    wish = Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep, device)
+    outlook = look_ahead(model, draft, wish)
+    print(json.dumps(outlook.as_dict()) if as_json else outlook_lines(outlook))
+
+
+@app.command(
+    short_help="Measure a pair of models on this machine.",
+    epilog="""Examples:
+
+    offload tune -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB --text book.txt --text mails.txt
+
+    offload tune -m big -d small --text code.py --temp 0.6 --top-p 0.9 --tokens 4096 --json""",
+)
+def tune(
+    model: flags.Model,
+    draft: Annotated[str, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")],
+    text: Annotated[list[Path], typer.Option(metavar="FILE", help="UTF-8, of the kind to be decoded; several times")],
+    temp: flags.Temp = 0.0,
+    top_p: flags.TopP = 1.0,
+    top_k: flags.TopK = 0,
+    rule: flags.RuleName = "match",
+    seed: flags.Seed = 0,
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="positions to trace")] = 2048,
+    teacher_forced: Annotated[bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")] = False,
+    tree: Annotated[
+        str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
+    ] = None,
+    device: flags.Device = "auto",
+    gpu_mem: flags.GpuMem = None,
+    ram: flags.Ram = None,
+    dtype: flags.Dtype = "auto",
+    threads: flags.Threads = None,
+    link_limit: flags.LinkLimit = None,
+    as_json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
+    sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    from offload.engine.options import check
+
+    check(model, draft, tree or "auto", rule, ram=ram, dtype=dtype)
+    with Screen(is_quiet=quiet or as_json) as screen:
+        screen.wait("starting")
+        from offload.planning.profile import format_json
+        from offload.tuning.tune import tune as measure
+
+        tuned = measure(
+            model,
+            draft,
+            text,
+            sampling,
+            num_tokens=tokens,
+            is_teacher_forced=teacher_forced,
+            progress=screen.count,
+            tree=tree,
+            rule=rule,
+            device=device,
+            gpu_memory=gpu_mem,
+            ram=ram,
+            dtype=dtype,
+            threads=threads,
+            link_limit=link_limit,
+        )
+    table = f"{profile_lines(tuned.profile, tuned.candidates)}\nsaved in {tuned.path}"
+    print(format_json(tuned.profile.as_dict()) if as_json else table)
+
+
+@app.command(
+    epilog="""Examples:
+
+    offload demo
+
+    offload demo --size 2GB --tree 64x16 -p "def main(argv):" --temp 0.6"""
+)
+def demo(
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="Python code to go on with")
+    ] = None,
+    max_tokens: flags.NumTokens = 96,
+    size: Annotated[str, typer.Option(metavar="SIZE", help="how large to make the target")] = "1GB",
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size")
+    ] = None,
+    tree: flags.Tree = "grown:128x20",
+    rule: flags.RuleName = "match",
+    temp: flags.Temp = 0.0,
+    seed: flags.Seed = 0,
+    link_limit: flags.LinkLimit = None,
+    as_json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """See it work on a packaged model, here and now."""
+    size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
+    with Screen(is_quiet=quiet or as_json) as screen:
+        screen.wait("starting")
+        from offload.cli import demo as run
+        from offload.engine.request import Request
+
+        request = Request(prompt or run.PROMPT, sampling, max_tokens, raw=True)
+        run.check(request, tree, rule, ram=ram, link_limit=link_limit)
+        target = run.inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
+        options = {"rule": rule, "request": request, "link_limit": link_limit}
+        with run.open_demo(target, ram or size_bytes // 4, tree, screen, **options) as decoder:
+            allowed = format_bytes(decoder.plan.ram_bytes)
+            screen.say(f"target of {format_bytes(size_bytes)} in {target}, {allowed} allowed")
+            screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.duels, None))
+            show = partial(_show, screen, decoder.plan, is_silent=as_json)
+            limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
+            result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
+    if as_json:
+        print(json.dumps({"none": result.plain.as_dict(), "tree": result.tree.as_dict(), "speedup": result.speedup}))
+    screen.say(comparison_lines(result.plain.stats, result.tree.stats, result.num_exact, result.num_near))
+
+
+def _show(screen: Screen, plan: MemoryPlan, heading: str, pieces: Iterator[str], *, is_silent: bool) -> None:
+    """Print one run of the demo as it goes; its prompt is taken in by one sweep."""
+    screen.say(f"--- {heading}")
+    screen.expect_prompt(plan, 1)
+    for piece in pieces:
+        screen.clear()
+        if not is_silent:
+            print(piece, end="", flush=True)
+    if not is_silent:
+        print()
+
+
+def main() -> None:
+    """Entry point of the `offload` command."""
+    command = typer.main.get_command(app)
+    try:
+        # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
+        with command.make_context("offload", sys.argv[1:] or ["--help"]) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+        sys.exit(0)
+    except typer.Exit as finished:
+        sys.exit(finished.exit_code)
+    except UserError as error:
+        _fail(str(error), EXIT_USER_ERROR)
+    except ReadError as error:
+        _fail(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        _leave_closed_pipe()
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
+            _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
+        if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
+            raise
+        _fail(f"{error.format_message()} (see {_command_of(error)} --help)", EXIT_USER_ERROR)
+
+
+def _write_run(run: Any, screen: Screen, *, as_json: bool) -> None:
+    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
+    failure: BaseException | None = None
+    num_shown = 0
+    try:
+        for piece in run:
+            screen.clear()
+            if not as_json:
+                num_shown += len(piece)  # before the writing, because Ctrl-C strikes right after it
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    except (KeyboardInterrupt, ReadError, UserError) as error:
+        failure = error
+    result = run.result()
+    print(json.dumps(result.as_dict()) if as_json else result.text[num_shown:], flush=True)
+    screen.say(closing_lines(result.stats, result.plan.ram_bytes))
+    if failure is not None:
+        raise failure
+
+
+def _command_of(error: Any) -> str:
+    """The command whose options were not understood, as the option parser knows it."""
+    return error.ctx.command_path if getattr(error, "ctx", None) else "offload"
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(error_line(message), file=sys.stderr)
+    sys.exit(code)
+
+
+def _leave_closed_pipe() -> NoReturn:
+    """Whoever read our text has seen enough; the interpreter must not try to flush the rest at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

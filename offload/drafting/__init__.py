@@ -1,0 +1,1 @@
+"""Drafters: sources of token trees."""

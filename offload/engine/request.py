@@ -1,0 +1,108 @@
+"""What one run is asked for: a prompt, how to draw, how much, where to end.
+
+One check serves the decoder, which makes it of every run, and loading, which makes it of the first one: with the
+tokenizer and the number of positions known, and no weight read, there is nothing more to learn about a request.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.config import Sampling, require, whole_number
+from offload.engine.text import Tokenizer, encode_messages, encode_prompt
+from offload.errors import UserError
+
+Message = Mapping[str, str]  # role (system, user, assistant) and content
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One run to be.
+
+    Attributes:
+        prompt: text, put into the model's chat template where it has one, messages of a conversation, or token ids;
+            None is not known yet.
+        max_new_tokens: at most so many.
+        stop: strings that end the text; they are not part of it.
+        raw: leave the chat template out.
+    """
+
+    prompt: Prompt | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int = 128
+    stop: str | Sequence[str] | None = None
+    raw: bool = False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """All stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int) -> list[int]:
+        """Token ids of the prompt; nothing about the request is wrong then.
+
+        Args:
+            context: positions that there is room for.
+
+        Raises:
+            UserError: no room for prompt and new tokens, a stop string that is empty or has no text to be looked for
+                in, or whatever `encode` refuses.
+        """
+        if "" in self.stops:
+            raise UserError("a stop string must not be empty, got '': leave it out")
+        if self.stops and tokenizer is None:
+            raise UserError("a stop string is looked for in text, and this checkpoint has no tokenizer: leave it out")
+        num_new = whole_number(self.max_new_tokens, "the number of new tokens")
+        require(num_new >= 0, "the number of new tokens must be 0 or more", num_new, "0 writes nothing")
+        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
+        if len(ids) + num_new > context:
+            raise UserError(
+                f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "
+                f"{context}: raise --context, shorten the prompt or lower -n"
+            )
+        return ids
+
+
+def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *, raw: bool = False) -> list[int]:
+    """Token ids of a prompt, checked. Raises `UserError`."""
+    if not isinstance(prompt, str) and not _are_messages(prompt):
+        ids = _whole_numbers(prompt)
+    elif tokenizer is None:
+        raise UserError(
+            "this checkpoint has no tokenizer: put its tokenizer.json beside it, or give token ids from Python"
+        )
+    elif isinstance(prompt, str):
+        ids = encode_prompt(tokenizer, prompt, raw=raw)
+    else:
+        require(not raw, "messages need the chat template", "raw=True", "give text, or leave raw out")
+        ids = encode_messages(tokenizer, _messages(prompt))
+    if not ids:
+        raise UserError("the prompt is empty: give at least one token")
+    if not all(0 <= token < vocab_size for token in ids):
+        raise UserError(
+            f"prompt ids must lie in [0, {vocab_size}), got {min(ids)}..{max(ids)}: use this model's tokenizer"
+        )
+    return ids
+
+
+def _whole_numbers(prompt: Any) -> list[int]:
+    try:
+        return [whole_number(token, "a token id") for token in prompt]
+    except (TypeError, UserError):
+        raise UserError(
+            f"a prompt must be text, messages or token ids, got {prompt!r:.80}: give a str or whole numbers"
+        ) from None
+
+
+def _are_messages(prompt: object) -> bool:
+    """By the first of them; a list of anything else is taken for token ids."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _messages(prompt: Any) -> list[dict[str, str]]:
+    for message in prompt:
+        is_sound = isinstance(message, Mapping)
+        is_sound = is_sound and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        require(is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it")
+    return [dict(message) for message in prompt]

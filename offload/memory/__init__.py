@@ -1,0 +1,1 @@
+"""Where every byte goes. No torch."""

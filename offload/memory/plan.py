@@ -1,0 +1,186 @@
+"""What lies where during a run: the plan as a value, its sums, and the sizes of what stands beside the layers.
+
+A machine has one memory or two. On a CPU everything counts against `ram_bytes`; with a card, what is computed with
+counts against `gpu_bytes` and only what feeds the card against `ram_bytes`. Invariant: every byte of a plan is in
+exactly one of the two sums, `total_bytes` and `gpu_total_bytes`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from offload.checkpoint.sizes import ModelShape
+from offload.config import NOISE_POSITIONS
+
+MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
+MIN_SLOTS, WANTED_SLOTS = 2, 3
+DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
+
+
+class Tier(StrEnum):
+    """Where a layer lies between sweeps; fixed for the run, since a sweep is a cycle and any cache of it would miss."""
+
+    RESIDENT = "resident"  # where it is computed
+    HOST = "host"  # pinned memory of the host, one link away from the card
+    DISK = "disk"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """Which layers stay, how many slots the others pass through, and what everything else takes."""
+
+    ram_bytes: int
+    context: int
+    num_nodes: int
+    max_prompt_rows: int
+    runtime_bytes: int  # of the program, on the host
+    rest_bytes: int  # weights outside the layers that lie where layers are computed
+    draft_bytes: int
+    law_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    slot_bytes: int  # of the largest layer, on the device as on the host
+    num_slots: int  # where layers are computed
+    layer_bytes: tuple[int, ...]
+    tier_L: tuple[Tier, ...]
+    num_logits_rows: int  # rows that are scored at once
+    device: str = "cpu"  # or "cuda"
+    gpu_bytes: int | None = None  # budget of the card; None on a CPU
+    gpu_runtime_bytes: int = 0  # of the driver and its libraries, on the card
+    table_bytes: int = 0  # embedding table that stays on the host while layers are computed on the card
+    staging_bytes: int = 0  # that loading needs on the host beyond what the arena has room for
+    num_host_slots: int = 0  # pinned read-ahead slots for layers that go from the disk to the card
+
+    @property
+    def is_resident(self) -> tuple[bool, ...]:
+        """Of every layer, whether it stays where it is computed."""
+        return tuple(tier is Tier.RESIDENT for tier in self.tier_L)
+
+    @property
+    def num_resident(self) -> int:
+        """Layers that stay."""
+        return self.num_layers_in(Tier.RESIDENT)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the layers that stay."""
+        return self.bytes_in(Tier.RESIDENT)
+
+    @property
+    def host_bytes(self) -> int:
+        """Exact bytes of the pinned arena: the slabs of the layers that every sweep sends from there to the card."""
+        return self.bytes_in(Tier.HOST)
+
+    @property
+    def disk_streamed_bytes(self) -> int:
+        """Bytes that every sweep reads from the disk."""
+        return self.bytes_in(Tier.DISK)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that every sweep moves to where layers are computed."""
+        return self.host_bytes + self.disk_streamed_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What the plan takes of `ram_bytes`."""
+        host_bytes = self.runtime_bytes + self.table_bytes + self.staging_bytes
+        host_bytes += self.host_bytes + self.num_host_slots * self.slot_bytes
+        return host_bytes + (self._computing_bytes if self.gpu_bytes is None else 0)
+
+    @property
+    def gpu_total_bytes(self) -> int:
+        """What the plan takes of `gpu_bytes`; 0 on a CPU."""
+        return 0 if self.gpu_bytes is None else self.gpu_runtime_bytes + self._computing_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but layers and slots, in the memory where layers are computed."""
+        runtime_bytes = self.runtime_bytes if self.gpu_bytes is None else self.gpu_runtime_bytes
+        models_bytes = self.rest_bytes + self.draft_bytes + self.law_bytes
+        return runtime_bytes + models_bytes + self.kv_bytes + self.activation_bytes
+
+    @property
+    def cache_slots(self) -> int:
+        """S: committed positions and the rows of the largest sweep."""
+        return self.context + self.num_nodes + self.max_prompt_rows
+
+    @property
+    def _computing_bytes(self) -> int:
+        """What lies where layers are computed, but for the program's own."""
+        models_bytes = self.rest_bytes + self.draft_bytes + self.law_bytes + self.kv_bytes + self.activation_bytes
+        return models_bytes + self.resident_bytes + self.num_slots * self.slot_bytes
+
+    def num_prompt_sweeps(self, num_tokens: int) -> int:
+        """Sweeps that take in so many prompt tokens; the last of them scores the first tree."""
+        return max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
+
+    def num_layers_in(self, tier: Tier) -> int:
+        """Layers of one tier."""
+        return self.tier_L.count(tier)
+
+    def bytes_in(self, tier: Tier) -> int:
+        """Bytes of the layers of one tier."""
+        return sum(size for size, own in zip(self.layer_bytes, self.tier_L, strict=True) if own is tier)
+
+    def as_dict(self) -> dict[str, object]:
+        """The plan by the names that `--json` uses."""
+        budgets = {"ram_bytes": self.ram_bytes, "planned_bytes": self.total_bytes}
+        if self.gpu_bytes is not None:
+            budgets |= {"gpu_bytes": self.gpu_bytes, "gpu_planned_bytes": self.gpu_total_bytes}
+        tiers = {
+            tier.value: {"num_layers": self.num_layers_in(tier), "num_bytes": self.bytes_in(tier)} for tier in Tier
+        }
+        slots = {"num_slots": self.num_slots, "num_host_slots": self.num_host_slots, "slot_bytes": self.slot_bytes}
+        return {
+            "device": self.device,
+            "tiers": tiers,
+            "slots": slots,
+            "budgets": budgets,
+            "runtime_bytes": self.runtime_bytes,
+            "gpu_runtime_bytes": self.gpu_runtime_bytes,
+            "embedding_and_head_bytes": self.rest_bytes,
+            "host_embedding_bytes": self.table_bytes,
+            "staging_bytes": self.staging_bytes,
+            "draft_bytes": self.draft_bytes,
+            "law_bytes": self.law_bytes,
+            "kv_bytes": self.kv_bytes,
+            "activation_bytes": self.activation_bytes,
+            "num_logits_rows": self.num_logits_rows,
+            "context": self.context,
+            "resident_layers": [index for index, stays in enumerate(self.is_resident) if stays],
+            "disk_layers": [index for index, tier in enumerate(self.tier_L) if tier is Tier.DISK],
+        }
+
+
+def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int) -> frozenset[int]:
+    """As many of `layers` as the budget holds, evenly spread: the stream never has to hurry through a long gap."""
+    for count in range(len(layers), 0, -1):
+        chosen = frozenset(layers[index * len(layers) // count] for index in range(count))
+        if sum(layer_bytes[layer] for layer in chosen) <= budget_bytes:
+            return chosen
+    return frozenset()
+
+
+def draft_bytes(draft: ModelShape, context: int, num_nodes: int) -> int:
+    """Weights, cache and activations of a draft that stays whole."""
+    rows = max(MAX_PROMPT_ROWS, num_nodes)
+    kv_bytes = draft.kv_bytes_per_token * (context + num_nodes + MAX_PROMPT_ROWS)
+    weights_bytes = draft.num_bytes + draft.cast_bytes * len(draft.layer_bytes)
+    return weights_bytes + kv_bytes + activation_bytes(draft, rows, num_nodes, context)
+
+
+def law_bytes(vocab_size: int, num_nodes: int) -> int:
+    """Laws in float32 for every node that may have children: all but one, since a chain is a tree of that size too."""
+    return 4 * vocab_size * (num_nodes - 1) + DRAW_BYTES if num_nodes > 1 else 0
+
+
+def noise_bytes(vocab_size: int) -> int:
+    """The noise that a sampler keeps, in float64."""
+    return 8 * vocab_size * NOISE_POSITIONS
+
+
+def activation_bytes(shape: ModelShape, num_rows: int, num_logits: int, context: int) -> int:
+    """Activations of the widest pass, its logits, and what it holds for every pair of a row and a position."""
+    num_pairs = num_rows * (context + num_rows)
+    return shape.row_bytes * num_rows + shape.logits_row_bytes * num_logits + shape.pair_bytes * num_pairs

@@ -1,0 +1,138 @@
+"""Which tensors of a checkpoint make up which parameter of the model.
+
+Mostly they are one and the same. Where transformers fuses what the file keeps apart (the experts of a layer), its own
+conversion table says how; stacking and row-wise joining are placements of bytes and can be streamed, anything that
+would have to compute is refused.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from offload.checkpoint.layout import Part
+from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry
+from offload.errors import UserError
+
+Shape = tuple[int, ...]
+Parts = dict[str, list[Part]]
+_Found = list[tuple[str | None, str, TensorEntry]]  # (pattern of the converter, name in the file, place in the file)
+
+
+class Sources(NamedTuple):
+    """Where the parameters of a model come from; every one of them is in exactly one of the two."""
+
+    stored: dict[str, tuple[Shape, list[Part]]]  # shape and parts of a parameter that the file holds
+    shared: dict[str, str]  # tied parameter -> the stored one that it shares
+
+
+def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> Sources:
+    """Find every parameter in the checkpoint.
+
+    Args:
+        model: the skeleton; its class and type select the conversion table.
+        shapes: shape of every parameter to be filled, by its name in the model.
+
+    Raises:
+        UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would need computing.
+    """
+    transforms = get_model_conversion_mapping(model)
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, _Found] = defaultdict(list)
+    for name, entry in checkpoint.tensors.items():
+        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
+        if renamed not in shapes and name in shapes:  # transformers, too, takes back a renaming that leads nowhere
+            renamed, pattern = name, None
+        found[renamed].append((pattern, name, entry))
+    shared = _shared(found, model.all_tied_weights_keys)
+    stored = {name: shape for name, shape in shapes.items() if name not in shared}
+    where = checkpoint.directory.name
+    return Sources(
+        {name: (shape, _parts(where, name, shape, found.get(name, []), by_pattern)) for name, shape in stored.items()},
+        shared,
+    )
+
+
+def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
+    """Tied parameters that the file does not hold, and the one of their group that it does hold.
+
+    As in transformers, the file decides: what it stores separately is not tied, whatever the config says.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, source in tied.items():
+        groups.setdefault(source, [source]).append(name)
+    shared = {}
+    for group in groups.values():
+        stored = next((name for name in group if name in found), None)
+        if stored is not None:
+            shared.update({name: stored for name in group if name not in found})
+    return shared
+
+
+def _parts(
+    where: str, parameter: str, shape: Shape, found: _Found, by_pattern: Mapping[str, WeightConverter]
+) -> list[Part]:
+    if not found:
+        raise UserError(f"{where}: tensor {parameter} is missing: download the checkpoint again")
+    unknown = next((f"{name} is {e.dtype}" for _, name, e in found if e.dtype not in ITEM_BYTES), None)
+    if unknown:
+        raise UserError(f"{where}: weights must be bf16, fp16 or fp32, {unknown}: use an unquantised checkpoint")
+    pattern = found[0][0]
+    if any((own is None) != (pattern is None) for own, _, _ in found) or (pattern is None and len(found) > 1):
+        names = " and ".join(name for _, name, _ in found[:2])
+        raise UserError(f"{where}: {names} are both stored for {parameter}: {_RESAVE}")
+    if pattern is None:
+        parts = [Part(found[0][2])]
+        fits = found[0][2].shape == shape
+    else:
+        parts = _fused(where, parameter, found, by_pattern[pattern])
+        fits = all(part.entry.shape[-1:] == shape[-1:] for part in parts)
+    num_bytes = sum(part.entry.hi - part.entry.lo for part in parts)
+    if not fits or num_bytes != math.prod(shape) * ITEM_BYTES[parts[0].entry.dtype]:
+        shapes = sorted({str(list(part.entry.shape)) for part in parts})
+        raise UserError(f"{where}: {parameter} must have shape {list(shape)}, the file has {' and '.join(shapes)}: "
+                        "config.json and weights do not belong together")  # fmt: skip
+    return parts
+
+
+_RESAVE = "save the model once with save_pretrained"
+
+
+def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter) -> list[Part]:
+    """Parts of a stack of experts: expert by expert, and within one expert in the order of the converter's patterns."""
+    kinds = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
+    if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)]):
+        raise UserError(
+            f"{where}: {parameter} is stored in a form that must be computed, which cannot be streamed: {_RESAVE}"
+        )
+    dtypes = sorted({entry.dtype for _, _, entry in found})
+    if len(dtypes) > 1:
+        raise UserError(f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}: {_RESAVE}")
+    columns = [column for pattern in converter.source_patterns if (column := _natural_order(found, pattern))]
+    if len({len(column) for column in columns}) > 1:
+        raise UserError(f"{where}: a tensor that {parameter} is made of is missing: download the checkpoint again")
+    parts, offset_bytes = [], 0
+    for experts in zip(*columns, strict=True):
+        for entry in experts:
+            parts.append(Part(entry, offset_bytes))
+            offset_bytes += entry.hi - entry.lo
+    return parts
+
+
+def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:
+    """Tensors of one pattern with expert 2 before expert 10."""
+    rows = [(re.sub(r"\d+", lambda m: m[0].zfill(8), name), entry) for own, name, entry in found if own == pattern]
+    return [entry for _, entry in sorted(rows)]

@@ -1,0 +1,152 @@
+"""The streamed model: one sweep over its layers scores a whole token tree."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.kernels.registry import TWINS, KernelSet
+from offload.memory.plan import MemoryPlan
+from offload.model.kv_cache import KVCache
+from offload.model.weights import BorrowedModel, Slab
+from offload.sampling.logits import Logits
+from offload.streaming.device import Device
+from offload.streaming.disk import HostStore
+from offload.streaming.layer_stream import Record
+from offload.tree.token_tree import TokenTree, ancestors
+
+
+class Layers(Protocol):
+    """What a target asks of the stream of its layers: `LayerStream` on a CPU, `DeviceStream` on a device."""
+
+    store: HostStore
+    record: Record | None  # hears of copies, waits and uses of layers
+
+    @property
+    def bytes_read(self) -> int:
+        """Everything that has come over the link so far."""
+        ...
+
+    @property
+    def stall_s(self) -> float:
+        """For how long compute has waited for the link so far."""
+        ...
+
+    @property
+    def note(self) -> str | None:
+        """A line for the user when the fast way is not open."""
+        ...
+
+    def begin_sweep(self) -> None:
+        """Make the first layer the next to arrive."""
+
+    def acquire(self, layer: int) -> Slab:
+        """The slab of `layer`; valid until its release."""
+        ...
+
+    def release(self, layer: int) -> None:
+        """Nothing will be computed with the slab of `layer` any more."""
+
+
+class Target:
+    """A model whose layers pass through a stream.
+
+    Args:
+        model: embeddings and head are bound for good.
+        stream: its layers.
+        device: that it computes on; None is the CPU.
+        plan: gives the capacity of the cache, how many rows are scored at once, and how many committed tokens one
+            sweep may take in beside the tree; a longer prompt takes several. Positions beyond its context are never
+            emitted: nodes that lie there are computed as if at the last one, because some rotary embeddings (dynamic,
+            longrope) turn every row by the largest position of a pass.
+        kernels: for its attention and its cache.
+        on_layer: hears of every layer that has run.
+    """
+
+    def __init__(
+        self,
+        model: BorrowedModel,
+        stream: Layers,
+        plan: MemoryPlan,
+        *,
+        device: Device | None = None,
+        kernels: KernelSet = TWINS,
+        on_layer: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
+        self._last_position, self._max_logits = plan.context - 1, plan.num_logits_rows
+        self._cache = KVCache(model.num_layers, plan.cache_slots, kernels.kv_commit)
+        self._num_pending = 0
+        self._device, self._on_layer = device, on_layer
+        model.borrow_layers(stream.acquire, self._release)
+        model.attend_with(kernels.tree_attention)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, width of the logits."""
+        return self._model.vocab_size
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens whose keys and values are there."""
+        return self._cache.length
+
+    def reset(self, num_kept: int = 0) -> None:
+        """A new sequence begins, with the same `num_kept` tokens as the one before."""
+        self._cache.clear(num_kept)
+
+    def score(self, tree: TokenTree, tokens: Sequence[int]) -> Logits:
+        """Logits after every node, from one sweep; they are valid until the next.
+
+        Args:
+            tokens: the committed ids; the tree's root is the last. Those whose keys and values are not cached yet (the
+                prompt, at first) are taken in by the same sweep.
+        """
+        pending = torch.tensor(tokens[self._cache.length : -1], dtype=torch.long)
+        while len(pending) > self._max_rows:
+            self._sweep(pending[: self._max_rows], _causal(self._max_rows), torch.arange(self._max_rows), 1)
+            self._cache.commit(range(self._max_rows))
+            pending = pending[self._max_rows :]
+        self._num_pending = len(pending)
+        depth_N = torch.from_numpy(tree.topology.depth_N.copy())
+        offset_T = torch.cat([torch.arange(len(pending)), depth_N + len(pending)])
+        sees_TT = _chain_then_tree(len(pending), ancestors(tree.topology))
+        return self._sweep(torch.cat([pending, tree.token_N]), sees_TT, offset_T, tree.num_nodes)
+
+    def wait(self) -> None:
+        """Return when the last sweep is over, which on a device goes on after `score` has returned."""
+        if self._device is not None:
+            self._device.synchronize(self._device.record(self._device.compute))
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The most memory that this process has taken on the device; 0 on a CPU."""
+        return 0 if self._device is None else self._device.peak_bytes()
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Keep what was taken in and the accepted path, root first."""
+        self._cache.commit([*range(self._num_pending), *(self._num_pending + node for node in nodes)])
+
+    def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int) -> Logits:
+        self.stream.begin_sweep()
+        position_T = (offset_T + self._cache.length).clamp(max=self._last_position)
+        return self._model.score(
+            token_T, position_T, sees_TT, self._cache, num_logits=num_logits, max_rows=self._max_logits
+        )
+
+    def _release(self, layer: int) -> None:
+        self.stream.release(layer)
+        self._on_layer()
+
+
+def _causal(num_rows: int) -> Tensor:
+    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+
+
+def _chain_then_tree(num_pending: int, ancestor_NN: Tensor) -> Tensor:
+    """Which rows a row sees when a chain of committed tokens is followed by a tree that sees all of it."""
+    num_nodes = len(ancestor_NN)
+    sees_TT = _causal(num_pending + num_nodes)
+    sees_TT[num_pending:, num_pending:] = ancestor_NN
+    return sees_TT

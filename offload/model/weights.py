@@ -1,0 +1,334 @@
+"""A Hugging Face causal language model whose weights are borrowed: its own forward, over bytes that we place.
+
+The model is built without storage. A decoder layer's parameters become views of a slab just before it runs and are
+taken away right after; embeddings, final norm and head are bound once. So every family that keeps its decoder in
+`layers[i]` runs unchanged, and what is computed is what transformers computes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offload.checkpoint.layout import SlabLayout, slab_layout
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.model import attention
+from offload.model.kv_cache import KVCache
+from offload.model.mapping import sources_of_parameters
+from offload.model.meta import attention_windows, build_skeleton
+from offload.sampling.logits import Logits
+
+Value = TypeVar("Value")
+Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
+Masks = Mapping[int | None, Tensor | attention.TreeRows | None]  # by window; None where nothing is masked
+# token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
+Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
+_HOST = torch.device("cpu")
+_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class _Place(NamedTuple):
+    """Where one parameter (or saved buffer) hangs, and what stands there while nothing is borrowed."""
+
+    table: dict[str, Tensor | None]
+    key: str
+    empty: Tensor
+
+
+class BorrowedModel:
+    """The skeleton of one checkpoint, and the layouts of the slabs from which it borrows.
+
+    Attributes:
+        checkpoint: where its weights come from.
+        layer_layouts: one slab per decoder layer.
+        rest_layout: embeddings, final norm, head.
+        dtype: in which it computes.
+        place: where it computes.
+        vocab_size: V, width of the logits.
+
+    Args:
+        has_host_table: embedding tables stay in host memory; the few rows that a pass needs are sent.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
+    ) -> None:
+        self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
+        self.checkpoint, self.place = checkpoint, place
+        self._table_place = _HOST if has_host_table else place
+        self.skeleton = build_skeleton(checkpoint, self.dtype)
+        self._layers: nn.ModuleList = self.skeleton.get_decoder().layers
+        self._tables = _tables(self.skeleton, self._layers) if has_host_table else []
+        self._move_buffers()
+        self._windows = attention_windows(self.skeleton.config, len(self._layers))
+        self._masks: Masks = {}
+        self._replay: Replay | None = None
+        self._attend: attention.Attend | None = None
+        prefix = next(name for name, module in self.skeleton.named_modules() if module is self._layers)
+        prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
+        places = _places(self.skeleton)
+        wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
+        stored, shared = sources_of_parameters(checkpoint, self.skeleton, wanted)
+        assert not any(name.startswith(f"{prefix}.") for name in (*shared, *shared.values())), "layers share weights"
+        rest = {name: value for name, value in stored.items() if not name.startswith(f"{prefix}.")}
+        self._layer_places = [_below(places, own) for own in prefixes]
+        self._rest_places = [(name, places[name]) for name in rest]
+        self._rest_places += [(source, places[name]) for name, source in shared.items()]
+        self.layer_layouts = [slab_layout(_below(stored, own)) for own in prefixes]
+        self.rest_layout = slab_layout(rest)
+        self.vocab_size = int(self.skeleton.get_output_embeddings().weight.shape[0])
+        self._hooks = [
+            layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
+            for index, layer in enumerate(self._layers)
+        ]
+        for table in self._tables:
+            self._hooks.append(table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:])))
+            self._hooks.append(table.register_forward_hook(lambda _, __, rows: rows.to(self.place)))
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    def bind_rest(self, slab: np.ndarray) -> None:
+        """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""
+        flat = torch.from_numpy(slab[self.rest_layout.sent])
+        weights = {name: _view(flat, self.rest_layout, name) for name in self.rest_layout.parameters}
+        weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
+        sent: dict[tuple[str, bool], Tensor] = {}
+        for source, place in self._rest_places:
+            is_table = any(place.table is table._parameters for table in self._tables)
+            if (source, is_table) not in sent:
+                sent[source, is_table] = self._sent(weights[source], is_table)
+            place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
+
+    def bind_layer(self, layer: int, slab: Slab) -> None:
+        """Let a layer's parameters be views of `slab`, or copies where the compute type differs from the stored one.
+
+        Args:
+            slab: an array is one as a store fills it, and is sent where the model computes; a tensor holds what is
+                `sent` of one. Views of a tensor are kept: slots are few.
+        """
+        if isinstance(slab, np.ndarray):
+            sent = torch.from_numpy(slab[self.layer_layouts[layer].sent]).to(self.place)
+            self._bind(layer, self._views_of(layer, sent))
+            return
+        key = (layer, slab.data_ptr())
+        if key not in self._views:
+            self._views[key] = self._views_of(layer, slab)
+        self._bind(layer, self._views[key])
+
+    def _views_of(self, layer: int, sent: Tensor) -> dict[str, Tensor]:
+        layout = self.layer_layouts[layer]
+        return {name: _view(sent, layout, name) for name in self._layer_places[layer]}
+
+    def _bind(self, layer: int, views: dict[str, Tensor]) -> None:
+        for name, place in self._layer_places[layer].items():
+            place.table[place.key] = views[name].to(place.empty.dtype)
+
+    def unbind_layer(self, layer: int) -> None:
+        """Let go of the slab that a layer's parameters are views of."""
+        for place in self._layer_places[layer].values():
+            place.table[place.key] = place.empty
+
+    @contextmanager
+    def cut_to(self, num_layers: int) -> Iterator[None]:
+        """Meanwhile the decoder has its first layers only, so that one of them can be timed without the others."""
+        decoder = self.skeleton.get_decoder()
+        decoder.layers = self._layers[:num_layers]
+        try:
+            yield
+        finally:
+            decoder.layers = self._layers
+
+    def borrow_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
+        """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
+        for index, layer in enumerate(self._layers):
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._bind_from, acquire, index)))
+            self._hooks.append(layer.register_forward_hook(partial(self._give_back, release, index), always_call=True))
+
+    def close(self) -> None:
+        """Take the hooks off: they refer back to this model, and such a cycle would hold its weights for longer."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._views.clear()
+        self._replay = None
+
+    @torch.inference_mode()
+    def forward(
+        self, token_T: Tensor, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache, *, num_logits: int = 0
+    ) -> Tensor:
+        """One pass over all layers.
+
+        The T rows are the last of U uncommitted rows; earlier passes over the same tree left the others in the cache.
+
+        Args:
+            token_T: ids of the rows.
+            position_U: absolute positions of all uncommitted rows.
+            ancestor_TU: bool; which uncommitted rows (itself included) each row of this pass sees.
+            cache: holds P committed positions, which every row sees.
+            num_logits: how many of the last rows to score; 0 scores all.
+
+        Returns:
+            logits of shape (T or num_logits, V).
+        """
+        if self._replay is not None:
+            logits = self._replay(token_T, position_U, ancestor_TU, cache, num_logits)
+            if logits is not None:
+                return logits
+        num_rows, num_uncommitted = ancestor_TU.shape
+        position_U, ancestor_TU = position_U.to(self.place), ancestor_TU.to(self.place)
+        cache.place(num_uncommitted - num_rows, num_rows)
+        masks = self._build_masks(position_U, ancestor_TU, cache.length)
+        return self.run(token_T, position_U[-num_rows:], masks, cache, num_logits=num_logits)
+
+    @torch.inference_mode()
+    def score(
+        self,
+        token_T: Tensor,
+        position_U: Tensor,
+        ancestor_TU: Tensor,
+        cache: KVCache,
+        *,
+        num_logits: int,
+        max_rows: int,
+    ) -> Logits:
+        """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what is looked at.
+
+        What a family does to its logits (soft caps, scales) is left to its own forward pass. For a later chunk that
+        pass is called again, with a decoder that does nothing but hand out the hidden states that this call computes.
+        """
+        decoder, hidden = self.skeleton.get_decoder(), []
+
+        def cut(_: nn.Module, __: Any, out: Any) -> Any:
+            hidden.extend([out, out.last_hidden_state[:, -num_logits:]])
+            out.last_hidden_state = hidden[1][:, :max_rows]
+            return out
+
+        hook = decoder.register_forward_hook(cut)
+        try:
+            first_CV = self.forward(token_T, position_U, ancestor_TU, cache, num_logits=num_logits)
+        finally:
+            hook.remove()
+        assert hidden, "a pass that was replayed has no hidden states"
+        return Logits(num_logits, max_rows, first_CV, partial(self._score_hidden, *hidden))
+
+    @torch.inference_mode()
+    def _score_hidden(self, out: Any, hidden_1ND: Tensor, lo: int, hi: int) -> Tensor:
+        decoder, out.last_hidden_state = self.skeleton.get_decoder(), hidden_1ND[:, lo:hi]
+        decoder.forward = lambda *_, **__: out
+        try:
+            nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
+            return self.skeleton(input_ids=nothing, logits_to_keep=hi - lo).logits[0]
+        finally:
+            del decoder.forward
+
+    def run(self, token_T: Tensor, position_T: Tensor, masks: Masks, cache: KVCache, *, num_logits: int = 0) -> Tensor:
+        """The pass itself, over rows that `cache` has been told where to write; see `forward` for what it returns.
+
+        Args:
+            masks: for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
+        """
+        self._masks, first = masks, masks[self._windows[0]]
+        out = self.skeleton(
+            input_ids=token_T.to(self._table_place)[None],
+            attention_mask=first if isinstance(first, Tensor) else None,  # layers get their own from `_give_mask`
+            position_ids=position_T[None],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+        )
+        return out.logits[0, -num_logits:]  # some families score every row whatever they are asked; -0 is all of them
+
+    @property
+    def windows(self) -> set[int | None]:
+        """How far back layers see, without repetition; None is without limit."""
+        return set(self._windows)
+
+    def replay_with(self, replay: Replay) -> None:
+        """From now on ask `replay` for each pass first; what it declines is computed as ever."""
+        self._replay = replay
+
+    def attend_with(self, attend: attention.Attend | None) -> None:
+        """From now on tell rows in bits to this kernel of tree attention, if the family lets us."""
+        self._attend = attend if attention.is_for_rows(self.skeleton.config) else None
+
+    def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> Masks:
+        """One mask per attention window of this model; a lone row that sees everything needs none."""
+        is_plain = ancestor_TU.shape == (1, 1) and self.skeleton.config._attn_implementation == attention.NAME
+        what = (num_prefix, position_U, ancestor_TU)
+        masks: dict[int | None, Tensor | attention.TreeRows | None] = {}
+        for window in self.windows:
+            if is_plain and (window is None or num_prefix < window):
+                masks[window] = None
+            elif self._attend is not None:
+                masks[window] = attention.tree_rows(*what, window, self._attend)
+            else:
+                masks[window] = attention.tree_mask(*what, window, self.dtype)
+        return masks
+
+    def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        assert "attention_mask" in kwargs, "this family does not pass masks by name"
+        mask, hidden = self._masks[window], args[0] if args else kwargs["hidden_states"]
+        if isinstance(mask, Tensor):
+            mask = mask[:, :, -hidden.shape[-2] :]  # some families run their last layers on the rows to be scored alone
+        return args, {**kwargs, "attention_mask": mask}
+
+    def _move_buffers(self) -> None:
+        """What a family computes at construction (rotary frequencies, scales) goes where it is used."""
+        for module in self.skeleton.modules():
+            place = _HOST if module in self._tables else self.place
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[key] = buffer.to(place)
+
+    def _sent(self, weight: Tensor, is_table: bool) -> Tensor:
+        """A weight where it is used. A table that stays on the host is copied, so that the rest of its slab can go."""
+        return weight.clone() if is_table else weight.to(self.place)
+
+    def _bind_from(self, acquire: Callable[[int], Slab], index: int, *_: Any) -> None:
+        self.bind_layer(index, acquire(index))
+
+    def _give_back(self, release: Callable[[int], None], index: int, *_: Any) -> None:
+        self.unbind_layer(index)
+        release(index)
+
+    def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The skeleton's own type for `name`: the compute type but for what a family insists on keeping in fp32."""
+        return next((place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype)
+
+
+def _places(skeleton: nn.Module) -> dict[str, _Place]:
+    """Every parameter and saved buffer by its full name."""
+    places = {}
+    for prefix, module in skeleton.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        saved = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for table, held in ((module._parameters, module._parameters), (module._buffers, saved)):
+            places.update(
+                {f"{dot}{key}": _Place(table, key, value) for key, value in held.items() if value is not None}
+            )
+    return places
+
+
+def _tables(skeleton: nn.Module, layers: nn.ModuleList) -> list[nn.Embedding]:
+    """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
+    inside = set(layers.modules())
+    return [module for module in skeleton.modules() if isinstance(module, nn.Embedding) and module not in inside]
+
+
+def _below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
+
+
+def _view(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
+    """A parameter as a typed view of its bytes."""
+    dtype, shape, slab_lo = layout.parameters[name]
+    lo = slab_lo - layout.lead_bytes
+    flat = sent[lo : lo + layout.parameters[name].num_bytes]
+    return flat.view(_TORCH_DTYPES[dtype]).view(shape)

@@ -1,0 +1,1 @@
+"""Which tree pays: costs of a step, acceptance, search, profiles. No torch."""

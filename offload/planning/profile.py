@@ -1,0 +1,288 @@
+"""What `offload tune` measured for one pair of models on one machine, kept as readable JSON in the user's cache.
+
+A profile holds for the very models, rule, sampling settings and machine that it names, and for nothing else. Invariant:
+one that is stale, foreign or malformed is never used: it is refused where the user named it, and passed over with a
+reason where it was only found.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.safetensors import Checkpoint
+from offload.config import Sampling
+from offload.errors import UserError
+from offload.machine import cpu_name
+from offload.planning.cost_model import Costs, Curve
+from offload.planning.traces import NUM_RANKS, PRODUCT_FORM
+from offload.planning.yields import GrownYield
+from offload.tree.topology import check_acceptance
+
+SCHEMA = 2  # raise it when a field changes its meaning
+_WITHOUT_GROWN = 1  # still read: what grown trees yield was not counted then
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard's weights: two fine-tunes of one model have the same headers
+_AGAIN = "run offload tune again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where and in what the times were taken."""
+
+    cpu: str
+    num_cores: int
+    torch: str
+    dtype: str
+    device: str
+
+    @classmethod
+    def here(cls, dtype: str, device: str = "cpu") -> "Machine":
+        """This one."""
+        cores = os.cpu_count() or 1
+        return cls(cpu=cpu_name(), num_cores=cores, torch=version("torch"), dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """All that a profile depends on."""
+
+    target: str  # fingerprints of the two checkpoints
+    draft: str
+    rule: str
+    temperature: float
+    top_p: float
+    top_k: int
+    machine: Machine
+
+    @classmethod
+    def of(cls, target: Checkpoint, draft: Checkpoint, sampling: Sampling, rule: str, machine: Machine) -> "Identity":
+        """The identity of a run; greedy runs differ in nothing that top-p or top-k could say."""
+        prints = {"target": fingerprint(target), "draft": fingerprint(draft)}
+        settings = {"temperature": float(sampling.temperature), "top_p": float(sampling.top_p), "top_k": sampling.top_k}
+        if sampling.is_greedy:
+            settings |= {"top_p": 1.0, "top_k": 0}
+        return cls(**prints, **settings, rule=rule, machine=machine)  # type: ignore[arg-type]
+
+    @property
+    def file_name(self) -> str:
+        """One name per identity; the first part is the pair's, so that its profiles lie side by side."""
+        settings = f"{self.rule}-t{self.temperature:g}-p{self.top_p:g}-k{self.top_k}"
+        return f"{_short(self.target + self.draft)}-{settings}-{_short(repr(self))}.json"
+
+    @property
+    def pair_glob(self) -> str:
+        """Finds all profiles of the pair."""
+        return f"{_short(self.target + self.draft)}-*.json"
+
+    def differences(self, other: "Identity") -> list[str]:
+        """What the other one differs in, in words."""
+        mine, others = _flat(asdict(self)), _flat(asdict(other))
+        return [
+            f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
+            for key in mine
+            if mine[key] != others[key]
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Acceptance and times."""
+
+    identity: Identity
+    target_name: str
+    draft_name: str
+    created: str  # UTC, ISO 8601
+    num_tokens: int
+    is_teacher_forced: bool  # ranks on the given text, not on what the target wrote
+    acceptance: tuple[float, ...]  # by rank
+    standard_error: tuple[float, ...]  # of each entry
+    smoothing: float  # how many sightings the product form is worth, chosen on held-out traces
+    num_threads: int
+    costs: Costs
+    grown: tuple[GrownYield, ...]  # what grown trees yield; none where the rule or the way of tracing has none
+    traces: tuple[tuple[int, ...], ...]  # rank of every token, window by window; -1: not among the candidates
+
+    @property
+    def follows_traces(self) -> bool:
+        """Whether trees are made of the paths that were taken, rather than of the acceptance vector alone."""
+        return self.smoothing < PRODUCT_FORM
+
+    def as_dict(self) -> dict[str, object]:
+        """What the file holds and `--json` prints."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 of config.json, all safetensors headers, and a few blocks of weights from each shard."""
+    digest = hashlib.sha256((checkpoint.directory / "config.json").read_bytes())
+    for shard in checkpoint.shards:
+        size = shard.stat().st_size
+        with shard.open("rb") as file:
+            header_bytes = 8 + int.from_bytes(file.read(8), "little")
+            file.seek(0)
+            digest.update(f"{shard.name} {size} ".encode() + file.read(header_bytes))
+            for sample in range(_NUM_SAMPLES):
+                file.seek(header_bytes + (size - header_bytes) * sample // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def profiles_folder() -> Path:
+    """Where profiles are kept: the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload" / "profiles"
+
+
+def save_profile(profile: Profile) -> Path:
+    """Write it under its own name, all or nothing; returns the path."""
+    path = profiles_folder() / profile.identity.file_name
+    write_atomically(path, format_json(profile.as_dict()))
+    return path
+
+
+def find_profile(identity: Identity) -> tuple[Profile | None, str]:
+    """The profile in the cache that holds for `identity`, or None and why there is none."""
+    path = profiles_folder() / identity.file_name
+    if path.is_file():
+        try:
+            return read_profile(path, identity), str(path)
+        except UserError as error:
+            return None, str(error)
+    others = sorted(profiles_folder().glob(identity.pair_glob))
+    if not others:
+        return None, "no profile for this pair of models: offload tune measures one"
+    return None, f"no profile for these settings, {_why_not(others[0], identity)}: offload tune measures one"
+
+
+def read_profile(path: Path, identity: Identity) -> Profile:
+    """A profile from a file, proved to hold for `identity`.
+
+    Raises:
+        UserError: unreadable, malformed, of another schema, or measured for something else.
+    """
+    profile = parse_profile(path)
+    differences = identity.differences(profile.identity)
+    if differences:
+        raise UserError(f"profile {path.name} was measured for another run ({'; '.join(differences)}): {_AGAIN}")
+    return profile
+
+
+def require_writable(folder: Path) -> None:
+    """Find out before hours of measuring whether their result can be kept. Raises `UserError` where it cannot."""
+    trial = folder / f".{os.getpid()}"
+    write_atomically(trial, "")
+    trial.unlink()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Whoever reads sees the old text or the new one. Raises `UserError` where nothing can be written."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
+
+
+def format_json(values: Mapping[str, object]) -> str:
+    """One line per entry, and one per window of the traces: made to be read and compared by people."""
+    lines = []
+    for key, value in values.items():
+        if key == "traces" and isinstance(value, list | tuple):
+            text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+        else:
+            text = json.dumps(value)
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _why_not(path: Path, identity: Identity) -> str:
+    try:
+        return f"the one at hand has {'; '.join(identity.differences(parse_profile(path).identity))}"
+    except UserError as error:
+        return f"the one at hand is of no use ({error})"
+
+
+def parse_profile(path: Path) -> Profile:
+    """A sound profile, whatever it was measured for. Raises `UserError`."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the profile {path} ({error.strerror}): check the path") from None
+    except ValueError as error:
+        raise UserError(f"profile {path.name} is not valid JSON ({error}): {_AGAIN}") from None
+    found = values.pop("schema", None) if isinstance(values, dict) else None
+    if found == _WITHOUT_GROWN:
+        values["grown"] = []
+    elif found != SCHEMA:
+        raise UserError(f"profile {path.name} has schema {found}, this version reads {SCHEMA}: {_AGAIN}")
+    try:
+        profile = _build(values)
+        _check(profile)
+    except (TypeError, KeyError, ValueError, AttributeError, UserError) as error:
+        raise UserError(f"profile {path.name} is malformed ({error}): {_AGAIN}") from None
+    return profile
+
+
+def _build(values: dict[str, Any]) -> Profile:
+    """Nested dataclasses from nested objects; a key too many or too few is a `TypeError`."""
+    identity, costs = values["identity"], values["costs"]
+    parts: dict[str, Any] = {
+        "identity": Identity(**{**identity, "machine": Machine(**identity["machine"])}),
+        "costs": Costs(**{**costs, **{name: _curve(costs[name]) for name in ("compute_s", "draft_step_s")}}),
+        "grown": tuple(GrownYield(**one) for one in values["grown"]),
+        "traces": tuple(tuple(map(int, trace)) for trace in values["traces"]),
+    }
+    parts |= {name: tuple(map(float, values[name])) for name in ("acceptance", "standard_error")}
+    return Profile(**{**values, **parts})
+
+
+def _curve(value: dict[str, Any]) -> Curve:
+    sizes, seconds = value["sizes"], value["seconds"]
+    _require(0 < len(sizes) == len(seconds) and sizes == sorted(set(sizes)), "a curve needs rising sizes, each a time")
+    return Curve(tuple(map(int, sizes)), tuple(map(float, seconds)))
+
+
+def _check(profile: Profile) -> None:
+    """Values that would make nonsense of a choice. Raises `ValueError`, or `UserError` for the acceptance vector."""
+    check_acceptance(profile.acceptance)
+    costs = profile.costs
+    times = (*costs.compute_s.seconds, *costs.draft_step_s.seconds, costs.link_bytes_per_s)
+    _require(all(0 < time < float("inf") for time in times), "times and rates must be positive")
+    _require(0 <= costs.verify_s < float("inf"), "verify_s must not be negative")
+    _require(0 <= costs.friction <= 1, "friction must lie in [0, 1]")
+    _require(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
+    _require(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
+    _require(profile.smoothing > 0 and profile.num_threads > 0, "smoothing and num_threads must be positive")
+    for one in profile.grown:
+        _require(1 <= one.depth < one.num_nodes, "a grown tree has a depth, and more nodes than that")
+        _require(1 <= one.tokens_per_sweep <= one.depth + 1, "a sweep yields one token, and one more for every level")
+    ranks = {rank for trace in profile.traces for rank in trace}
+    _require(bool(ranks) and ranks <= set(range(-1, NUM_RANKS)), f"traces must hold ranks in -1..{NUM_RANKS - 1}")
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {**{key: value for key, value in values.items() if key != "machine"}, **values["machine"]}
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _brief(value: object) -> str:
+    return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)
+
+
+_SPOKEN = {"target": "target weights", "draft": "draft weights", "num_cores": "core count", "dtype": "compute type"}

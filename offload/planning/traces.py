@@ -1,0 +1,156 @@
+"""Accepted ranks, position after position, and what follows from them: tokens per sweep of any static tree.
+
+A trace holds for every position of a text the rank that the emitted token had among the draft's candidates, or -1.
+Decoding walks down the tree along these ranks until one is missing; that token is the target's own, and the next sweep
+starts behind it. So the walk can be repeated for any tree without a model, and nothing has to be independent: Sequoia's
+product form (2402.12374, section 3.1) is what the trace says if every position were like every other.
+
+No model, no torch, no clock. K ranks, N nodes in the order in which they were found.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from offload.tree.topology import Floats, Topology, in_level_order
+
+Trace = Sequence[int]
+NUM_RANKS = 32  # candidates that a trace looks at
+NUM_FOLDS = 4
+PRODUCT_FORM = 1e9  # a smoothing beside which no trace counts
+
+
+def bursts(topology: Topology, trace: Trace) -> list[int]:
+    """New tokens of every sweep of a run that emits this text; the end of the text cuts the last one."""
+    num_children, first_child = _child_table(topology)
+    yields, node, num_accepted = [], 0, 0
+    for rank in trace:
+        num_accepted += 1
+        if 0 <= rank < num_children[node]:
+            node = first_child[node] + rank
+        else:
+            yields.append(num_accepted)
+            node = num_accepted = 0
+    return [*yields, num_accepted] if num_accepted else yields
+
+
+def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
+    """G of one tree: tokens over sweeps when the traces are decoded one behind the other.
+
+    As one text, because a cut at every end would count a started sweep as a whole one.
+    """
+    yields = bursts(topology, [rank for trace in traces for rank in trace])
+    return sum(yields) / len(yields) if yields else 1.0
+
+
+def acceptance(traces: Sequence[Trace], num_ranks: int = NUM_RANKS) -> tuple[Floats, Floats]:
+    """Frequency of every rank, `p_K`, and the standard error of each entry.
+
+    Positions of one window resemble each other, so the error comes from the spread between windows; the binomial one,
+    which takes all positions for independent, stands in where there is a single window.
+    """
+    count_WK = np.array([np.bincount([r for r in t if r >= 0], minlength=num_ranks)[:num_ranks] for t in traces])
+    size_W = np.array([len(trace) for trace in traces])
+    p_K, num_windows = count_WK.sum(0) / size_W.sum(), len(traces)
+    if num_windows == 1:
+        return p_K, np.sqrt(p_K * (1 - p_K) / size_W.sum())
+    excess_WK = count_WK - size_W[:, None] * p_K  # of a ratio of sums
+    return p_K, np.sqrt(num_windows / (num_windows - 1) * (excess_WK**2).sum(0)) / size_W.sum()
+
+
+class RankTrie:
+    """How often every path of ranks was taken, from any position of the traces."""
+
+    def __init__(self, traces: Iterable[Trace], max_depth: int) -> None:
+        self.children: list[dict[int, int]] = [{}]  # rank -> node; node 0 is the empty path
+        self.num_taken: list[int] = [0]
+        self.num_continued: list[int] = [0]  # times the path was taken and the text went on behind it
+        for trace in traces:
+            for start in range(len(trace)):
+                self._add(trace[start : start + max_depth])
+
+    def chance(self, node: int | None, rank: int, prior: float, smoothing: float) -> float:
+        """That `rank` comes next: the frequency, as if `prior` had been seen `smoothing` times before."""
+        if node is None:
+            return prior
+        child = self.children[node].get(rank)
+        num_taken = self.num_taken[child] if child is not None else 0
+        return (num_taken + smoothing * prior) / (self.num_continued[node] + smoothing)
+
+    def child(self, node: int | None, rank: int) -> int | None:
+        """The path one rank longer, None where it was never taken."""
+        return None if node is None else self.children[node].get(rank)
+
+    def _add(self, path: Trace) -> None:
+        node = 0
+        for rank in path:
+            self.num_continued[node] += 1
+            if rank < 0:
+                return
+            if rank not in self.children[node]:
+                self.children[node][rank] = len(self.children)
+                self.children.append({})
+                self.num_taken.append(0)
+                self.num_continued.append(0)
+            node = self.children[node][rank]
+            self.num_taken[node] += 1
+
+
+class Found(NamedTuple):
+    """A node of an order: parents and elder siblings come first, so the first n nodes of any order are a tree."""
+
+    parent: int  # index in the order; -1 for the root
+    rank: int
+    depth: int
+    score: float  # the chance that a sweep reaches the node
+
+
+def grow_order(
+    p_K: Floats, num_nodes: int, max_depth: int, trie: RankTrie | None = None, smoothing: float = 1
+) -> list[Found]:
+    """The likeliest nodes first, as far as parents and elder siblings allow.
+
+    Args:
+        p_K: acceptance vector: the law of a rank where nothing else is known.
+        trie: paths that were seen; without it a path's chance is the product of `p_K` along it.
+        smoothing: how many sightings `p_K` is worth at every path of the trie.
+    """
+    trie = trie or RankTrie((), max_depth)
+    order: list[Found] = []
+    paths: list[int | None] = []
+    heap = [(-1.0, 0, -1, 0)]  # (-score, depth, parent, rank)
+
+    def offer(parent: int, rank: int) -> None:
+        if rank < len(p_K) and order[parent].depth < max_depth:
+            chance = trie.chance(paths[parent], rank, float(p_K[rank]), smoothing)
+            heapq.heappush(heap, (-order[parent].score * chance, order[parent].depth + 1, parent, rank))
+
+    while heap and len(order) < num_nodes:
+        negative, depth, parent, rank = heapq.heappop(heap)
+        paths.append(trie.child(paths[parent], rank) if order else 0)
+        order.append(Found(parent, rank, depth, -negative))
+        offer(len(order) - 1, 0)
+        if parent >= 0:
+            offer(parent, rank + 1)
+    return order
+
+
+def cut_order(order: Sequence[Found], num_nodes: int, max_depth: int) -> list[Found]:
+    """The first `num_nodes` that are no deeper than `max_depth`, an order again; fewer where there are no more."""
+    kept = [index for index, node in enumerate(order) if node.depth <= max_depth][:num_nodes]
+    place = dict(zip(kept, range(len(kept)), strict=True)) | {-1: -1}
+    return [order[index]._replace(parent=place[order[index].parent]) for index in kept]
+
+
+def tree_of(order: Sequence[Found]) -> Topology:
+    """The tree of all nodes of an order."""
+    return in_level_order([node.parent for node in order])
+
+
+def _child_table(topology: Topology) -> tuple[list[int], list[int]]:
+    """Per node the number of its children and the first of them; siblings are consecutive."""
+    num_children_N = topology.num_children_N
+    first_child_N = 1 + np.concatenate([[0], np.cumsum(num_children_N)[:-1]])
+    return num_children_N.tolist(), first_child_N.tolist()

@@ -1,0 +1,166 @@
+"""The tree that yields the most tokens per second on this machine: argmax over (n, d) of G(n, d) / step time.
+
+Sequoia's hardware-aware optimiser (2402.12374, Eq. 1), with the whole step in the denominator: t(n) is the slower of
+computing and of the link, and drafting that hides behind the link costs nothing. G(n, d) is the paper's product form
+where only an acceptance vector is known. Where traces are, the tree is made of the paths that were taken most, drawn
+towards the product form where little was seen, and its G is counted on traces that had no part in making it.
+
+No torch, no clock.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from offload.planning.cost_model import Costs, Limit, Traffic, step_time
+from offload.planning.traces import (
+    NUM_FOLDS,
+    PRODUCT_FORM,
+    Found,
+    RankTrie,
+    Trace,
+    bursts,
+    cut_order,
+    grow_order,
+    tree_of,
+)
+from offload.planning.yields import Gains, GrownYield
+from offload.tree.spec import label_of
+from offload.tree.topology import Floats, Growth, Shape, Topology
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32)
+SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
+_LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
+_SPARE = 3  # so many times more nodes are ordered than the largest tree has, since a bound on the depth drops some
+
+
+class Candidate(NamedTuple):
+    """One tree and what it promises."""
+
+    shape: Shape  # bounds, where the draft's scores shape the tree
+    tokens_per_sweep: float  # G(n, d)
+    step_s: float
+    limit: Limit  # what the sweep waits for
+
+    @property
+    def s_per_token(self) -> float:
+        """What is minimised."""
+        return self.step_s / self.tokens_per_sweep
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures by the names that `--json` uses."""
+        tree = {"tree": label_of(self.shape), "num_nodes": self.shape.num_nodes, "depth": self.shape.depth}
+        figures = {"tokens_per_sweep": self.tokens_per_sweep, "step_s": self.step_s, "s_per_token": self.s_per_token}
+        return {**tree, **figures, "limit": self.limit}
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The trees to choose from, one for every size and depth.
+
+    Attributes:
+        p_K: acceptance vector.
+        traces: accepted ranks, window by window; none leaves the product form.
+        smoothing: how many sightings of a path `p_K` is worth.
+        max_nodes: of the largest tree.
+        counted: what grown trees have yielded; none takes them for as good as fixed ones.
+    """
+
+    p_K: Floats
+    traces: Sequence[Trace] = ()
+    smoothing: float = 1.0
+    max_nodes: int = 512
+    counted: Sequence[GrownYield] = ()
+
+    def tree(self, num_nodes: int, depth: int) -> Topology | None:
+        """The tree of `num_nodes` nodes and at most `depth` draft steps, None where there are not as many."""
+        nodes = cut_order(self._whole, num_nodes, depth)
+        return tree_of(nodes) if len(nodes) == num_nodes else None
+
+    def expected(self, num_nodes: int, depth: int) -> float:
+        """G(n, d): counted on traces that the tree was not made from, or from the product form without traces."""
+        if not self._folds:
+            return sum(node.score for node in cut_order(self._whole, num_nodes, depth))
+        yields: list[int] = []
+        for order, trace in self._folds:
+            yields += bursts(tree_of(cut_order(order, num_nodes, depth)), trace)
+        return sum(yields) / len(yields)
+
+    def expected_grown(self, num_nodes: int, depth: int) -> float:
+        """G of a tree that is grown within these bounds."""
+        return self.expected(num_nodes, depth) * self._gains.at(num_nodes, depth)
+
+    @cached_property
+    def _gains(self) -> Gains:
+        return Gains(self.counted, self.expected)
+
+    @cached_property
+    def _whole(self) -> list[Found]:
+        return self._order(self.traces)
+
+    @cached_property
+    def _folds(self) -> list[tuple[list[Found], Trace]]:
+        """Nodes ordered by all traces but every so-many-th, and those as one text."""
+        if len(self.traces) < NUM_FOLDS:
+            return []
+        folds: list[tuple[list[Found], Trace]] = []
+        for fold in range(NUM_FOLDS):
+            kept = [trace for index, trace in enumerate(self.traces) if index % NUM_FOLDS != fold]
+            folds.append((self._order(kept), [rank for trace in self.traces[fold::NUM_FOLDS] for rank in trace]))
+        return folds
+
+    def _order(self, traces: Sequence[Trace]) -> list[Found]:
+        trie = RankTrie(traces, DEPTHS[-1])
+        largest = max([self.max_nodes, *(one.num_nodes for one in self.counted)])
+        return grow_order(self.p_K, _SPARE * largest, DEPTHS[-1], trie, self.smoothing)
+
+
+def choose(
+    forest: Forest,
+    costs: Costs,
+    traffic_of: Callable[[int], Traffic | None],
+    max_depth: int = DEPTHS[-1],
+    *,
+    is_grown: bool = False,
+) -> list[Candidate]:
+    """All trees that memory can hold, the one with the most tokens per second first.
+
+    Args:
+        traffic_of: what a sweep moves when memory is planned for so many nodes; None where that does not fit.
+        is_grown: whether the draft's scores are to shape the trees.
+    """
+    candidates = []
+    for size in (size for size in SIZES if size <= forest.max_nodes):
+        traffic = traffic_of(size)
+        if traffic is None:
+            continue
+        for depth, tree in _trees_of(forest, size, max_depth, is_grown=is_grown):
+            shape = Growth(size, depth) if is_grown and size > 1 else tree
+            tokens = (forest.expected_grown if shape is not tree else forest.expected)(size, depth)
+            step = step_time(costs, traffic, shape)
+            candidates.append(Candidate(shape, tokens, step.total_s, step.limit))
+    return sorted(candidates, key=lambda candidate: candidate.s_per_token)
+
+
+def best_smoothing(p_K: Floats, traces: Sequence[Trace], num_nodes: int = 128, depth: int = 16) -> float:
+    """How much the product form should count beside the traces: what serves held-out traces best."""
+
+    def held_out(smoothing: float) -> float:
+        return Forest(p_K, traces, smoothing, num_nodes).expected(num_nodes, depth)
+
+    best = max(SMOOTHINGS, key=held_out)
+    return best if held_out(best) > _LEAST_GAIN * held_out(PRODUCT_FORM) else PRODUCT_FORM
+
+
+def _trees_of(forest: Forest, size: int, max_depth: int, *, is_grown: bool) -> Iterator[tuple[int, Topology]]:
+    """One tree per depth, shallow ones first; of fixed ones until a larger bound changes nothing."""
+    last = -1
+    for depth in dict.fromkeys(min(bound, max_depth, max(1, size - 1)) for bound in DEPTHS):
+        tree = forest.tree(size, depth)
+        if tree is not None and tree.depth == last and not is_grown:
+            return
+        if tree is not None:
+            last = tree.depth
+            yield depth, tree

@@ -1,0 +1,177 @@
+"""From logits to tokens: temperature, top-k and top-p, and the two kinds of chance.
+
+Shared noise: the target's token at an absolute position is argmax(log p + G), with Gumbel noise G keyed by (seed,
+position, token). It is a draw from p, and it does not depend on how the position was reached; greedy is the case
+without noise. A drafter that knows G ranks its candidates by log q + G and so guesses the draw itself, not merely a
+likely token.
+
+Fresh numbers: rules that test p(x) / q(x) need draws and coins of which nothing is known before. They come from a
+counter-based generator whose place is (seed, how many numbers were taken so far).
+
+Invariant: no fresh number is handed out twice, and none is a function of the shared noise; a ratio test on shared noise
+is biased.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from offload.config import NOISE_POSITIONS, Drafting, Sampling
+from offload.errors import UserError
+from offload.kernels.registry import TWINS, KernelSet
+
+_NOT_NUMBERS = (
+    "a model's scores are not numbers, its values exceed the type that it computes in or its weights are damaged: "
+    "try --dtype bfloat16 or float32, or download it again"
+)
+NO_TOKEN = -1  # in place of a token that was drawn from scores that are not numbers
+_NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which none of our adjustments looks at
+_LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
+
+
+class Sampler:
+    """The drawing rule of one generation; the target and every drafter use the same one.
+
+    Attributes:
+        sampling: its settings.
+        is_greedy: whether no chance enters at all.
+        drafting: how drafters choose children, which the rule of verification decides.
+        kernels: how noise and draws are made on a device.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        vocab_size: int,
+        drafting: Drafting = Drafting.COUPLED,
+        kernels: KernelSet = TWINS,
+    ) -> None:
+        self.kernels, self.sampling, self._vocab_size = kernels, sampling, vocab_size
+        self.is_greedy, self.drafting = sampling.is_greedy, drafting
+        self._warpers = _warpers(sampling)
+        self._is_filtered = len(self._warpers) > 1  # by more than a temperature
+        self._noise: dict[int, Tensor] = {}
+        self._fresh = np.random.Generator(np.random.Philox(key=sampling.seed))
+        self._num_rows_taken = 0
+
+    def draw(self, logits_V: Tensor, position: int) -> int:
+        """The token at `position`, given the target's logits there. Raises `UserError` where one is not a number."""
+        token_1 = or_no_token(self.perturbed(logits_V[None], position).argmax(1), logits_V[None])
+        return require_token(int(token_1))
+
+    @property
+    def draws_rows(self) -> bool:
+        """Whether many rows are better drawn at once than the few that a walk visits one by one.
+
+        Where top-p or top-k are asked for they are not: every row would be sorted.
+        """
+        return self.kernels.match_rows is not None and not self._is_filtered
+
+    def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
+        """`draw` for many rows at once, each at its own position: tokens (int64, N) on the device of the logits.
+
+        A row that holds a NaN draws `NO_TOKEN`: it need not be one that is ever looked at.
+        """
+        draw = self.kernels.match_rows
+        assert draw is not None and self.draws_rows, "rows are drawn one by one here"
+        token_N = draw(logits_NV, position_N, self.sampling.seed, temperature=self.sampling.temperature)
+        return or_no_token(token_N, logits_NV)
+
+    def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
+        """log p + G up to a constant per row, float64; when greedy the logits as they are.
+
+        Args:
+            position: of the token that each row predicts, or of all of them.
+        """
+        if self.is_greedy:
+            return logits_TV
+        scores_TV, place = self._warped(logits_TV), logits_TV.device
+        if isinstance(position, int):
+            noise = self._noise_at(position, place)
+        else:
+            noise = torch.stack([self._noise_at(one, place) for one in position])
+        return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])  # a sum of mixed types takes longer
+
+    def law(self, logits_TV: Tensor) -> Tensor:
+        """The distributions that are drawn from, float32 (T, V); when greedy, all on the argmax (ties: lowest id).
+
+        NaN where the logits are.
+        """
+        if self.is_greedy:
+            law_TV = torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
+            return law_TV.masked_fill_(_lack_numbers(logits_TV)[:, None], torch.nan)
+        return self._warped(logits_TV).softmax(-1)
+
+    def host_law(self, logits_V: Tensor) -> NDArray[np.float64]:
+        """One row's distribution in host memory, to be calculated with in float64. Raises as `draw` does."""
+        law_V = self.law(logits_V[None])[0].double().cpu().numpy()
+        return law_V / require_number(law_V.sum())
+
+    def uniform(self, *shape: int) -> NDArray[np.float64]:
+        """Fresh numbers in the open interval (0, 1)."""
+        return np.maximum(self._fresh.random(shape), _LEAST_UNIFORM)
+
+    def take_rows(self, num_rows: int) -> int:
+        """Number of the first of so many rows of fresh hashed numbers; no row is handed out twice."""
+        self._num_rows_taken += num_rows
+        return self._num_rows_taken - num_rows
+
+    def _warped(self, logits_TV: Tensor) -> Tensor:
+        scores_TV = logits_TV.float()
+        for warp in self._warpers:
+            scores_TV = warp(_NO_IDS, scores_TV)
+        return scores_TV
+
+    def _noise_at(self, position: int, device: torch.device) -> Tensor:
+        """One vector per position, shared by all rows; positions only advance, so the oldest go first."""
+        if position not in self._noise:
+            if len(self._noise) >= NOISE_POSITIONS:
+                del self._noise[min(self._noise)]
+            self._noise[position] = self.kernels.keyed_gumbel(self.sampling.seed, position, self._vocab_size, device)
+        return self._noise[position]
+
+
+def or_no_token(token_T: Tensor, scores_TV: Tensor) -> Tensor:
+    """The tokens that were drawn from these scores, `NO_TOKEN` where a row holds a NaN; the host looks at neither."""
+    return token_T.masked_fill(_lack_numbers(scores_TV), NO_TOKEN)
+
+
+def require_token(token: int) -> int:
+    """The same token; what is drawn from a NaN is nonsense. Raises `UserError` for `NO_TOKEN`."""
+    if token == NO_TOKEN:
+        raise UserError(_NOT_NUMBERS)
+    return token
+
+
+def require_number(value: float) -> float:
+    """The same value, which comes from a model's scores. Raises `UserError` for NaN."""
+    if math.isnan(value):
+        raise UserError(_NOT_NUMBERS)
+    return value
+
+
+def _lack_numbers(scores_TV: Tensor) -> Tensor:
+    """Which rows hold a NaN: the largest of such a row is one."""
+    return scores_TV.amax(1).isnan()
+
+
+def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
+    """The adjustments in the order in which transformers applies them."""
+    warpers: list[LogitsProcessor] = []
+    if not sampling.is_greedy:
+        warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k:
+            warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            warpers.append(TopPLogitsWarper(sampling.top_p))
+    return warpers

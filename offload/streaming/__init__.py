@@ -1,0 +1,1 @@
+"""How bytes reach the place that computes: disk, pinned memory, devices, slots."""

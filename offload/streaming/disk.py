@@ -1,0 +1,219 @@
+"""Checkpoint bytes from disk into buffers of ours, at the disk's own speed.
+
+Files are opened once, with O_DIRECT where the file system has it: nothing passes through the page cache, so a budget of
+memory means what it says and a sweep over a model larger than memory does not evict everything else. A few threads keep
+several requests in flight; a single one leaves a third of the disk unused.
+"""
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
+from offload.errors import ReadError
+
+NUM_READERS = 8  # as many requests in flight: a reader that waits for its turn must not leave the disk idle
+REQUEST_BYTES = 2 << 20
+
+
+def allocate(num_bytes: int) -> np.ndarray:
+    """A page-aligned buffer that goes back to the system as soon as the last view of it is dropped."""
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(region, np.uint8)
+
+
+class HostStore:
+    """Reads slabs of a checkpoint. `is_direct` tells whether O_DIRECT is in use; `bytes_read` counts what was moved.
+
+    `rate_limit_bytes_per_s` slows the reads down, for tests and studies of a slower link.
+    """
+
+    def __init__(self, shards: Sequence[Path], *, rate_limit_bytes_per_s: float | None = None) -> None:
+        self._files, self.is_direct = _open_all(shards)
+        self.paths, self.rate_limit_bytes_per_s = tuple(shards), rate_limit_bytes_per_s
+        found = [os.fstat(fd) for fd in self._files]
+        self._sizes, self._written_ns = [one.st_size for one in found], [one.st_mtime_ns for one in found]
+        self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
+        self._bounce = threading.local()
+        self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
+        self._count = threading.Lock()
+        self.bytes_read = 0
+
+    @property
+    def note(self) -> str | None:
+        """A line for the user when the fast way is not open."""
+        if self.is_direct:
+            return None
+        return (
+            "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
+        )
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        """Start reading a slab; it is valid once every returned future is done. A failed read raises in `result()`."""
+        if layout.is_direct:
+            return [self._pool.submit(self._read_direct, slab, piece) for piece in _direct_requests(layout.pieces)]
+        return [self._pool.submit(self._read_scattered, slab, batch) for batch in _scattered_requests(layout.pieces)]
+
+    def fetch(self, layout: SlabLayout) -> np.ndarray:
+        """A slab of its own, complete."""
+        slab = allocate(layout.slab_bytes)
+        finish(self.read(layout, slab))
+        return slab
+
+    def close(self) -> None:
+        """Drop queued reads, wait for running ones, close the files."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        while self._files:
+            os.close(self._files.pop())
+
+    def _read_direct(self, slab: np.ndarray, request: Piece) -> None:
+        self._fill(request, slab[request.slab_lo : request.slab_lo + request.hi - request.lo].data)
+
+    def _read_scattered(self, slab: np.ndarray, pieces: list[Piece]) -> None:
+        """Read the blocks around neighbouring pieces into a bounce buffer, then put each piece in its place."""
+        shard, lo, hi = pieces[0].shard, _down(pieces[0].lo), _up(max(piece.hi for piece in pieces))
+        buffer = self._bounce_buffer(hi - lo)
+        self._fill(Piece(shard, lo, hi, 0), buffer[: hi - lo].data)
+        for piece in pieces:
+            slab[piece.slab_lo : piece.slab_lo + piece.hi - piece.lo] = buffer[piece.lo - lo : piece.hi - lo]
+
+    def _bounce_buffer(self, num_bytes: int) -> np.ndarray:
+        buffer = getattr(self._bounce, "buffer", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._bounce.buffer = allocate(max(num_bytes, REQUEST_BYTES + 2 * BLOCK_BYTES))
+        return buffer
+
+    def _fill(self, request: Piece, view: memoryview) -> None:
+        """Read [lo, hi) of a shard; the end of the file may come before a block is full.
+
+        Raises:
+            ReadError: the disk failed, or the file is not the one that was opened any more.
+        """
+        fd, wanted = self._files[request.shard], min(request.hi, self._sizes[request.shard]) - request.lo
+        if self._throttle is not None:
+            self._throttle.wait_for(wanted)
+        done = 0
+        while done < wanted:
+            try:
+                count = os.preadv(fd, [view[done:]], request.lo + done)
+            except OSError as error:
+                raise ReadError(f"reading {self.paths[request.shard].name} failed: {error.strerror}") from error
+            if count == 0:
+                name, at = self.paths[request.shard].name, request.lo + done
+                raise ReadError(f"{name} ends at byte {at}: it was cut short while in use")
+            done += count
+        if os.fstat(fd).st_mtime_ns != self._written_ns[request.shard]:
+            raise ReadError(f"{self.paths[request.shard].name} was written to while in use: load the model again")
+        if not self.is_direct:
+            os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
+        with self._count:
+            self.bytes_read += done
+
+
+def finish(reads: Iterable[Future[None]]) -> None:
+    """Return once all of these reads have arrived. Raises `ReadError`."""
+    for read in reads:
+        read.result()
+
+
+def drop(reads: Iterable[Future[None]]) -> None:
+    """Return once no reader touches the slab any more; what a dropped read would have reported no longer matters."""
+    for read in reads:
+        if not read.cancel():
+            read.exception()
+
+
+class _Throttle:
+    """Lets reads start no faster than a given rate: a slower link for tests and studies."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
+
+    def wait_for(self, num_bytes: int) -> None:
+        with self._lock:
+            start = max(self._free_at, time.perf_counter())
+            self._free_at = start + num_bytes / self._bytes_per_s
+            ends = self._free_at
+        time.sleep(max(0.0, ends - time.perf_counter()))
+
+
+def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
+    """Descriptors of all shards, and whether O_DIRECT works on every one of them (opening alone does not tell).
+
+    Raises:
+        ReadError: a shard cannot be opened.
+    """
+    direct = [_open_direct(path) for path in shards]
+    opened = [fd for fd in direct if fd is not None]
+    if len(opened) == len(shards):
+        return opened, True
+    for fd in opened:
+        os.close(fd)
+    buffered: list[int] = []
+    for path in shards:
+        try:
+            buffered.append(os.open(path, os.O_RDONLY))
+        except OSError as error:  # its header could be read a moment ago
+            for fd in buffered:
+                os.close(fd)
+            raise ReadError(f"{path.name} cannot be opened any more: {error.strerror}") from error
+        os.posix_fadvise(buffered[-1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    return buffered, False
+
+
+def _open_direct(path: Path) -> int | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return None
+    try:
+        os.preadv(fd, [allocate(BLOCK_BYTES).data], 0)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _direct_requests(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Whole blocks around each run, cut into requests. The slab mirrors the file, so both stay block-aligned."""
+    for piece in pieces:
+        lo, hi, slab_lo = _down(piece.lo), _up(piece.hi), _down(piece.slab_lo)
+        for start in range(lo, hi, REQUEST_BYTES):
+            yield Piece(piece.shard, start, min(start + REQUEST_BYTES, hi), slab_lo + start - lo)
+
+
+def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Pieces cut to the request size, then neighbours gathered while they fit into one request."""
+    batch: list[Piece] = []
+    for piece in _cut(pieces):
+        is_near = batch and piece.shard == batch[0].shard and 0 <= piece.lo - batch[-1].hi <= BLOCK_BYTES
+        if batch and not (is_near and piece.hi - batch[0].lo <= REQUEST_BYTES):
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
+
+
+def _cut(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    for piece in pieces:
+        for start in range(piece.lo, piece.hi, REQUEST_BYTES):
+            yield Piece(piece.shard, start, min(start + REQUEST_BYTES, piece.hi), piece.slab_lo + start - piece.lo)
+
+
+def _down(value: int) -> int:
+    return value // BLOCK_BYTES * BLOCK_BYTES
+
+
+def _up(value: int) -> int:
+    return -(-value // BLOCK_BYTES) * BLOCK_BYTES

@@ -1,0 +1,242 @@
+"""Host memory that a device can copy from on its own: page-locked, in buffers of exactly the size asked for.
+
+Allocators that keep blocks for later round up to powers of two, a quarter more for a layer of a 70B model; so memory is
+taken from the driver directly. Three ways, the first that works: cupy's `PinnedMemory`; pages of ours, touched by many
+threads and registered with the driver; plain pages, which reach the device through a small locked bounce buffer. A way
+that has refused a size is asked again only for much smaller ones. Invariant: a buffer says whether it is locked, and
+nobody guesses.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from offload.config import format_bytes
+from offload.errors import reason
+from offload.streaming.disk import allocate
+from offload.streaming.numa import cpus_near, stay_on
+
+_PAGE_BYTES = 4096
+_NO_LIMIT = 1 << 62
+_TOUCH_BYTES = 64 << 20  # by one thread at a time
+_NUM_THREADS = 8  # that touch pages: more gain nothing, the kernel's own locks are the limit then
+
+
+class RefusedError(Exception):
+    """This way of locking pages is not open here; the message says why."""
+
+
+class HostBuffer(NamedTuple):
+    """Host memory of the size asked for."""
+
+    array: np.ndarray  # flat uint8, page-aligned
+    is_pinned: bool  # whether a device may copy from it while the host goes on
+
+
+class Way(Protocol):
+    """One way to get page-locked memory."""
+
+    name: str
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """Exactly so many locked bytes. Raises `RefusedError`."""
+        ...
+
+    def free(self, array: np.ndarray) -> None:
+        """Unlock what this way allocated; nothing copies from it any more."""
+
+
+class CupyWay:
+    """Locked memory from the driver by way of cupy. Raises `RefusedError` when cupy is missing or for another CUDA."""
+
+    name = "cupy"
+
+    def __init__(
+        self,
+        index: int,
+        import_cupy: Callable[[], Any],
+        cuda_version: str | None,
+        cpus: frozenset[int] | None = None,
+    ) -> None:
+        try:
+            self._cupy = import_cupy()
+            major = int(self._cupy.cuda.runtime.runtimeGetVersion()) // 1000
+        except Exception as error:  # a package for the wrong driver fails in its own ways
+            raise RefusedError(f"cupy: {reason(error)}") from error
+        if cuda_version and major != int(cuda_version.partition(".")[0]):
+            wanted = cuda_version.partition(".")[0]
+            raise RefusedError(f"cupy is made for CUDA {major}, torch for {wanted}: install cupy-cuda{wanted}x")
+        self._index = index
+        self._cpus = cpus
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """`PinnedMemory` is exact, cupy's pool is not."""
+        try:
+            with ThreadPoolExecutor(1, initializer=stay_on, initargs=(self._cpus,)) as near:
+                memory = near.submit(self._allocate_here, num_bytes).result()
+        except Exception as error:  # CUDARuntimeError, which only cupy can name; cupy has cleared the driver's state
+            raise RefusedError(f"cupy: {reason(error)}") from error
+        array = np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(memory, 0), np.uint8, count=num_bytes)
+        if array.ctypes.data % _PAGE_BYTES:  # small pieces may be cut from larger ones, and O_DIRECT wants whole pages
+            raise RefusedError(f"cupy: {format_bytes(num_bytes)} do not begin with a page")
+        return array
+
+    def _allocate_here(self, num_bytes: int) -> Any:
+        cuda = self._cupy.cuda
+        with cuda.Device(self._index):  # cupy's idea of the current device is not torch's
+            return cuda.PinnedMemory(num_bytes, cuda.runtime.hostAllocPortable)
+
+    def free(self, array: np.ndarray) -> None:
+        """The memory goes with the last view of it."""
+
+
+class RegisterWay:
+    """Pages of ours, touched in parallel, then locked by the driver.
+
+    Args:
+        runtime: has `cudaHostRegister(address, size, flags)`, 0 for success, and `cudaHostUnregister(address)`.
+        forget_error: clears what a refused call leaves behind: torch would report it at the next kernel as an
+            out-of-memory error of that kernel.
+        touch: makes pages real before the driver has to, one after the other.
+    """
+
+    name = "registered"
+
+    def __init__(
+        self, runtime: Any, forget_error: Callable[[], None], touch: Callable[[np.ndarray], None] = lambda _: None
+    ) -> None:
+        self._runtime, self._forget_error, self._touch = runtime, forget_error, touch
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """Anonymous pages: a mapped file must never be locked."""
+        array = allocate(num_bytes)
+        self._touch(array)
+        code = int(self._runtime.cudaHostRegister(array.ctypes.data, num_bytes, 0))
+        if code:
+            self._forget_error()
+            raise RefusedError(f"cudaHostRegister returned {code} for {format_bytes(num_bytes)}")
+        return array
+
+    def free(self, array: np.ndarray) -> None:
+        """Unlock; the pages go with the last view of them."""
+        if int(self._runtime.cudaHostUnregister(array.ctypes.data)):
+            self._forget_error()
+
+
+class Arena:
+    """Host buffers for one device, locked as far as this machine lets us.
+
+    Args:
+        ways: to lock memory, best first.
+        refusals: why better ways are missing.
+    """
+
+    def __init__(self, ways: Sequence[Way], refusals: Sequence[str] = ()) -> None:
+        self._ways, self._refusals = list(ways), list(refusals)
+        self._limits_bytes = [_NO_LIMIT] * len(self._ways)
+        self._owners: list[tuple[Way, np.ndarray]] = []
+        self.pinned_bytes = self.pageable_bytes = 0
+
+    def allocate(self, num_bytes: int) -> HostBuffer:
+        """A buffer of exactly this size, locked if any way is left."""
+        for index, way in enumerate(self._ways):
+            if not 0 < num_bytes < self._limits_bytes[index]:
+                continue
+            try:
+                array = way.allocate(num_bytes)
+            except RefusedError as refusal:
+                self._refusals.append(str(refusal))
+                self._limits_bytes[index] = num_bytes // 2
+                continue
+            self._owners.append((way, array))
+            self.pinned_bytes += num_bytes
+            return HostBuffer(array, True)
+        self.pageable_bytes += num_bytes
+        return HostBuffer(allocate(num_bytes), num_bytes == 0)
+
+    @property
+    def ways(self) -> str:
+        """How memory in use was locked."""
+        return " and ".join(sorted({way.name for way, _ in self._owners})) or "not locked"
+
+    @property
+    def note(self) -> str | None:
+        """A line for the user when memory could not be locked, with every way's reason."""
+        if not self.pageable_bytes:
+            return None
+        sizes = f"{format_bytes(self.pageable_bytes)} of {format_bytes(self.pinned_bytes + self.pageable_bytes)}"
+        why = "; ".join(self._refusals) or "no way to lock pages"
+        remedy = "let more be locked, or lower --ram"
+        return f"{sizes} host memory could not be page-locked, copies from it are slower ({why}): {remedy}"
+
+    def release(self, buffer: HostBuffer) -> None:
+        """Take a buffer back before the others; no copy from it may be under way."""
+        for index, (way, array) in enumerate(self._owners):
+            if array is buffer.array:
+                way.free(array)
+                del self._owners[index]
+                self.pinned_bytes -= len(array)
+                return
+        self.pageable_bytes -= len(buffer.array)
+
+    def close(self) -> None:
+        """Unlock everything; no copy may be under way."""
+        while self._owners:
+            way, array = self._owners.pop()
+            way.free(array)
+
+
+def open_arena(place: torch.device) -> Arena:
+    """The arena of a CUDA device."""
+    cpus, refusals, ways = cpus_near(_pci_address(place)), [], []
+    for build in (
+        partial(CupyWay, place.index or 0, _import_cupy, torch.version.cuda, cpus),
+        lambda: RegisterWay(torch.cuda.cudart(), forget_cuda_error, partial(touch_pages, cpus=cpus)),
+    ):
+        try:
+            ways.append(build())
+        except RefusedError as refusal:
+            refusals.append(str(refusal))
+    return Arena(ways, refusals)
+
+
+def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
+    """Make every page real, by several threads on `cpus`: the first touch decides on which memory node it lies."""
+    with ThreadPoolExecutor(_NUM_THREADS, initializer=stay_on, initargs=(cpus,)) as pool:
+        parts = range(0, len(array), _TOUCH_BYTES)
+        done: list[Future[None]] = [pool.submit(_touch, array[lo : lo + _TOUCH_BYTES]) for lo in parts]
+    for future in done:
+        future.result()
+
+
+def _touch(part: np.ndarray) -> None:
+    part[::_PAGE_BYTES] = 0
+
+
+def forget_cuda_error(maps: Path = Path("/proc/self/maps"), open_library: Callable[[str], Any] = ctypes.CDLL) -> None:
+    """Clear the error that a refused CUDA call has left in this thread.
+
+    torch has no binding for it, and each copy of the runtime library that is loaded keeps an error of its own: all of
+    them are asked, by the very files that are mapped.
+    """
+    files = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "libcudart" in line}
+    for file in sorted(name.removesuffix(" (deleted)") for name in files):
+        open_library(file).cudaGetLastError()
+
+
+def _import_cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+def _pci_address(place: torch.device) -> str:
+    card = torch.cuda.get_device_properties(place)
+    numbers = [getattr(card, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+    return "{:04x}:{:02x}:{:02x}.0".format(*numbers)

@@ -1,0 +1,1 @@
+"""Token trees: topologies, their names, their tokens, the distributions these came from."""

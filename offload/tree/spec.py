@@ -1,0 +1,97 @@
+"""`--tree` in words: what a user may ask for, and the shape that it names.
+
+Every kind but `grown` names one fixed tree. `grown` names bounds: its shape is settled in every step by the draft's
+scores for the very tokens that it proposes, which only rules that repeat the target's own draws allow.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from offload.config import drafting_of, require
+from offload.errors import UserError
+from offload.tree.topology import DEFAULT_ACCEPTANCE, AcceptanceVector, Growth, Shape, best_first, chain, sequences
+
+MAX_TREE_NODES = 65536  # what `--tree` may ask for; far beyond any size whose verification hides behind a link
+AUTO_NODES, AUTO_DEPTH = 64, 16  # `auto` where nothing was measured; `choose` has the measured answer
+
+TreeKind = Literal["auto", "none", "best", "grown", "chain", "sequences"]
+_TREE_FORMS: dict[TreeKind, str] = {
+    "auto": "auto",
+    "none": "none",
+    "best": r"(\d{1,9})x(\d{1,9})",
+    "grown": r"grown:(\d{1,9})x(\d{1,9})",
+    "chain": r"chain:(\d{1,9})",
+    "sequences": r"sequences:(\d{1,9})x(\d{1,9})",
+}
+_IN_WORDS = "auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSpec:
+    """A tree as the user named it, not yet built."""
+
+    kind: TreeKind
+    count: int = 1  # of nodes for best and grown, of sequences for the others: a chain is one
+    depth: int = 0  # at most, in draft steps
+
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes the built tree can have, known before any acceptance vector is."""
+        match self.kind:
+            case "auto":
+                return AUTO_NODES
+            case "best" | "grown":
+                return self.count
+            case "none" | "chain" | "sequences":
+                return 1 + self.count * self.depth
+
+    def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Shape:
+        """The shape; `none` is the root alone. Raises `UserError` where best-first meets a `p` that rises."""
+        match self.kind:
+            case "auto":
+                return best_first(p, AUTO_NODES, AUTO_DEPTH)
+            case "none" | "chain":
+                return chain(self.depth)
+            case "best":
+                return best_first(p, self.count, self.depth)
+            case "grown":
+                return Growth(self.count, min(self.depth, self.count - 1))
+            case "sequences":
+                return sequences(self.count, self.depth)
+
+    def check_rule(self, rule: str) -> None:
+        """Refuse a rule that needs a tree whose growth looks at no token that was drawn. Raises `UserError`."""
+        if self.kind == "grown" and drafting_of(rule).keeps_laws:
+            size = f"{self.count}x{self.depth}"
+            raise UserError(
+                f"--tree grown:{size} looks at the tokens it proposes and rule {rule} is exact only without that: "
+                f"use --tree {size} or --rule match"
+            )
+
+
+def label_of(shape: Shape) -> str:
+    """What `--tree` would call a shape that it has chosen."""
+    if shape.num_nodes == 1:
+        return "none"
+    return f"{'grown:' if isinstance(shape, Growth) else ''}{shape.num_nodes}x{shape.depth}"
+
+
+def parse_tree(text: str) -> TreeSpec:
+    """`NxD` is N nodes, at most D deep; `grown:NxD` the same bounds, without a fixed shape. Raises `UserError`."""
+    for kind, form in _TREE_FORMS.items():
+        if match := re.fullmatch(form, text, re.ASCII):
+            numbers = [int(group) for group in match.groups()]
+            spec = TreeSpec(kind, *(1, *numbers)[-2:])
+            rule = f"--tree must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
+            require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try --tree 64x16")
+            return spec
+    raise UserError(f"--tree must be {_IN_WORDS}, got {text!r}: try --tree 64x16")
+
+
+def tree_to_fill(text: str, rule: str, *, has_draft: bool) -> TreeSpec:
+    """The tree that `text` asks for; without a draft that can only be the root alone. Raises `UserError`."""
+    spec = parse_tree(text)
+    require(has_draft or spec.kind in ("auto", "none"), "--tree needs a draft to fill it", repr(text), "give --draft")
+    spec.check_rule(rule)
+    return spec if has_draft else TreeSpec("none")

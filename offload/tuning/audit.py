@@ -1,0 +1,55 @@
+"""Proof after the fact: is every emitted token what the model draws, by a resident float32 run of the same function?
+
+Speed is only worth printing for right tokens. In bf16 two tokens can lie closer than rounding, so the proof is a gap
+per token: zero where the token is the float32 draw, the distance to it otherwise.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Sampling
+from offload.engine.load import resident_model
+from offload.model.kv_cache import KVCache
+from offload.sampling.sampler import Sampler
+
+BF16_NOISE = 0.15  # of logits around 10 in size: two steps of bf16, 2^-7 of the value each
+
+
+def rounding(sampling: Sampling) -> float:
+    """The largest gap that bf16 explains; scores are logits over the temperature, when greedy the logits themselves."""
+    return BF16_NOISE if sampling.is_greedy else BF16_NOISE / sampling.temperature
+
+
+def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling) -> list[float]:
+    """By how much each new token misses the best perturbed score (see `Sampler`) of `model` computed in float32.
+
+    Args:
+        model: folder of a checkpoint that fits into memory; for an inflated target the one it was made from.
+    """
+    reference = resident_model(open_checkpoint(model), "float32")
+    ids = torch.tensor([*prompt_ids, *new_ids])
+    causal_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    cache = KVCache(reference.num_layers, len(ids))
+    try:
+        logits_TV = reference.forward(ids, torch.arange(len(ids)), causal_TT, cache)
+    finally:
+        reference.close()
+    return gaps_of(logits_TV[len(prompt_ids) - 1 : -1], len(prompt_ids), new_ids, sampling)
+
+
+def gaps_of(logits_TV: Tensor, position: int, new_ids: Sequence[int], sampling: Sampling) -> list[float]:
+    """The same for logits (T, V) that predicted `new_ids`, the first of which stands at `position`.
+
+    Infinite where the logits are not numbers, which no limit lets pass.
+    """
+    sampler, gaps = Sampler(sampling, logits_TV.shape[1]), []
+    for index, token in enumerate(new_ids):
+        score_V = sampler.perturbed(logits_TV[index : index + 1], position + index)[0]
+        gap = float(score_V.max() - score_V[token])
+        gaps.append(math.inf if math.isnan(gap) else gap)
+    return gaps

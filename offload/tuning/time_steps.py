@@ -1,0 +1,101 @@
+"""Curves from real steps: what sweeps, drafting and the link take while everything runs as it does in decoding.
+
+Trees of all sizes take turns, round after round, and medians are kept: a disk or a neighbour that drifts slows all of
+them alike. Invariant: what is timed is `Decoder.step` itself, so the figures hold what readers and compute take from
+each other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+
+from offload.calibration.link import link_bytes_per_s
+from offload.calibration.quick import draft_curve
+from offload.config import Sampling
+from offload.drafting.model import ModelDrafter
+from offload.engine.decoder import Decoder
+from offload.planning.cost_model import Costs, Curve, Traffic, draft_widths, fit_friction, step_time
+from offload.stats import Stats
+from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
+
+Progress = Callable[[int, int], None]  # rounds done, rounds in all
+
+SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+_DEPTH = 12  # of the trees that are timed
+_NUM_ROUNDS = 5
+_NUM_PLAIN = 4  # sweeps of one row in turn, the first of which finds slots that were filled while a tree grew
+_STALLED_SHARE = 0.05  # of a sweep that waits for less than this the link is not the slower side
+
+
+def measure_costs(
+    decoder: Decoder, prompt: Sequence[int], sampling: Sampling, progress: Progress = lambda done, total: None
+) -> Costs:
+    """The curves of a decoder, up to the largest tree that its memory was planned for.
+
+    Args:
+        prompt: tokens to begin with; each round goes on from them.
+    """
+    largest = decoder.plan.num_nodes
+    sizes = sorted({size for size in (*SIZES, largest) if 1 < size <= largest})
+    topologies = [best_first(DEFAULT_ACCEPTANCE, size, _DEPTH) for size in sizes]
+    plain: list[Stats] = []
+    rounds: list[list[Stats]] = []
+    for index in range(_NUM_ROUNDS):
+        steps = _steps(decoder, prompt, sampling, [*[chain(0)] * (_NUM_PLAIN + 1), *topologies])
+        plain += steps[2 : _NUM_PLAIN + 1]
+        rounds.append(steps[_NUM_PLAIN + 1 :])
+        progress(index + 1, _NUM_ROUNDS)
+    by_size = [plain, *zip(*rounds, strict=True)]
+    compute_s = np.maximum.accumulate([median(step.sweep_s - step.stall_s for step in steps) for steps in by_size])
+    draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
+    curve = draft_curve(_drafter(decoder), decoder.begin(sampling, decoder.rule), prompt)
+    costs = Costs(
+        compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),
+        draft_step_s=_scaled(curve, topologies, draft_s),
+        verify_s=median(step.verify_s for steps in by_size for step in steps),
+        link_bytes_per_s=_link_bytes_per_s(decoder, plain),
+    )
+    sweep_s = [median(step.sweep_s for step in steps) for steps in by_size[1:]]
+    return replace(costs, friction=_friction(costs, Traffic.of(decoder.plan), topologies, sweep_s))
+
+
+def _steps(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologies: Sequence[Topology]) -> list[Stats]:
+    """The figures of one step per topology, in their order, on one sequence; the first takes the prompt in."""
+    sampler, tokens, figures = decoder.begin(sampling, decoder.rule), list(prompt), []
+    for topology in topologies:
+        stats = Stats()
+        tokens += decoder.step(tokens, topology, decoder.rule, sampler, stats)
+        figures.append(stats)
+    return figures
+
+
+def _friction(costs: Costs, traffic: Traffic, topologies: Sequence[Topology], sweep_s: Sequence[float]) -> float:
+    """What sweeps took beyond their slower side; none was seen where nothing streams."""
+    if not traffic.streamed_bytes:
+        return 0.0
+    steps = [step_time(costs, traffic, topology) for topology in topologies]
+    return fit_friction([(step.compute_s, step.link_s, took) for step, took in zip(steps, sweep_s, strict=True)])
+
+
+def _drafter(decoder: Decoder) -> ModelDrafter:
+    assert isinstance(decoder.drafter, ModelDrafter), "a tune has a draft model"
+    return decoder.drafter
+
+
+def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[float]) -> Curve:
+    """The curve of bare draft steps, scaled to what whole trees took: they also rank, draw noise and catch up."""
+    predicted = [sum(map(curve.at, draft_widths(topology))) for topology in topologies]
+    scale = median(took / wanted for took, wanted in zip(draft_s, predicted, strict=True)) if draft_s else 1.0
+    return replace(curve, seconds=tuple(scale * second for second in curve.seconds))
+
+
+def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
+    """As streamed, where sweeps of one row wait for the link; else as a plain reader finds it."""
+    streamed_bytes, sweep_s = decoder.plan.streamed_bytes, median(step.sweep_s for step in plain)
+    if streamed_bytes and median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s:
+        return streamed_bytes / sweep_s
+    store = decoder.target.stream.store
+    shard = max(store.paths, key=lambda path: path.stat().st_size)
+    return link_bytes_per_s(shard, limit_bytes_per_s=store.rate_limit_bytes_per_s)

@@ -1,0 +1,136 @@
+"""Taking traces: which of the draft's candidates a rule accepts at every position of a text.
+
+At each position the draft offers as many children as a trace looks at, by the rule's own drafting law, and the rule
+says which of them it takes; a text is run through both models many positions per pass. Where the target has written the
+text itself, the next position stands behind the token that was written, so among a ratio rule's random outcomes only
+those that emit this token count: they are drawn until one does. `spectr` judges the children of a node as one group, so
+its ranks depend on how many there are and no single trace can tell them; the ratio test on the same draws stands in.
+
+Invariant: with a rule that repeats the target's draws, a trace of written text tells sweep by sweep what decoding does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from offload.config import Sampling
+from offload.drafting.children import draw_children
+from offload.drafting.model import ModelDrafter
+from offload.engine.decoder import Decoder
+from offload.planning.traces import NUM_RANKS
+from offload.sampling.sampler import Sampler
+from offload.tree.proposals import Proposals
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import Growth, chain, sequences
+from offload.verification.ratio import ratio
+
+_MAX_DRAWS = 64  # an unlikely token may take many; after so many the last outcome stands
+
+
+DrawStar = Callable[[], TokenTree]
+
+
+def write(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+    """What the target writes behind a prompt.
+
+    Args:
+        num_new: tokens to write, fewer where the target ends the text.
+        tree: to write with.
+    """
+    run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree)
+    for _ in run:
+        pass
+    return run.result().token_ids
+
+
+def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+    """Ranks of the tokens that the target writes behind a prompt; the arguments are those of `write`."""
+    return ranks_of(decoder, prompt, write(decoder, prompt, sampling, num_new, tree), sampling)
+
+
+def ranks_of(decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling) -> list[int]:
+    """Ranks of what the target has written behind a prompt, -1 where a token is not a child's."""
+    tokens, sampler = [*prompt, *written], decoder.begin(sampling, decoder.rule)
+    stars = _stars(decoder, tokens, len(prompt), sampler)
+    if decoder.rule.repeats_draws:
+        return [_rank_of(draw(), token) for draw, token in zip(stars, written, strict=True)]
+    logits = _target_logits(decoder, tokens, len(prompt))
+    known = zip(stars, logits, written, strict=True)
+    return [_accepted_rank(draw, logits_V, sampler, token) for draw, logits_V, token in known]
+
+
+def grown_again(
+    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, bounds: Growth
+) -> list[int]:
+    """Tokens of the sweeps that would have written this, with trees grown within `bounds`; no sweep is run.
+
+    Only of those that cannot reach the end of what is known: each is whole then, and their mean is not biased (Wald).
+    """
+    assert decoder.rule.repeats_draws, "what a rule of fresh draws accepts is not known from the text"
+    tokens, sampler, bursts = [*prompt, *written], decoder.begin(sampling, decoder.rule), list[int]()
+    at = len(prompt)
+    while at + bounds.depth < len(tokens):
+        tree, nodes = decoder.drafter.grow(bounds, tokens[:at], sampler), [0]
+        while (child := tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
+            nodes.append(child)
+        decoder.drafter.commit(nodes, tokens[at : at + len(nodes)])
+        bursts.append(len(nodes))
+        at += len(nodes)
+    return bursts
+
+
+def given_trace(decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling) -> list[int]:
+    """Ranks of what the target would emit at `start` and every later position of a text that is not its own."""
+    sampler = decoder.begin(sampling, decoder.rule)
+    ranks = []
+    stars, logits = _stars(decoder, tokens, start, sampler), _target_logits(decoder, tokens, start)
+    for position, (draw, logits_V) in enumerate(zip(stars, logits, strict=True), start):
+        if decoder.rule.repeats_draws:
+            ranks.append(_rank_of(draw(), sampler.draw(logits_V, position)))
+        else:
+            ranks.append(_accepted_rank(draw, logits_V, sampler))
+    return ranks
+
+
+def _rank_of(star: TokenTree, token: int) -> int:
+    child = star.child(0, token)
+    return -1 if child is None else child - 1
+
+
+def _accepted_rank(draw: DrawStar, logits_V: Tensor, sampler: Sampler, token: int | None = None) -> int:
+    """The child that the ratio test accepts; where `token` is given, in an outcome that emits it."""
+    for _ in range(_MAX_DRAWS):
+        star = draw()
+        outcome = ratio(star, logits_V.expand(star.num_nodes, -1), sampler, 0)  # coins know no position
+        if token is None or outcome.tokens[0] == token:
+            break
+    return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1
+
+
+def _stars(decoder: Decoder, tokens: Sequence[int], start: int, sampler: Sampler) -> Iterator[DrawStar]:
+    """For every position from `start` on, a way to draw the draft's children of the token before it."""
+    assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
+    for position, logits_1V in enumerate(decoder.drafter.score(tokens, start), start):
+        yield partial(_draw_star, logits_1V, sampler, position, decoder.target.vocab_size)
+
+
+def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: int) -> TokenTree:
+    """A root, of which only the place matters, with its children."""
+    token_1K, draw, law_1V = draw_children(logits_1V, NUM_RANKS, sampler, position)
+    topology, proposals = sequences(token_1K.shape[1], 1), None
+    if law_1V is not None:
+        proposals = Proposals.blank(topology, vocab_size, draw, law_1V.device)
+        proposals.write([0], law_1V)
+    return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
+
+
+def _target_logits(decoder: Decoder, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
+    """The target's logits (V) for every token from `start` on: the text is scored as a tree that is one path."""
+    num_rows = decoder.plan.num_nodes
+    for lo in range(start, len(tokens), num_rows):
+        token_N = torch.tensor(tokens[lo - 1 : lo - 1 + min(num_rows, len(tokens) - lo)])
+        path = TokenTree(chain(len(token_N) - 1), token_N)
+        yield from decoder.target.score(path, tokens[:lo])
+        decoder.target.commit(range(path.num_nodes))

@@ -1,0 +1,286 @@
+"""Measure a pair of models on this machine: which of the draft's guesses come true, and what everything costs.
+
+The target goes on writing from many places of the given text, at the wanted sampling settings, because that is the text
+that decoding meets; then the draft ranks every token that was written, many positions per pass. The curves come from
+real steps with trees of many sizes.
+
+Invariant: a tune that is interrupted goes on behind its last finished window, and only for the very same question.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.checkpoint.hub import fetch
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.sizes import model_shape
+from offload.config import Sampling, drafting_of
+from offload.engine.decoder import Decoder
+from offload.engine.load import load
+from offload.engine.options import check_options
+from offload.engine.request import encode
+from offload.engine.text import load_tokenizer
+from offload.errors import UserError
+from offload.memory.planner import plan_memory
+from offload.planning.cost_model import Costs, Traffic
+from offload.planning.profile import (
+    Identity,
+    Machine,
+    Profile,
+    profiles_folder,
+    require_writable,
+    save_profile,
+    write_atomically,
+)
+from offload.planning.traces import NUM_RANKS, acceptance
+from offload.planning.tree_search import Candidate, Forest, best_smoothing, choose
+from offload.planning.yields import bounds_to_count, yields_of
+from offload.streaming.device import Device, open_device
+from offload.tree.topology import Growth, isotonic
+from offload.tuning.time_steps import measure_costs
+from offload.tuning.trace_acceptance import given_trace, grown_again, ranks_of, write
+
+NUM_PROMPT, NUM_NEW = 64, 128  # tokens of a window: what is given, and what is written or read behind it
+DEPTH = 24
+SIZES = (512, 384, 256, 192, 128, 64, 32, 16)  # of the largest tree that is timed: the first that fits
+_WRITING_NODES, _WRITING_DEPTH = 64, 16
+_CONTEXT = 512  # positions: a window, or the steps of one round of timing
+
+Progress = Callable[[int, int, str], None]  # done, in all, of what
+
+
+class Traced(NamedTuple):
+    """One window."""
+
+    ranks: list[int]
+    bursts_B: list[list[int]]  # tokens of every sweep, for each of the question's bounds
+
+
+class Tuned(NamedTuple):
+    """The outcome."""
+
+    profile: Profile
+    path: Path
+    candidates: list[Candidate]  # what `--tree auto` makes of it in this budget, best first
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is to be measured; unfinished work for another question is of no use."""
+
+    identity: Identity
+    sampling: Sampling
+    windows: tuple[tuple[int, ...], ...]  # token ids; the first `NUM_PROMPT` of each are given
+    is_teacher_forced: bool
+    bounds: tuple[Growth, ...] = ()  # of grown trees that are to be grown again over what is written
+
+    @property
+    def state_path(self) -> Path:
+        """Where finished windows are kept until all are; the name tells questions apart."""
+        digest = hashlib.sha256(repr((self, NUM_PROMPT, NUM_NEW, NUM_RANKS)).encode()).hexdigest()
+        return profiles_folder() / f"{self.identity.file_name}.{digest[:12]}.unfinished"
+
+
+def tune(
+    model: str,
+    draft: str,
+    texts: Sequence[Path],
+    sampling: Sampling,
+    *,
+    num_tokens: int = 2048,
+    tree: str | None = None,
+    rule: str = "match",
+    is_teacher_forced: bool = False,
+    progress: Progress = lambda done, total, label: None,
+    **options: Any,
+) -> Tuned:
+    """Measure, and save a profile.
+
+    Args:
+        texts: UTF-8 files of the kind that will be decoded.
+        sampling: what the profile is for; window i draws with its seed plus i.
+        num_tokens: positions to trace.
+        tree: the largest to make room for and to time; None takes as large a one as the budget has room for.
+        rule: of acceptance, one of `config.RULES`.
+        is_teacher_forced: trace the given text itself instead of what the target writes.
+        progress: hears of finished windows and rounds.
+        options: for `load`.
+
+    Raises:
+        UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
+    """
+    read = [read_text(path) for path in texts]
+    told = {name: options[name] for name in ("ram", "threads", "dtype") if options.get(name) is not None}
+    wish = check_options(True, tree or "auto", rule, **told)
+    card = open_device(options.get("device", "auto"), options.get("gpu_memory"))
+    require_writable(profiles_folder())
+    room = _Room([wish.num_nodes] if tree else SIZES, _limits(card, rule, options))
+    target, small = fetch([model, draft], room.largest)
+    files = target, small
+    windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
+    machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")), card.name if card else "cpu")
+    identity = Identity.of(*files, sampling, rule, machine)
+    options |= {"rule": rule, "context": _context(files[0]), "tree": tree or f"{room.largest(*files)}x{DEPTH}"}
+    with load(model, draft, profile="none", **options) as decoder:
+        question = Question(
+            identity=identity,
+            sampling=sampling,
+            windows=windows,
+            is_teacher_forced=is_teacher_forced,
+            bounds=_bounds(decoder, is_teacher_forced),
+        )
+        traced = trace_windows(decoder, question, progress)
+        costs = measure_costs(
+            decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: progress(done, total, "timing trees")
+        )
+        profile = _summarise(question, traced, costs, files, decoder.num_threads)
+        traffic = Traffic.of(decoder.plan)
+    path = save_profile(profile)
+    question.state_path.unlink(missing_ok=True)
+    largest, is_grown = costs.compute_s.sizes[-1], not drafting_of(rule).keeps_laws
+    forest = Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, largest, profile.grown)
+    return Tuned(profile, path, choose(forest, costs, lambda _: traffic, is_grown=is_grown))
+
+
+def _limits(card: Device | None, rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `plan_memory` has to know of options for `load`."""
+    return {
+        "ram": options.get("ram"),
+        "gpu": options.get("gpu_memory"),
+        "device": str(card.place) if card else "cpu",
+        "dtype": options.get("dtype", "auto"),
+        "rule": rule,
+    }
+
+
+class _Room(NamedTuple):
+    """Where a tree has to fit."""
+
+    sizes: Sequence[int]  # nodes of the trees that would do, best first
+    limits: dict[str, Any]  # of `plan_memory`
+
+    def largest(self, target: Checkpoint, draft: Checkpoint) -> int:
+        """The first of `sizes` that memory has room for. Raises `UserError` where there is none for the last one."""
+        for size in self.sizes:
+            try:
+                plan_memory(target, draft, num_nodes=size, context=_context(target), **self.limits)
+            except UserError:
+                if size == self.sizes[-1]:
+                    raise
+            else:
+                break
+        return size
+
+
+def read_text(path: Path) -> str:
+    """A file to tune with. Raises `UserError` where it is missing, empty or not UTF-8."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"the text must be UTF-8, {path} is not at byte {error.start}: convert it first") from None
+    if not text.strip():
+        raise UserError(f"the text {path} is empty: give text of the kind that will be decoded")
+    return text
+
+
+def encode_texts(target: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of whole texts. Raises `UserError`."""
+    tokenizer, vocab_size = load_tokenizer(target.directory), model_shape(target).vocab_size
+    return [encode(tokenizer, text, vocab_size, raw=True) for text in texts]
+
+
+def cut_windows(
+    texts: Sequence[Sequence[int]], num_tokens: int, is_teacher_forced: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Windows that give `num_tokens` to trace, spread over all texts; fewer where the texts hold no more.
+
+    Raises:
+        UserError: no text is as long as one window.
+    """
+    size, stride = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0), NUM_PROMPT + NUM_NEW
+    found = [tuple(ids[lo : lo + size]) for ids in texts for lo in range(0, len(ids) - size + 1, stride)]
+    if not found:
+        longest = max(map(len, texts), default=0)
+        raise UserError(f"a text must have {size} tokens for one window, the longest has {longest}: give more text")
+    wanted = max(1, -(-num_tokens // NUM_NEW))
+    step = max(1.0, len(found) / wanted)
+    return tuple(found[int(index * step)] for index in range(min(wanted, len(found))))
+
+
+def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> list[Traced]:
+    """What every window has told; those that an interrupted tune has left are not measured again."""
+    traced = _unfinished(question)
+    for index in range(len(traced), len(question.windows)):
+        progress(index, len(question.windows), "tracing text")
+        traced.append(trace_window(decoder, question, index))
+        write_atomically(question.state_path, json.dumps({"windows": traced}))
+    progress(len(traced), len(traced), "tracing text")
+    return traced
+
+
+def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
+    """One window: its trace, and the sweeps of every kind of grown tree."""
+    window, seed = question.windows[index], (question.sampling.seed + index) % 2**63
+    sampling = replace(question.sampling, seed=seed)
+    if question.is_teacher_forced:
+        return Traced(given_trace(decoder, window, NUM_PROMPT, sampling), [])
+    written = write(decoder, window, sampling, NUM_NEW, _writing_tree(decoder))
+    bursts_B = [grown_again(decoder, window, written, sampling, bounds) for bounds in question.bounds]
+    return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
+
+
+def _bounds(decoder: Decoder, is_teacher_forced: bool) -> tuple[Growth, ...]:
+    """None where scores must not shape a tree, or where the target has written nothing to grow along."""
+    can_grow = decoder.rule.repeats_draws and not is_teacher_forced
+    return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()
+
+
+def _summarise(
+    question: Question, traced: list[Traced], costs: Costs, files: tuple[Checkpoint, Checkpoint], num_threads: int
+) -> Profile:
+    traces = [window.ranks for window in traced]
+    p_K, error_K = acceptance(traces)
+    return Profile(
+        identity=question.identity,
+        target_name=files[0].directory.name,
+        draft_name=files[1].directory.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        num_tokens=sum(map(len, traces)),
+        is_teacher_forced=question.is_teacher_forced,
+        acceptance=tuple(p_K.tolist()),
+        standard_error=tuple(error_K.tolist()),
+        smoothing=best_smoothing(isotonic(p_K), traces),
+        num_threads=num_threads,
+        costs=costs,
+        grown=yields_of(question.bounds, [window.bursts_B for window in traced]),
+        traces=tuple(map(tuple, traces)),
+    )
+
+
+def _unfinished(question: Question) -> list[Traced]:
+    """What an interrupted tune of the same question has finished; a file that is not whole counts for nothing."""
+    try:
+        windows = json.loads(question.state_path.read_text(encoding="utf-8"))["windows"]
+        traced = [Traced(*window) for window in windows]
+        is_sound = all(rank in range(-1, NUM_RANKS) for window in traced for rank in window.ranks)
+        is_sound &= all(len(window.bursts_B) == len(question.bounds) for window in traced)
+        is_sound &= all(burst >= 1 for window in traced for bursts in window.bursts_B for burst in bursts)
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return traced if is_sound and len(traced) <= len(question.windows) else []
+
+
+def _writing_tree(decoder: Decoder) -> str:
+    """Any tree would do; this one is quick where there is room for it."""
+    return f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
+
+
+def _context(target: Checkpoint) -> int:
+    config = target.config.get("text_config") or target.config
+    return min(_CONTEXT, int(config.get("max_position_embeddings") or _CONTEXT))

@@ -1,0 +1,1 @@
+"""Rules of acceptance: which nodes of a tree the target keeps."""

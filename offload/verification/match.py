@@ -1,0 +1,47 @@
+"""Accept what the target itself draws: exact for any tree, and the same tokens for the same seed."""
+
+import torch
+from torch import Tensor
+
+from offload.sampling.logits import Rows, chunk_with
+from offload.sampling.sampler import Sampler, require_token
+from offload.tree.token_tree import TokenTree
+from offload.verification.walk import Acceptance
+
+
+def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
+    """Walk down from the root along the tokens that the target draws; the first one that is not a child ends the walk.
+
+    The draw at a position depends on the target and the noise alone, so the emitted tokens are the ones that decoding
+    without a tree emits (Gumbel coupling as in arXiv 2408.07978; greedy is the case without noise).
+
+    Args:
+        logits_NV: the target's scores after each node.
+        root_position: absolute position of the root token.
+
+    Raises:
+        UserError: the scores after a node on the way are not numbers.
+    """
+    nodes, tokens, node = [0], [], 0
+    drawn: dict[int, int] = {}
+    while True:
+        if not sampler.draws_rows:
+            token = sampler.draw(logits_NV[node], root_position + len(nodes))
+        else:
+            if node not in drawn:
+                drawn = _draw_chunk(tree, *chunk_with(logits_NV, node), sampler, root_position)
+            token = require_token(drawn[node])
+        tokens.append(token)
+        child = tree.child(node, token)
+        if child is None:
+            return Acceptance(nodes, tokens)
+        nodes.append(child)
+        node = child
+
+
+def _draw_chunk(tree: TokenTree, lo: int, logits_CV: Tensor, sampler: Sampler, root_position: int) -> dict[int, int]:
+    """The target's draw after every node of a chunk, brought to the host at once."""
+    depth_C = tree.topology.depth_N[lo : lo + len(logits_CV)]
+    position_C = torch.from_numpy(depth_C.copy()).long() + (root_position + 1)
+    token_C = sampler.draw_rows(logits_CV, position_C.to(logits_CV.device))
+    return dict(enumerate(map(int, token_C.tolist()), lo))

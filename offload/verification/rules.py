@@ -1,0 +1,56 @@
+"""Rules of acceptance: which nodes of a scored tree may be emitted so that the target's law stays what it is.
+
+| rule | the draft's children | accepted |
+|---|---|---|
+| match | best by log q + G, the target's own noise | the target's own draw, if it is a child |
+| topk | the k likeliest | the target's own draw, if it is a child |
+| sequoia | drawn without replacement | ratio test, child by child (2402.12374, Alg. 1) |
+| specinfer | drawn with replacement | the same test (2305.09781, Alg. 3 in 2402.12374) |
+| spectr | drawn with replacement | k-sequential selection (2310.15141, Alg. 3) |
+
+No model in sight. Invariant: for any tree whose growth was predictable, the emitted tokens have the target's law; with
+`match` and `topk` they are, for one seed, the very same tokens whatever the tree.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from offload.config import RULES, Drafting, drafting_of
+from offload.sampling.logits import Rows
+from offload.sampling.sampler import Sampler
+from offload.tree.token_tree import TokenTree
+from offload.verification.k_sequential import k_sequential
+from offload.verification.match import match
+from offload.verification.ratio import ratio
+from offload.verification.walk import Acceptance
+
+Verify = Callable[[TokenTree, Rows, Sampler, int], Acceptance]  # tree, logits, sampler, position of the root
+
+_VERIFY: dict[str, Verify] = {
+    "match": match,
+    "sequoia": ratio,
+    "specinfer": ratio,
+    "spectr": k_sequential,
+    "topk": match,
+}
+assert _VERIFY.keys() == RULES.keys(), "config.RULES and the functions here name different rules"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How children are chosen and how they are verified: the two must fit."""
+
+    name: str
+    drafting: Drafting
+    verify: Verify
+
+    @property
+    def repeats_draws(self) -> bool:
+        """Whether each token is the target's own draw for the seed, so that one seed gives one text for any tree."""
+        return self.verify is match
+
+
+def find_rule(name: str) -> Rule:
+    """The rule of that name. Raises `UserError`."""
+    drafting = drafting_of(name)
+    return Rule(name, drafting, _VERIFY[name])

@@ -1,0 +1,272 @@
+"""What the bench rests on: the gate refuses what is wrong, prompts repeat, regressions are told from noise."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import UserError
+from offload.bench import prompts as prompt_sets
+from offload.bench.compare import change, changes, tell
+from offload.bench.gate import MOST_SIGMAS, Proof, Written, law_sigmas, prove, reference
+from offload.bench.plain_reader import Reading, plain_read_s
+from offload.bench.prompts import SETS, prompts
+from offload.bench.record import Guard, Result, new_result, read, store
+from offload.bench.timeline import Event, Timeline, chrome_trace, draw, last_step, read_trace, write_trace
+from offload.bench.whole_file import whole
+from offload.cli.demo import PAIR
+from offload.config import Sampling
+
+V = 50
+
+
+def fixed_scores(seed: int) -> tuple[Tensor, object]:
+    """Logits that do not depend on the text, and a reference that gives them."""
+    logits_TV = torch.randn(400, V, generator=torch.Generator().manual_seed(seed)) * 3
+
+    def score(prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
+        return logits_TV[: len(new_ids)]
+
+    return logits_TV, score
+
+
+def test_gate_passes_the_argmax_and_refuses_one_other_token() -> None:
+    logits_TV, score = fixed_scores(0)
+    right = logits_TV.argmax(1).tolist()
+    assert prove([Written([1], right, Sampling(), "match")], score) == Proof(400, 0, 0, 0.0)
+    wrong = [*right]
+    wrong[123] = int(logits_TV[123].argmin())
+    with pytest.raises(UserError, match="new token 123 is wrong"):
+        prove([Written([1], wrong, Sampling(), "match")], score)
+
+
+def test_gate_lets_ties_within_rounding_pass_and_counts_them() -> None:
+    logits_TV, score = fixed_scores(1)
+    best, second = logits_TV.topk(2, 1).indices.T
+    logits_TV[7, second[7]] = logits_TV[7, best[7]] - 0.01
+    chosen = best.tolist()
+    chosen[7] = int(second[7])
+    assert prove([Written([1], chosen, Sampling(), "match")], score) == Proof(399, 1, 0, 0.0)
+
+
+@pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
+def test_gate_of_rules_that_draw_afresh_is_the_law(rule: str) -> None:
+    logits_TV, score = fixed_scores(2)
+    generator, sampling = torch.Generator().manual_seed(5), Sampling(temperature=0.6)
+    drawn = torch.multinomial((logits_TV / 0.6).softmax(1), 1, generator=generator)[:, 0].tolist()
+    proof = prove([Written([1], drawn, sampling, rule)], score)
+    assert proof.num_by_law == 400 and abs(proof.sigmas) < 3.5
+    warmer = torch.multinomial(logits_TV.softmax(1), 1, generator=generator)[:, 0].tolist()
+    for wrong in (warmer, logits_TV.argmax(1).tolist(), random.Random(0).choices(range(V), k=400)):
+        with pytest.raises(UserError, match="miss the target's law"):
+            prove([Written([1], wrong, sampling, rule)], score)
+
+
+def test_a_token_of_no_probability_is_no_draw() -> None:
+    law_TV = torch.tensor([[0.5, 0.5, 0.0]] * 20)
+    assert abs(law_sigmas([(law_TV, [0, 1] * 10)])) < 1
+    assert law_sigmas([(law_TV, [2] + [0] * 19)]) > MOST_SIGMAS
+
+
+def test_streamed_reference_says_what_the_resident_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_ids = list(range(40, 60))
+    with reference(PAIR / "target", PAIR / "draft", "2GiB") as resident:
+        wanted = resident([5, 6, 7], new_ids)
+    monkeypatch.setattr("offload.bench.gate.available_ram_bytes", lambda: 0)
+    with reference(PAIR / "target", PAIR / "draft", "2GiB") as streamed:
+        for _ in range(2):  # a second text begins afresh
+            assert torch.allclose(streamed([5, 6, 7], new_ids), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_sets_repeat_and_hold_no_prompt_twice(name: str) -> None:
+    found = prompts([name], 6)
+    assert found == prompts([name], 6) and len({prompt.text for prompt in found}) == len(found) == 6
+    assert all(prompt.text.strip() and len(prompt.text) <= 1200 and prompt.name.startswith(name) for prompt in found)
+
+
+def test_a_machine_without_documents_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_sets, "LICENCES", tmp_path / "none")
+    assert prompts(["prose"], 3), "installed packages describe themselves"
+    monkeypatch.setattr(prompt_sets, "distributions", lambda: [])
+    monkeypatch.setattr(prompt_sets.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(UserError, match="--prompts prose gives no prompt on this machine: name a text"):
+        prompts(["prose"], 3)
+
+
+def test_files_of_the_users(tmp_path: Path) -> None:
+    lines = [{"question_id": 1, "turns": ["One?", "Two?"]}, {"prompt": "Three?"}, {"text": "Four?"}]
+    questions, text = tmp_path / "mt_bench.jsonl", tmp_path / "story.txt"
+    questions.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    text.write_text("Once upon a time")
+    found = prompts([str(questions), str(text)], 9)
+    assert [prompt.text for prompt in found] == ["One?", "Three?", "Four?", "Once upon a time"]
+    assert [prompt.is_chat for prompt in found] == [True, True, True, False]
+    questions.write_text('{"turns": []}')
+    with pytest.raises(UserError, match=r"mt_bench.jsonl:1 has no question"):
+        prompts([str(questions)], 1)
+    with pytest.raises(UserError, match=r"code, prose, chat or a file, cannot read cods \(No such file"):
+        prompts(["cods"], 1)
+
+
+def noisy(centre: float, seed: int, num: int = 8, noise: float = 0.05) -> list[float]:
+    rng = random.Random(seed)
+    return [centre * rng.gauss(1, noise) for _ in range(num)]
+
+
+@pytest.mark.parametrize("better", ["higher", "lower"])
+def test_a_planted_regression_is_flagged_and_noise_is_not(better: str) -> None:
+    worse = 0.8 if better == "higher" else 1.25
+    for seed in range(20):
+        old = Guard(noisy(5, seed), better)  # type: ignore[arg-type]
+        assert not change("same", old, Guard(noisy(5, 100 + seed), better)).is_worse  # type: ignore[arg-type]
+        assert change("slow", old, Guard(noisy(5 * worse, 200 + seed), better)).is_worse  # type: ignore[arg-type]
+        assert not change("fast", old, Guard(noisy(5 / worse, 300 + seed), better)).is_worse  # type: ignore[arg-type]
+
+
+def test_prompts_are_compared_with_themselves() -> None:
+    """What differs between prompts hides a tenth less in one heap, but not prompt by prompt."""
+    names, rng = ["a", "b", "c", "d"], random.Random(1)
+    before = [2.0, 4.0, 6.0, 9.0]
+    after = [0.9 * value * rng.gauss(1, 0.005) for value in before]
+    told = change("paired", Guard(before, "higher", names), Guard(after, "higher", names))
+    assert told.after / told.before == pytest.approx(told.ratio)
+    assert change("paired", Guard(before, "higher", names), Guard(after, "higher", names)).is_worse
+    assert not change("heaps", Guard(before, "higher"), Guard(after, "higher")).is_worse
+
+
+def test_one_sample_or_a_change_below_the_floor_is_never_flagged() -> None:
+    assert not change("alone", Guard([5.0], "higher"), Guard([1.0], "higher")).is_worse
+    tiny = Guard([0.99 * value for value in (5.0, 5.001, 5.002)], "higher")
+    assert not change("floor", Guard([5.0, 5.001, 5.002], "higher"), tiny).is_worse
+
+
+def a_result(bench: str = "decode", **guards: Guard) -> Result:
+    return new_result(bench, settings={"x": 1}, ceiling={"bytes_per_s": 1e9}, rows=[{"name": "a"}], guards=guards)
+
+
+def test_results_are_stored_as_they_are(tmp_path: Path) -> None:
+    result = a_result(speed=Guard([1.0, 3.0, 2.0], "higher", ["p", "q", "r"]), empty=Guard([], "lower"))
+    store(result, tmp_path / "deep" / "a.json")
+    assert read(tmp_path / "deep" / "a.json") == result
+    stored = json.loads((tmp_path / "deep" / "a.json").read_text())
+    wanted = {"schema", "bench", "settings", "ceiling", "rows", "guards", "machine", "created", "commit"}
+    assert stored.keys() == wanted and stored["guards"]["speed"]["value"] == 2.0 and "empty" not in stored["guards"]
+    assert {"cpu", "num_cores", "memory_bytes", "torch"} <= stored["machine"].keys()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "guards": []}', '{"schema": 2}'])
+def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match=r"a\.json"):
+        read(tmp_path / "a.json")
+
+
+def test_results_of_different_benches_are_not_compared() -> None:
+    with pytest.raises(UserError, match="needs a result of decode, got one of link"):
+        changes(a_result("link", a=Guard([1.0], "lower")), a_result("decode", a=Guard([1.0], "lower")))
+    with pytest.raises(UserError, match="share no figure"):
+        changes(a_result(a=Guard([1.0], "lower")), a_result(b=Guard([1.0], "lower")))
+
+
+@pytest.mark.parametrize("name", ["target", "ram_bytes", "temperature", "num_new_tokens", "prompts"])
+def test_results_of_other_models_or_texts_are_not_compared(name: str) -> None:
+    guard = {"a": Guard([1.0, 1.1], "lower")}
+    old, new = a_result(**guard), a_result(**guard)
+    old.settings[name], new.settings[name] = ["x"], ["x"]
+    assert not changes(old, new)[0].is_worse
+    new.settings[name] = ["y"]
+    with pytest.raises(UserError, match=f"--compare: {name} differ: measure with the same options"):
+        changes(old, new)
+
+
+def test_texts_are_told_by_labels_where_an_older_file_names_none() -> None:
+    old, new = (a_result(a=Guard([1.0, 1.1], "lower", labels)) for labels in (["p", "q"], ["p", "r"]))
+    with pytest.raises(UserError, match="other prompts"):
+        changes(old, new)
+
+
+def test_another_machine_is_named_beside_the_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = (a_result(a=Guard([1.0, 1.1, 1.05], "lower")) for _ in range(2))
+    tell(old, new, changes(old, new))
+    assert "note:" not in capsys.readouterr().out
+    old.machine.update(cpu="Abacus", torch="0.1")
+    tell(old, new, changes(old, new))
+    out = capsys.readouterr().out
+    assert "note: cpu was Abacus, is " in out and "note: torch was 0.1" in out and out.splitlines()[-1].endswith("same")
+
+
+def test_one_sample_tells_nothing() -> None:
+    assert change("alone", Guard([5.0], "higher"), Guard([1.0], "higher")).line.endswith("± ?  too few samples")
+
+
+def test_a_sample_of_zero_hides_no_change() -> None:
+    names = [f"p{index}" for index in range(9)]
+    before, after = [0.0, *[5.0 + index for index in range(8)]], [4.0, *[2.0 + index for index in range(7)], 0.0]
+    assert change("slow", Guard(before, "higher", names), Guard(after, "higher", names)).is_worse
+    assert change("heaps", Guard(before * 3, "higher"), Guard([0.1 * value for value in after] * 3, "higher")).is_worse
+    assert change("none", Guard([0.0], "higher"), Guard([1.0], "higher")).line.endswith("± ?  too few samples")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+def test_a_file_is_whole_or_not_there(error: type[BaseException], tmp_path: Path) -> None:
+    def write(path: Path, text: str, ends: BaseException | None) -> None:
+        with whole(path) as place:
+            place.write_text(text)
+            if ends is not None:
+                raise ends
+
+    new, old = tmp_path / "deep" / "new.json", tmp_path / "old.json"
+    old.write_text("before")
+    for path in (new, old):
+        with pytest.raises(error):
+            write(path, "half", error())
+    assert old.read_text() == "before" and [path for path in tmp_path.rglob("*") if path.is_file()] == [old]
+    write(old, "after", None)
+    assert old.read_text() == "after"
+    link = tmp_path / "link.json"
+    link.symlink_to(old)
+    write(link, "by a link", None)
+    assert link.is_symlink() and old.read_text() == "by a link"
+    write(Path("/dev/null"), "gone", None)
+    assert Path("/dev/null").is_char_device(), "what is no file is not replaced"
+
+
+STEP = [("copy", 0, 0.0, 2.0), ("copy", 1, 0.0, 3.0), ("draft", -1, 1.0, 2.5), ("sweep", -1, 2.5, 6.0)]
+STEP += [("wait", 1, 2.5, 3.0), ("compute", 1, 3.0, 6.0), ("verify", -1, 6.0, 6.5), ("copy", 2, 7.0, 8.0)]
+
+
+def test_copies_follow_each_other_and_a_trace_can_be_read_again(tmp_path: Path) -> None:
+    timeline = Timeline()
+    for told in reversed(STEP):
+        timeline.add(*told)
+    events = timeline.events()
+    assert [event for event in events if event.kind == "copy"] == [
+        Event("copy", 0, 0.0, 2.0),
+        Event("copy", 1, 2.0, 3.0),
+        Event("copy", 2, 7.0, 8.0),
+    ]
+    (tmp_path / "t.json").write_text(json.dumps(chrome_trace(events)))
+    assert sorted(read_trace(tmp_path / "t.json")) == sorted(events)
+    assert {event.kind for event in last_step(events)} == {"copy", "draft", "sweep", "wait", "compute", "verify"}
+    assert Event("copy", 2, 7.0, 8.0) not in last_step(events)
+    draw(events).savefig(tmp_path / "t.svg")
+    assert "<svg" in (tmp_path / "t.svg").read_text(encoding="utf-8")
+    for named in ("a.svg", "b.json"):
+        write_trace(events, tmp_path / named)
+        trace, drawn = (tmp_path / named).with_suffix(".json"), (tmp_path / named).with_suffix(".svg")
+        assert sorted(read_trace(trace)) == sorted(events) and "<svg" in drawn.read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="is no trace"):
+        read_trace(tmp_path / "t.svg")
+
+
+@pytest.mark.parametrize("how", [Reading(1, 1 << 20), Reading(3, 4096 * 5), Reading(is_direct=False)])
+def test_plain_reader_goes_round_small_files(how: Reading, tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_bytes(bytes(3 << 20))
+    assert plain_read_s(paths, 20 << 20, how) > 0

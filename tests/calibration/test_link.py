@@ -1,0 +1,38 @@
+"""The link as measured on this machine."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.calibration import link as calibrate
+from offload.calibration.link import link_bytes_per_s
+from offload.streaming.disk import HostStore
+
+
+def test_the_link_is_measured_for_so_long_and_all_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = tmp_path / "shard"
+    with shard.open("wb") as file:
+        file.truncate(1 << 40)  # as large as nobody's disk; holes read as zeros
+    starts: list[int] = []
+
+    class Watched(HostStore):
+        def read(self, layout: Any, slab: Any) -> Any:
+            starts.append(layout.pieces[0].lo)
+            return super().read(layout, slab)
+
+    monkeypatch.setattr(calibrate, "HostStore", Watched)
+    started = time.perf_counter()
+    assert link_bytes_per_s(shard, budget_s=0.2) > 1e6
+    assert 0.2 < time.perf_counter() - started < 10, "not for the whole file"
+    tenths = {start * 10 // (1 << 40) for start in starts[:20]}
+    assert len(tenths) >= 9 and all(start % 4096 == 0 for start in starts)
+
+
+def test_a_limited_link_is_measured_as_limited(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(bytes(8 << 20))
+    measured = link_bytes_per_s(tmp_path / "shard", limit_bytes_per_s=50e6)
+    assert 25e6 < measured < 55e6, "no more than that, and less only where the readers are kept waiting"

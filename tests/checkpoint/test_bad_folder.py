@@ -1,0 +1,192 @@
+"""A model's folder with its config, tokenizer, shards and index: whatever is wrong there is refused in one line.
+
+The line names rule, value and remedy; refusing writes nothing.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from refusals import Break, case, config, damaged, drop, generate, refuse_folder
+from shell import shell
+
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.errors import UserError
+from offload.memory.planner import plan_memory
+from offload.model.meta import build_skeleton
+
+pytestmark = pytest.mark.usefixtures("_instant_link")
+
+
+def overwrite(name: str, content: bytes) -> Break:
+    return lambda directory: (directory / name).write_bytes(content)
+
+
+def only_pickles(directory: Path) -> None:
+    for number, shard in enumerate(directory.glob("*.safetensors*")):
+        shard.rename(directory / f"pytorch_model-{number}.bin")
+
+
+def folder_for_file(name: str) -> Break:
+    def replace(directory: Path) -> None:
+        (directory / name).unlink()
+        (directory / name).mkdir()
+
+    return replace
+
+
+def only_adapter(directory: Path) -> None:
+    """What a LoRA is saved as."""
+    only_pickles(directory)
+    (directory / "config.json").rename(directory / "adapter_config.json")
+    (directory / "adapter_model.safetensors").touch()
+
+
+def only_gguf(directory: Path) -> None:
+    drop("*.safetensors*")(directory)
+    (directory / "model-Q4_K_M.gguf").touch()
+
+
+def only_gguf_without_config(directory: Path) -> None:
+    only_gguf(directory)
+    (directory / "config.json").unlink()
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+FOLDERS = [
+    case("missing directory", shutil.rmtree, "no model directory", "check the path"),
+    case("no config", drop("config.json"), "no config.json", "Hugging Face model"),
+    case("config not JSON", overwrite("config.json", b"{"), "config.json", "not valid JSON", "again"),
+    case("config not UTF-8", overwrite("config.json", b"\xff\xfe{}"), "config.json", "again"),
+    case("config nested too deep", overwrite("config.json", b"[" * 100_000), "config.json", "again"),
+    case("config a list", overwrite("config.json", b"[]"), "list, not an object"),
+    case("config a folder", folder_for_file("config.json"), "config.json"),
+    case("config without sizes", config(hidden_size=...), "no hidden_size", "model.layers.0"),
+    case("sizes as text", config(hidden_size="64"), "hidden_size"),
+    case("more layers than tensors", config(num_hidden_layers=10**12), "no tensors for layer", "model.layers.0"),
+    case("vocabulary as text", config(vocab_size="many"), "vocab_size"),
+    case("heads as text", config(num_attention_heads="4"), "num_attention_heads"),
+    case("positions as text", config(max_position_embeddings="long"), "max_position_embeddings"),
+    case("feed-forward as a list", config(intermediate_size=[96]), "intermediate_size", by_plan=False),
+    case("no heads", config(num_attention_heads=0), "model type llama is not supported", by_plan=False),
+    case("negative heads", config(num_key_value_heads=-2), "num_key_value_heads"),
+    case("config of another model", config(intermediate_size=128), "must have shape [128, 64]", by_plan=False),
+    case("quantised", config(quantization_config=GPTQ), "gptq quantised", "use a bf16"),
+    case("quantised in its own way", config(quantization_config="int4"), "quantised", "use a bf16"),
+    case("type of integers", config(dtype="int8"), "cannot compute in int8", "--dtype bfloat16"),
+    case("pickles only", only_pickles, "pickled weights", "can run code", "convert to safetensors"),
+    case("an adapter", only_adapter, "holds an adapter, such as LoRA", "merge it into the model"),
+    case("GGUF", only_gguf, "only GGUF weights (model-Q4_K_M.gguf)", "the same model in safetensors"),
+    case("GGUF alone", only_gguf_without_config, "only GGUF weights", "the same model in safetensors"),
+    case("more than text", config(model_type="llava", text_config={}), "llava", "models with more than text", "Llama"),
+    case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model"),
+    case(
+        "generation config broken", overwrite("generation_config.json", b"{"), "generation_config.json", by_plan=False
+    ),
+    case(
+        "end token in words",
+        overwrite("generation_config.json", b'{"eos_token_id": "</s>"}'),
+        "eos_token_id",
+        "'</s>'",
+        by_plan=False,
+    ),
+    case("tokenizer broken", overwrite("tokenizer.json", b"{}"), "tokenizer", "again", by_plan=False),
+    case("tokenizer cut", overwrite("tokenizer.json", b'{"model'), "tokenizer", "again", by_plan=False),
+]
+
+
+@pytest.mark.parametrize(("breaks", "words", "by_plan"), FOLDERS)
+def test_folder_is_refused(breaks: Break, words: tuple[str, ...], by_plan: bool, broken: Path) -> None:
+    refuse_folder(broken, breaks, words, by_plan=by_plan)
+
+
+def test_what_the_cases_break_works(sound: Path, sound_file: Path) -> None:
+    for directory in (sound, sound_file):
+        assert generate(directory, "-p", "Count:").code == 0
+        assert shell("plan", "-m", directory, "--ram", "1GiB").code == 0
+
+
+# Shards and their index
+
+
+def index(change: Callable[[dict[str, Any]], object]) -> Break:
+    def edit(directory: Path) -> None:
+        path = directory / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return edit
+
+
+def place_first_tensor_in(name: str) -> Break:
+    return index(lambda content: content["weight_map"].update({min(content["weight_map"]): name}))
+
+
+def shard_outside(directory: Path) -> None:
+    shutil.copy(min(directory.glob("*.safetensors")), directory.parent / "outside.safetensors")
+    place_first_tensor_in("../outside.safetensors")(directory)
+
+
+def shard_dangling(directory: Path) -> None:
+    shard = min(directory.glob("*.safetensors"))
+    shard.unlink()
+    shard.symlink_to("blobs/gone")
+
+
+def swap_two_places(directory: Path) -> None:
+    """Two tensors that lie in different files, each said to lie in the other's."""
+    path = directory / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    places = content["weight_map"]
+    first, last = min(places, key=places.__getitem__), max(places, key=places.__getitem__)
+    places[first], places[last] = places[last], places[first]
+    path.write_text(json.dumps(content))
+
+
+INDEX = "model.safetensors.index.json"
+INDEXES = [
+    case("shard missing", drop("*-00002-of-*"), "model-00002-of-", "missing", "again"),
+    case("shard dangling", shard_dangling, "model-00001-of-", "missing", "again"),
+    case("shard outside", shard_outside, "../outside.safetensors", "not a file beside it"),
+    case("shard absolute", place_first_tensor_in("/dev/zero.safetensors"), "not a file beside it"),
+    case("shard a pickle", place_first_tensor_in("config.json"), "not a file beside it"),
+    case("shard with a long name", place_first_tensor_in("x" * 300 + ".safetensors"), "missing"),
+    case("shard with a zero byte", place_first_tensor_in("x\0.safetensors"), "missing"),
+    case("index not JSON", overwrite(INDEX, b"nothing"), "not valid JSON", "again"),
+    case("index without a map", index(lambda content: content.pop("weight_map")), "no usable weight_map"),
+    case("index with an empty map", index(lambda content: content["weight_map"].clear()), "no usable weight_map"),
+    case("index of numbers", index(lambda content: content["weight_map"].update(a=1)), "no usable weight_map"),
+    case("index names another tensor", index(lambda c: c["weight_map"].update(a=c["weight_map"]["lm_head.weight"])),
+         "places a in model-", "lacks it"),
+    case("index mixes up shards", swap_two_places, "the index places", "lacks it"),
+    case("shards without index", drop(INDEX), "safetensors files but no model.safetensors.index.json", "again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("breaks", "words", "by_plan"), INDEXES)
+def test_index_is_refused(breaks: Break, words: tuple[str, ...], by_plan: bool, broken: Path) -> None:
+    refuse_folder(broken, breaks, words, by_plan=by_plan)
+
+
+# Random damage: only ever a refusal, or a load that is consistent
+
+
+def test_random_damage_to_a_config_never_surprises(broken_file: Path) -> None:
+    path, rng, num_refused = broken_file / "config.json", random.Random(2), 0
+    text = path.read_bytes()
+    for number in range(100):
+        path.write_bytes(damaged(text, rng))
+        try:
+            checkpoint = open_checkpoint(broken_file)
+            plan_memory(checkpoint, None, ram="1GiB", dtype="auto", context=None, num_nodes=1)
+            build_skeleton(checkpoint, torch.float32)
+        except UserError as error:
+            assert len(str(error)) < 600, number
+            num_refused += 1
+    assert 20 < num_refused < 100

@@ -1,0 +1,146 @@
+"""Models that are not here: a hub id costs its headers, a hub out of reach costs one line."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from shell import ROOT
+from tiny import FAMILIES, save_pair
+
+import offload
+from offload.bench.setting import find_setting
+from offload.calibration.estimate import Wish, look_ahead
+from offload.checkpoint import hub as headers
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli.console import Screen
+from offload.config import Sampling
+from offload.errors import UserError
+from offload.tuning.tune import tune
+
+
+class Hub:
+    """Answers for one repository, out of a folder; counts what it was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.asked = folder, []
+
+    def get_safetensors_metadata(self, repo: str) -> Any:
+        stored = open_checkpoint(self.folder)
+        names, files = [shard.name for shard in stored.shards], {}
+        for name, entry in stored.tensors.items():
+            meta = SimpleNamespace(
+                dtype=entry.dtype, shape=list(entry.shape), data_offsets=(entry.lo - 8, entry.hi - 8)
+            )
+            files.setdefault(names[entry.shard], SimpleNamespace(tensors={})).tensors[name] = meta
+        files[names[0]].tensors["model.layers.0.stray.weight"] = meta  # in a file, but not in the index
+        self.asked.append("headers")
+        weight_map = {name: names[entry.shard] for name, entry in stored.tensors.items()}
+        return SimpleNamespace(files_metadata=files, weight_map=weight_map)
+
+    def snapshot_download(self, repo: str, **options: Any) -> str:
+        if options == {"local_files_only": True}:
+            raise FileNotFoundError("not in the cache")
+        assert options == {"allow_patterns": ["config.json"]}, "weights would be fetched"
+        self.asked.append("config.json")
+        return str(self.folder)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    served = Hub(save_pair(FAMILIES["llama"](), tmp_path)[0])
+    for name in ("get_safetensors_metadata", "snapshot_download"):
+        monkeypatch.setattr(f"huggingface_hub.{name}", getattr(served, name))
+    return served
+
+
+def test_a_hub_id_costs_headers_and_no_weights(hub: Hub) -> None:
+    got, wanted = look_ahead("org/model", None, Wish(ram="1GiB")), look_ahead(str(hub.folder), None, Wish(ram="1GiB"))
+    assert hub.asked == ["config.json", "headers"]
+    assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
+    for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
+        assert abs(ours - theirs) <= 4096, "where a header ends decides about one block"
+    assert got.link_bytes_per_s is None and got.notes == ("the weights are not here: their link was not measured",)
+
+
+def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hub.get_safetensors_metadata("org/model")
+    found.files_metadata[found.weight_map["model.norm.weight"]].tensors["model.norm.weight"].shape = [7]
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: found)
+    with pytest.raises(UserError, match=r"model.norm.weight of shape \[7\]"):
+        headers.open_headers("org/model")
+
+
+def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
+    assert headers.is_here(headers.open_headers("org/model")) and hub.asked == []
+
+
+def test_a_hub_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def fail(repo: str) -> str:
+        raise HfHubHTTPError.__bases__[0]("no route")
+
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", fail)
+    with pytest.raises(UserError, match=r"org/model .* the hub is out of reach \(no route\): check the network"):
+        headers.open_headers("org/model")
+
+
+OFFLINE = """
+import socket, sys, time
+def nowhere(*_, **__): raise socket.gaierror(-2, "Name or service not known")
+socket.getaddrinfo = nowhere
+from offload import errors
+from offload.cli import main as cli
+started = time.perf_counter()
+try:
+    from offload.checkpoint.safetensors import open_checkpoint
+    from offload.checkpoint.hub import open_headers
+    {"generate": open_checkpoint, "plan": open_headers}[sys.argv[1]]("org/model")
+except errors.UserError as error:
+    print(f"{time.perf_counter() - started:.2f}", error)
+"""
+
+
+@pytest.mark.parametrize("command", ["generate", "plan"])
+def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: Path) -> None:
+    """The hub's library is the real one; it sleeps 23 s between its tries where it is asked in the wrong way."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    told = subprocess.run(
+        [sys.executable, "-c", OFFLINE, command], env=environment, capture_output=True, text=True, timeout=60
+    )
+    seconds, line = told.stdout.split(" ", 1)
+    assert "the hub is out of reach" in line and "Name or service not known" in line and "check the network" in line
+    assert float(seconds) < 15
+
+
+def tune_it() -> object:
+    return tune("org/model", "org/model", [Path(__file__)], Sampling(), ram="1MiB")
+
+
+def tune_with_a_large_tree() -> object:
+    return tune("org/model", "org/model", [Path(__file__)], Sampling(), ram="180MiB", tree="65536x9")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: offload.load("org/model", "org/model", ram="1MiB", context=64),
+        tune_it,
+        tune_with_a_large_tree,
+        lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Screen(is_quiet=True)),
+    ],
+    ids=["load", "tune", "tune with a tree", "bench"],
+)
+def test_what_does_not_fit_is_not_fetched(
+    ask: Callable[[], object], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match="raise --ram to"):
+        ask()
+    assert hub.asked == ["config.json", "headers"] * 2

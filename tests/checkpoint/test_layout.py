@@ -1,0 +1,201 @@
+"""Layouts against safetensors' own reading: every parameter's bytes, whatever the order of the file."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_files import Planned, assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes, write_file
+
+from offload.checkpoint.layout import BLOCK_BYTES, Part, SlabLayout, group_by_layer, slab_bytes_bound, slab_layout
+from offload.checkpoint.safetensors import Checkpoint, TensorEntry, open_checkpoint, read_header
+
+MIB = 1 << 20
+SEEDS = range(25)
+
+
+def fill(layout: SlabLayout, checkpoint: Checkpoint) -> np.ndarray:
+    """The plainest reader there is: one piece after the other."""
+    slab = np.full(layout.slab_bytes, 0xA5, np.uint8)
+    for piece in layout.pieces:
+        data = checkpoint.shards[piece.shard].read_bytes()[piece.lo : piece.hi]
+        slab[piece.slab_lo : piece.slab_lo + len(data)] = np.frombuffer(data, np.uint8)
+    return slab
+
+
+def single(entry: TensorEntry) -> tuple[tuple[int, ...], list[Part]]:
+    return entry.shape, [Part(entry)]
+
+
+def layer_parameters(checkpoint: Checkpoint, layer: int) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
+    own = f"model.layers.{layer}."
+    return {name: single(entry) for name, entry in checkpoint.tensors.items() if name.startswith(own)}
+
+
+@pytest.mark.parametrize("remainder", [0, 1])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path, seed, remainder=remainder)
+    wanted = stored_bytes(checkpoint)
+    for layer in range(3):
+        parameters = layer_parameters(checkpoint, layer)
+        layout = slab_layout(parameters)
+        assert layout.is_direct == (remainder == 0)
+        assert_same_bytes(
+            parameter_bytes(layout, fill(layout, checkpoint)), {name: wanted[name] for name in parameters}
+        )
+        assert_pieces_fit(layout)
+
+
+def test_a_parameter_that_lies_one_byte_off_is_noticed(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path, 0)
+    layout, wanted = slab_layout(layer_parameters(checkpoint, 0)), stored_bytes(checkpoint)
+    name, placed = next((name, placed) for name, placed in layout.parameters.items() if placed.num_bytes > 100)
+    off = replace(layout, parameters={name: placed._replace(slab_lo=placed.slab_lo + 1)})
+    with pytest.raises(AssertionError, match=f"{name} differ"):
+        assert_same_bytes(parameter_bytes(off, fill(layout, checkpoint)), {name: wanted[name]})
+
+
+def assert_pieces_fit(layout: SlabLayout) -> None:
+    """Pieces stay inside the slab and apart; those that are read whole block by whole block keep whole blocks apart."""
+    assert layout.slab_bytes % BLOCK_BYTES == 0
+    unit = BLOCK_BYTES if layout.is_direct else 1
+    spans = sorted((p.slab_lo // unit * unit, -(-(p.slab_lo + p.hi - p.lo) // unit) * unit) for p in layout.pieces)
+    assert all(0 <= lo <= hi <= layout.slab_bytes for lo, hi in spans)
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    if layout.is_direct:
+        assert all(piece.slab_lo % BLOCK_BYTES == piece.lo % BLOCK_BYTES for piece in layout.pieces)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
+    """As experts are: several tensors, from several shards, make up one parameter."""
+    checkpoint = random_checkpoint(tmp_path, seed)
+    rng, wanted = np.random.default_rng(seed), stored_bytes(checkpoint)
+    names = [name for name, entry in checkpoint.tensors.items() if entry.dtype == "F32"]
+    groups = np.array_split(rng.permutation(names), 2)
+    parameters, joined = {}, {}
+    for index, group in enumerate(groups):
+        parts, end = [], 0
+        for name in group:
+            parts.append(Part(checkpoint.tensors[name], end))
+            end += len(wanted[name])
+        parameters[f"fused{index}"] = ((end // 4,), parts)
+        joined[f"fused{index}"] = b"".join(wanted[name] for name in group)
+    layout = slab_layout(parameters)
+    assert not layout.is_direct
+    assert_same_bytes(parameter_bytes(layout, fill(layout, checkpoint)), joined)
+    assert_pieces_fit(layout)
+    assert layout.slab_bytes <= slab_bytes_bound(part.entry for _, parts in parameters.values() for part in parts)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_bound_holds_for_every_part_of_a_group(seed: int, tmp_path: Path) -> None:
+    """A plan knows the tensors of a layer by name alone; what the model then wants may be fewer, directly or not."""
+    rng = np.random.default_rng(seed)
+    checkpoint = random_checkpoint(tmp_path, seed, remainder=seed % 2)
+    entries = list(checkpoint.tensors.values())
+    bound = slab_bytes_bound(entries)
+    for share in (1.0, 0.7, 0.3):
+        chosen = [entry for entry in entries if rng.random() < share and entry.dtype != "U8"]
+        layout = slab_layout({str(index): single(entry) for index, entry in enumerate(chosen)})
+        assert layout.slab_bytes <= bound
+    assert bound <= checkpoint.num_bytes + (2 * len(checkpoint.shards) + 1) * BLOCK_BYTES + 256 * len(entries), "loose"
+
+
+def test_the_bound_covers_many_small_tensors_that_must_be_moved_apart() -> None:
+    """A hundred numbers at odd offsets fit into one block of the file, and take 256 bytes each in a scattered slab."""
+    entries = [TensorEntry(0, "F32", (1,), 4097 + 4 * index, 4101 + 4 * index) for index in range(100)]
+    layout = slab_layout({str(index): single(entry) for index, entry in enumerate(entries)})
+    assert not layout.is_direct and layout.slab_bytes == 7 * BLOCK_BYTES == slab_bytes_bound(entries)
+
+
+def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
+    def layout(gap_bytes: int) -> SlabLayout:
+        first = TensorEntry(0, "F32", (1024,), 8192, 12288)
+        second = TensorEntry(0, "F32", (10,), 12288 + gap_bytes, 12328 + gap_bytes)
+        return slab_layout({"first": single(first), "second": single(second)})
+
+    assert len(layout(MIB).pieces) == 1
+    assert len(layout(MIB + 4).pieces) == 2
+    assert layout(MIB).slab_bytes > MIB > layout(MIB + 4).slab_bytes
+
+
+@pytest.mark.parametrize("lo", [0, 8, 24, 4096, 5000, 8168])
+def test_a_device_gets_a_slab_from_its_first_weight_on(lo: int) -> None:
+    """Most weights are as long as a multiple of 256 bytes; then all of them begin at one."""
+    sizes = np.cumsum([lo, 256, 8192, 512, 256])
+    entries = [TensorEntry(0, "BF16", ((hi - lo) // 2,), int(lo), int(hi)) for lo, hi in pairwise(sizes)]
+    layout = slab_layout({str(entry.lo): single(entry) for entry in entries})
+    assert layout.is_direct and layout.lead_bytes == lo % BLOCK_BYTES
+    assert layout.sent == slice(lo % BLOCK_BYTES, layout.slab_bytes)
+    assert all((placed.slab_lo - layout.lead_bytes) % 256 == 0 for placed in layout.parameters.values())
+
+
+def test_of_several_runs_the_largest_begins_where_a_device_does() -> None:
+    """Runs of two files have nothing in common."""
+    small, large = TensorEntry(0, "BF16", (128,), 4104, 4360), TensorEntry(1, "BF16", (4096,), 24, 8216)
+    layout = slab_layout({"small": single(small), "large": single(large)})
+    assert layout.parameters["large"].slab_lo == layout.lead_bytes == 24 and layout.parameters["small"].slab_lo > 8192
+    assert_pieces_fit(layout)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_a_device_gets_holds_every_parameter_at_a_place_of_its_type(seed: int, tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path, seed, remainder=seed % 2)
+    wanted = stored_bytes(checkpoint)
+    for layer in range(3):
+        layout = slab_layout(layer_parameters(checkpoint, layer))
+        sent = fill(layout, checkpoint)[layout.sent]
+        for name, placed in layout.parameters.items():
+            lo = placed.slab_lo - layout.lead_bytes
+            assert lo % {"F32": 4}.get(placed.dtype, 2) == 0
+            assert sent[lo : lo + placed.num_bytes].tobytes() == wanted[name]
+
+
+def test_a_wide_type_behind_a_narrow_one_keeps_its_alignment() -> None:
+    narrow, wide = TensorEntry(0, "BF16", (1,), 4098, 4100), TensorEntry(0, "F32", (64,), 4100, 4356)
+    layout = slab_layout({"narrow": single(narrow), "wide": single(wide)})
+    assert layout.is_direct and layout.lead_bytes == 0, "2 would be the first weight's own"
+    assert (layout.parameters["wide"].slab_lo - layout.lead_bytes) % 4 == 0
+
+
+def test_a_piece_never_spans_two_files() -> None:
+    entries = [TensorEntry(shard, "F32", (4,), 128, 144) for shard in range(3)]
+    layout = slab_layout({str(entry.shard): single(entry) for entry in entries})
+    assert [piece.shard for piece in layout.pieces] == [0, 1, 2]
+    assert_pieces_fit(layout)
+
+
+@pytest.mark.parametrize("lo", [4096, 4100])
+def test_an_empty_tensor_may_end_a_run_or_stand_alone(lo: int) -> None:
+    empty = TensorEntry(0, "F32", (0, 8), lo + 16, lo + 16)
+    alone = slab_layout({"empty": single(empty)})
+    after = slab_layout({"full": single(TensorEntry(0, "F32", (4,), lo, lo + 16)), "empty": single(empty)})
+    for layout in (alone, after):
+        assert layout.is_direct and layout.parameters["empty"].num_bytes == 0
+        assert layout.parameters["empty"].slab_lo <= layout.slab_bytes
+        assert_pieces_fit(layout)
+
+
+def test_one_odd_offset_makes_the_layer_scattered(tmp_path: Path) -> None:
+    """A view of a wider type needs an aligned address."""
+    rows = [Planned("a", "BF16", (3,)), Planned("b", "F32", (5,)), Planned("c", "BF16", (3,))]
+    write_file(tmp_path / "model.safetensors", rows, np.random.default_rng(0))
+    entries = read_header(tmp_path / "model.safetensors")
+    assert not slab_layout({name: single(entry) for name, entry in entries.items()}).is_direct
+    assert slab_layout({name: single(entries[name]) for name in ("a", "c")}).is_direct
+    layout = slab_layout({name: single(entry) for name, entry in entries.items()})
+    assert all(placed.slab_lo % 256 == 0 for placed in layout.parameters.values())
+
+
+def test_layers_are_told_by_name(tmp_path: Path) -> None:
+    names = ["model.layers.0.a", "layers.1.a", "model.layers.1.b", "model.layers.2.c", "model.norm", "my_layers.0.x"]
+    write_file(tmp_path / "model.safetensors", [Planned(n, "F32", (1,)) for n in names], np.random.default_rng(0))
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    layers, rest = group_by_layer(checkpoint, 2)
+    assert [len(entries) for entries in layers] == [1, 2]
+    # a layer beyond the decoder's last (an extra head for several tokens) belongs to nobody
+    assert {name for name, entry in checkpoint.tensors.items() if entry in rest} == {"model.norm", "my_layers.0.x"}

@@ -1,0 +1,73 @@
+"""The packaged pair: exact in float32 on real text, inflated and streamed by the command that newcomers run first."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload.cli.demo import PAIR, PROMPT
+from offload.cli.main import main
+from offload.config import Sampling
+
+TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
+# Every tree on one prompt; on the others those that take few sweeps.
+PROMPTS = {
+    PROMPT: TREES,
+    "import os\n\n\ndef walk(top):\n": ("64x16", "sequences:4x4"),
+    "class Stack(list):\n    def push(self, item):\n": ("64x16", "grown:64x16"),
+}
+NUM_NEW = 100
+
+
+def reference(prompt_ids: list[int], num_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
+    ids = torch.tensor([prompt_ids])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    return out[0, len(prompt_ids) :].tolist()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["settings", "walk", "stack"])
+def test_greedy_float32_equals_transformers(prompt: str) -> None:
+    with offload.load(PAIR / "target", PAIR / "draft", dtype="float32", tree="64x16", threads=1) as decoder:
+        wanted = reference(decoder.encode(prompt), NUM_NEW)
+        results = {tree: decoder.generate(prompt, max_new_tokens=NUM_NEW, tree=tree) for tree in PROMPTS[prompt]}
+    assert {tree: result.token_ids for tree, result in results.items()} == dict.fromkeys(results, wanted)
+    yields = {tree: result.stats.tokens_per_sweep for tree, result in results.items()}
+    assert yields.get("none", 1) == 1 and yields["64x16"] > 2.5, "the packaged draft no longer agrees with its target"
+
+
+def test_sampled_float32_is_the_same_for_every_tree() -> None:
+    with offload.load(PAIR / "target", PAIR / "draft", dtype="float32", tree="64x16", threads=1) as decoder:
+        runs = [decoder.generate(PROMPT, max_new_tokens=40, temperature=0.8, top_p=0.95, tree=tree) for tree in TREES]
+    assert [run.token_ids for run in runs] == [runs[0].token_ids] * len(TREES)
+
+
+def test_demo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ["--size", "100MB", "--ram", "230MB", "-n", "24", "--tree", "16x8", "--json"]
+    monkeypatch.setattr("sys.argv", ["offload", "demo", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    captured = capsys.readouterr()
+    assert exit_.value.code == 0, captured.err
+    result = json.loads(captured.out)
+    assert result["tree"]["plan"]["tiers"]["disk"]["num_layers"] > 0, "nothing was streamed"
+    num_plain = len(result["none"]["token_ids"])
+    assert result["none"]["token_ids"] == result["tree"]["token_ids"][:num_plain]
+    assert result["none"]["stats"]["tokens_per_sweep"] == 1 and result["speedup"] > 0
+
+
+def test_demo_refuses_to_print_a_speed_for_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.cli import demo
+
+    with offload.load(PAIR / "target", PAIR / "draft", tree="8x3", threads=1) as decoder:
+        right = decoder.run(PROMPT, Sampling(), max_new_tokens=4, raw=True)
+        list(right)
+        monkeypatch.setattr(demo, "draw_gaps", lambda *_: [0.0, 2.5])
+        with pytest.raises(offload.UserError, match=r"misses the original model's draw by 2\.5"):
+            demo.compare(
+                decoder, PROMPT, Sampling(), num_plain=2, num_tree=2, show=lambda _, pieces: [*pieces] and None
+            )

@@ -1,0 +1,293 @@
+"""The commands as a person or a script uses them: what goes to stdout and to stderr, where a prompt comes from."""
+
+import io
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from reciting import (
+    NUM_SAID,
+    PIECES,
+    PROMPT,
+    SAID,
+    TREES,
+    generate,
+    generate_json,
+    only_object,
+    open_decoder,
+    recited,
+    settings,
+    streaming_ram,
+)
+from shell import Outcome, process, shell
+from tiny import save_reciter
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli import main as cli
+from offload.engine.decoder import Decoder
+from offload.machine import has_cuda_driver
+
+
+def test_a_full_device_is_one_line(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+
+    monkeypatch.setattr("offload.engine.load.open_device", full)
+    outcome = generate(looper)
+    assert outcome.code == 1 and outcome.out == "" and outcome.err.count("\n") == 1
+    assert outcome.err.startswith("offload: device memory ran out") and "lower --context" in outcome.err
+
+
+# What a run prints
+
+
+def test_text_goes_to_stdout_and_figures_to_stderr(ender: Path) -> None:
+    outcome = generate(ender)
+    with open_decoder(ender) as decoder:
+        assert outcome.out == decoder.generate(PROMPT).text + "\n" == SAID + "\n"
+    assert outcome.code == 0
+    plan_line, tree_line, first, then = outcome.err.splitlines()
+    assert "pass through 3 slots" in plan_line and "1 compute thread" in plan_line
+    assert tree_line.startswith("tree of 8 nodes, 3 deep: default acceptance, no profile")
+    assert f"{NUM_SAID + 1} tokens, the first after" in first
+    assert "tokens/s" in first and "tokens per sweep" in first and "tree of 8 nodes, 3 deep" in first
+    assert "GB/s" in then and "peak memory" in then
+
+
+def test_quiet_says_nothing_on_stderr(ender: Path) -> None:
+    assert generate(ender, "--quiet") == Outcome(0, SAID + "\n", "")
+
+
+def test_nothing_to_stream_is_said(ender: Path) -> None:
+    outcome = shell("generate", "-m", ender, "-p", PROMPT, "--ram", "1GiB", "--context", 64, "-n", 20, "--threads", 1)
+    assert outcome.out == SAID + "\n" and "all 4 layers fit into memory" in outcome.err
+    assert "no tree" in outcome.err
+
+
+def test_no_tokens_are_generated_on_request(ender: Path) -> None:
+    outcome = generate(ender, "-n", "0")
+    assert outcome.code == 0 and outcome.out == "\n" and "no tokens generated" in outcome.err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_appear_on_a_terminal_only(ender: Path) -> None:
+    out, err = io.StringIO(), Terminal()
+    argv = ["offload", "generate", *map(str, settings(ender)), "-p", PROMPT]
+    with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit):
+        cli.main()
+    assert out.getvalue() == SAID + "\n"
+    for label in ("starting ...", "loading", "reading the prompt"):
+        assert label in err.getvalue() and label not in generate(ender).err
+    assert all(len(part) <= 80 for part in re.split(r"[\r\n]", err.getvalue()) if "%|" in part)
+
+
+def test_all_that_is_read_at_start_is_told(looper: Path) -> None:
+    """In two rounds: what is read before memory is planned, then the layers that stay."""
+    told = []
+    with offload.load(looper, looper, "1GiB", "8x3", context=64, on_bytes=lambda *pair: told.append(pair)) as decoder:
+        assert decoder.plan.num_resident == 4
+    ends = [index for index, (done, total) in enumerate(told) if done >= total]
+    assert len(ends) == 2 and ends[1] == len(told) - 1
+    for part in (told[: ends[0] + 1], told[ends[0] + 1 :]):
+        assert len({total for _, total in part}) == 1 and part == sorted(part) and part[-1][0] == part[-1][1]
+    assert sum(told[end][1] for end in ends) == pytest.approx(2 * open_checkpoint(looper).num_bytes, rel=0.2)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 512, 513, 514, 1025, 1026])
+def test_a_long_prompt_takes_as_many_sweeps_as_its_bar_expects(
+    num_tokens: int, long_reader: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, sweeps = long_reader.target.stream, list[None]()
+    begin = stream.begin_sweep
+    monkeypatch.setattr(stream, "begin_sweep", lambda: sweeps.append(begin()))
+    long_reader.generate([5] * num_tokens, max_new_tokens=1)
+    assert len(sweeps) == long_reader.plan.num_prompt_sweeps(num_tokens)
+
+
+@pytest.fixture(scope="module")
+def long_reader(looper: Path) -> Iterator[Decoder]:
+    with offload.load(looper, ram="1GiB", context=2048, threads=1) as decoder:
+        yield decoder
+
+
+def test_a_result_is_short_where_it_is_looked_at(ender: Path) -> None:
+    with open_decoder(ender) as decoder:
+        shown = repr(decoder.generate(PROMPT))
+    assert repr(SAID) in shown and len(shown) < 400
+
+
+TOP_FIELDS = {"text", "token_ids", "num_prompt_tokens", "num_new_tokens", "finish_reason", "seed", "plan", "stats"}
+STATS_FIELDS = {
+    *("num_sweeps", "tokens_per_sweep", "ttft_s", "tpot_s", "sweep_s", "draft_s", "verify_s", "stall_s"),
+    *("bytes_streamed", "link_bytes_per_s", "peak_rss_bytes", "peak_device_bytes", "tree"),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_json_fields_agree_with_each_other(tree: str, looper: Path) -> None:
+    result = generate_json(looper, "-n", "60", "--seed", "5", tree=tree)
+    plan, stats = result["plan"], result["stats"]
+    assert set(result) >= TOP_FIELDS and set(stats) >= STATS_FIELDS
+    assert len(result["token_ids"]) == result["num_new_tokens"] == 60
+    assert result["num_prompt_tokens"] == len(PROMPT) and result["seed"] == 5 and result["finish_reason"] == "length"
+    assert result["text"] == recited(len(result["text"]))
+    num_later = sum(stats["accepted_per_sweep"])
+    assert len(stats["accepted_per_sweep"]) == stats["num_sweeps"]
+    assert stats["tokens_per_sweep"] == pytest.approx(num_later / stats["num_sweeps"])
+    assert stats["ttft_s"] > 0 and stats["tpot_s"] > 0 and 0 <= stats["stall_s"] <= stats["sweep_s"]
+    decode_s = stats["tpot_s"] * num_later
+    assert stats["draft_s"] + stats["sweep_s"] + stats["verify_s"] <= decode_s
+    assert stats["link_bytes_per_s"] == pytest.approx(stats["bytes_streamed"] / decode_s)
+    assert stats["peak_rss_bytes"] > 0 and stats["peak_device_bytes"] == 0
+    assert plan["budgets"]["planned_bytes"] <= plan["budgets"]["ram_bytes"] == streaming_ram(looper)
+
+
+@pytest.mark.parametrize(("tree", "shape"), [("none", (1, 0)), ("chain:7", (8, 7)), ("sequences:2x4", (9, 4))])
+def test_json_names_the_tree(tree: str, shape: tuple[int, int], looper: Path) -> None:
+    depth = shape[1]
+    stats = generate_json(looper, "-n", 4 * (depth + 1), tree=tree)["stats"]
+    assert (stats["tree"]["num_nodes"], stats["tree"]["depth"]) == shape
+    assert stats["tokens_per_sweep"] == depth + 1, "a draft that is always right fills every path"
+
+
+@pytest.mark.parametrize("tree", ["grown:8x3", "8x3"])
+def test_json_tells_a_grown_tree_from_a_fixed_one(tree: str, looper: Path) -> None:
+    assert generate_json(looper, "-n", 4, tree=tree)["stats"]["tree"]["is_grown"] == tree.startswith("grown")
+
+
+def test_bytes_streamed_are_those_of_the_plan(looper: Path) -> None:
+    """Every sweep moves the layers that do not stay; the slots read ahead, and a block may be shared at either end."""
+    result = generate_json(looper, "-n", "100", tree="none")
+    plan, stats = result["plan"], result["stats"]
+    tiers, slots = plan["tiers"], plan["slots"]
+    assert tiers["resident"] == {"num_layers": 0, "num_bytes": 0} and tiers["disk"]["num_layers"] == 4
+    assert stats["num_sweeps"] == 99
+    planned_bytes = stats["num_sweeps"] * tiers["disk"]["num_bytes"]
+    ahead_bytes, blocks_bytes = slots["num_slots"] * slots["slot_bytes"], stats["num_sweeps"] * 4 * 8192
+    assert planned_bytes - ahead_bytes - blocks_bytes <= stats["bytes_streamed"] <= planned_bytes + ahead_bytes
+
+
+def test_nothing_is_streamed_when_everything_fits(looper: Path) -> None:
+    outcome = shell("generate", "-m", looper, "-p", PROMPT, "--ram", "1GiB", "--context", 64, "-n", 20, "--json")
+    result = only_object(outcome.out)
+    assert result["stats"]["bytes_streamed"] == 0 and result["stats"]["stall_s"] == 0
+    assert result["plan"]["tiers"]["disk"] == {"num_layers": 0, "num_bytes": 0}
+
+
+def test_sampling_flags_reach_the_sampler(looper: Path) -> None:
+    flags = ("--temp", "40", "--top-p", "0.9", "--top-k", "30", "-n", "20")
+    results = [generate_json(looper, *flags, "--seed", seed)["token_ids"] for seed in (1, 2)]
+    with open_decoder(looper) as decoder:
+        for seed, token_ids in zip((1, 2), results, strict=True):
+            sampling = {"temperature": 40, "top_p": 0.9, "top_k": 30, "seed": seed}
+            assert decoder.generate(PROMPT, max_new_tokens=20, **sampling).token_ids == token_ids
+    assert results[0] != results[1]
+
+
+# Where a prompt comes from
+
+
+def test_prompt_from_flag_file_and_pipe_are_the_same(ender: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Grüß dich:", encoding="utf-8")
+    wanted = generate_json(ender, prompt="Grüß dich:")
+    assert wanted["num_prompt_tokens"] == len("Grüß dich:".encode()) and wanted["text"] == SAID
+    piped = file.read_bytes()
+    others = (
+        generate_json(ender, "-f", file, prompt=None),
+        generate_json(ender, prompt=None, stdin=piped),
+        generate_json(ender, prompt="-", stdin=piped),
+    )
+    for other in others:
+        for field in ("text", "token_ids", "num_prompt_tokens"):
+            assert other[field] == wanted[field]
+
+
+def test_chat_template_is_applied_unless_raw(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    model = save_reciter(tmp_path, PIECES, ends=True, chat_template=template)
+    chat, raw = generate_json(model, prompt="Say"), generate_json(model, "--raw", "-n", "3", prompt="Say")
+    assert chat["num_prompt_tokens"] == len(["<s>", *"Say", ":"]) and chat["text"] == SAID
+    assert raw["num_prompt_tokens"] == len("Say")
+    assert generate_json(model, "--raw", prompt="Say:")["text"] == SAID
+
+
+# The other commands
+
+
+def test_plan_shows_where_everything_lies(looper: Path) -> None:
+    outcome = shell("plan", *settings(looper)[:-2])
+    assert outcome.code == 0 and outcome.err == ""
+    for word in (
+        "3 slots for 4 streamed layers",
+        "embeddings and head",
+        "draft",
+        "256 positions",
+        "8 tree nodes",
+        "GB/s",
+    ):
+        assert word in outcome.out
+
+
+def test_plan_is_the_plan_that_a_run_follows(looper: Path) -> None:
+    planned = only_object(shell("plan", *settings(looper)[:-2], "--json").out)
+    followed = generate_json(looper, "-n", "1")["plan"]
+    assert {key: planned[key] for key in followed} == followed
+    assert planned["fits"] is True and planned["bytes_per_sweep"] == followed["tiers"]["disk"]["num_bytes"]
+    assert planned["sweep_s"] == pytest.approx(planned["bytes_per_sweep"] / planned["link_bytes_per_s"])
+
+
+LISTS_IMPORTS = """
+import sys
+from offload.cli.main import main
+try:
+    main()
+finally:
+    print(*{name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "accelerate"}, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("command", ["--help", "generate --help", "plan --device cpu --json -m", "plan --json -m"])
+def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper: Path) -> None:
+    """Which is what makes them quick, on a busy machine too."""
+    if command == "plan --json -m" and has_cuda_driver():
+        pytest.skip("a card has to be asked, which torch does")
+    model = [looper] if command.endswith("-m") else []
+    outcome = process(*command.split(), *model, python=("-c", LISTS_IMPORTS))
+    assert outcome.code == 0 and outcome.err == "\n" and outcome.out
+
+
+@pytest.mark.parametrize("command", ["generate -p x", "chat", "tune -d nowhere --text x", "generate -p x --ram lots"])
+def test_what_is_refused_at_once_waits_for_nothing_heavy(command: str) -> None:
+    outcome = process(*command.split(), "-m", "nowhere", python=("-c", LISTS_IMPORTS))
+    assert outcome.code == 2 and outcome.out == "" and outcome.err.startswith("offload: ")
+    assert outcome.err.endswith("\n\n"), "nothing is listed"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo"])
+def test_help_teaches_by_example(command: str) -> None:
+    outcome = shell(command, "--help")
+    assert outcome.code == 0 and outcome.err == ""
+    _, examples = outcome.out.split("Examples:")
+    assert f"offload {command}" in examples
+
+
+def test_help_is_what_a_newcomer_gets() -> None:
+    outcome = shell()
+    assert outcome == shell("--help") and outcome.code == 0
+    assert "generate" in outcome.out and "Start here: offload demo" in outcome.out
+
+
+def test_process_prints_text_and_nothing_else(ender: Path) -> None:
+    """With everything that libraries print by themselves."""
+    assert process("generate", *settings(ender), "-p", PROMPT, "--quiet") == Outcome(0, SAID + "\n", "")

@@ -1,0 +1,158 @@
+"""Runs that end before their text does: interrupted, without a reader, or on a disk that fails.
+
+Invariant: what was accepted is printed, as text or as valid JSON, and nothing goes on in the background.
+"""
+
+import os
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+from reciting import (
+    PIECES,
+    PROMPT,
+    SAID,
+    at_sweep,
+    failing_reads,
+    generate,
+    interrupt,
+    num_readers,
+    only_object,
+    recited,
+)
+from shell import Outcome, start
+from tiny import save_reciter
+
+
+def test_interrupt_prints_what_was_accepted(looper: Path) -> None:
+    with at_sweep(4, interrupt):
+        outcome = generate(looper, tree="chain:1")
+    assert outcome.code == 130 and outcome.out == " Hello wörld \ufffd\n", "a character cut short is shown as such"
+    assert outcome.err.splitlines()[-1] == "offload: interrupted" and "6 tokens" in outcome.err
+
+
+def test_interrupt_leaves_valid_json(looper: Path) -> None:
+    with at_sweep(4, interrupt):
+        outcome = generate(looper, "--json", tree="chain:1")
+    result = only_object(outcome.out)
+    assert outcome.code == 130 and outcome.err == "offload: interrupted\n"
+    assert result["finish_reason"] == "interrupted" and result["text"].startswith(" Hello wörld ")
+    assert len(result["token_ids"]) == result["num_new_tokens"] == 6 and result["stats"]["num_sweeps"] == 2
+
+
+def test_interrupt_before_the_first_token(looper: Path) -> None:
+    with at_sweep(1, interrupt):
+        outcome = generate(looper, "--json")
+    assert outcome.code == 130 and outcome.err == "offload: interrupted\n"
+    assert only_object(outcome.out)["token_ids"] == []
+
+
+def test_interrupt_while_loading(looper: Path) -> None:
+    with patch("offload.engine.load.load_tokenizer", lambda _: interrupt()):
+        assert generate(looper) == Outcome(130, "", "offload: interrupted\n")
+
+
+def endless(model: Path) -> list[object]:
+    """A run that outlasts any test."""
+    sizes = ("--ram", "1GiB", "--context", 60_000, "-n", 59_000, "--threads", 1)
+    return ["generate", "-m", model, "-d", model, "--tree", "8x3", *sizes, "-p", PROMPT]
+
+
+def test_interrupted_process_leaves_in_order(looper: Path) -> None:
+    with start(*endless(looper)) as running:
+        assert running.stdout is not None
+        head = running.stdout.read(4)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=300)
+    text = (head + out).decode()
+    assert running.returncode == 130 and text.endswith("\n")
+    text = text[:-1].rstrip("\ufffd")
+    assert text == recited(len(text))
+    assert err.decode().splitlines()[-1] == "offload: interrupted" and b"Traceback" not in err
+
+
+def test_closed_pipe_is_not_an_error(looper: Path) -> None:
+    with start(*endless(looper)) as running:
+        assert running.stdout is not None and running.stderr is not None
+        head = running.stdout.read(5)
+        running.stdout.close()
+        err = running.stderr.read()
+    assert running.returncode == 0 and head == b" Hell"
+    assert b"Traceback" not in err and b"Exception" not in err
+
+
+def test_pipe_closed_from_the_start_is_not_an_error(looper: Path) -> None:
+    """What is printed in one go breaks when it is flushed, which may be as late as the interpreter's end."""
+    for command in (("plan", "-m", looper, "--ram", "1GiB", "--json"), ("plan", "-m", looper), ("--help",)):
+        with start(*command) as running:
+            assert running.stdout is not None and running.stderr is not None
+            running.stdout.close()
+            assert running.stderr.read() == b""
+        assert running.returncode == 0
+
+
+def assert_ended_by_disk(outcome: Outcome, *words: str) -> None:
+    assert outcome.code == 1 and "Traceback" not in outcome.err
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("offload: ") and all(word in last for word in words)
+    assert num_readers() == 0, "nothing goes on in the background"
+
+
+def test_read_error_in_mid_run_keeps_the_text(looper: Path) -> None:
+    for arguments in ((), ("--json",)):
+        with failing_reads(70):
+            outcome = generate(looper, *arguments, tree="chain:1")
+        assert_ended_by_disk(outcome, "reading model-", "failed: Input/output error")
+        text = only_object(outcome.out)["text"] if arguments else outcome.out[:-1]
+        assert text.startswith(" Hel") and text.rstrip("\ufffd") == recited(len(text.rstrip("\ufffd")))
+        assert not arguments or (
+            outcome.err.count("\n") == 1 and only_object(outcome.out)["finish_reason"] == "interrupted"
+        )
+
+
+def test_read_error_while_loading(looper: Path) -> None:
+    with failing_reads(12):
+        outcome = generate(looper)
+    assert_ended_by_disk(outcome, "failed: Input/output error")
+    assert outcome.out == "" and outcome.err.count("\n") == 1
+
+
+def test_file_cut_short_in_mid_run_keeps_the_text(tmp_path: Path) -> None:
+    model = save_reciter(tmp_path, PIECES)
+
+    def cut() -> None:
+        for shard in model.glob("*.safetensors"):
+            os.truncate(shard, 5000)
+
+    with at_sweep(3, cut):
+        outcome = generate(model, tree="chain:1")
+    assert_ended_by_disk(outcome, "model-", "cut short while in use")
+    assert outcome.out.startswith(" Hello w")
+
+
+def test_file_replaced_in_mid_run_goes_unnoticed(tmp_path: Path) -> None:
+    model = save_reciter(tmp_path, PIECES, ends=True)
+
+    def replace() -> None:
+        for shard in model.glob("*.safetensors"):
+            shard.unlink()
+            shard.write_bytes(b"something else")
+
+    with at_sweep(3, replace):
+        assert generate(model, tree="chain:1").out == SAID + "\n"
+
+
+def test_file_written_over_in_mid_run_keeps_the_text(tmp_path: Path) -> None:
+    """As `save_pretrained` does into the same folder: the open file is the new one."""
+    model = save_reciter(tmp_path, PIECES)
+
+    def write_over() -> None:
+        for shard in model.glob("*.safetensors"):
+            with shard.open("r+b") as file:
+                file.seek(-1000, os.SEEK_END)
+                file.write(bytes(1000))
+
+    with at_sweep(3, write_over):
+        outcome = generate(model, tree="chain:1")
+    assert_ended_by_disk(outcome, "model-", "was written to while in use")
+    assert outcome.out.startswith(" Hello w")

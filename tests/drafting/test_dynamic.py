@@ -1,0 +1,263 @@
+"""Grown trees against their definition: the N best of all paths, each scored and kept as if it were the only one."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB_SIZE, save_pair
+from torch import Tensor
+
+from offload import load
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Drafting, Sampling
+from offload.drafting import dynamic as grown
+from offload.drafting.confidence import Sharpness
+from offload.drafting.draft_model import Draft
+from offload.drafting.dynamic import Grown, grow_best
+from offload.drafting.model import ModelDrafter
+from offload.engine.load import resident_model
+from offload.errors import UserError
+from offload.model.weights import BorrowedModel
+from offload.sampling.sampler import Sampler
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import Growth, k_ary
+
+NUM_TOKENS, ROOT_AT = 5, 1  # of the bigram model; where its root stands
+PROMPT = [7, 11, 3, 42, 5]
+GREEDY, WARM, NUCLEUS = Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.0, top_p=0.8, seed=4)
+CASES = [(GREEDY, Drafting.COUPLED), (WARM, Drafting.COUPLED), (NUCLEUS, Drafting.COUPLED), (WARM, Drafting.TOP_K)]
+
+
+class BigramModel:
+    """Scores after a token, whatever came before it."""
+
+    num_layers, vocab_size = 1, NUM_TOKENS
+    logits_VV = 2 * torch.randn(NUM_TOKENS, NUM_TOKENS, generator=torch.Generator().manual_seed(3))
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:
+        self.num_rows.append(len(token_T))
+        return self.logits_VV[token_T][-num_logits:]
+
+
+def grow_bigrams(model: BigramModel, bounds: Growth, sampler: Sampler, exponent: float) -> Grown:
+    return grow_best(Draft(model, NUM_TOKENS, 512), bounds, [4, 0], sampler, exponent)  # type: ignore[arg-type]
+
+
+def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
+    parent = int(tree.topology.parent_N[node])
+    return () if parent < 0 else (*path_of(tree, parent), tree.tokens[node])
+
+
+def best_paths(bounds: Growth, sampler: Sampler, exponent: float) -> set[tuple[int, ...]]:
+    """By the definition: f of every path, and the N - 1 largest."""
+    score_of: dict[tuple[int, ...], float] = {}
+    for depth in range(1, bounds.depth + 1):
+        for path in product(range(NUM_TOKENS), repeat=depth):
+            log_f, parent = 0.0, 0
+            for position, token in enumerate(path, start=ROOT_AT + 1):
+                logits_1V = BigramModel.logits_VV[parent][None]
+                is_coupled = sampler.drafting is Drafting.COUPLED
+                score_V = (sampler.perturbed(logits_1V, position) if is_coupled else logits_1V)[0].double().numpy()
+                log_f += float(np.log(np.exp(exponent * score_V)[token] / np.exp(exponent * score_V).sum()))
+                parent = token
+            if log_f > -np.inf:
+                score_of[path] = log_f
+    return set(sorted(score_of, key=lambda path: -score_of[path])[: bounds.num_nodes - 1])
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("bounds", [Growth(2, 1), Growth(12, 5), Growth(40, 4), Growth(40, 2)], ids=str)
+@pytest.mark.parametrize(("sampling", "drafting"), CASES, ids=["greedy", "warm", "nucleus", "topk"])
+def test_a_grown_tree_holds_the_best_paths(bounds: Growth, sampling: Sampling, drafting: Drafting) -> None:
+    model, sampler = BigramModel(), Sampler(sampling, NUM_TOKENS, drafting)
+    tree, row_of_node, score_of_node = grow_bigrams(model, bounds, sampler, 1.25)
+    paths = [path_of(tree, node) for node in range(tree.num_nodes)]
+    assert len(set(paths)) == len(paths), "no two children of a node carry one token"
+    assert set(paths[1:]) == best_paths(bounds, sampler, 1.25)
+    assert tree.topology.depth <= bounds.depth and sum(model.num_rows) <= bounds.num_nodes + 1  # one of the prompt's
+    assert set(score_of_node) == {0, *row_of_node}
+
+
+def test_another_exponent_is_told_apart() -> None:
+    """Planted: the comparison above must not hold for a tree of other chances."""
+    sampler = Sampler(WARM, NUM_TOKENS)
+    paths = best_paths(Growth(40, 4), sampler, 1.25)
+    tree = grow_bigrams(BigramModel(), Growth(40, 4), sampler, 0.5).tree
+    assert {path_of(tree, node) for node in range(1, 40)} != paths
+
+
+def test_few_passes() -> None:
+    model = BigramModel()
+    tree = grow_bigrams(model, Growth(64, 6), Sampler(WARM, NUM_TOKENS), 1.25).tree
+    assert tree.num_nodes == 64 and len(model.num_rows) <= 16 + 3
+
+
+def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two certain chains: all their nodes tie at f = 1/2, more than there is room for; no child may oust a parent."""
+    logits_VV = torch.zeros(NUM_TOKENS, NUM_TOKENS)
+    for token, follower in ((0, 1), (0, 2), (1, 3), (3, 1), (2, 4), (4, 2)):
+        logits_VV[token, follower] = 1e4
+    monkeypatch.setattr(BigramModel, "logits_VV", logits_VV)
+    tree = grow_bigrams(BigramModel(), Growth(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5).tree
+    assert tree.topology.num_children_N.tolist() == [2] + [1] * 37 + [0] * 2
+    assert path_of(tree, 39) == (1, 3) * 10 and path_of(tree, 38) == (2, 4) * 9 + (2,)
+
+
+def test_the_root_alone_asks_nothing() -> None:
+    model = BigramModel()
+    assert grow_bigrams(model, Growth(1, 0), Sampler(GREEDY, NUM_TOKENS), 1.0).tree.tokens == [0]
+    assert model.num_rows == []
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("grown"))
+
+
+@pytest.fixture(scope="module")
+def model(models: tuple[Path, Path]) -> Iterator[BorrowedModel]:
+    model = resident_model(open_checkpoint(models[1]), "float32")
+    yield model
+    model.close()
+
+
+def worst_gap(model: BorrowedModel, sampler: Sampler) -> float:
+    """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
+    tree, rows, scores = grow_best(Draft(model, VOCAB_SIZE, 256), Growth(48, 8), PROMPT, sampler, 4.0)
+    assert tree.topology.depth >= 4 and len(rows) > 8
+    gaps = []
+    for node, score_V in scores.items():
+        path = [*PROMPT, *path_of(tree, node)]
+        alone_1V = sampler.perturbed(Draft(model, VOCAB_SIZE, 256).catch_up(path), len(path))
+        gaps.append((alone_1V[0] - score_V).abs().max())
+    return float(max(gaps))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_every_row_sees_its_path_alone(model: BorrowedModel, sampling: Sampling) -> None:
+    assert worst_gap(model, Sampler(sampling, VOCAB_SIZE)) < 1e-4
+
+
+def test_rows_that_do_not_see_their_path_are_caught(model: BorrowedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = grown._Rows.add
+
+    def add_blind(rows: grown._Rows, *what: object) -> tuple[Tensor, Tensor]:
+        position_U, sees_WU = add(rows, *what)  # type: ignore[arg-type]
+        return position_U, torch.eye(sees_WU.shape[1], dtype=torch.bool)[-len(sees_WU) :]
+
+    monkeypatch.setattr(grown._Rows, "add", add_blind)
+    assert worst_gap(model, Sampler(GREEDY, VOCAB_SIZE)) > 1e-2
+
+
+def gap_after_commit(model: BorrowedModel, *, takes_another: bool) -> float:
+    """Between what the draft says next after a grown tree's deepest path was kept, and what a fresh one says."""
+    sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
+    tree = drafter.grow(Growth(48, 8), PROMPT, sampler)
+    nodes = [tree.num_nodes - 1]
+    while nodes[0]:
+        nodes.insert(0, int(tree.topology.parent_N[nodes[0]]))
+    rows = drafter._row_of_node
+    assert [rows[node] for node in nodes[1:] if node in rows] != list(range(len(nodes) - 1)), "no row has to move"
+    if takes_another:
+        rows[nodes[1]] = next(row for node, row in rows.items() if node not in nodes)
+    drafter.commit(nodes, [*(tree.tokens[node] for node in nodes[1:]), 9])
+    text = [*PROMPT, *path_of(tree, nodes[-1]), 9]
+    fresh_1V = Draft(model, VOCAB_SIZE, 256).catch_up(text)
+    return float((drafter._draft.catch_up(text) - fresh_1V).abs().max())
+
+
+def test_commit_keeps_the_accepted_path(model: BorrowedModel) -> None:
+    assert gap_after_commit(model, takes_another=False) < 1e-4
+
+
+def test_wrong_rows_are_caught(model: BorrowedModel) -> None:
+    assert gap_after_commit(model, takes_another=True) > 1e-2
+
+
+def test_a_fixed_tree_after_a_grown_one_forgets_it(model: BorrowedModel) -> None:
+    """Both kinds share one cache and one map of rows."""
+    sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
+    drafter.grow(Growth(32, 6), PROMPT, sampler)
+    drafter.commit([0], [9])
+    again = drafter.grow(k_ary(2, 31), [*PROMPT, 9], sampler)
+    assert again.tokens == ModelDrafter(model, VOCAB_SIZE, 256).grow(k_ary(2, 31), [*PROMPT, 9], sampler).tokens
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5])
+def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
+    """Tokens drawn from softmax(exponent * score): the log-loss is least at that very exponent."""
+    generator, sharpness = torch.Generator().manual_seed(1), Sharpness()
+    for _ in range(500):
+        score_TV = torch.randn(3, 20, generator=generator)
+        token_T1 = (exponent * score_TV).softmax(1).multinomial(1, generator=generator)
+        sharpness.learn(score_TV, token_T1[:, 0].tolist())
+    assert sharpness.exponent == exponent
+
+
+def test_a_token_that_was_ruled_out_teaches_nothing() -> None:
+    sharpness = Sharpness()
+    start = sharpness.exponent
+    for _ in range(50):
+        sharpness.learn(torch.tensor([[0.0, -torch.inf, 3.0]]), [1])
+    assert sharpness.exponent == start
+
+
+def test_decoding_teaches_each_kind_of_sampling_by_itself(models: tuple[Path, Path]) -> None:
+    with load(*models, ram="1GiB", context=128, tree="grown:24x6", threads=1) as decoder:
+        drafter = decoder.drafter
+        assert isinstance(drafter, ModelDrafter)
+        for temperature, seed in ((0.0, 0), (0.9, 0), (0.9, 1)):
+            decoder.generate(PROMPT, max_new_tokens=30, temperature=temperature, seed=seed)
+        assert sorted(sampling.temperature for sampling, _ in drafter._sharpness) == [0.0, 0.9]
+
+
+@pytest.mark.parametrize("rule", ["match", "topk"])
+def test_rules_that_repeat_draws_give_the_same_ids(models: tuple[Path, Path], rule: str) -> None:
+    sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 2, "max_new_tokens": 60}
+    with load(*models, ram="1GiB", context=128, tree="grown:32x8", rule=rule, threads=1) as decoder:
+        plain, tree = (decoder.generate(PROMPT, tree=tree, **sampling) for tree in ("none", None))
+    assert tree.token_ids == plain.token_ids
+    assert tree.stats.tokens_per_sweep > 1.2
+    assert tree.as_dict()["stats"]["tree"] == {"num_nodes": 32, "depth": 8, "is_grown": True}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
+def test_rules_that_test_ratios_are_refused(models: tuple[Path, Path], rule: str) -> None:
+    wanted = rf"--tree grown:32x8 looks at .* and rule {rule} .*: use --tree 32x8 or --rule match$"
+    with pytest.raises(UserError, match=wanted):
+        load(*models, ram="1GiB", tree="grown:32x8", rule=rule)
+    with (
+        load(*models, ram="1GiB", tree="32x8", rule=rule, threads=1) as decoder,
+        pytest.raises(UserError, match=wanted),
+    ):
+        decoder.generate(PROMPT, tree="grown:32x8")
+
+
+def test_the_bench_compares_both_kinds_on_the_same_text() -> None:
+    from offload.bench.grown_trees import compare
+    from offload.cli.demo import PAIR
+
+    with load(PAIR / "target", PAIR / "draft", "1GiB", "16x6", context=128, threads=1, profile="none") as decoder:
+        prompts = [decoder.encode(text, raw=True) for text in ("def main(", "import os\n")]
+        row = compare(decoder, "16x6", 0.6, prompts, 12)
+    assert row["ratio"] == row["grown"]["tokens_per_step"] / row["fixed"]["tokens_per_step"]
+    assert 1 <= row["fixed"]["tokens_per_step"] <= 7 and row["grown"]["draft_s"] > 0
+
+
+@pytest.mark.parametrize("bounds", [Growth(16, 8), Growth(64, 8), Growth(64, 24), Growth(128, 20), Growth(300, 16)])
+def test_a_growth_takes_the_draft_steps_that_are_planned_for(bounds: Growth, models: tuple[Path, Path]) -> None:
+    widths: list[int] = []
+    with load(*models, "1GiB", f"grown:{bounds.num_nodes}x{bounds.depth}", context=64, threads=1) as decoder:
+        sampler, drafter = decoder.begin(Sampling(), decoder.rule), decoder.drafter
+        assert isinstance(drafter, ModelDrafter)
+        run = drafter._draft.run
+        drafter._draft.run = lambda *rows: widths.append(len(rows[0])) or run(*rows)  # type: ignore[method-assign,func-returns-value]
+        drafter.grow(bounds, PROMPT, sampler)
+    assert len(widths) + 1 == pytest.approx(len(bounds.draft_widths), abs=3)
+    assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.2)

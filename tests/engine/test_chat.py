@@ -1,0 +1,300 @@
+"""Conversations: a turn that keeps what was computed before writes what a fresh decoder writes on the whole of it."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from reciting import PIECES, SAID, at_sweep, interrupt, streaming_ram
+from refusals import assert_refused
+from shell import ROOT, Outcome, shell
+from tiny import FAMILIES, save_pair, save_reciter, save_tokenizer
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Sampling
+from offload.engine.decoder import Decoder, num_shared
+from offload.engine.request import Request
+from offload.errors import UserError
+from offload.memory.planner import plan_memory
+from offload.tree.spec import parse_tree
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+NUM_NEW, CONTEXT = 20, 384
+QUESTIONS = ("Who?", "Why, then?", "And?")
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers everything with the same text."""
+    return save_reciter(tmp_path_factory.mktemp("talker"), PIECES, ends=True, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in tokens that its text is made of when it is read again."""
+    return save_reciter(tmp_path_factory.mktemp("letters"), (":", "O", "k", "."), ends=True, chat_template=TEMPLATE)
+
+
+def open_pair(family: str, directory: Path, tree: str, rule: str = "match", **options: object) -> Decoder:
+    """A random pair, streamed, that writes anything, broken UTF-8 too, which no template gives back as it was."""
+    if not directory.joinpath("target").exists():
+        target, _ = save_pair(FAMILIES[family](), directory)
+        save_tokenizer(target, chat_template=TEMPLATE)
+    pair = [open_checkpoint(directory / name) for name in ("target", "draft")]
+    num_nodes = parse_tree(tree).num_nodes
+    roomy = plan_memory(*pair, ram=1 << 40, dtype="float32", context=CONTEXT, num_nodes=num_nodes, rule=rule)
+    ram = roomy.fixed_bytes + 3 * max(roomy.layer_bytes)
+    names = [checkpoint.directory for checkpoint in pair]
+    decoder = offload.load(*names, ram, tree, rule, context=CONTEXT, dtype="float32", threads=1, **options)  # type: ignore[arg-type]
+    assert decoder.plan.num_slots, "all of it fits"
+    return decoder
+
+
+def said(chat: offload.Chat, question: str) -> tuple[list[dict[str, str]], list[int]]:
+    """What the model was given and what it wrote."""
+    asked = [*chat.messages, {"role": "user", "content": question}]
+    text = "".join(chat.ask(question))
+    assert chat.turn is not None and chat.turn.result().text == text
+    return asked, chat.turn.result().token_ids
+
+
+@pytest.mark.parametrize(
+    ("family", "tree", "rule", "temperature"),
+    [
+        ("llama", "8x3", "match", 0.0),
+        ("llama", "grown:16x4", "match", 0.8),
+        ("llama", "none", "match", 0.0),
+        ("qwen3-sliding", "chain:3", "match", 0.0),
+        ("gemma3", "8x3", "match", 1.0),
+        ("llama", "8x3", "sequoia", 1.0),
+    ],
+)
+def test_a_turn_is_that_of_a_fresh_decoder(
+    family: str, tree: str, rule: str, temperature: float, tmp_path: Path
+) -> None:
+    with open_pair(family, tmp_path, tree, rule) as decoder:
+        chat = offload.Chat(decoder, Sampling(temperature=temperature, seed=5), system="Be.", max_new_tokens=NUM_NEW)
+        turns, kept = [], []
+        for question in QUESTIONS:
+            turns.append(said(chat, question))
+            assert chat.turn is not None
+            kept.append(chat.turn.result().stats.num_kept_tokens)
+        assert kept[0] == 0 and kept[1] >= len("<Be.<Who?<:") and kept[2] > kept[1], "else nothing is shown"
+    with open_pair(family, tmp_path, tree, rule) as fresh:
+        for number, (asked, token_ids) in enumerate(turns):
+            alone = fresh.generate(asked, max_new_tokens=NUM_NEW, temperature=temperature, seed=5 + number)
+            assert alone.token_ids == token_ids and alone.stats.num_kept_tokens == 0
+
+
+def test_a_prefix_that_is_not_shared_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: keeping what later turns do not begin with is seen in their tokens."""
+    monkeypatch.setattr("offload.engine.decoder.num_shared", lambda held, keep: min(len(held), len(keep)))
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        chat = offload.Chat(decoder, max_new_tokens=NUM_NEW)
+        turns = [said(chat, question) for question in QUESTIONS]
+        assert any(decoder.generate(asked, max_new_tokens=NUM_NEW).token_ids != ids for asked, ids in turns)
+
+
+def test_everything_is_kept_where_the_template_gives_it_back(letters: Path) -> None:
+    """But for the last token, when it was emitted and never computed with."""
+    with offload.load(letters, letters, "1GiB", "8x3", context=CONTEXT, threads=1) as decoder:
+        chat, held = offload.Chat(decoder), 1
+        for _ in range(3):
+            assert "".join(chat.ask("Say")) == "Ok."
+            assert chat.turn is not None
+            result = chat.turn.result()
+            assert result.stats.num_kept_tokens in (held - 1, held)
+            held = result.stats.num_prompt_tokens + len(result.token_ids)
+        assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 3
+        chat.clear()
+        assert chat.messages == []
+
+
+def test_runs_in_between_cost_time_and_nothing_else(talker: Path) -> None:
+    with offload.load(talker, talker, "1GiB", "8x3", context=CONTEXT, threads=1) as decoder:
+        chat = offload.Chat(decoder)
+        list(chat.ask("Say"))
+        decoder.generate("Something else:", max_new_tokens=3, raw=True)
+        assert "".join(chat.ask("Say")) == SAID and len(chat.messages) == 4
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 6, 9, 14])
+def test_an_answer_that_is_stopped_spoils_nothing(number: int, tmp_path: Path) -> None:
+    """Stopped behind any layer: of the prompt's sweep, of a later one, at its end."""
+    layers = 0
+
+    def stop() -> None:
+        nonlocal layers
+        layers += 1
+        if layers == number:
+            raise InterruptedError
+
+    with open_pair("llama", tmp_path, "8x3", on_layer=stop) as decoder:
+        chat = offload.Chat(decoder, max_new_tokens=NUM_NEW)
+        with pytest.raises(InterruptedError):
+            list(chat.ask("Who?"))
+        assert len(chat.messages) == (2 if number > 4 else 0), "a question without any answer is forgotten"
+        asked, token_ids = said(chat, "Why, then?")
+        assert decoder.generate(asked, max_new_tokens=NUM_NEW).token_ids == token_ids
+
+
+def test_an_answer_that_nobody_listens_to_any_more_counts_as_far_as_it_was_heard(talker: Path) -> None:
+    with offload.load(talker, talker, "1GiB", "chain:1", context=CONTEXT, threads=1) as decoder:
+        chat = offload.Chat(decoder)
+        with closing(chat.ask("Say")) as pieces:
+            heard = next(pieces) + next(pieces)
+        assert SAID.startswith(heard) and chat.messages[1]["content"] == heard.rstrip("\ufffd")
+        assert "".join(chat.ask("Say")) == SAID
+
+
+def test_a_conversation_that_fills_the_context_is_refused(talker: Path) -> None:
+    with offload.load(talker, None, "1GiB", context=64, threads=1) as decoder:
+        chat = offload.Chat(decoder)
+        list(chat.ask("x"))
+        with pytest.raises(UserError, match=r"the conversation has \d+ tokens, the context 64: begin anew"):
+            chat.ask("y" * 64)
+        assert len(chat.messages) == 2
+        chat.clear()
+        answer = "".join(chat.ask("x" * 45))
+        assert chat.turn is not None and chat.turn.result().finish_reason == "length"
+        assert answer and SAID.startswith(answer.rstrip("\ufffd"))
+
+
+def test_num_shared() -> None:
+    assert [num_shared([1, 2, 3], other) for other in ([], [1], [1, 2, 4], [2], [1, 2, 3, 4])] == [0, 1, 2, 0, 3]
+
+
+# At the command line
+
+
+def chat(model: Path, stdin: str, *arguments: object) -> Outcome:
+    flags = ("-d", model, "--tree", "chain:1", "--ram", streaming_ram(model), "--context", 256, "--threads", 1)
+    return shell("chat", "-m", model, *flags, *arguments, stdin=stdin.encode())
+
+
+def test_every_line_is_a_question(letters: Path) -> None:
+    outcome = chat(letters, "Say\n\n  \nSay it\n/clear\nAnd again")
+    assert outcome.code == 0 and outcome.out == 3 * "Ok.\n"
+    turns = [line for line in outcome.err.splitlines() if line.startswith("(4 tokens, the first after")]
+    first, after, third = (len(f"<user:{question}<assistant:") for question in ("Say", "Say it", "And again"))
+    second = first + len("Ok.>") + after
+    read = [turn.split("; ")[1] for turn in turns]
+    assert read[0] == f"{first} of {first} tokens read)"
+    assert read[1] in (f"{new} of {second} tokens read)" for new in (after, after + 1)), "and what was said is not"
+    assert read[2] == f"{third - len('<user:')} of {third} tokens read)", "that much is the same in all of them"
+    assert "/exit or Ctrl-D leaves" in outcome.err
+
+
+def test_exit_leaves_and_quiet_is_quiet(talker: Path) -> None:
+    assert chat(talker, "Say\n/exit\nSay\n", "--quiet") == Outcome(0, SAID + "\n", "")
+    assert chat(talker, "", "--quiet") == Outcome(0, "", "")
+
+
+def test_what_is_wrong_with_one_line_ends_nothing(talker: Path) -> None:
+    outcome = chat(talker, "x" * 300 + "\nSay\n", "--quiet")
+    assert outcome.code == 0 and outcome.out == SAID + "\n"
+    assert outcome.err.startswith("offload: the conversation has 3") and outcome.err.count("\n") == 1
+
+
+def test_an_interrupt_ends_the_answer_and_not_the_program(talker: Path) -> None:
+    with at_sweep(4, interrupt):
+        outcome = chat(talker, "Say\nSay\n")
+    cut, whole = outcome.out.split("\n", 1)
+    assert outcome.code == 0 and whole == SAID + "\n" and cut and SAID.startswith(cut.rstrip("\ufffd"))
+    assert ", stopped, the first after" in outcome.err and "Traceback" not in outcome.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_ends_the_program(talker: Path) -> None:
+    with at_sweep(4, lambda: (interrupt(), interrupt())):
+        outcome = chat(talker, "Say\nSay\n")
+    assert outcome.code == 130 and outcome.err.splitlines()[-1] == "offload: interrupted"
+
+
+def test_a_system_prompt_is_read_first(talker: Path) -> None:
+    system, plain = (chat(talker, "Say", *flags) for flags in (("--system", "Be brief."), ()))
+    assert system.out == plain.out == SAID + "\n"
+    assert f"{len('<system:Be brief.<user:Say<assistant:')} tokens read" in system.err
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_models_that_do_not_know_turns_are_refused(sound: Path, tmp_path: Path) -> None:
+    assert_refused(chat(sound, "Say"), "the model has no chat template", "offload generate")
+    strict = save_reciter(tmp_path, PIECES, ends=True, chat_template=NO_SYSTEM)
+    assert_refused(chat(strict, "Say", "--system", "Be."), "chat template failed", "some know no system prompt")
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([{"role": "user"}], "a message must have a role and a content of text, got {'role': 'user'}"),
+        ([{"role": "user", "content": "a"}, 5], "a message must have a role and a content of text, got 5"),
+        ([{"role": "user", "content": 5}], "a message must have a role and a content of text"),
+    ],
+)
+def test_messages_are_checked(prompt: list[dict[str, str]], words: str, talker: Path) -> None:
+    with pytest.raises(UserError) as error:
+        offload.load(talker, ram="1GiB", context=64, threads=1, request=Request(prompt))
+    assert words in str(error.value)
+
+
+def test_messages_exclude_raw(talker: Path) -> None:
+    with offload.load(talker, ram="1GiB", context=256, threads=1) as decoder:
+        with pytest.raises(UserError, match="messages need the chat template, got raw=True: give text"):
+            decoder.generate([{"role": "user", "content": "a"}], raw=True)
+        assert decoder.generate([{"role": "user", "content": "Say"}]).text == SAID
+        assert decoder.generate("Say").text == SAID and decoder.generate("Say:", raw=True).text == SAID
+
+
+def read_until(terminal: int, wanted: bytes, act: Callable[[], object] = lambda: None) -> bytes:
+    """What is printed until something is; `act` is done at first, and again while nothing comes."""
+    seen = b""
+    for _ in range(60):
+        act()
+        while select.select([terminal], [], [], 2)[0]:
+            seen += os.read(terminal, 4096)
+            if wanted in seen:
+                return seen
+    raise AssertionError(f"{wanted!r} never came, only {seen!r}")
+
+
+@pytest.fixture
+def terminal(talker: Path) -> Iterator[tuple[int, "subprocess.Popen[bytes]"]]:
+    """A conversation as it is typed, in a process that believes in its terminal."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (24, 80))
+    command = [sys.executable, "-m", "offload", "chat", "-m", str(talker), "--ram", "1GiB", "--context", "256"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "80"}
+    running = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    yield ours, running
+    running.kill()
+    running.wait()
+    os.close(ours)
+
+
+def test_a_terminal_is_asked_and_answered(terminal: tuple[int, "subprocess.Popen[bytes]"]) -> None:
+    ours, running = terminal
+    start = read_until(ours, b"leaves\r\n> ")
+    assert b"starting ..." in start
+    os.write(ours, b"Say\n")
+    assert SAID.encode().replace(b"\n", b"\r\n") in read_until(ours, b"tokens read)\r\n> ")
+    # One that comes between the prompt and the waiting for keys is heard with the next key only.
+    read_until(ours, b"leaves\r\n> ", lambda: running.send_signal(signal.SIGINT))
+    os.write(ours, b"\x04")
+    assert running.wait(timeout=60) == 0

@@ -1,0 +1,125 @@
+"""What a decoder gives back: threads, files and memory when it closes, its state when a run is left or overtaken."""
+
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reciting import PROMPT, at_call, at_sweep, failing_reads, interrupt, num_readers, open_decoder
+from tiny import save_reciter
+
+import offload
+from offload.config import Sampling
+from offload.drafting.draft_model import Draft
+from offload.drafting.model import ModelDrafter
+from offload.model.target import Target
+from offload.streaming import disk as host_store
+from offload.streaming.layer_stream import LayerStream
+
+
+def test_close_gives_back_threads_files_and_memory(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[weakref.ref[np.ndarray]] = []
+    allocate = host_store.allocate
+
+    def remembered(num_bytes: int) -> np.ndarray:
+        buffer = allocate(num_bytes)
+        buffers.append(weakref.ref(buffer))
+        return buffer
+
+    for module in ("host_store", "layer_stream"):
+        monkeypatch.setattr(f"offload.{module}.allocate", remembered)
+    before = None
+    for _ in range(4):
+        decoder = open_decoder(looper)
+        decoder.generate(PROMPT, max_new_tokens=5)
+        assert num_readers() > 0
+        decoder.close()
+        after = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+        assert before in (None, after), "every round leaves what the first one left"
+        before = after
+        assert num_readers() == 0
+        assert len(buffers) > 10 and all(buffer() is None for buffer in buffers), "close frees, not the next collection"
+
+
+def test_failed_loads_give_back_threads_and_files(looper: Path, tmp_path: Path) -> None:
+    stranger = save_reciter(tmp_path, [":", " un", " deux"])
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(offload.UserError, match="vocabulary"):
+            offload.load(looper, stranger, ram="1GiB", context=64, threads=1)
+        with failing_reads(12), pytest.raises(offload.ReadError):
+            open_decoder(looper)
+    gc.collect()
+    assert num_readers() == 0 and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_closed_decoder_refuses(looper: Path) -> None:
+    decoder = open_decoder(looper)
+    decoder.close()
+    decoder.close()
+    with pytest.raises(offload.UserError, match="closed: load the model again"):
+        decoder.generate(PROMPT)
+
+
+def test_decoder_goes_on_after_an_abandoned_run(looper: Path) -> None:
+    with open_decoder(looper) as decoder:
+        wanted = decoder.generate(PROMPT, max_new_tokens=30).token_ids
+        for _, __ in zip(decoder.stream(PROMPT, max_new_tokens=30), range(2), strict=False):
+            pass
+        with at_sweep(3, interrupt), pytest.raises(KeyboardInterrupt):
+            decoder.generate(PROMPT, max_new_tokens=30)
+        assert decoder.generate(PROMPT, max_new_tokens=30).token_ids == wanted
+
+
+def test_a_run_that_was_overtaken_refuses(looper: Path) -> None:
+    """It would go on with the keys and values of another sequence."""
+    with open_decoder(looper) as decoder:
+        overtaken = decoder.stream(PROMPT, max_new_tokens=30)
+        next(overtaken)
+        last = decoder.stream(PROMPT, max_new_tokens=30)
+        next(last)
+        with pytest.raises(offload.UserError, match="finish one before the next"):
+            next(overtaken)
+        next(last)
+    with pytest.raises(offload.UserError, match="was closed"):
+        next(last)
+
+
+MOMENTS = [(Draft, "run"), (Target, "score"), (LayerStream, "release"), (Target, "commit"), (ModelDrafter, "commit")]
+
+
+@pytest.mark.parametrize(("owner", "method"), MOMENTS, ids=lambda one: getattr(one, "__name__", one))
+def test_an_interrupted_run_goes_on_where_it_was(owner: type, method: str, looper: Path) -> None:
+    """Half a step is no step: one cache may have taken in what the other has not."""
+    with open_decoder(looper) as decoder:
+        wanted = decoder.generate(PROMPT, max_new_tokens=40)
+        run = decoder.run(PROMPT, Sampling(), max_new_tokens=40)
+        with at_call(owner, method, 4, interrupt), pytest.raises(KeyboardInterrupt):
+            list(run)
+        assert run.result().finish_reason == "interrupted"
+        assert "".join(run), "the rest"
+        result = run.result()
+    assert result.token_ids == wanted.token_ids and result.text == wanted.text
+    assert result.finish_reason == "length" and result.stats.decode_s > 0
+
+
+def test_a_run_goes_on_when_its_reader_comes_back(looper: Path) -> None:
+    with open_decoder(looper) as decoder:
+        wanted = decoder.generate(PROMPT, max_new_tokens=40).text
+        run = decoder.run(PROMPT, Sampling(), max_new_tokens=40)
+        first = next(iter(run))
+        assert first + "".join(run) == wanted
+        before = run.result()
+        assert list(run) == [] and run.result() == before, "there is nothing behind the end"
+
+
+def test_a_run_that_has_ended_stays_ended(ender: Path) -> None:
+    """Behind its last token the model would go on."""
+    with open_decoder(ender) as decoder:
+        run = decoder.run(PROMPT, Sampling(), max_new_tokens=40)
+        list(run)
+        token_ids = run.result().token_ids
+        assert list(run) == [] and run.result().token_ids == token_ids

@@ -1,0 +1,116 @@
+"""What cannot run is refused early: before a weight is read, and what needs no model, before one is looked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import assert_refused, generate
+from shell import shell
+
+import offload
+from offload.engine.request import Request
+from offload.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("_instant_link")
+
+EARLY = [
+    ("-p", "x" * 63, "exceed the context of 64"),
+    ("--stop", "", "a stop string must not be empty"),
+    ("--profile", "nowhere.json", "cannot read the profile nowhere.json"),
+    ("--tree", "chain:64", "64 deep, the context has 64 positions"),
+    ("--tree", "grown:99x70", "70 deep, the context has 64 positions"),
+    ("--ram", "1MiB", "raise --ram to"),
+]
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(("flag", "value", "words"), EARLY)
+def test_no_weight_is_read_for_what_cannot_run(flag: str, value: str, words: str, sound: Path) -> None:
+    given = {"-p": "Count:", "--tree": "auto"} | {flag: value}
+    assert_refused(generate(sound, "-d", sound, *(word for pair in given.items() for word in pair)), words)
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request([5] * 60), "60 tokens and 128 new ones exceed the context of 64"),
+        (Request([]), "the prompt is empty"),
+        (Request([10**6]), "prompt ids must lie in"),
+        (Request(["a"]), r"must be text, messages or token ids, got \['a'\]"),  # type: ignore[list-item]
+        (Request([1.5]), r"must be text, messages or token ids, got \[1.5\]"),  # type: ignore[list-item]
+        (Request(7), "must be text, messages or token ids, got 7"),  # type: ignore[arg-type]
+        (Request("Count:", max_new_tokens=-1), "the number of new tokens must be 0 or more, got -1"),
+        (Request("Count:", max_new_tokens=1, stop=["a", ""]), "a stop string must not be empty"),
+    ],
+)
+def test_the_first_request_is_checked_by_load(request_: Request, words: str, sound: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        offload.load(sound, sound, "1GiB", context=64, threads=1, request=request_)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tree", "oak", "--tree must be"),
+        ("tree", "grown:8x3", "rule sequoia is exact only without that"),
+        ("rule", "luck", "--rule must be one of"),
+        ("ram", "lots", "--ram must be a size"),
+        ("dtype", "int3", "--dtype must be one of"),
+        ("context", 0, "--context must be 1 or more"),
+        ("threads", 0, "--threads must be 1 or more"),
+        ("link_limit", "fast", "--link-limit must be a size"),
+        ("device", "tpu", "--device must be"),
+        ("profile", "nowhere.json", "cannot read the profile"),
+    ],
+)
+def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id would be downloaded first, hundreds of gigabytes perhaps."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("a model is looked for although nothing could be done with it")
+
+    monkeypatch.setattr("offload.checkpoint.hub.open_headers", forbidden)
+    options: dict[str, Any] = {"rule": "sequoia", name: value}
+    with pytest.raises(UserError, match=words):
+        offload.load("some/model", "some/draft", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tree oak", "--tree must be"),
+        ("--rule luck", "--rule must be one of"),
+        ("--ram lots", "--ram must be a size"),
+        ("-n 500", "exceed the context of 512"),
+        ("-n 1", "two speeds need -n of 2 or more"),
+    ],
+)
+def test_demo_makes_no_target_in_vain(arguments: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.cli.demo.inflate", None)
+    assert_refused(shell("demo", *arguments.split()), words)
+
+
+def test_demo_says_where_it_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert_refused(shell("demo", "--size", "60MB"), "cannot write", "Not a directory", "set XDG_CACHE_HOME")
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_tune_measures_nothing_in_vain(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short, command = tmp_path / "short.txt", ("tune", "-m", sound, "-d", sound, "--ram", "1GiB", "--text")
+    short.write_text("x")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert_refused(shell(*command, short), "a text must have 64 tokens")
+    assert_refused(shell(*command, short, "--tree", "oak"), "--tree must be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(short))
+    assert_refused(shell(*command, short), "cannot write", "set XDG_CACHE_HOME")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--trace"])
+@pytest.mark.parametrize("place", [".", "file/result.json"])
+def test_bench_measures_nothing_that_it_cannot_store(flag: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = ("bench", "decode", "-m", "no/such/folder", flag, tmp_path / place)
+    assert_refused(shell(*command), "cannot write", "name another file")

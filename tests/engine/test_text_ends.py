@@ -1,0 +1,123 @@
+"""Where a text ends, at a token, a length or a stop string: at the same place whatever tree and bursts brought it.
+
+Why: what is shown in pieces cannot be taken back. Invariant: no character is broken, nothing of a stop string is shown.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from reciting import NUM_SAID, PIECES, PROMPT, SAID, TREES, generate, generate_json, open_decoder
+from tiny import save_tokenizer
+
+from offload.engine.text import TextStream
+
+
+def test_end_token_stops(ender: Path) -> None:
+    for tree in TREES:
+        result = generate_json(ender, tree=tree)
+        assert result["finish_reason"] == "stop" and result["text"] == SAID
+        assert len(result["token_ids"]) == NUM_SAID + 1 and result["token_ids"][-1] == 2, "the end is a token, not text"
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 14))
+def test_length_stops_inside_a_burst(num_tokens: int, looper: Path) -> None:
+    with open_decoder(looper) as decoder:
+        results = [decoder.generate(PROMPT, max_new_tokens=num_tokens, tree=tree) for tree in TREES]
+    assert {len(result.token_ids) for result in results} == {num_tokens}
+    assert {result.finish_reason for result in results} == {"length"}
+    assert len({result.text for result in results}) == 1
+
+
+STOPS = [
+    (("wör",), " Hello "),  # begins and ends within tokens
+    (("o wörld 日",), " Hell"),  # over seven tokens, and a character in three parts
+    (("\n",), " Hello wörld 日 😀!"),
+    ((" ",), ""),
+    (("never said",), SAID),
+    (("😀", "日"), " Hello wörld "),  # the order in which they are given does not matter
+    (("日", "😀"), " Hello wörld "),
+    (("lo w", "o"), " Hell"),  # the first one to be complete counts, not the first one to begin
+    (("😀!\n", "Hello there"), " Hello wörld 日 "),
+]
+
+
+@pytest.mark.parametrize(("stops", "text"), STOPS)
+def test_stop_strings_end_every_tree_at_the_same_place(stops: tuple[str, ...], text: str, ender: Path) -> None:
+    with open_decoder(ender) as decoder:
+        results = [decoder.generate(PROMPT, stop=stops, tree=tree) for tree in TREES]
+        pieces = ["".join(decoder.stream(PROMPT, stop=stops, tree=tree)) for tree in TREES]
+    assert {result.text for result in results} == {text}
+    assert set(pieces) == {text}, "nothing of a stop string was shown before it was complete"
+    assert len({tuple(result.token_ids) for result in results}) == 1
+    assert {result.finish_reason for result in results} == {"stop"}
+
+
+def test_stop_flag_may_be_given_several_times(ender: Path) -> None:
+    assert generate(ender, "--stop", "日", "--stop", "😀").out == " Hello wörld \n"
+
+
+# Text in pieces
+
+
+@pytest.fixture(scope="session")
+def stream_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TextStream]:
+    tokenizer = save_tokenizer(tmp_path_factory.mktemp("tokenizer"), PIECES)
+    return lambda stop=(): TextStream(tokenizer, tokenizer("äöü 日:")["input_ids"], stop)
+
+
+def bursts(tokens: list[int], rng: random.Random) -> Iterator[list[int]]:
+    while tokens:
+        length = rng.randrange(1, 6)
+        yield tokens[:length]
+        tokens = tokens[length:]
+
+
+def test_characters_are_never_broken(stream_of: Callable[..., TextStream], tmp_path: Path) -> None:
+    text, rng = "añ日😀é…ß😀\n" * 4, random.Random(3)
+    tokens = save_tokenizer(tmp_path)(text)["input_ids"]
+    assert len(tokens) == len(text.encode()), "every byte is a token of its own"
+    for _ in range(40):
+        stream = stream_of()
+        pieces = [stream.push(burst)[0] for burst in bursts(tokens, rng)] + [stream.finish()]
+        assert "".join(pieces) == text == stream.text
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_text_are_shown_once_it_is_certain(
+    stream_of: Callable[..., TextStream], tmp_path: Path
+) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    lone, letter = tokenizer("日")["input_ids"][0], tokenizer("a")["input_ids"][0]
+    stream = stream_of()
+    assert [stream.push([token])[0] for token in (lone, letter, lone)] == ["", "\ufffda", ""]
+    assert stream.whole() == "\ufffda\ufffd" and stream.text == "\ufffda", "looking takes nothing"
+    assert stream.finish() == "\ufffd"
+
+
+def test_bursts_never_change_where_a_stop_string_ends_a_text(
+    stream_of: Callable[..., TextStream], tmp_path: Path
+) -> None:
+    text, rng = "a日ab😀aab日b" * 3, random.Random(4)
+    tokens = save_tokenizer(tmp_path)(text)["input_ids"]
+    num_stopped = 0
+    for _ in range(150):
+        stop = ["".join(rng.choices("ab日😀", k=rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))]
+        endings = {ending(stream_of(stop), ([token] for token in tokens))}
+        endings |= {ending(stream_of(stop), bursts(tokens, rng)) for _ in range(3)}
+        ((shown, _, has_stopped),) = endings
+        assert not any(word in shown for word in stop)
+        num_stopped += has_stopped
+    assert 30 < num_stopped < 150
+
+
+def ending(stream: TextStream, pushed: Iterator[list[int]]) -> tuple[str, tuple[int, ...], bool]:
+    """What was shown, the tokens that count, and whether a stop string was met."""
+    shown = ""
+    for burst in pushed:
+        piece, has_stopped = stream.push(burst)
+        shown += piece
+        if has_stopped:
+            return shown, tuple(stream.tokens), True
+    return shown + stream.finish(), (), False

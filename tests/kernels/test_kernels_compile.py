@@ -1,0 +1,72 @@
+"""Kernels without a GPU: whether the compiler accepts them, and whether their twins do without Triton.
+
+Each is tried in a process of its own, and needs no card where there is one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.kernels.jit import HAS_TRITON
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(*arguments: str) -> str:
+    """In a process without Triton's interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_twins_need_no_triton() -> None:
+    names = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
+    run_python(
+        "-c",
+        f"""
+import sys
+sys.modules["triton"] = None
+import importlib, torch
+for name in {names}:
+    importlib.import_module(f"offload.kernels.{{name}}")
+from offload.kernels.registry import TWINS
+from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_twin
+assert TWINS.keyed_gumbel(1, 2, 30).shape == (30,)
+states = torch.randn(2, 3, 16)
+sight = Sight(pack_bits(torch.ones(3, 3, dtype=torch.bool)), 0, torch.arange(3))
+tree_attention_twin(states, states, states, sight, scaling=1.0)
+""",
+    )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """Each is compiled once for all sizes: a kernel that is compiled anew as the text grows would stall the decoder."""
+    lines = run_python("tests/compile_kernels.py", "86", str(tmp_path)).splitlines()
+    compiled = [json.loads(line) for line in lines]
+    names = {row["kernel"] for row in compiled}
+    assert names == {"_attend", "_best_of_chunk", "_candidates", "_fill", "_gather"}
+    for row in compiled:
+        assert row["shared_bytes"] <= 99 << 10, f"more shared memory than such a GPU grants a program: {row}"
+    attending = [row for row in compiled if row["kernel"] == "_attend" and not row["is_float32"]]
+    assert attending and all(row["has_tensor_cores"] for row in attending)
+    again = [row for row in compiled if row["is_repeated"]]
+    assert {row["kernel"] for row in again} == names
+    assert not any(row["is_new"] for row in again), again
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+def test_a_run_compiles_nothing_that_its_duels_have_not(tmp_path: Path) -> None:
+    """While a prefix grows, at any temperature, and for paths of all lengths; a compiler takes longer than a sweep."""
+    compiled = json.loads(run_python("tests/compile_run.py", "86", str(tmp_path)).splitlines()[-1])
+    assert compiled["run"] == []
+    counts = [
+        compiled["duels"].count(name) for name in ("_attend", "_gather", "_best_of_chunk", "_fill", "_candidates")
+    ]
+    assert counts == [2, 9, 2, 1, 1]

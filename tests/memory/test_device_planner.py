@@ -1,0 +1,310 @@
+"""Plans for cards that nobody here owns: two budgets, three tiers, and planted mistakes that the checks must find."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import ModelShape, model_shape
+from offload.cli.console import plan_line
+from offload.cli.demo import PAIR
+from offload.errors import UserError
+from offload.memory import planner as plans
+from offload.memory.device_planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Card, make_device_plan
+from offload.memory.plan import DRAW_BYTES, MemoryPlan, Tier
+from offload.memory.planner import plan_memory
+
+GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
+_70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "intermediate_size": 28672, "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16"}  # fmt: skip
+_8B = {**_70B, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-2-70B": {**_70B, "vocab_size": 32000},
+    "Llama-2-7B": {**_8B, "vocab_size": 32000, "num_key_value_heads": 32, "intermediate_size": 11008},
+    "Llama-3-70B": {**_70B, "vocab_size": 128256},
+    "Llama-3-8B": {**_8B, "vocab_size": 128256},
+    "Qwen2.5-72B": {**_70B, "model_type": "qwen2", "intermediate_size": 29568, "vocab_size": 152064},
+    "Qwen2.5-7B": {**_8B, "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
+                   "vocab_size": 152064},
+}  # fmt: skip
+PAIRS = [("Llama-2-70B", "Llama-2-7B"), ("Llama-3-70B", "Llama-3-8B"), ("Qwen2.5-72B", "Qwen2.5-7B")]
+MACHINES = list(product((24, 48, 80), (64, 128, 256)))  # GiB of a card, GB of its host
+
+
+def shape_of(name: str) -> ModelShape:
+    return model_shape(checkpoint_of_config(CONFIGS[name], Path("/nowhere/config.json")))
+
+
+SHAPES = {name: shape_of(name) for name in CONFIGS}
+
+
+def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **sizes: Any) -> MemoryPlan:
+    draft = SHAPES[pair[1]] if pair[1] else None
+    settings = {"context": 512, "num_nodes": 384, **sizes}
+    return make_device_plan(SHAPES[pair[0]], draft, Card(gpu_bytes, ram_bytes), **settings)
+
+
+def on_card(plan: MemoryPlan) -> int:
+    items = (plan.gpu_runtime_bytes, plan.rest_bytes, plan.draft_bytes, plan.law_bytes, plan.kv_bytes)
+    return sum(items) + plan.activation_bytes + plan.num_slots * plan.slot_bytes + layers_in(plan, Tier.RESIDENT)
+
+
+def on_host(plan: MemoryPlan) -> int:
+    items = (plan.runtime_bytes, plan.table_bytes, plan.staging_bytes, plan.num_host_slots * plan.slot_bytes)
+    return sum(items) + layers_in(plan, Tier.HOST)
+
+
+def layers_in(plan: MemoryPlan, tier: Tier) -> int:
+    return sum(plan.layer_bytes[layer] for layer, own in enumerate(plan.tier_L) if own is tier)
+
+
+def check(plan: MemoryPlan, target: ModelShape) -> None:
+    """What every plan of a card must hold, counted afresh."""
+    assert plan.gpu_bytes is not None and plan.device == "cuda"
+    assert on_card(plan) == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
+    assert on_host(plan) == plan.total_bytes <= plan.ram_bytes, "the host overflows"
+    assert plan.layer_bytes == target.layer_bytes and len(plan.tier_L) == len(target.layer_bytes), "a layer is lost"
+    assert plan.host_bytes == layers_in(plan, Tier.HOST)
+    assert plan.resident_bytes + plan.host_bytes + plan.disk_streamed_bytes == sum(target.layer_bytes)
+    assert plan.streamed_bytes == plan.host_bytes + plan.disk_streamed_bytes
+    if plan.streamed_bytes:
+        assert plan.num_slots in (2, 3) and plan.slot_bytes == max(target.layer_bytes), "layers have no way in"
+        assert on_card(plan) + max(target.layer_bytes) > plan.gpu_bytes, "the card has room for one more layer"
+        assert plan.num_slots == 3 or plan.num_resident == 0, "a third slot comes before resident layers"
+    if plan.disk_streamed_bytes:
+        assert plan.num_host_slots in (2, 3), "layers from disk have no way through the host"
+        assert on_host(plan) + max(target.layer_bytes) > plan.ram_bytes, "the host has room for one more layer"
+    else:
+        assert plan.num_host_slots == 0, "slots for nothing"
+    passing_bytes = max(*target.layer_bytes, target.head_bytes)
+    arena_bytes = plan.host_bytes + plan.num_host_slots * plan.slot_bytes
+    assert plan.staging_bytes + arena_bytes >= passing_bytes, "loading needs more than the host was planned for"
+
+
+@pytest.mark.parametrize(("gpu_gib", "ram_gb"), MACHINES)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
+def test_the_items_of_both_budgets_add_up(pair: tuple[str, str], gpu_gib: int, ram_gb: int) -> None:
+    check(plan_of(pair, gpu_gib * GIB, ram_gb * GB), SHAPES[pair[0]])
+    check(plan_of((pair[0], None), gpu_gib * GIB, ram_gb * GB, num_nodes=1), SHAPES[pair[0]])
+
+
+def moved(plan: MemoryPlan, source: Tier, target: Tier, count: int = 1) -> MemoryPlan:
+    tiers = list(plan.tier_L)
+    for _ in range(count):
+        tiers[tiers.index(source)] = target
+    return replace(plan, tier_L=tuple(tiers))
+
+
+MISTAKES: dict[str, tuple[Callable[[MemoryPlan], MemoryPlan], str]] = {
+    "one resident layer too many": (lambda plan: moved(plan, Tier.HOST, Tier.RESIDENT), "card overflows"),
+    "one resident layer too few": (lambda plan: moved(plan, Tier.RESIDENT, Tier.DISK), "room for one more"),
+    "one pinned layer too many": (lambda plan: moved(plan, Tier.DISK, Tier.HOST), "host overflows"),
+    "one pinned layer too few": (lambda plan: moved(plan, Tier.HOST, Tier.DISK), "host has room"),
+    "a draft that was not counted": (lambda plan: replace(plan, draft_bytes=0), "room for one more"),
+    "a card without a driver": (lambda plan: replace(plan, gpu_runtime_bytes=plan.gpu_runtime_bytes + GB), "overflows"),
+    "embeddings forgotten on the host": (lambda plan: replace(plan, table_bytes=3 * GB), "host overflows"),
+    "one slot": (lambda plan: replace(plan, num_slots=1), "no way in"),
+    "no way from the disk": (lambda plan: replace(plan, num_host_slots=0), "no way through"),
+    "a layer lost": (lambda plan: replace(plan, layer_bytes=plan.layer_bytes[1:], tier_L=plan.tier_L[1:]), "lost"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found(mistake: str) -> None:
+    plan = plan_of(PAIRS[0], 48 * GB, 64 * GB)
+    plant, words = MISTAKES[mistake]
+    with pytest.raises(AssertionError, match=words):
+        check(plant(plan), SHAPES["Llama-2-70B"])
+
+
+@pytest.mark.parametrize(("gpu_gib", "ram_gb"), MACHINES)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
+def test_tiers_are_what_a_pocket_calculator_says(pair: tuple[str, str], gpu_gib: int, ram_gb: int) -> None:
+    """Driver 1.1 GB, head and draft by their parameters, 1.5 GB of caches and activations."""
+    plan, layer_gb = plan_of(pair, gpu_gib * GIB, ram_gb * GB), SHAPES[pair[0]].layer_bytes[0] / GB
+    fixed_gb = 1.1 + (SHAPES[pair[0]].head_bytes + SHAPES[pair[1]].num_bytes) / GB + 1.5
+    by_hand = max(0, int((gpu_gib * GIB / GB - fixed_gb) / layer_gb) - 3)
+    assert abs(plan.num_resident - by_hand) <= 1
+    left_gb = (80 - plan.num_resident) * layer_gb
+    host_gb = ram_gb - 1.1 - SHAPES[pair[0]].table_bytes / GB
+    by_hand = 80 - plan.num_resident if host_gb >= left_gb else int(host_gb / layer_gb) - 3
+    assert abs(plan.num_layers_in(Tier.HOST) - by_hand) <= 1
+    assert (plan.num_layers_in(Tier.DISK) > 0) == (left_gb > host_gb)
+    assert ram_gb != 64 or plan.num_layers_in(Tier.DISK) > 0, "64 GB cannot hold what is left of 138 GB"
+    assert ram_gb != 256 or plan.num_layers_in(Tier.DISK) == 0
+
+
+def test_a_card_of_24_gb_holds_the_draft_and_slots_and_little_else() -> None:
+    plan = plan_of(PAIRS[0], 24 * GIB, 256 * GB)
+    assert 13.4 * GB < plan.draft_bytes < 15 * GB and 1.7 * GB < plan.slot_bytes < 1.72 * GB
+    assert plan.num_slots == 3 and plan.num_resident <= 2
+
+
+def test_layers_from_disk_are_spread_evenly_among_those_that_move() -> None:
+    plan = plan_of(PAIRS[0], 48 * GB, 96 * GB)
+    moving = [tier for tier in plan.tier_L if tier is not Tier.RESIDENT]
+    gaps = [len(list(run)) for tier, run in groupby(moving) if tier is Tier.HOST]
+    assert len(gaps) > 3 and max(gaps) - min(gaps) <= 1
+    stays = [len(list(run)) for stays, run in groupby(plan.is_resident) if not stays]
+    assert len(stays) > 3 and max(stays) - min(stays) <= 1
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, ("Llama-2-70B", None)], ids=str)
+def test_the_least_card_that_is_named_works_and_a_byte_less_does_not(pair: tuple[str, str | None]) -> None:
+    with pytest.raises(UserError, match="raise --gpu-mem to") as refusal:
+        plan_of(pair, GB, 256 * GB)
+    named_mib = int(re.search(r"raise --gpu-mem to (\d+)MiB", str(refusal.value))[1])
+    least = plan_of(pair, named_mib * MIB, 256 * GB)
+    assert (least.num_slots, least.num_resident) == (2, 0)
+    assert (named_mib - 1) * MIB < least.gpu_total_bytes <= named_mib * MIB
+    assert plan_of(pair, least.gpu_total_bytes, 256 * GB).num_slots == 2
+    with pytest.raises(UserError, match=f"raise --gpu-mem to {named_mib}MiB"):
+        plan_of(pair, least.gpu_total_bytes - 1, 256 * GB)
+
+
+def test_a_card_too_small_for_the_draft_hears_what_would_fit() -> None:
+    with pytest.raises(UserError) as refusal:
+        plan_of(PAIRS[0], 12 * GB, 256 * GB)
+    room = re.search(r"take a draft of at most ([\d.]+) GiB or lower --context from 512$", str(refusal.value))
+    assert "3.19 GiB of device memory for two layer slots" in str(refusal.value) and "of it for the draft" in str(
+        refusal.value
+    )
+    draft_bytes = plan_of(PAIRS[0], 24 * GB, 256 * GB).draft_bytes
+    without = plan_of((PAIRS[0][0], None), 24 * GB, 256 * GB)
+    fixed_bytes = without.fixed_bytes + 2 * without.slot_bytes
+    assert (
+        float(room[1]) == pytest.approx((12 * GB - fixed_bytes) / 2**30, abs=0.02)
+        and draft_bytes > 12 * GB - fixed_bytes
+    )
+
+
+def test_the_least_host_that_is_named_works_and_a_byte_less_does_not() -> None:
+    with pytest.raises(UserError, match="raise --ram to") as refusal:
+        plan_of(PAIRS[1], 48 * GB, 2 * GB)
+    named_mib = int(re.search(r"raise --ram to (\d+)MiB", str(refusal.value))[1])
+    least = plan_of(PAIRS[1], 48 * GB, named_mib * MIB)
+    assert (least.num_host_slots, least.num_layers_in(Tier.HOST)) == (2, 0) and least.num_layers_in(Tier.DISK) > 60
+    assert plan_of(PAIRS[1], 48 * GB, least.total_bytes).num_host_slots == 2
+    with pytest.raises(UserError, match=f"raise --ram to {named_mib}MiB"):
+        plan_of(PAIRS[1], 48 * GB, least.total_bytes - 1)
+
+
+def test_a_model_that_fits_the_card_needs_the_host_for_loading_only() -> None:
+    plan = plan_of(PAIRS[1], 200 * GB, 64 * GB)
+    check(plan, SHAPES["Llama-3-70B"])
+    assert (plan.num_resident, plan.num_slots, plan.host_bytes, plan.streamed_bytes) == (80, 0, 0, 0)
+    assert plan.staging_bytes == max(SHAPES["Llama-3-70B"].head_bytes, SHAPES["Llama-3-8B"].rest_bytes)
+
+
+def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
+    """Few small layers and a wide vocabulary: loading, not streaming, sets the least that a host needs."""
+    shape = ModelShape(layer_bytes=(10 * MIB,) * 40, rest_bytes=1000 * MIB, kv_bytes_per_token=0, row_bytes=0,
+                       logits_row_bytes=0, table_bytes=500 * MIB, head_bytes=500 * MIB)  # fmt: skip
+    sizes = {"context": 8, "num_nodes": 1}
+    card = (GPU_RUNTIME_BYTES + 500 * MIB) + 130 * MIB
+    with pytest.raises(UserError, match="raise --ram to") as refusal:
+        make_device_plan(shape, None, Card(card, GIB), **sizes)
+    least_bytes = int(re.search(r"raise --ram to (\d+)MiB", str(refusal.value))[1]) * MIB
+    assert least_bytes == make_device_plan(shape, None, Card(card, GIB * 4), **sizes).runtime_bytes + 1000 * MIB
+    least = make_device_plan(shape, None, Card(card, least_bytes), **sizes)
+    assert least.num_layers_in(Tier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.host_bytes > 0
+    assert least.total_bytes <= least_bytes
+    longer = replace(shape, layer_bytes=(10 * MIB,) * 80, head_bytes=503 * MIB, table_bytes=0)
+    tight = make_device_plan(longer, None, Card(card + 3 * MIB, least.runtime_bytes + 505 * MIB), **sizes)
+    assert (tight.num_layers_in(Tier.HOST), tight.num_host_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
+    with_draft = make_device_plan(shape, replace(shape, layer_bytes=(MIB,)), Card(4 * GIB, least_bytes * 2), **sizes)
+    assert with_draft.staging_bytes + with_draft.host_bytes >= 1000 * MIB, "a draft's embeddings and head come as one"
+
+
+def test_logits_come_in_chunks_and_laws_lie_on_the_card() -> None:
+    """768 x 128256 logits would be 0.6 GB; of the activations only rows grow with the tree."""
+    small, large = (plan_of(PAIRS[1], 80 * GB, 256 * GB, num_nodes=size) for size in (MAX_LOGITS_ROWS, 768))
+    assert small.num_logits_rows == large.num_logits_rows == MAX_LOGITS_ROWS
+    assert plan_of(PAIRS[1], 80 * GB, 256 * GB, num_nodes=9).num_logits_rows == 9
+    row_bytes, rows = SHAPES["Llama-3-70B"].row_bytes, 768 - MAX_LOGITS_ROWS
+    mask_bytes = [3 * (512 + size) * (512 + 512 + size) for size in (MAX_LOGITS_ROWS, 768)]  # in bf16, and its bits
+    assert large.activation_bytes - small.activation_bytes == rows * row_bytes + mask_bytes[1] - mask_bytes[0]
+    keeping = plan_of(PAIRS[1], 80 * GB, 256 * GB, num_nodes=768, keeps_laws=True)
+    assert keeping.law_bytes == 767 * 4 * 128256 + DRAW_BYTES and keeping.total_bytes >= large.total_bytes
+    check(keeping, SHAPES["Llama-3-70B"])
+
+
+def test_the_table_stays_on_the_host_and_a_tied_head_is_the_table() -> None:
+    tied = {**CONFIGS["Llama-3-8B"], "tie_word_embeddings": True}
+    shapes = [SHAPES["Llama-3-8B"], model_shape(checkpoint_of_config(tied, Path("/nowhere/config.json")))]
+    table_bytes = 128256 * 4096 * 2
+    for shape in shapes:
+        assert table_bytes <= shape.table_bytes <= table_bytes + 2 * 4096
+        assert table_bytes + 8192 <= shape.head_bytes <= table_bytes + 4 * 4096, "one matrix and the norm"
+    assert shapes[0].rest_bytes - shapes[1].rest_bytes == pytest.approx(table_bytes, abs=8192)
+
+
+def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [checkpoint_of_config(CONFIGS[name], Path("/nowhere/config.json")) for name in PAIRS[0]]
+    settings: dict[str, Any] = {"ram": 64 * GB, "dtype": "auto", "context": 512, "num_nodes": 64}
+    named = plan_memory(*files, device="cuda", gpu="24GiB", **settings)
+    assert (named.device, named.gpu_bytes, named.ram_bytes) == ("cuda", 24 << 30, 64 * GB)
+    check(named, SHAPES["Llama-2-70B"])
+    asked: list[str] = []
+    monkeypatch.setattr(plans, "available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
+    found = plan_memory(*files, device="cuda:1", **settings)
+    assert asked == ["cuda:1"] and 46 * GB < found.gpu_bytes < 48 * GB
+    host = plan_memory(*files, **settings)
+    assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
+    assert (host.host_bytes, host.num_host_slots) == (0, 0)
+    assert set(host.tier_L) == {Tier.RESIDENT, Tier.DISK}
+    assert host.total_bytes == host.fixed_bytes + host.resident_bytes + host.num_slots * host.slot_bytes
+
+
+def test_the_printed_plan_names_both_budgets() -> None:
+    plan = plan_of(PAIRS[0], 48 * GB, 64 * GB)
+    tiers = [plan.num_layers_in(tier) for tier in Tier]
+    assert "{} of 80 layers stay on the card, {} in pinned memory and {} on disk".format(*tiers) in plan_line(plan, 1)
+    printed: dict[str, Any] = plan.as_dict()
+    assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": on_host(plan), "gpu_bytes": 48 * GB,
+                                  "gpu_planned_bytes": on_card(plan)}  # fmt: skip
+    assert sum(tier["num_layers"] for tier in printed["tiers"].values()) == 80
+    assert printed["tiers"]["host"]["num_bytes"] == plan.host_bytes > 0
+    assert printed["gpu_runtime_bytes"] == GPU_RUNTIME_BYTES
+
+
+PARAMETERS = {"Llama-2-70B": 68_976_648_192, "Llama-2-7B": 6_738_415_616, "Llama-3-70B": 70_553_706_496,
+              "Llama-3-8B": 8_030_261_248, "Qwen2.5-72B": 72_706_203_648, "Qwen2.5-7B": 7_615_616_512}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_alone_tells_the_number_of_parameters(name: str) -> None:
+    """As published with the weights."""
+    tensors = checkpoint_of_config(CONFIGS[name], Path("/nowhere/config.json")).tensors
+    assert sum(math.prod(entry.shape) for entry in tensors.values()) == PARAMETERS[name]
+    assert SHAPES[name].num_weights == PARAMETERS[name] - CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_a_config_alone_tells_what_the_headers_tell(model: str) -> None:
+    stored = open_checkpoint(PAIR / model)
+    imagined = checkpoint_of_config(stored.config, PAIR / model / "config.json")
+    found, expected = ({name: (e.dtype, e.shape) for name, e in f.tensors.items()} for f in (imagined, stored))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, "model type mamba"),
+        ({"vocab_size": None}, "vocab_size must be a whole number above 0, got None"),
+        ({"torch_dtype": "float8"}, "cannot compute in float8"),
+    ],
+)
+def test_a_config_that_tells_too_little_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        checkpoint_of_config({**CONFIGS["Llama-2-7B"], **change}, Path("/nowhere/config.json"))

@@ -1,0 +1,364 @@
+"""Plans for models and machines that nobody here owns, from shapes alone; and what a container's limit leaves."""
+
+import math
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import machine
+from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry
+from offload.errors import UserError
+from offload.memory import planner as plan
+from offload.memory.planner import DEFAULT_CONTEXT, MemoryPlan, ModelShape, make_plan, model_shape, plan_memory
+
+GB, MIB = 10**9, 1 << 20
+SHARD_BYTES = 5 * GB
+_LLAMA = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+          "num_key_value_heads": 8, "intermediate_size": 28672}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-2-70B": {**_LLAMA, "vocab_size": 32000, "max_position_embeddings": 4096, "torch_dtype": "float16"},
+    "Llama-3-70B": {**_LLAMA, "vocab_size": 128256, "max_position_embeddings": 8192, "torch_dtype": "bfloat16"},
+    "Qwen2.5-72B": {
+        **_LLAMA,
+        "model_type": "qwen2",
+        "intermediate_size": 29568,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+        "torch_dtype": "bfloat16",
+    },
+}
+SMALL = {**_LLAMA, "hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+         "intermediate_size": 5632, "vocab_size": 32000, "max_position_embeddings": 2048,
+         "torch_dtype": "bfloat16"}  # fmt: skip
+
+
+def checkpoint_of(config: dict[str, Any], dtype: str | None = None, **more: tuple[int, ...]) -> Checkpoint:
+    """A checkpoint of this shape whose files do not exist: headers are all that planning may look at."""
+    width, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv_width = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer = {"q_proj.weight": (width, width), "k_proj.weight": (kv_width, width), "v_proj.weight": (kv_width, width),
+             "o_proj.weight": (width, width), "gate_proj.weight": (inner, width), "up_proj.weight": (inner, width),
+             "down_proj.weight": (width, inner), "input_norm.weight": (width,),
+             "post_norm.weight": (width,)}  # fmt: skip
+    if config["model_type"] == "qwen2":
+        layer |= {"q_proj.bias": (width,), "k_proj.bias": (kv_width,), "v_proj.bias": (kv_width,)}
+    shapes = {"model.embed_tokens.weight": (vocab, width)}
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes |= {"lm_head.weight": (vocab, width), "model.norm.weight": (width,), **more}
+    kind = dtype or {"float16": "F16", "bfloat16": "BF16"}[config["torch_dtype"]]
+    tensors, shard, at = {}, 0, 40_016
+    for name, shape in shapes.items():
+        num_bytes = math.prod(shape) * ITEM_BYTES[kind]
+        if at + num_bytes > SHARD_BYTES:
+            shard, at = shard + 1, 40_016
+        tensors[name] = TensorEntry(shard, kind, shape, at, at + num_bytes)
+        at += num_bytes
+    shards = tuple(Path(f"/nowhere/part-{index}.safetensors") for index in range(shard + 1))
+    return Checkpoint(Path("/nowhere/model"), config, shards, tensors)
+
+
+def plan_for(name: str, ram: int, **options: Any) -> MemoryPlan:
+    settings = {"dtype": "auto", "context": None, "num_nodes": 256, **options}
+    return plan_memory(checkpoint_of(CONFIGS[name]), checkpoint_of(SMALL), ram=ram, **settings)
+
+
+@pytest.mark.parametrize("ram_gb", [16, 64, 128, 256])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_items_of_a_plan_stay_within_its_budget(name: str, ram_gb: int) -> None:
+    got = plan_for(name, ram_gb * GB)
+    items = [got.runtime_bytes, got.rest_bytes, got.draft_bytes, got.law_bytes, got.kv_bytes, got.activation_bytes]
+    assert all(item >= 0 for item in items) and got.fixed_bytes == sum(items)
+    assert got.total_bytes == sum(items) + got.resident_bytes + got.num_slots * got.slot_bytes <= ram_gb * GB
+    assert got.resident_bytes + got.streamed_bytes == sum(got.layer_bytes)
+    if got.num_resident < 80:
+        assert got.slot_bytes == max(got.layer_bytes) and got.num_slots in (2, 3)
+        assert got.total_bytes + max(got.layer_bytes) > ram_gb * GB, "there was room for one more layer"
+        assert got.num_slots == 3 or got.num_resident == 0, "a third slot comes before resident layers"
+
+
+@pytest.mark.parametrize(("name", "layer_gb", "rest_gb"), [("Llama-2-70B", 1.711, 1.049), ("Llama-3-70B", 1.711, 4.203),
+                                                           ("Qwen2.5-72B", 1.756, 4.983)])  # fmt: skip
+@pytest.mark.parametrize("ram_gb", [16, 64, 128])
+def test_as_many_layers_stay_as_a_pocket_calculator_says(
+    ram_gb: int, name: str, layer_gb: float, rest_gb: float
+) -> None:
+    """A 1.1B draft takes 2.2 GB, the target's cache 1.6 GB; activations and the runtime may cost one layer more."""
+    at_most = max(0, int((ram_gb - rest_gb - 2.2 - 1.6) / layer_gb) - 3)
+    got = plan_for(name, ram_gb * GB)
+    assert max(0, at_most - 1) <= got.num_resident <= at_most
+    assert got.streamed_bytes == pytest.approx((80 - got.num_resident) * layer_gb * GB, rel=0.002)
+
+
+def test_everything_fits_or_nothing_is_read_twice() -> None:
+    got = plan_for("Llama-2-70B", 256 * GB)
+    assert (got.num_resident, got.num_slots, got.slot_bytes, got.streamed_bytes) == (80, 0, 0, 0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_take_what_their_tensors_take(name: str) -> None:
+    checkpoint = checkpoint_of(CONFIGS[name])
+    shape = model_shape(checkpoint)
+    layer_bytes = sum(e.hi - e.lo for key, e in checkpoint.tensors.items() if key.startswith("model.layers.7."))
+    assert len(shape.layer_bytes) == 80 and shape.cast_bytes == 0
+    assert all(layer_bytes <= size <= layer_bytes + 6 * 4096 + MIB for size in shape.layer_bytes)
+    assert checkpoint.num_bytes <= shape.num_bytes <= 1.001 * checkpoint.num_bytes
+    assert shape.kv_bytes_per_token == 80 * 2 * 8 * 128 * 2
+    assert shape.vocab_size == CONFIGS[name]["vocab_size"]
+
+
+def test_resident_layers_are_spread_evenly() -> None:
+    """A long stretch of streamed layers would let the stream fall behind after a stretch of resident ones."""
+    got = plan_for("Llama-2-70B", 64 * GB)
+    gaps = [len(list(run)) for stays, run in groupby(got.is_resident) if not stays]
+    assert max(gaps) - min(gaps) <= 1
+    stretches = [len(list(run)) for stays, run in groupby(got.is_resident) if stays]
+    assert max(stretches) == 1
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str, draft: bool) -> None:
+    target, helper = model_shape(checkpoint_of(CONFIGS[name])), model_shape(checkpoint_of(SMALL)) if draft else None
+    sizes = {"context": 4096, "num_nodes": 128}
+    with pytest.raises(UserError, match="raise --ram to") as refusal:
+        make_plan(target, helper, ram_bytes=GB, **sizes)
+    named_mib = int(re.search(r"raise --ram to (\d+)MiB", str(refusal.value))[1])
+    least = make_plan(target, helper, ram_bytes=named_mib * MIB, **sizes)
+    assert (least.num_slots, least.num_resident) == (2, 0)
+    assert make_plan(target, helper, ram_bytes=least.total_bytes, **sizes).num_slots == 2
+    with pytest.raises(UserError, match=f"raise --ram to {named_mib}MiB or lower --context from 4096"):
+        make_plan(target, helper, ram_bytes=least.total_bytes - 1, **sizes)
+    assert (named_mib - 1) * MIB < least.total_bytes <= named_mib * MIB
+
+
+def test_the_refusal_says_what_is_needed() -> None:
+    shape = ModelShape(layer_bytes=(300 * MIB,) * 4, rest_bytes=100 * MIB, kv_bytes_per_token=0, row_bytes=0,
+                       logits_row_bytes=0)  # fmt: skip
+    with pytest.raises(UserError) as refusal:
+        make_plan(shape, None, ram_bytes=400 * MIB, context=10, num_nodes=1)
+    assert str(refusal.value) == (
+        "needs 600 MiB of RAM for two layer slots and 212 MiB for the rest, budget is 400 MiB: raise --ram to 813MiB "
+        "or lower --context from 10"
+    )
+
+
+def test_a_layer_stays_as_soon_as_its_last_byte_fits() -> None:
+    shape = ModelShape(layer_bytes=(300 * MIB,) * 9, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0,
+                       logits_row_bytes=0)  # fmt: skip
+    sizes = {"context": 8, "num_nodes": 1}
+    fixed_bytes = make_plan(shape, None, ram_bytes=1 << 40, **sizes).fixed_bytes
+    for num_resident in range(1, 6):
+        enough_bytes = fixed_bytes + (3 + num_resident) * 300 * MIB
+        assert make_plan(shape, None, ram_bytes=enough_bytes, **sizes).num_resident == num_resident
+        assert make_plan(shape, None, ram_bytes=enough_bytes - 1, **sizes).num_resident == num_resident - 1
+    assert make_plan(shape, None, ram_bytes=fixed_bytes + 9 * 300 * MIB, **sizes).num_slots == 0
+    assert make_plan(shape, None, ram_bytes=fixed_bytes + 9 * 300 * MIB - 1, **sizes).num_slots == 3
+
+
+def test_layers_of_different_size_share_slots_of_the_largest() -> None:
+    sizes = tuple((1 + index % 3) * 100 * MIB for index in range(9))
+    shape = ModelShape(layer_bytes=sizes, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0, logits_row_bytes=0)
+    for ram_mib in range(850, 2000, 130):
+        got = make_plan(shape, None, ram_bytes=ram_mib * MIB, context=8, num_nodes=1)
+        assert got.total_bytes <= ram_mib * MIB and (got.slot_bytes == 300 * MIB or got.num_resident == 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "context"), [("Llama-2-70B", 4096), ("Llama-3-70B", DEFAULT_CONTEXT), ("Qwen2.5-72B", DEFAULT_CONTEXT)]
+)
+def test_the_default_context_is_modest(name: str, context: int) -> None:
+    assert plan_for(name, 64 * GB).context == context
+    assert plan_for(name, 64 * GB).cache_slots == context + 256 + plan.MAX_PROMPT_ROWS
+
+
+def test_a_small_model_sets_a_small_context() -> None:
+    small = checkpoint_of({**SMALL, "max_position_embeddings": 512})
+    assert plan_memory(small, None, ram=8 * GB, dtype="auto", context=None, num_nodes=1).context == 512
+
+
+def test_more_context_costs_cache_and_layers() -> None:
+    short, long = (plan_for("Qwen2.5-72B", 64 * GB, context=context) for context in (4096, 32768))
+    assert long.kv_bytes - short.kv_bytes == (32768 - 4096) * 80 * 2 * 8 * 128 * 2
+    assert long.num_resident < short.num_resident
+    with pytest.raises(UserError, match="--context must be at most 32768, which this model was made for, got 32769"):
+        plan_for("Qwen2.5-72B", 64 * GB, context=32769)
+    with pytest.raises(UserError, match="--context must be 1 or more, got 0"):
+        plan_for("Qwen2.5-72B", 64 * GB, context=0)
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_longrope_ends_where_its_frequencies_change(spelling: str) -> None:
+    """Beyond the original length all positions are turned anew, and no cached key would fit."""
+    rope = {"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
+    config = {**SMALL, "max_position_embeddings": 131072, "original_max_position_embeddings": 3000, spelling: rope}
+    settings: dict[str, Any] = {"ram": 64 * GB, "dtype": "auto", "num_nodes": 1}
+    assert plan_memory(checkpoint_of(config), None, context=None, **settings).context == 3000
+    with pytest.raises(UserError, match="at most 3000, beyond which longrope turns all positions anew, got 3001"):
+        plan_memory(checkpoint_of(config), None, context=3001, **settings)
+
+
+def test_computing_in_another_type_has_its_price() -> None:
+    stored = checkpoint_of(SMALL)
+    plain, wide, narrow = (model_shape(stored, dtype) for dtype in ("bfloat16", "float32", "float16"))
+    num_rest = sum(math.prod(e.shape) for key, e in stored.tensors.items() if ".layers." not in key)
+    num_layer = sum(math.prod(e.shape) for key, e in stored.tensors.items() if ".layers.3." in key)
+    assert wide.layer_bytes == plain.layer_bytes == narrow.layer_bytes, "slots hold what is stored"
+    assert wide.rest_bytes - plain.rest_bytes == 4 * num_rest and wide.cast_bytes == 4 * num_layer
+    assert narrow.rest_bytes - plain.rest_bytes == 2 * num_rest and narrow.cast_bytes == 2 * num_layer
+    assert wide.kv_bytes_per_token == 2 * plain.kv_bytes_per_token
+
+
+def test_a_few_wide_tensors_do_not_double_a_layer() -> None:
+    """A router bias in float32 among bfloat16 weights."""
+    stored = checkpoint_of(SMALL)
+    bias = TensorEntry(0, "F32", (256,), 90 * GB, 90 * GB + 1024)
+    mixed = Checkpoint(stored.directory, stored.config, stored.shards, {**stored.tensors, "model.layers.3.bias": bias})
+    assert model_shape(mixed).cast_bytes == 512
+    assert model_shape(mixed).rest_bytes == model_shape(stored).rest_bytes
+
+
+def without(checkpoint: Checkpoint, *parts: str) -> Checkpoint:
+    kept = {name: entry for name, entry in checkpoint.tensors.items() if not any(part in name for part in parts)}
+    return Checkpoint(checkpoint.directory, checkpoint.config, checkpoint.shards, kept)
+
+
+def test_compressed_keys_are_cached_expanded() -> None:
+    """DeepSeek's cache in transformers: 16 heads of 128 + 64 for keys and 128 for values."""
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+    stored = checkpoint_of({**SMALL, "num_attention_heads": 16, "num_key_value_heads": 16, **latent})
+    assert model_shape(without(stored, "k_proj", "v_proj")).kv_bytes_per_token == 22 * 16 * (192 + 128) * 2
+
+
+def test_keys_and_values_are_as_wide_as_their_projections() -> None:
+    """Some layers may have more heads, narrower values, or values that are the keys."""
+    stored = checkpoint_of(SMALL)
+    wide = TensorEntry(0, "BF16", (768, 2048), 90 * GB, 90 * GB + 2 * 768 * 2048)
+    mixed = {**stored.tensors, "model.layers.3.k_proj.weight": wide}
+    del mixed["model.layers.4.v_proj.weight"]
+    got = model_shape(Checkpoint(stored.directory, stored.config, stored.shards, mixed))
+    assert got.kv_bytes_per_token == 2 * (22 * 2 * 256 + (768 - 256))
+
+
+def test_fused_projections_leave_the_width_to_the_config() -> None:
+    fused = without(checkpoint_of({**SMALL, "head_dim": 128}), "k_proj", "v_proj")
+    assert model_shape(fused).kv_bytes_per_token == 22 * 2 * 4 * 128 * 2
+    config = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    every_head = Checkpoint(fused.directory, config, fused.shards, fused.tensors)
+    assert model_shape(every_head).kv_bytes_per_token == 22 * 2 * 32 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers"),
+        ({"hidden_size": 0}, "config.json has no hidden_size"),
+        ({"num_hidden_layers": 23}, "no tensors for layer 22 of 23"),
+        ({"num_hidden_layers": 10**12}, "no tensors for layer 22 of 1000000000000"),
+        ({"vocab_size": "many"}, "vocab_size in config.json must be a whole number above 0, got 'many'"),
+    ],
+)
+def test_configs_that_cannot_be_planned(change: dict[str, Any], message: str) -> None:
+    stored = checkpoint_of(SMALL)
+    with pytest.raises(UserError, match=message):
+        model_shape(Checkpoint(stored.directory, {**SMALL, **change}, stored.shards, stored.tensors))
+
+
+def test_the_printed_plan_says_the_same() -> None:
+    got = plan_for("Llama-2-70B", 64 * GB)
+    printed: dict[str, Any] = got.as_dict()
+    assert printed["tiers"]["resident"] == {"num_layers": got.num_resident, "num_bytes": got.resident_bytes}
+    assert printed["tiers"]["disk"] == {"num_layers": 80 - got.num_resident, "num_bytes": got.streamed_bytes}
+    assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": got.total_bytes}
+    assert [got.is_resident[layer] for layer in printed["resident_layers"]] == [True] * got.num_resident
+
+
+def test_the_default_budget_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free_gb, reserve_bytes in ((8, 1 << 30), (100, 5 * GB)):
+        monkeypatch.setattr(plan, "available_ram_bytes", lambda free_gb=free_gb: free_gb * GB)
+        got = plan_memory(checkpoint_of(SMALL), None, ram=None, dtype="auto", context=None, num_nodes=1)
+        assert got.ram_bytes == free_gb * GB - reserve_bytes
+
+
+def control_group(root: Path, path: str, names: tuple[str, str], limit: str, used: int, stat: str = "") -> None:
+    folder = root / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(limit + "\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    if stat:
+        (folder / "memory.stat").write_text(stat)
+
+
+V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def membership(tmp_path: Path, *lines: str) -> Path:
+    (tmp_path / "self").write_text("".join(f"{line}\n" for line in lines))
+    return tmp_path / "self"
+
+
+def test_limits_of_nested_v2_groups(tmp_path: Path) -> None:
+    root = tmp_path / "fs"
+    control_group(root, "a/b", V2, "4000", 1000, "anon 7\nfile 800\ninactive_file 300\nactive_file 500\n")
+    control_group(root, "a", V2, "max", 5000)
+    control_group(root, "", V2, "9000", 6000)
+    got = machine._cgroup_limits(root, membership(tmp_path, "0::/a/b"))
+    assert got == [(4000, 700), (9000, 6000)], "old pages of the page cache are free on demand"
+
+
+def test_limits_of_v1_groups(tmp_path: Path) -> None:
+    root = tmp_path / "fs"
+    control_group(root, "memory/docker/x", V1, "4000", 1000, "inactive_file 1\ntotal_inactive_file 250\n")
+    control_group(root, "memory", V1, "9223372036854771712", 5000)
+    lines = ("12:cpu,cpuacct:/docker/x", "4:memory:/docker/x", "0::/")
+    assert machine._cgroup_limits(root, membership(tmp_path, *lines)) == [(4000, 750), (9223372036854771712, 5000)]
+
+
+def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
+    """/proc names the host's path, which does not exist in here; the mounted root is the group itself."""
+    control_group(tmp_path / "fs", "", V2, "4000", 1000)
+    for path in ("/kubepods/pod1/c1", "/../../..", "/"):
+        assert machine._cgroup_limits(tmp_path / "fs", membership(tmp_path, f"0::{path}")) == [(4000, 1000)]
+
+
+def test_no_groups_no_limits(tmp_path: Path) -> None:
+    assert machine._cgroup_limits(tmp_path, tmp_path / "absent") == []
+    assert machine._cgroup_limits(tmp_path, membership(tmp_path, "0::/a", "3:cpu:/")) == []
+
+
+def test_the_tightest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_meminfo_available", lambda: 5000)
+    for limits, free_bytes in (([], 5000), ([(9000, 100), (4000, 1000)], 3000), ([(4000, 4100)], 0)):
+        monkeypatch.setattr(machine, "_cgroup_limits", lambda root, member, limits=limits: limits)
+        assert machine.available_ram_bytes() == free_bytes
+
+
+def test_this_machine_has_memory() -> None:
+    before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
+    assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
+    assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
+
+
+@pytest.mark.parametrize(("two_threads_s", "num_threads"), [(0.5, 2), (0.95, 1), (3.0, 1)])
+def test_threads_are_measured_and_ties_go_to_fewer(
+    two_threads_s: float, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(machine, "_median_s", lambda work, budget_s: [1.0, two_threads_s][torch.get_num_threads() - 1])
+    assert machine.fastest_num_threads(4, 8, "float32") == num_threads
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("cores", "counts"), [({5}, [1]), ({0, 3}, [1]), (set(range(12)), [1, 2, 4, 8, 11])])
+def test_one_core_is_left_to_the_readers(cores: set[int], counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: cores)
+    monkeypatch.setattr(torch, "set_num_threads", tried.append)
+    monkeypatch.setattr(machine, "_median_s", lambda work, budget_s: 1.0)
+    assert machine.fastest_num_threads(4, 8, "float32") == 1
+    assert tried == [*counts, torch.get_num_threads()]

@@ -1,0 +1,172 @@
+"""Masks against their definition, and folded attention against the formula."""
+
+import math
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_families import tiny_model
+from test_logits import Peak
+from tiny import FAMILIES, save
+from torch import Tensor, nn
+
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.engine.load import resident_model
+from offload.errors import UserError
+from offload.model import attention
+from offload.model.attention import folded_attention, tree_mask
+from offload.model.kv_cache import KVCache
+from offload.tree.token_tree import ancestors
+from offload.tree.topology import Topology
+
+TREES = {
+    "root": [-1],
+    "chain": [-1, 0, 1, 2, 3],
+    "bush": [-1, 0, 0, 0, 1, 1, 3, 4, 4, 6],
+    "star": [-1, 0, 0, 0, 0],
+}
+
+
+def sees(topology: Topology, row: int, node: int) -> bool:
+    """By definition: the node is the row itself or one of its forebears."""
+    while row >= 0:
+        if row == node:
+            return True
+        row = int(topology.parent_N[row])
+    return False
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("num_prefix", [0, 1, 7, 20])
+@pytest.mark.parametrize("name", TREES)
+def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, window: int | None) -> None:
+    topology = Topology.from_parents(TREES[name])
+    position_N = torch.from_numpy(topology.depth_N.copy()) + num_prefix
+    mask = tree_mask(num_prefix, position_N, ancestors(topology), window, torch.float32)
+    assert mask.shape == (1, 1, topology.num_nodes, num_prefix + topology.num_nodes)
+    for row, column in product(range(topology.num_nodes), range(num_prefix + topology.num_nodes)):
+        is_prefix = column < num_prefix
+        key_position = column if is_prefix else int(position_N[column - num_prefix])
+        is_near = window is None or int(position_N[row]) - key_position < window
+        is_open = is_near and (is_prefix or sees(topology, row, column - num_prefix))
+        assert mask[0, 0, row, column] == (0 if is_open else torch.finfo(torch.float32).min), f"{row}, {column}"
+
+
+def test_a_pass_over_the_last_level_masks_those_rows_only() -> None:
+    """T rows of U: a drafter's level sees the levels that earlier passes have left in the cache."""
+    topology = Topology.from_parents(TREES["bush"])
+    position_N = torch.from_numpy(topology.depth_N.copy()) + 5
+    whole = tree_mask(5, position_N, ancestors(topology), 4, torch.float32)
+    level = tree_mask(5, position_N, ancestors(topology)[-4:], 4, torch.float32)
+    assert torch.equal(level, whole[:, :, -4:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masks_come_in_the_type_of_the_scores(dtype: torch.dtype) -> None:
+    mask = tree_mask(3, torch.tensor([3, 4]), torch.ones(2, 2, dtype=torch.bool).tril(), None, dtype)
+    assert mask.dtype == dtype and mask[0, 0, 0, 4] == torch.finfo(dtype).min
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """softmax(q k / sqrt(K) + mask) v in float64, each query head with the key/value head of its group."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (states.double().repeat_interleave(group, dim=1) for states in (key, value))
+    scores = query.double() @ key.transpose(2, 3) * scaling
+    weights = (scores if mask is None else scores + mask.double()).softmax(dim=-1)
+    return (weights @ value).transpose(1, 2)
+
+
+def states(num_heads: int, num_groups: int, num_rows: int, num_keys: int, *, value_width: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_heads * 100 + num_keys)
+    shapes = [(num_heads, num_rows, 16), (num_groups, num_keys, 16), (num_groups, num_keys, value_width)]
+    return [torch.randn(1, *shape, generator=generator) for shape in shapes]
+
+
+def random_mask(num_heads: int, num_rows: int, num_keys: int) -> Tensor:
+    open_ = torch.rand(1, num_heads, num_rows, num_keys, generator=torch.Generator().manual_seed(1)) < 0.6
+    open_[..., 0] = True
+    return torch.zeros(open_.shape).masked_fill(~open_, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9])
+@pytest.mark.parametrize("mask_heads", [None, 1, 4])
+@pytest.mark.parametrize("num_groups", [4, 2, 1], ids=lambda g: f"group{4 // g}")
+def test_folding_changes_nothing(num_groups: int, mask_heads: int | None, num_rows: int) -> None:
+    query, key, value = states(4, num_groups, num_rows, 21)
+    mask = None if mask_heads is None else random_mask(mask_heads, num_rows, 21)
+    got, weights = folded_attention(nn.Module(), query, key, value, mask, scaling=0.3)
+    assert weights is None and got.shape == (1, num_rows, 4, 16)
+    torch.testing.assert_close(got, eager(query, key, value, mask, 0.3).float(), atol=1e-6, rtol=1e-5)
+    assert got.is_contiguous(), "some families take a view of it"
+
+
+def test_a_mask_too_large_to_repeat_is_used_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(1, 12, 5, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    mask = torch.zeros(1, 1, 5, 9).masked_fill_(torch.rand(1, 1, 5, 9) < 0.4, torch.finfo(torch.float32).min)
+    whole, _ = folded_attention(nn.Module(), query, key, value, mask)
+    for num_heads in (0, 1, 4, 5):  # of a group of six; a single head is the least there is
+        calls: list[int] = []
+
+        def count(rows: Tensor, *args: Tensor, calls: list[int] = calls, **more: object) -> Tensor:
+            calls.append(rows.shape[2])
+            return torch.nn.functional.scaled_dot_product_attention(rows, *args, **more)
+
+        monkeypatch.setattr(attention, "_MAX_MASK_BYTES", num_heads * mask.nbytes)
+        monkeypatch.setattr(attention, "scaled_dot_product_attention", count)
+        torch.testing.assert_close(folded_attention(nn.Module(), query, key, value, mask)[0], whole)
+        assert max(calls) == max(1, num_heads) * 5 and sum(calls) == 30
+        monkeypatch.undo()
+
+
+def test_keys_and_values_may_differ_in_width() -> None:
+    query, key, value = states(4, 2, 3, 10, value_width=12)
+    got, _ = folded_attention(nn.Module(), query, key, value, None, scaling=0.25)
+    torch.testing.assert_close(got, eager(query, key, value, None, 0.25).float(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_default_scale_is_the_usual_one() -> None:
+    query, key, value = states(2, 1, 3, 10)
+    got, _ = folded_attention(nn.Module(), query, key, value, None)
+    torch.testing.assert_close(got, eager(query, key, value, None, 1 / math.sqrt(16)).float(), atol=1e-6, rtol=1e-5)
+
+
+def test_heads_folded_in_the_wrong_order_would_show() -> None:
+    """Heads 0 and 1 share the first key/value head; a fold by turns would pair 0 with 2."""
+    query, key, value = states(4, 2, 3, 10)
+    swapped = query[:, [0, 2, 1, 3]]
+    wrong, _ = folded_attention(nn.Module(), swapped, key, value, None, scaling=0.3)
+    right = eager(query, key, value, None, 0.3).float()
+    assert not np.allclose(wrong[:, :, [0, 2, 1, 3]], right, atol=1e-3)
+
+
+@pytest.mark.parametrize("term", ["softcap", "s_aux", "position_bias"])
+def test_what_would_change_the_scores_is_refused(term: str) -> None:
+    query, key, value = states(2, 1, 1, 4)
+    folded_attention(nn.Module(), query, key, value, None, **{term: None, "dropout": 0.0, "sliding_window": 3})
+    with pytest.raises(UserError, match=f"do not support attention with {term}"):
+        folded_attention(nn.Module(), query, key, value, None, **{term: torch.ones(1)})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3", "gemma2"])
+def test_what_lies_between_rows_and_positions_was_planned(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mask or two, and where attention is not fused the scores of all heads."""
+    monkeypatch.setattr(attention, "_MAX_MASK_BYTES", 0)  # a mask is repeated for heads as far as that is little
+    checkpoint = open_checkpoint(save(tiny_model(FAMILIES[family]()), tmp_path))
+    model, num_rows, num_prefix = resident_model(checkpoint, dtype), 150, 230
+    cache = KVCache(model.num_layers, num_prefix + num_rows)
+    for count in (num_prefix, num_rows):
+        with Peak(num_prefix + num_rows) as peak:
+            sees_TT = torch.ones(count, count, dtype=torch.bool).tril()
+            model.forward(torch.zeros(count).long(), torch.arange(count) + cache.length, sees_TT, cache, num_logits=1)
+        cache.commit(range(count))
+    planned_bytes = model_shape(checkpoint, dtype).pair_bytes * num_rows * (num_prefix + num_rows)
+    key_bytes = 16 * (num_prefix + num_rows)  # their positions, which rows pay for
+    assert 0.5 * planned_bytes < peak.num_bytes <= planned_bytes + key_bytes, (
+        f"{peak.num_bytes / planned_bytes:.2f} of the plan"
+    )

@@ -1,0 +1,229 @@
+"""Padding and buckets of recorded passes, with direct calls in the place of a recording: same logits, same text."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB_SIZE, build, save, save_pair
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.load import resident_model
+from offload.model import cuda_graphs as graphed
+from offload.model.cuda_graphs import Graphs, Work
+from offload.model.kv_cache import KVCache
+from offload.model.weights import BorrowedModel
+from offload.tree.spec import parse_tree
+from offload.tree.token_tree import ancestors
+
+
+class Calls:
+    """Stands in for a recorder; counts what was recorded."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
+    def __call__(self, work: Work) -> Work:
+        self.num_recorded += 1
+        work()
+        return work
+
+
+def models(family: str, directory: Path) -> tuple[BorrowedModel, BorrowedModel, Calls]:
+    checkpoint = open_checkpoint(save(build(FAMILIES[family]()), directory))
+    plain, replayed, calls = resident_model(checkpoint, "float32"), resident_model(checkpoint, "float32"), Calls()
+    replayed.replay_with(Graphs(replayed, lambda: calls))
+    return plain, replayed, calls
+
+
+def passes(model: BorrowedModel, cache: KVCache) -> list[torch.Tensor]:
+    """A prompt, then trees grown level by level, of which a path is kept; several widths, and an extent crossed."""
+    generator, out = torch.Generator().manual_seed(1), []
+    prompt = torch.randint(3, VOCAB_SIZE, (29,), generator=generator)
+    causal = torch.ones(29, 29, dtype=torch.bool).tril()
+    out.append(model.forward(prompt, torch.arange(29), causal, cache, num_logits=2))
+    cache.commit(range(29))
+    for spec in ("8x3", "sequences:3x2", "chain:2", "12x3"):
+        topology = parse_tree(spec).build()
+        depth_N, sees_NN = torch.from_numpy(topology.depth_N.copy()), ancestors(topology)
+        token_N = torch.randint(3, VOCAB_SIZE, (topology.num_nodes,), generator=generator)
+        for level in topology.levels:
+            position_U = depth_N[: level.stop] + cache.length
+            out.append(model.forward(token_N[level], position_U, sees_NN[level, : level.stop], cache))
+        deep = topology.num_nodes - 1
+        cache.commit([node for node in range(topology.num_nodes) if sees_NN[deep, node]])
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma2"])
+def test_padded_passes_give_the_same_logits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed, "WIDTHS", (2, 5, 12))
+    monkeypatch.setattr(graphed, "_EXTENT_STEP", 16)
+    plain, replayed, calls = models(family, tmp_path)
+    num_slots = 29 + 24 + 12
+    wanted = passes(plain, KVCache(plain.num_layers, num_slots))
+    got = passes(replayed, KVCache(replayed.num_layers, num_slots))
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert 3 < calls.num_recorded < len(wanted) - 1, "a shape is recorded once; the prompt is wider than any of them"
+
+
+def test_a_full_cache_has_room_for_padding(tmp_path: Path) -> None:
+    """The last rows of a cache are real ones: padding must not land on them."""
+    plain, replayed, _ = models("llama", tmp_path)
+    token_T, position_T = torch.arange(3, 9), torch.arange(6)
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    logits = []
+    for model in (plain, replayed):
+        cache = KVCache(model.num_layers, 6)
+        for lo, hi in ((0, 3), (3, 6)):  # three rows are padded to four
+            logits.append(model.forward(token_T[lo:hi], position_T[:hi], causal[lo:hi, :hi], cache))
+        logits.append(model.forward(token_T[5:], position_T, causal[5:], cache))
+    for theirs, ours in zip(logits[:3], logits[3:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_slots_that_were_never_written_hold_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory as an allocator may hand it out: NaN in every slot that nobody has written."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(torch.nan))
+    _, replayed, _ = models("llama", tmp_path)
+    one, sees = torch.tensor([5]), torch.ones(1, 1, dtype=torch.bool)
+    cache = KVCache(replayed.num_layers, 40)
+    assert not replayed.forward(one, torch.zeros(1, dtype=torch.long), sees, cache).isnan().any()
+
+
+def test_logits_outlive_the_next_pass(tmp_path: Path) -> None:
+    _, replayed, _ = models("llama", tmp_path)
+    cache, sees = KVCache(replayed.num_layers, 8), torch.ones(1, 1, dtype=torch.bool)
+    recorded = Graphs(replayed, Calls)
+    replayed.replay_with(recorded)
+    first = replayed.forward(torch.tensor([5]), torch.tensor([0]), sees, cache)
+    kept = first.clone()
+    with torch.inference_mode():
+        assert recorded._logits_WV is not None
+        recorded._logits_WV.fill_(0)
+    assert torch.equal(first, kept)
+
+
+def test_a_draft_that_replays_writes_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = save_pair(FAMILIES["llama"](), tmp_path)
+    results = []
+    for is_replaying in (False, True):
+        with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
+            if is_replaying:
+                model = decoder.drafter._draft._model
+                model.replay_with(Graphs(model, Calls))
+            results.append(decoder.generate([5, 6, 7] * 9, max_new_tokens=80))
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].stats.accepted_per_sweep == results[1].stats.accepted_per_sweep, "the draft guessed differently"
+
+
+def test_recordings_leave_their_logits_in_one_place(tmp_path: Path) -> None:
+    """With a large vocabulary those of every width and length would take hundreds of megabytes that nobody planned."""
+    _, replayed, _ = models("llama", tmp_path)
+    recorded, cache = Graphs(replayed, Calls), KVCache(replayed.num_layers, 8)
+    replayed.replay_with(recorded)
+    places = set()
+    for width in (1, 2, 4):
+        row_T = torch.arange(width)
+        replayed.forward(row_T, row_T, torch.ones(width, width, dtype=torch.bool).tril(), cache)
+        assert recorded._logits_WV is not None
+        places.add(recorded._logits_WV.data_ptr())
+    assert len(recorded._recordings) == 3 and len(places) == 1
+
+
+def test_another_cache_gets_another_recorder(tmp_path: Path) -> None:
+    """CUDA refuses to record into a pool of memory whose graphs are gone."""
+    _, replayed, _ = models("llama", tmp_path)
+    opened: list[Calls] = []
+    replayed.replay_with(Graphs(replayed, lambda: opened.append(Calls()) or opened[-1]))
+    one, sees = torch.tensor([5]), torch.ones(1, 1, dtype=torch.bool)
+    for cache in (KVCache(replayed.num_layers, 8), KVCache(replayed.num_layers, 8)):
+        for _ in range(2):
+            replayed.forward(one, torch.zeros(1, dtype=torch.long), sees, cache)
+    assert [calls.num_recorded for calls in opened] == [1, 1]
+
+
+def test_padding_sees_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is masked everywhere is NaN in some kernels of CUDA."""
+    _, replayed, _ = models("llama", tmp_path)
+    recorded = Graphs(replayed, Calls)
+    replayed.replay_with(recorded)
+    three, sees = torch.arange(3), torch.ones(3, 3, dtype=torch.bool).tril()
+    replayed.forward(three, three, sees, KVCache(replayed.num_layers, 8))
+    ((_, recording),) = recorded._recordings.items()
+    for mask in recording.masks.values():
+        assert (mask == 0).any(-1).all() and mask.shape[2] == 4
+
+
+class PaperCuda:
+    """What recording asks of `torch.cuda`; the stream that is current is noted with everything done."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.main, self.side, self.log, self.fails = Side("main", self), Side("side", self), list[str](), fails
+        self.now, self.num_pools = self.main, 0
+
+    def graph_pool_handle(self) -> int:
+        self.num_pools += 1
+        return self.num_pools
+
+    def current_stream(self, place: object) -> "Side":
+        return self.now
+
+    def set_stream(self, stream: "Side") -> None:
+        self.now = stream
+
+    @contextmanager
+    def stream(self, stream: "Side") -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    @contextmanager
+    def graph(self, graph: object, *, pool: int, stream: "Side", capture_error_mode: str) -> Iterator[None]:
+        self.log.append(f"begin {capture_error_mode} pool {pool}")
+        before, self.now = self.now, stream
+        yield
+        if self.fails:
+            raise RuntimeError("operation would make the legacy stream depend on a capturing one")
+        self.now = before
+        self.log.append("end")
+
+    def CUDAGraph(self) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: self.log.append(f"replay on {self.now.name}"))
+
+
+class Side:
+    """A stream."""
+
+    device = "paper"
+
+    def __init__(self, name: str, cuda: PaperCuda) -> None:
+        self.name, self.cuda = name, cuda
+
+    def wait_stream(self, other: "Side") -> None:
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_recordings_share_a_stream_and_are_warmed_up_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = PaperCuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    record = graphed.CudaRecorder(cuda.side)
+    replay = record(lambda: cuda.log.append(f"work on {cuda.now.name}"))
+    replay()
+    wanted = ["side waits for main", "work on side", "main waits for side"]
+    wanted += ["begin thread_local pool 1", "work on side", "end", "replay on main", "replay on main"]
+    assert cuda.log == wanted
+
+
+def test_a_failed_recording_does_not_keep_its_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own context leaves it so, and all that is computed later would miss the events of the other stream."""
+    cuda = PaperCuda(fails=True)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    with pytest.raises(RuntimeError, match="legacy stream"):
+        graphed.CudaRecorder(cuda.side)(lambda: None)
+    assert cuda.now is cuda.main

@@ -1,0 +1,274 @@
+"""Families beyond the promised ones: tiny random models either decode as transformers does, or are refused in one line.
+
+None may be silently wrong. The list is what transformers 5.23 has; a family that it lacks is skipped.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB_SIZE, build, save
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+import offload
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.memory.planner import make_plan, model_shape
+from offload.model.meta import build_skeleton
+
+PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
+NUM_NEW = 30  # with the prompt more than twice the sliding window
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+_IF_KNOWN = {
+    "head_dim": 16,
+    "sliding_window": 24,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 12,
+    "num_local_experts": 12,
+    "n_routed_experts": 12,
+    "moe_num_experts": 12,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_SHARING = {
+    "num_hidden_layers": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 16,
+}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), _LATENT),
+    "minicpm3": {**_LATENT, "dim_model_base": 64},
+    "gemma3n_text": {**_SHARING, "num_kv_shared_layers": 3, "laurel_rank": 8, "altup_num_inputs": 2,
+                     "activation_sparsity_pattern": [0.0] * 8},
+    "gemma4_text": {**_SHARING, "num_kv_shared_layers": 2, "global_head_dim": 16},
+    "cwm": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}  # fmt: skip
+_SEEDS = {"phi": 1, "qwen2_moe": 2, "starcoder2": 2}  # with seed 0 their texts are one word
+WORKING = (
+    *("afmoe", "apertus", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "doge", "dots1"),
+    *("ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_moe", "jetmoe"),
+    *("mimo_v2_flash", "minicpm3", "minimax_m2", "nanochat", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phimoe"),
+    *("qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu"),
+)
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    usual = CONFIG_MAPPING[family]().to_dict()
+    known = {key: value for key, value in {**_SIZES, **_IF_KNOWN}.items() if key in usual}
+    return CONFIG_MAPPING[family](**{**known, **OWN.get(family, {})})
+
+
+def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Embeddings that double as the head are made small, or every token would repeat itself."""
+    model = build(config, seed)
+    if model.get_input_embeddings().weight is model.get_output_embeddings().weight:
+        model.get_input_embeddings().weight.data *= 0.05
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn_like(buffer))
+    return model
+
+
+def streaming_ram(directory: Path) -> int:
+    """Room for three slots and no resident layer, the draft being the model itself."""
+    shape = model_shape(open_checkpoint(directory))
+    roomy = make_plan(shape, shape, ram_bytes=1 << 40, context=128, num_nodes=8)
+    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+
+
+def greedy_choices(model: PreTrainedModel, new_ids: list[int], prompt: list[int]) -> list[int]:
+    """What transformers would append after the prompt and after each of the new tokens but the last, in one pass.
+
+    If it agrees with all of `new_ids`, these are what its own greedy decoding gives.
+    """
+    with torch.inference_mode():
+        logits_TV = model(input_ids=torch.tensor([prompt + new_ids]), use_cache=False).logits[0]
+    return logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def assert_decodes_like_transformers(directory: Path) -> None:
+    theirs, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"], "the reference itself is incomplete"
+    ram = streaming_ram(directory)
+    with offload.load(directory, directory, ram=ram, dtype="float32", context=128, tree="8x3", threads=1) as decoder:
+        got = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
+        layers = [layer for layer in decoder.target._cache.layers if layer.is_initialized]
+        kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
+    assert got.plan.num_slots == 3 and got.plan.num_resident == 0
+    assert kv_bytes <= got.plan.kv_bytes, "the cache takes more than was planned"
+    assert got.stats.tokens_per_sweep > 2, "a draft that is the model itself must be believed"
+    assert len(set(got.token_ids)) >= 4, "a text of one token puts nothing to the test"
+
+
+@pytest.mark.parametrize("family", WORKING)
+def test_families_decode_like_transformers(family: str, tmp_path: Path) -> None:
+    assert_decodes_like_transformers(save(tiny_model(config_of(family), seed=_SEEDS.get(family, 0)), tmp_path))
+
+
+def test_a_wrong_model_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer's mask reaches too far: sliding windows of 24 become 25."""
+    from offload.model import weights as model
+
+    windows = model.attention_windows
+    directory = save(tiny_model(FAMILIES["mistral-sliding"]()), tmp_path)
+    assert_decodes_like_transformers(directory)
+    monkeypatch.setattr(model, "attention_windows", lambda *args: [window and window + 1 for window in windows(*args)])
+    with pytest.raises(AssertionError):
+        assert_decodes_like_transformers(directory)
+
+
+def skeleton_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
+    """From the config alone; no weights exist."""
+    config.save_pretrained(directory)
+    return build_skeleton(Checkpoint(directory, config.to_dict(), (), {}), torch.bfloat16)
+
+
+REFUSED = {
+    "mamba": "linear_attention, whose state cannot be rolled back",
+    "falcon_mamba": "linear_attention, whose state cannot be rolled back",
+    "recurrent_gemma": "linear_attention, whose state cannot be rolled back",
+    "minimax": "linear_attention, whose state cannot be rolled back",
+    "qwen3_next": "linear_attention, whose state cannot be rolled back",
+    "jamba": "linear_attention, whose state cannot be rolled back",
+    "bamba": "linear_attention, whose state cannot be rolled back",
+    "granitemoehybrid": "linear_attention, whose state cannot be rolled back",
+    "olmo_hybrid": "linear_attention, whose state cannot be rolled back",
+    "falcon_h1": "hybrid, whose state cannot be rolled back",
+    "zamba2": "linear_attention, whose state cannot be rolled back",
+    "nemotron_h": "linear_attention, mlp, moe, whose state cannot be rolled back",
+    "llama4_text": "chunked_attention",
+    "deepseek_v32": "indexed_attention",
+    "opt": "no layers.i. with rotary positions",
+    "gpt2": "no layers.i. with rotary positions",
+    "bloom": "no layers.i. with rotary positions",
+    "falcon": "no layers.i. with rotary positions",
+    "rwkv": "no layers.i. with rotary positions",
+    "t5": "encoder-decoder models",
+    "bart": "encoder-decoder models",
+    "llava": "of models with more than text, gemma3 and mistral3 are known",
+    "paligemma": "of models with more than text, gemma3 and mistral3 are known",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_that_trees_cannot_be_verified_on_are_refused(family: str, tmp_path: Path) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    with pytest.raises(offload.UserError, match=f"model type {family} is not supported .*{REFUSED[family]}"):
+        skeleton_of(CONFIG_MAPPING[family](), tmp_path)
+
+
+def test_convolutions_between_attention_layers_are_refused(tmp_path: Path) -> None:
+    if "lfm2" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no lfm2")
+    config = CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    with pytest.raises(offload.UserError, match="layers of kind conv"):
+        skeleton_of(config, tmp_path)
+
+
+def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    """EmbeddingGemma is a Gemma 3 by its architecture."""
+    config = FAMILIES["gemma3"]()
+    config.use_bidirectional_attention = True
+    with pytest.raises(offload.UserError, match="attention that looks ahead"):
+        skeleton_of(config, tmp_path)
+
+
+def test_a_skeleton_takes_no_memory(tmp_path: Path) -> None:
+    """Experts in one piece of 17 TB: nothing of that size is allocated, not even for a moment."""
+    sizes = {**_SIZES, "hidden_size": 4096, "intermediate_size": 1 << 15, "num_hidden_layers": 1}
+    skeleton = skeleton_of(MixtralConfig(**sizes, num_local_experts=1 << 14, num_experts_per_tok=2), tmp_path)
+    assert sum(parameter.nbytes for parameter in skeleton.parameters()) > 10 * 10**12
+    assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in skeleton.buffers()} == {"cpu"}, "frequencies are computed, not read"
+
+
+def text_to_the_brim(config: PreTrainedConfig, directory: Path, context: int) -> tuple[list[int], list[int]]:
+    """Fill the context, so that the deepest nodes of the last tree lie beyond it; ours, then transformers' choices."""
+    save(tiny_model(config), directory)
+    prompt = (PROMPT * 2)[:40]
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with offload.load(directory, directory, ram="1GiB", context=context, tree="64x16", threads=1) as decoder:
+        new_ids = decoder.generate(prompt, max_new_tokens=context - len(prompt)).token_ids
+    return new_ids, greedy_choices(theirs, new_ids, prompt)
+
+
+_ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+_LONGROPE = {**_ROPE, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+             "original_max_position_embeddings": 64}  # fmt: skip
+CHANGING = {
+    "dynamic": lambda: LlamaConfig(**{**_SIZES, "max_position_embeddings": 64},
+                                   rope_parameters={**_ROPE, "rope_type": "dynamic"}),
+    "longrope": lambda: Phi3Config(**_SIZES, sliding_window=None, original_max_position_embeddings=64,
+                                   rope_parameters=copy.deepcopy(_LONGROPE)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_nodes_beyond_the_context_do_not_change_the_rotary_frequencies(kind: str, tmp_path: Path) -> None:
+    """Both kinds look at the largest position of a pass and then turn all of its rows otherwise."""
+    ours, theirs = text_to_the_brim(CHANGING[kind](), tmp_path, 64)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_frequencies_that_change_would_show(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.model.target import Target
+
+    start = Target.__init__
+
+    def without_limit(self: Target, *args: Any, **options: Any) -> None:
+        start(self, *args, **options)
+        self._last_position = 10**6
+
+    monkeypatch.setattr(Target, "__init__", without_limit)
+    ours, theirs = text_to_the_brim(CHANGING[kind](), tmp_path, 64)
+    assert ours != theirs
+
+
+def test_a_context_beyond_the_turning_point_is_refused(tmp_path: Path) -> None:
+    directory = save(tiny_model(CHANGING["longrope"]()), tmp_path)
+    with pytest.raises(offload.UserError, match="--context must be at most 64, beyond which longrope turns"):
+        offload.load(directory, ram="1GiB", context=65)

@@ -1,0 +1,229 @@
+"""Profiles hold for what they name, and nothing else is ever used."""
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import FAMILIES, build, save, save_pair
+
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.config import Sampling
+from offload.errors import UserError
+from offload.planning.cost_model import Costs, Curve
+from offload.planning.profile import (
+    SCHEMA,
+    Identity,
+    Machine,
+    Profile,
+    find_profile,
+    fingerprint,
+    format_json,
+    profiles_folder,
+    read_profile,
+    save_profile,
+    write_atomically,
+)
+from offload.planning.yields import GrownYield
+
+MACHINE = Machine(cpu="one", num_cores=2, torch="2.9", dtype="float32", device="cpu")
+IDENTITY = Identity(target="a" * 64, draft="b" * 64, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def profile(**changes: Any) -> Profile:
+    values: dict[str, Any] = {
+        "identity": IDENTITY,
+        "target_name": "big",
+        "draft_name": "small",
+        "created": "2026-01-01T00:00:00+00:00",
+        "num_tokens": 6,
+        "is_teacher_forced": False,
+        "acceptance": (0.5, 0.25),
+        "standard_error": (0.1, 0.05),
+        "smoothing": 16.0,
+        "num_threads": 2,
+        "costs": Costs(
+            compute_s=Curve((1, 16), (0.1, 0.2)),
+            draft_step_s=Curve((1,), (0.01,)),
+            verify_s=0.001,
+            link_bytes_per_s=1e9,
+        ),
+        "grown": (GrownYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
+        "traces": ((0, 1, -1), (0, 0, 1)),
+    }
+    return Profile(**{**values, **changes})
+
+
+def test_what_is_saved_is_found_again(cache: Path) -> None:
+    path = save_profile(profile())
+    assert path.parent == profiles_folder() == cache / "offload" / "profiles"
+    assert find_profile(IDENTITY) == (profile(), str(path))
+    assert read_profile(path, IDENTITY) == profile()
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "a scratch file was left behind"
+
+
+def test_a_profile_from_before_grown_trees_were_counted_is_read() -> None:
+    path = save_profile(profile())
+    values = json.loads(path.read_text())
+    del values["grown"]
+    path.write_text(json.dumps({**values, "schema": 1}))
+    assert read_profile(path, IDENTITY) == profile(grown=())
+    path.write_text(json.dumps({**values, "schema": SCHEMA}))
+    with pytest.raises(UserError, match=r"malformed \('grown'\): run offload tune again"):
+        read_profile(path, IDENTITY)
+
+
+def test_file_is_for_people(cache: Path) -> None:
+    lines = save_profile(profile()).read_text().splitlines()
+    assert "  [0, 1, -1]," in lines and ' "acceptance": [0.5, 0.25],' in lines
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"target": "c" * 64}, "target weights"),
+        ({"draft": "c" * 64}, "draft weights"),
+        ({"rule": "sequoia"}, "rule match, not sequoia"),
+        ({"temperature": 0.0}, "temperature 0.6, not 0.0"),
+        ({"top_p": 1.0}, "top_p 0.9, not 1.0"),
+        ({"top_k": 5}, "top_k 0, not 5"),
+        ({"machine": replace(MACHINE, cpu="two")}, "cpu one, not two"),
+        ({"machine": replace(MACHINE, num_cores=4)}, "core count 2, not 4"),
+        ({"machine": replace(MACHINE, torch="3.0")}, "torch 2.9, not 3.0"),
+        ({"machine": replace(MACHINE, dtype="bfloat16")}, "compute type float32, not bfloat16"),
+        ({"machine": replace(MACHINE, device="cuda:0")}, "device cpu, not cuda:0"),
+    ],
+)
+def test_profile_of_another_run_is_refused(change: dict[str, Any], reason: str) -> None:
+    path, other = save_profile(profile()), replace(IDENTITY, **change)
+    with pytest.raises(UserError, match=f"measured for another run .*{reason}.*run offload tune again"):
+        read_profile(path, other)
+    found, note = find_profile(other)
+    assert found is None and "offload tune" in note
+    assert other.file_name != IDENTITY.file_name, "the key must tell them apart"
+
+
+def test_found_but_unusable_is_passed_over_with_the_reason() -> None:
+    path = save_profile(profile())
+    path.write_text(path.read_text()[:100])
+    found, note = find_profile(IDENTITY)
+    assert found is None and "not valid JSON" in note
+    save_profile(profile()).rename(path.with_name(replace(IDENTITY, temperature=1.0).file_name))
+    found, note = find_profile(replace(IDENTITY, temperature=1.0))
+    assert found is None and "temperature 0.6, not 1.0" in note, "a renamed file stays what it is"
+
+
+def test_note_names_the_settings_of_a_near_miss() -> None:
+    save_profile(profile())
+    assert "temperature 0.6, not 0.0" in find_profile(replace(IDENTITY, temperature=0.0))[1]
+    assert "no profile for this pair" in find_profile(replace(IDENTITY, target="c" * 64))[1]
+
+
+COSTS = json.loads(format_json(profile().as_dict()))["costs"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schema": SCHEMA + 1}, f"has schema {SCHEMA + 1}, this version reads {SCHEMA}"),
+        ({"schema": None}, "has schema None"),
+        ({"acceptance": [1.5, 0.0]}, r"must lie in \[0, 1\]"),
+        ({"acceptance": [0.9, 0.2]}, "sum to 1 at most"),
+        ({"acceptance": [float("nan"), 0.0]}, r"must lie in \[0, 1\]"),
+        ({"acceptance": []}, "one entry per rank"),
+        ({"standard_error": [0.1]}, "one standard error per"),
+        ({"standard_error": [0.1, -0.1]}, "standard errors must lie"),
+        ({"costs": {**COSTS, "link_bytes_per_s": 0}}, "must be positive"),
+        ({"costs": {**COSTS, "link_bytes_per_s": float("inf")}}, "must be positive"),
+        ({"costs": {**COSTS, "verify_s": -1}}, "verify_s must not be negative"),
+        ({"costs": {**COSTS, "friction": 1.5}}, "friction must lie in"),
+        ({"costs": {**COSTS, "compute_s": {"sizes": [1, 2], "seconds": [1, -1]}}}, "must be positive"),
+        ({"costs": {**COSTS, "compute_s": {"sizes": [2, 1], "seconds": [1, 1]}}}, "rising sizes"),
+        ({"costs": {**COSTS, "compute_s": {"sizes": [], "seconds": []}}}, "rising sizes"),
+        ({"costs": {**COSTS, "speed": 1}}, "unexpected keyword argument 'speed'"),
+        ({"costs": 3}, "malformed"),
+        ({"traces": [[0, 32]]}, "ranks in -1..31"),
+        ({"traces": [[0, -2]]}, "ranks in -1..31"),
+        ({"traces": []}, "ranks in -1..31"),
+        ({"smoothing": 0}, "must be positive"),
+        ({"identity": {}}, "malformed"),
+        ({"extra": 1}, "unexpected keyword argument 'extra'"),
+    ],
+)
+def test_malformed_profiles_are_refused(change: dict[str, Any], reason: str) -> None:
+    path = save_profile(profile())
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=reason):
+        read_profile(path, IDENTITY)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"schema": 1}', "null"])
+def test_files_that_are_no_profile_are_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"some\.json"):
+        read_profile(path, IDENTITY)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read the profile .*absent"):
+        read_profile(tmp_path / "absent.json", IDENTITY)
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot write .*set XDG_CACHE_HOME"):
+        save_profile(profile())
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    write_atomically(path, "old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("offload.planning.profile.os.replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    target, _ = save_pair(FAMILIES["llama"](), tmp_path)
+    before = fingerprint(open_checkpoint(target))
+    moved = target.rename(tmp_path / "elsewhere")
+    assert fingerprint(open_checkpoint(moved)) == before, "the place does not matter"
+    (moved / "README.md").write_text("words")
+    assert fingerprint(open_checkpoint(moved)) == before, "neither do files that are not the model"
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
+    assert fingerprint(open_checkpoint(moved)) != before
+
+
+def test_fine_tune_of_the_same_shape_has_another_fingerprint(tmp_path: Path) -> None:
+    """Its headers and its config are the same; only weights differ."""
+
+    def saved(seed: int) -> Checkpoint:
+        return open_checkpoint(save(build(FAMILIES["llama"](), seed), tmp_path / str(seed)))
+
+    assert fingerprint(saved(0)) != fingerprint(saved(1))
+
+
+def test_greedy_settings_are_one_identity(tmp_path: Path) -> None:
+    pair = [open_checkpoint(path) for path in save_pair(FAMILIES["llama"](), tmp_path)]
+    greedy, filtered, warm = (
+        Identity.of(*pair, sampling, "match", MACHINE)
+        for sampling in (Sampling(), Sampling(top_p=0.5, top_k=3, seed=4), Sampling(temperature=0.1, top_p=0.5))
+    )
+    assert greedy == filtered != warm

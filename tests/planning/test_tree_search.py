@@ -1,0 +1,326 @@
+"""The choice of the tree: what a step costs, what traces say, and which tree follows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from offload.calibration import quick as probe
+from offload.config import RULES, Sampling
+from offload.errors import UserError
+from offload.planning.cost_model import Costs, Curve, Traffic, draft_widths, fit_friction, overlapped_s, step_time
+from offload.planning.profile import Profile
+from offload.planning.traces import (
+    PRODUCT_FORM,
+    RankTrie,
+    acceptance,
+    bursts,
+    cut_order,
+    grow_order,
+    tokens_per_sweep,
+    tree_of,
+)
+from offload.planning.tree_policy import Trees, tree_for
+from offload.planning.tree_search import DEPTHS, Candidate, Forest, best_smoothing, choose
+from offload.tree.spec import parse_tree
+from offload.tree.topology import (
+    DEFAULT_ACCEPTANCE,
+    Growth,
+    Topology,
+    best_first,
+    chain,
+    check_acceptance,
+    expected_tokens,
+    optimal,
+    sequences,
+)
+
+RULE = "match"
+P_K = check_acceptance(DEFAULT_ACCEPTANCE)
+
+
+def costs(*, row_s: float = 0.0, draft_s: float = 0.0, link: float = 1e9) -> Costs:
+    """A sweep of 0.1 s and `row_s` for every row; draft steps of equal length."""
+    compute = Curve((1, 1024), (0.1 + row_s, 0.1 + 1024 * row_s))
+    return Costs(compute_s=compute, draft_step_s=Curve((1,), (draft_s,)), verify_s=0.0, link_bytes_per_s=link)
+
+
+def best(what: Costs, traffic: Traffic, forest: Forest | None = None) -> Candidate:
+    return choose(forest or Forest(P_K, max_nodes=512), what, lambda _: traffic)[0]
+
+
+def independent_traces(p: Sequence[float], num_windows: int, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    ranks, chances = [*range(len(p)), -1], [*p, 1 - sum(p)]
+    return [generator.choice(ranks, 128, p=chances).tolist() for _ in range(num_windows)]
+
+
+def alternating_traces(num_windows: int, seed: int = 0) -> list[list[int]]:
+    """Rank 0 is followed by rank 1 and the other way round, with few exceptions: nothing is independent."""
+    generator = np.random.default_rng(seed)
+    traces = []
+    for _ in range(num_windows):
+        rank, trace = 0, []
+        for _ in range(128):
+            rank = 1 - rank if generator.random() < 0.9 else int(generator.integers(2))
+            trace.append(rank)
+        traces.append(trace)
+    return traces
+
+
+def test_curve_is_straight_between_its_points_and_goes_on() -> None:
+    curve = Curve((1, 11, 21), (1.0, 2.0, 4.0))
+    assert [curve.at(size) for size in (0, 1, 6, 11, 16, 21, 26)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert Curve((8,), (0.5,)).at(100) == 0.5
+    assert Curve((1, 2), (2.0, 1.0)).at(9) == 1.0, "beyond the last point time never falls"
+
+
+def test_draft_widths_are_the_nodes_with_children() -> None:
+    assert draft_widths(chain(0)) == []
+    assert draft_widths(chain(3)) == [1, 1, 1]
+    assert draft_widths(sequences(4, 3)) == [1, 4, 4]
+
+
+def test_step_is_draft_plus_the_slower_side() -> None:
+    what = Costs(
+        compute_s=Curve((1, 11), (0.1, 0.2)), draft_step_s=Curve((1,), (0.05,)), verify_s=0.01, link_bytes_per_s=1e9
+    )
+    resident = step_time(what, Traffic(0, 0), chain(10))
+    assert resident.total_s == pytest.approx(0.5 + 0.2 + 0.01) and resident.limit == "compute"
+    bound = step_time(what, Traffic(3 * 10**9, 0), chain(10))
+    assert bound.total_s == pytest.approx(0.5 + 3.0 + 0.01) and bound.limit == "link"
+    prefetched = step_time(what, Traffic(3 * 10**9, 4 * 10**8), chain(10))
+    assert prefetched.total_s == pytest.approx(0.5 + 2.6 + 0.01), "what the slots take in meanwhile is hidden"
+    short = step_time(what, Traffic(3 * 10**9, 2 * 10**9), chain(10))
+    assert short.total_s == pytest.approx(3.0), "no more is hidden than the time that drafting takes"
+
+
+def test_friction_counts_where_both_sides_take_about_as_long() -> None:
+    assert overlapped_s(0.3, 0.2, 0.0) == overlapped_s(0.2, 0.3, 0.0) == 0.3 and overlapped_s(0.0, 0.0, 0.5) == 0.0
+    assert overlapped_s(0.3, 0.2, 1.0) == pytest.approx(0.5), "in turn"
+    assert overlapped_s(0.3, 0.3, 0.2) == pytest.approx(0.3 * 2**0.2)
+    assert overlapped_s(0.3, 0.01, 0.2) == pytest.approx(0.3, rel=1e-4) and overlapped_s(0.3, 0.0, 0.2) == 0.3
+    what, traffic = costs(row_s=1e-3, link=1e9), Traffic(2 * 10**8, 0)
+    rubbing = replace(what, friction=0.2)
+    assert step_time(rubbing, traffic, chain(99)).sweep_s == pytest.approx(0.2 * 2**0.2)
+    assert step_time(rubbing, Traffic(0, 0), chain(99)) == step_time(what, Traffic(0, 0), chain(99))._replace(
+        friction=0.2
+    )
+
+
+def test_friction_is_found_again_in_what_it_made() -> None:
+    pairs = [(0.1, 0.5), (0.3, 0.5), (0.4, 0.5), (0.45, 0.5), (0.8, 0.5)]
+    for friction in (0.0, 0.13, 0.2, 1.0):
+        seen = [(one_s, other_s, overlapped_s(one_s, other_s, friction)) for one_s, other_s in pairs]
+        assert fit_friction(seen) == friction
+    assert fit_friction([(one_s, other_s, 0.9 * max(one_s, other_s)) for one_s, other_s in pairs]) == 0.0
+
+
+def test_free_rows_and_a_slow_link_make_the_tree_large() -> None:
+    assert best(costs(link=1e8), Traffic(10**9, 0)).shape.num_nodes == 512
+
+
+def test_costly_rows_make_the_tree_small() -> None:
+    resident = Traffic(0, 0)
+    sizes = [best(costs(row_s=row_s), resident).shape.num_nodes for row_s in (1e-5, 1e-3, 1e-2, 1.0)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 256 and sizes[-1] == 1
+
+
+def test_slower_link_never_makes_the_tree_smaller() -> None:
+    what = [costs(row_s=2e-3, draft_s=5e-3, link=link) for link in (1e11, 1e10, 3e9, 1e9, 2e8)]
+    sizes = [best(one, Traffic(10**9, 10**8)).shape.num_nodes for one in what]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+def test_costly_draft_makes_the_tree_flat_unless_it_is_hidden() -> None:
+    bare = [best(costs(draft_s=draft_s), Traffic(0, 0)).shape.depth for draft_s in (1e-4, 1e-2, 1.0)]
+    assert bare == sorted(bare, reverse=True) and bare[-1] <= 1 < bare[0]
+    slots = (0, 2 * 10**9)
+    hidden = [best(costs(draft_s=0.05, link=1e9), Traffic(4 * 10**9, size)).shape.depth for size in slots]
+    assert hidden[0] < hidden[1], "slots that fill meanwhile pay for deeper trees"
+
+
+def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
+    what, traffic = costs(row_s=1e-3, draft_s=5e-3), Traffic(3 * 10**8, 10**8)
+    ranked = choose(Forest(P_K, max_nodes=64), what, lambda _: traffic)
+    assert [c.s_per_token for c in ranked] == sorted(c.s_per_token for c in ranked)
+    for candidate in ranked:
+        tree = candidate.shape
+        assert candidate.tokens_per_sweep == pytest.approx(expected_tokens(tree, P_K))
+        assert candidate.step_s == step_time(what, traffic, tree).total_s
+    exhaustive = min(
+        step_time(what, traffic, tree).total_s / expected_tokens(tree, P_K)
+        for tree in (best_first(P_K, n, d) for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) for d in DEPTHS)
+    )
+    assert ranked[0].s_per_token == pytest.approx(exhaustive)
+
+
+def test_what_memory_cannot_hold_is_no_candidate() -> None:
+    ranked = choose(Forest(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
+    assert max(candidate.shape.num_nodes for candidate in ranked) == 32
+    assert choose(Forest(P_K), costs(), lambda _: None) == []
+
+
+def test_depth_is_bounded() -> None:
+    ranked = choose(Forest(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
+    assert max(candidate.shape.depth for candidate in ranked) == 5
+
+
+def walk(topology: Topology, trace: Sequence[int]) -> list[int]:
+    """The definition, word for word: from the root follow the ranks while their path exists."""
+    children = {(int(p), int(r)): n for n, (p, r) in enumerate(zip(topology.parent_N, topology.rank_N, strict=True))}
+    yields, at = [], 0
+    while at < len(trace):
+        node, count = 0, 0
+        while at + count < len(trace) and (node, trace[at + count]) in children:
+            node, count = children[node, trace[at + count]], count + 1
+        yields.append(min(count + 1, len(trace) - at))
+        at += count + 1
+    return yields
+
+
+@pytest.mark.parametrize("text", ["none", "2x1", "64x16", "chain:5", "sequences:3x4"])
+def test_bursts_are_what_the_walk_defines(text: str) -> None:
+    topology = parse_tree(text).build()
+    for trace in independent_traces((0.6, 0.2, 0.05), 5):
+        assert bursts(topology, trace) == walk(topology, trace)
+        assert sum(bursts(topology, trace)) == len(trace)
+    assert bursts(topology, []) == []
+
+
+def test_traces_of_independent_ranks_give_the_product_form() -> None:
+    p, topology = (0.6, 0.2, 0.05), best_first((0.6, 0.2, 0.05), 48, 8)
+    assert tokens_per_sweep(topology, independent_traces(p, 400)) == pytest.approx(
+        expected_tokens(topology, p), rel=0.02
+    )
+
+
+def test_acceptance_counts_ranks_and_knows_its_error() -> None:
+    p_K, error_K = acceptance([[0, 0, 1, -1], [0, 2, 0, 0]], num_ranks=4)
+    assert p_K.tolist() == [5 / 8, 1 / 8, 1 / 8, 0]
+    assert error_K[3] == 0 and (error_K[:3] > 0).all()
+    traces = independent_traces((0.6, 0.2), 100)
+    p_K, error_K = acceptance(traces)
+    wanted = np.sqrt(p_K * (1 - p_K) / 12800)
+    assert error_K[:2] == pytest.approx(wanted[:2], rel=0.3), "independent positions: the binomial error"
+    assert acceptance(traces[:1])[1][0] == pytest.approx(np.sqrt(p_K[0] * (1 - p_K[0]) / 128), rel=0.2)
+    clumped = [[0] * 128 if index % 2 else [1] * 128 for index in range(20)]
+    assert acceptance(clumped)[1][0] > 0.1, "windows of one kind count as few observations"
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 17, 64, 200])
+def test_order_without_traces_is_best_first(num_nodes: int) -> None:
+    for depth in (1, 4, 16):
+        assert tree_of(grow_order(P_K, num_nodes, depth)) == best_first(P_K, num_nodes, depth)
+        order = cut_order(grow_order(P_K, 4 * num_nodes, 16), num_nodes, depth)
+        assert max(node.depth for node in order) <= depth
+        if len(order) == num_nodes:
+            assert sum(node.score for node in order) == pytest.approx(expected_tokens(tree_of(order), P_K))
+
+
+def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:
+    traces = alternating_traces(16)
+    p_K, _ = acceptance(traces)
+    product = tree_of(grow_order(p_K, 24, 16))
+    trie = RankTrie(traces, 16)
+    smoothed = tree_of(grow_order(p_K, 24, 16, trie, PRODUCT_FORM))
+    assert expected_tokens(smoothed, p_K) == pytest.approx(expected_tokens(product, p_K), rel=1e-6)
+    learnt = tree_of(grow_order(p_K, 24, 16, trie, 4.0))
+    held_out = alternating_traces(64, seed=1)
+    assert tokens_per_sweep(learnt, held_out) > 1.3 * tokens_per_sweep(product, held_out)
+
+
+def test_what_was_cut_off_at_the_end_counts_as_unknown() -> None:
+    trie = RankTrie([[0, 0]], 8)
+    assert trie.chance(0, 0, 0.0, 0.0 + 1e-12) == pytest.approx(1.0)
+    assert trie.num_continued == [2, 1, 0], "behind the last token nothing was seen, neither hit nor miss"
+
+
+def test_smoothing_is_chosen_on_held_out_traces() -> None:
+    dependent, independent = alternating_traces(16), independent_traces((0.5, 0.3, 0.1), 16)
+    assert best_smoothing(acceptance(dependent)[0], dependent) < PRODUCT_FORM
+    assert best_smoothing(acceptance(independent)[0], independent) == PRODUCT_FORM
+
+
+def test_expected_tokens_are_not_fitted_to_the_traces() -> None:
+    p, fitted, held_out = (0.1249,) * 8, [], []
+    fresh = independent_traces(p, 400, seed=99)
+    for seed in range(8):
+        traces = independent_traces(p, 4, seed)
+        forest = Forest(acceptance(traces)[0], traces, 0.5, 128)
+        tree = forest.tree(128, 12)
+        assert tree is not None
+        truth = tokens_per_sweep(tree, fresh)
+        fitted.append(tokens_per_sweep(tree, traces) / truth)
+        held_out.append(forest.expected(128, 12) / truth)
+    assert np.mean(fitted) > 1.01, "what a tree was made from flatters it"
+    assert 0.97 < np.mean(held_out) < 1.005
+
+
+def test_tree_for_a_measured_vector_says_what_was_done_to_it() -> None:
+    falling, noisy = (0.6, 0.2, 0.1), (0.5, 0.1, 0.3)
+    assert tree_for(falling, 32, 8) == (best_first(falling, 32, 8), "")
+    tree, how = tree_for(noisy, 32, 8)
+    assert tree == optimal(noisy, 32, 8) and "exact" in how
+    tree, how = tree_for(noisy, 300, 8)
+    assert tree == best_first((0.5, 0.2, 0.2), 300, 8) and "evened out" in how
+
+
+def no_profile(*_: object) -> tuple[Profile | None, str]:
+    return None, "none here"
+
+
+def test_trees_without_any_measurement_fall_back_and_say_so() -> None:
+    choice = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0)).for_run(Sampling(), RULE)
+    assert choice.shape == Growth(64, 16) and "nothing was measured" in choice.why
+    small = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0), max_nodes=8)
+    assert small.for_run(Sampling(), RULE).shape.num_nodes == 8
+
+
+@pytest.mark.parametrize("measured", [None, costs(row_s=2e-3)])
+def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | None) -> None:
+    trees = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), 1e9, measured)
+    for rule in RULES:
+        choice = trees.for_run(Sampling(), rule)
+        assert choice.is_grown == (rule in ("match", "topk")), rule
+        assert choice.as_dict()["is_grown"] == choice.is_grown
+        if choice.candidates:
+            best = choice.candidates[0].shape
+            assert (choice.shape.num_nodes, choice.shape.depth) == (best.num_nodes, best.depth)
+
+
+def test_trees_choose_by_what_was_measured_and_by_todays_link() -> None:
+    def chosen(link: float) -> int:
+        trees = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), link, costs(row_s=2e-3))
+        return trees.for_run(Sampling(), RULE).shape.num_nodes
+
+    assert chosen(1e11) < chosen(1e8)
+
+
+def test_named_trees_are_as_named() -> None:
+    trees = Trees(parse_tree("16x4"), no_profile, lambda _: Traffic(0, 0), max_nodes=32, context=8)
+    assert trees.for_run(Sampling(), RULE).shape == best_first(P_K, 16, 4)
+    assert trees.for_run(Sampling(), RULE, "chain:3").shape == chain(3)
+    with pytest.raises(UserError, match="64 nodes, memory was planned for 32"):
+        trees.for_run(Sampling(), RULE, "64x4")
+    with pytest.raises(UserError, match="9 deep, the context has 8 positions"):
+        trees.for_run(Sampling(), RULE, "chain:9")
+
+
+def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card it contains a recording, many times as long as what it records."""
+    now_s, seen = 0.0, set[int]()
+
+    def measure(size: int) -> float:
+        nonlocal now_s
+        taken_s = float(size) if size in seen else 100.0
+        seen.add(size)
+        now_s += taken_s
+        return taken_s
+
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=12.0) == Curve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
+    seen.clear()
+    assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=3.0).sizes == (1, 2, 4), "the budget still holds"

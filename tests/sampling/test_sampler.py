@@ -1,0 +1,249 @@
+"""Keyed noise as noise and as a key; and draws against exact laws worked out by hand."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from offload.config import LEAST_TEMPERATURE, Sampling
+from offload.errors import UserError
+from offload.kernels import keyed_gumbel as noise
+from offload.kernels.keyed_gumbel import keyed_gumbel_twin as keyed_gumbel
+from offload.kernels.registry import TWINS, KernelSet
+from offload.memory.plan import noise_bytes
+from offload.sampling.sampler import Sampler
+
+MASK = (1 << 64) - 1
+P_MIN = 1e-3  # everything here is deterministic: a p-value is met once and for all
+LOGITS_V = torch.tensor([2.0, 1.1, -0.3, 1.9, 0.4, -1.0, 0.0, 1.5, -2.5, 0.9])
+
+
+def splitmix(value: int) -> int:
+    """The finaliser in plain integers (Steele, Lea and Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+def noise_table(seeds: int, positions: int, tokens: int) -> Tensor:
+    """(seeds, positions, tokens)"""
+    return torch.stack([torch.stack([keyed_gumbel(s, p, tokens) for p in range(positions)]) for s in range(seeds)])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**62 + 12345])
+@pytest.mark.parametrize("position", [0, 7, 100_000])
+def test_noise_is_the_hash_that_it_claims_to_be(seed: int, position: int) -> None:
+    """In Python's own integers, token by token: no wrap-around, no sign, no order of evaluation to get wrong."""
+    got_V = keyed_gumbel(seed, position, 300)
+    for token in (0, 1, 2, 255, 299):
+        bits = splitmix(splitmix(token ^ splitmix(splitmix(seed) ^ position)))
+        uniform = ((bits >> 11) + 0.5) * 2.0**-53
+        assert got_V[token].item() == pytest.approx(-math.log(-math.log(uniform)), rel=1e-13)
+
+
+def test_noise_does_not_depend_on_the_size_of_the_vocabulary() -> None:
+    """A draft with fewer tokens than the target sees the same noise on those that both have."""
+    assert torch.equal(keyed_gumbel(3, 9, 5000)[:700], keyed_gumbel(3, 9, 700))
+
+
+def test_noise_does_not_depend_on_the_order_of_questions() -> None:
+    ahead, back = Sampler(Sampling(temperature=1.0, seed=4), 50), Sampler(Sampling(temperature=1.0, seed=4), 50)
+    logits_TV = torch.zeros(2, 50)
+    positions = list(range(600))  # more than a sampler keeps
+    one = {position: ahead.perturbed(logits_TV, position) for position in positions}
+    two = {position: back.perturbed(logits_TV, position) for position in reversed(positions)}
+    assert all(torch.equal(one[position], two[position]) for position in positions)
+    assert all(torch.equal(one[position], ahead.perturbed(logits_TV, position)) for position in (0, 300, 599))
+    assert torch.equal(one[5][0], one[5][1]), "rows that predict the same position share its noise"
+    assert torch.equal(one[5][0], keyed_gumbel(4, 5, 50))
+
+
+def test_no_more_noise_is_kept_than_was_planned() -> None:
+    """256 positions of a vocabulary of 128,256 would be 263 MB."""
+    sampler, held = Sampler(Sampling(temperature=1.0), 5003), []
+    for root in range(300):
+        sampler.perturbed(torch.zeros(24, 5003), [root + depth for depth in range(1, 25)])
+        sampler.draw(torch.zeros(5003), root + 1)
+        held.append(sum(noise_V.nbytes for noise_V in sampler._noise.values()))
+    assert 24 * 8 * 5003 <= max(held) <= noise_bytes(5003)
+
+
+@pytest.mark.gpu
+def test_noise_is_the_same_on_every_device() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.testing.assert_close(keyed_gumbel(1, 2, 4096, "cuda").cpu(), keyed_gumbel(1, 2, 4096), atol=0, rtol=1e-14)
+
+
+def test_noise_differs_between_seeds_positions_and_tokens() -> None:
+    table = noise_table(20, 20, 50)
+    assert table.unique().numel() == table.numel()
+
+
+def test_noise_is_gumbel() -> None:
+    for sample in (keyed_gumbel(0, 0, 200_000), noise_table(60, 60, 10).flatten(), noise_table(1, 3000, 10).flatten()):
+        assert stats.kstest(sample.numpy(), "gumbel_r").pvalue > P_MIN
+        assert sample.isfinite().all()
+
+
+def correlations(table: Tensor) -> dict[str, float]:
+    """Of neighbours along each axis, as ranks of a uniform: in units of what chance would give."""
+    uniform = torch.exp(-torch.exp(-table)) - 0.5
+    scores = {}
+    for axis, name in enumerate(("seeds", "positions", "tokens")):
+        for step in (1, 2, 8):
+            here, there = (
+                uniform.narrow(axis, 0, uniform.shape[axis] - step),
+                uniform.narrow(axis, step, uniform.shape[axis] - step),
+            )
+            scores[f"{name}+{step}"] = float((here * there).mean() * 12 * math.sqrt(here.numel()))
+    return scores
+
+
+def test_neighbours_have_nothing_to_do_with_each_other() -> None:
+    assert max(abs(score) for score in correlations(noise_table(40, 40, 40)).values()) < 4
+
+
+def test_a_weaker_hash_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the finaliser's products, neighbouring tokens get neighbouring numbers."""
+    monkeypatch.setattr(noise, "_mix", lambda value: value << 20)
+    assert max(abs(score) for score in correlations(noise_table(10, 10, 40)).values()) > 20
+
+
+def law_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
+    """Temperature, then the k largest, then the smallest set of the most probable with at least p of the mass."""
+    chance_V = np.exp(logits_V.double().numpy() / how.temperature)
+    chance_V /= chance_V.sum()
+    order = np.argsort(-chance_V)
+    if how.top_k:
+        chance_V[order[how.top_k :]] = 0
+        chance_V /= chance_V.sum()
+    if how.top_p < 1:
+        before_V = np.cumsum(chance_V[order]) - chance_V[order]
+        chance_V[order[before_V >= how.top_p]] = 0
+    return chance_V / chance_V.sum()
+
+
+def p_value(counts_V: np.ndarray, law_V: np.ndarray) -> float:
+    """Chi-square; zero where something impossible was drawn."""
+    if counts_V[law_V == 0].any():
+        return 0.0
+    return float(stats.chisquare(counts_V[law_V > 0], law_V[law_V > 0] * counts_V.sum()).pvalue)
+
+
+SETTINGS = {
+    "T1": {"temperature": 1.0},
+    "T0.6": {"temperature": 0.6},
+    "top-k": {"temperature": 1.0, "top_k": 4},
+    "top-p": {"temperature": 1.0, "top_p": 0.8},
+    "all": {"temperature": 0.6, "top_k": 6, "top_p": 0.9},
+}
+
+
+def draws_over_seeds(settings: dict[str, float], num_draws: int = 2000, kernels: KernelSet = TWINS) -> np.ndarray:
+    samplers = (Sampler(Sampling(**settings, seed=seed), 10, kernels=kernels) for seed in range(num_draws))
+    return np.bincount([sampler.draw(LOGITS_V, 17) for sampler in samplers], minlength=10)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_draws_follow_the_exact_law_over_seeds(name: str) -> None:
+    law_V = law_by_hand(LOGITS_V, Sampling(**SETTINGS[name]))
+    assert {"T1": 10, "T0.6": 10, "top-k": 4, "top-p": 5, "all": 4}[name] == np.count_nonzero(law_V)
+    assert p_value(draws_over_seeds(SETTINGS[name]), law_V) > P_MIN
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_draws_follow_the_exact_law_over_positions(name: str) -> None:
+    """One generation: one seed, and every position a fresh draw."""
+    how = Sampling(**SETTINGS[name], seed=7)
+    sampler = Sampler(how, 10)
+    counts_V = np.bincount([sampler.draw(LOGITS_V, position) for position in range(2000)], minlength=10)
+    assert p_value(counts_V, law_by_hand(LOGITS_V, how)) > P_MIN
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_law_that_is_told_is_the_one_by_hand(name: str) -> None:
+    how = Sampling(**SETTINGS[name])
+    np.testing.assert_allclose(Sampler(how, 10).host_law(LOGITS_V), law_by_hand(LOGITS_V, how), atol=1e-7)
+
+
+def test_two_positions_are_drawn_independently() -> None:
+    law_V = law_by_hand(LOGITS_V, Sampling(temperature=1.0))
+    counts_VV = np.zeros((10, 10))
+    for seed in range(1500):
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed), 10)
+        counts_VV[sampler.draw(LOGITS_V, 4), sampler.draw(LOGITS_V, 5)] += 1
+    joint_VV = np.outer(law_V, law_V)
+    is_frequent = joint_VV * 1500 >= 5
+    counts = [*counts_VV[is_frequent], counts_VV[~is_frequent].sum()]
+    assert (
+        stats.chisquare(counts, [*(joint_VV[is_frequent] * 1500), joint_VV[~is_frequent].sum() * 1500]).pvalue > P_MIN
+    )
+
+
+def flatter(seed: int, position: int, vocab_size: int, device: object) -> Tensor:
+    return 0.85 * keyed_gumbel(seed, position, vocab_size)
+
+
+def normal(seed: int, position: int, vocab_size: int, device: object) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000 + position)
+    return 1.28 * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("planted", [flatter, normal])
+def test_a_planted_bias_is_detected(planted: Callable[..., Tensor]) -> None:
+    kernels = TWINS._replace(keyed_gumbel=planted)
+    law_V = law_by_hand(LOGITS_V, Sampling(temperature=1.0))
+    assert p_value(draws_over_seeds(SETTINGS["T1"], kernels=kernels), law_V) < 1e-4
+
+
+def test_filters_in_another_order_would_show() -> None:
+    """top-p of the full law keeps tokens that top-p of the four largest drops."""
+    how = Sampling(temperature=1.0, top_k=4, top_p=0.8)
+    kept = np.flatnonzero(Sampler(how, 10).host_law(LOGITS_V))
+    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(law_by_hand(LOGITS_V, how)).tolist()
+    assert np.count_nonzero(law_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4
+
+
+def test_the_least_temperature_still_tells_scores_apart() -> None:
+    logits_V = torch.tensor([900.0, 1000.0, 999.0])
+    assert Sampler(Sampling(temperature=LEAST_TEMPERATURE), 3).draw(logits_V, 0) == 1
+    with pytest.raises(UserError, match="--temp must be 0, or at least 1e-30, got 1e-40: 0 is greedy"):
+        Sampling(temperature=1e-40)
+    assert (logits_V / 1e-40).isinf().all(), "this is why"
+
+
+def test_greedy_knows_no_chance() -> None:
+    for seed in range(20):
+        sampler = Sampler(Sampling(seed=seed), 10)
+        assert sampler.draw(LOGITS_V, seed) == 0
+        assert torch.equal(sampler.perturbed(LOGITS_V[None], 3), LOGITS_V[None])
+    assert Sampler(Sampling(), 3).draw(torch.tensor([1.0, 5.0, 5.0]), 0) == 1, "the lowest id of equals"
+
+
+def test_half_precision_logits_are_drawn_from_in_float32() -> None:
+    """bfloat16 has steps of 2^-6 around 4: the sum with the noise must not be rounded to them."""
+    logits_V = torch.linspace(3, 5, 10).bfloat16()
+    how = Sampling(temperature=0.7)
+    scores_TV = Sampler(how, 10).perturbed(logits_V[None], 0)
+    assert scores_TV.dtype in (torch.float32, torch.float64)
+    torch.testing.assert_close(
+        scores_TV[0].double(), logits_V.double() / 0.7 + keyed_gumbel(0, 0, 10), atol=1e-5, rtol=0
+    )
+
+
+def test_a_lower_temperature_draws_the_likeliest_more_often() -> None:
+    shares = [draws_over_seeds({"temperature": t}, 500)[0] / 500 for t in (2.0, 1.0, 0.5, 0.1)]
+    assert shares == sorted(shares) and shares[-1] > 0.6
+
+
+def test_a_narrower_draft_is_coupled_on_what_both_know() -> None:
+    sampler = Sampler(Sampling(temperature=1.0, seed=2), 10)
+    torch.testing.assert_close(
+        sampler.perturbed(LOGITS_V[None, :6], 8), sampler.perturbed(LOGITS_V[None], 8)[:, :6], atol=0, rtol=0
+    )

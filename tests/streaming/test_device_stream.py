@@ -1,0 +1,332 @@
+"""Slots on a device: every wait is needed. Copies and kernels run late; without an event something shows.
+
+Layers carry their number in every byte from their first weight on. A kernel looks at its slot when the compute stream
+gets to it, not when it was enqueued, and a released slot holds NaN.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_device import FakeDevice, fake_arena
+
+from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
+from offload.errors import ReadError
+from offload.memory.plan import Tier
+from offload.streaming import device_stream
+from offload.streaming.device_stream import DeviceStream
+
+NUM_LAYERS, LEAD_BYTES = 7, 24
+LAYOUTS = [
+    SlabLayout((), {"w": Placed("F32", (4,), LEAD_BYTES)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)
+]
+R, H, D = Tier.RESIDENT, Tier.HOST, Tier.DISK
+TIERS = {
+    "host": [H] * 7,
+    "disk": [D] * 7,
+    "mixed": [H, D, D, H, R, D, H],
+    "disk first": [D, H, H, H, R, R, H],
+    "one on disk": [R, R, R, D, R, R, R],
+    "resident": [R] * 7,
+}
+
+
+class ThreadStore:
+    """Writes a layer's number into the slab, from threads, as `HostStore` does; some reads take long, some fail."""
+
+    note, is_direct = None, True
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s, self.bytes_read = delay_s, 0
+        self.asked: list[int] = []
+        self.failing: set[int] = set()
+        self._pool = ThreadPoolExecutor(3)
+
+    def layer_of(self, layout: SlabLayout) -> int:
+        return next(index for index, own in enumerate(LAYOUTS) if own is layout)
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        layer = self.layer_of(layout)
+        self.asked.append(layer)
+        half, slab[:LEAD_BYTES] = len(slab) // 2, 0xEE
+        return [self._pool.submit(self._fill, layer, part) for part in (slab[LEAD_BYTES:half], slab[half:])]
+
+    def _fill(self, layer: int, part: np.ndarray) -> None:
+        time.sleep(self.delay_s)
+        if layer in self.failing:
+            raise ReadError(f"layer {layer} cannot be read")
+        part[:] = layer
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@contextmanager
+def streaming(
+    tiers: list[Tier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **more: Any
+) -> Iterator[tuple[DeviceStream, FakeDevice, ThreadStore]]:
+    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), ThreadStore()
+    arena = fake_arena(limit_bytes)
+    stream = DeviceStream(
+        store, LAYOUTS, tiers, num_slots, device=device, arena=arena, num_host_slots=2, poison_released=True
+    )
+    try:
+        stream.load_resident()
+        yield stream, device, store
+    finally:
+        stream.close()
+        assert not device.copies, "memory may go only when every copy has ended"
+        device.finish()
+        store.close()
+
+
+def sweep(stream: DeviceStream, device: FakeDevice, pause: Callable[[], object] = lambda: None) -> list[str]:
+    """One sweep; what the kernels will have seen that was not their layer, once the device has run them."""
+    wrong: list[str] = []
+
+    def look(layer: int, slab: torch.Tensor) -> None:
+        if not (slab[: BLOCK_BYTES - LEAD_BYTES] == layer).all():
+            wrong.append(f"layer {layer} saw {int(slab[0])}")
+
+    stream.begin_sweep()
+    for layer in range(NUM_LAYERS):
+        pause()
+        slab = stream.acquire(layer)
+        for _ in range(2):  # the later kernel of a layer is the one that a hasty copy would hit
+            device.launch(lambda layer=layer, slab=slab: look(layer, slab))
+        stream.release(layer)
+    return wrong
+
+
+def sweeps(stream: DeviceStream, device: FakeDevice, count: int = 3, **more: Any) -> list[str]:
+    wrong = [sweep(stream, device, **more) for _ in range(count)]
+    device.finish()
+    return [*chain.from_iterable(wrong)]
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+@pytest.mark.parametrize("kind", TIERS)
+def test_every_kernel_sees_its_own_layer(kind: str, num_slots: int) -> None:
+    for seed in range(6):
+        with streaming(TIERS[kind], num_slots, seed=seed) as (stream, device, _):
+            assert not sweeps(stream, device)
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    if mistake == "no ready wait":
+        wait = FakeDevice.wait
+        forget = lambda self, to, event: None if to is self.compute else wait(self, to, event)  # noqa: E731
+        monkeypatch.setattr(FakeDevice, "wait", forget)
+    elif mistake == "no free wait":
+        wait = FakeDevice.wait
+        forget = lambda self, to, event: None if to is self.copies else wait(self, to, event)  # noqa: E731
+        monkeypatch.setattr(FakeDevice, "wait", forget)
+    else:
+        synchronize, main = FakeDevice.synchronize, threading.main_thread()
+        forget = lambda self, event: synchronize(self, event) if is_main() else None  # noqa: E731
+        is_main = lambda: threading.current_thread() is main  # noqa: E731
+        monkeypatch.setattr(FakeDevice, "synchronize", forget)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind"),
+    [
+        ("no ready wait", "host"),
+        ("no ready wait", "disk"),
+        ("no free wait", "host"),
+        ("no free wait", "mixed"),
+        ("pinned buffer read into before its copy is done", "disk"),
+    ],
+)
+def test_a_forgotten_wait_shows(mistake: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, mistake)
+    how: dict[str, Any] = {}
+    if mistake == "no ready wait":  # kernels run at once, copies when somebody must have them
+        how = {"is_compute_late": False, "haste": 0.0, "latency_s": 0.005}
+    elif mistake.startswith("pinned"):
+        how = {"haste": 0.0}
+
+    def wrong(seed: int) -> list[str]:
+        with streaming(TIERS[kind], seed=seed, **how) as (stream, device, _):
+            return sweeps(stream, device, pause=lambda: time.sleep(0.001) if mistake.startswith("pinned") else None)
+
+    assert any(wrong(seed) for seed in range(10)), f"{mistake} went unnoticed"
+
+
+def test_the_pinned_buffers_wait_for_their_copies() -> None:
+    """With copies that nobody hurries, the reader stops at the buffers it has."""
+    with streaming(TIERS["disk"], num_slots=3, haste=0.0) as (stream, device, store):
+        wait_for(lambda: len(store.asked) >= 2)
+        assert not sweeps(stream, device, count=2)
+
+
+def test_layers_in_host_memory_are_sent_without_waiting_for_anything() -> None:
+    """A whole sweep is enqueued while the device has not begun; the next one's first layers are behind it."""
+    with streaming(TIERS["host"], num_slots=3, haste=0.0) as (stream, device, _):
+        waits = device.num_host_waits
+        sweep(stream, device)
+        assert device.num_host_waits == waits and device.num_copies == 0, "the host waited for the device"
+        device.finish()
+        assert device.num_copies == NUM_LAYERS + 3
+        assert stream.bytes_read == NUM_LAYERS * BLOCK_BYTES
+
+
+def test_a_slow_disk_does_not_hold_up_layers_behind_it() -> None:
+    tiers = [D, H, H, H, H, H, H]
+    with streaming(tiers, num_slots=3) as (stream, device, store):
+        assert not sweeps(stream, device, count=1)
+        wait_for(lambda: len(stream._pending) == 3 and stream._pending[0].ready.done())
+        store.delay_s = 0.3
+        assert not sweeps(stream, device, count=1)  # layer 0 was there; layer 0 of the next sweep is now slow
+        arrivals = list(stream._pending)
+        assert [arrival.layer for arrival in arrivals] == [0, 1, 2]
+        assert [arrival.ready.done() for arrival in arrivals[1:]] == [True, True]
+        assert not sweeps(stream, device, count=1)
+
+
+def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_stream, "_BOUNCE_BYTES", 1000)
+    for limit_bytes in (0, 2500, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 3000):
+        with streaming(TIERS["host"], limit_bytes=limit_bytes, seed=limit_bytes) as (stream, device, _):
+            assert not sweeps(stream, device)
+            assert stream.note and "could not be page-locked" in stream.note and "the wall is at" in stream.note
+            assert {bounce.is_pinned for bounce, _ in stream._bounces} <= {limit_bytes > 1000, False}
+
+
+def test_a_piece_overwritten_before_its_copy_is_done_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_stream, "_BOUNCE_BYTES", 1000)
+    planted(monkeypatch, "bounce")
+    with streaming(TIERS["host"], limit_bytes=0, haste=0.0) as (stream, device, _):
+        assert sweeps(stream, device, pause=lambda: time.sleep(0.001))
+
+
+def test_a_failed_read_reaches_whoever_wants_the_layer() -> None:
+    with streaming(TIERS["mixed"]) as (stream, device, store):
+        assert not sweeps(stream, device, count=1)
+        store.failing = {5}
+        with pytest.raises(ReadError, match="layer 5 cannot be read"):
+            sweeps(stream, device, count=2)
+        store.failing = set()
+        assert not sweeps(stream, device, count=2), "the stream must recover with the next sweep"
+
+
+@pytest.mark.parametrize("kind", ["host", "disk", "mixed"])
+def test_an_interrupted_sweep_begins_anew(kind: str) -> None:
+    for stop in range(1, NUM_LAYERS):
+        with streaming(TIERS[kind], seed=stop) as (stream, device, _):
+            stream.begin_sweep()
+            for layer in range(stop):
+                stream.acquire(layer)
+                if layer < stop - 1 or stop % 2:
+                    stream.release(layer)
+            assert not sweeps(stream, device, count=2)
+
+
+def test_an_abandoned_kernel_is_not_overwritten() -> None:
+    """After an interruption slots are refilled although their layers were never released, here 2 by 0."""
+    with streaming(TIERS["host"], compute_share=0.0) as (stream, device, _):
+        seen: list[int] = []
+        stream.begin_sweep()
+        for layer in range(3):
+            slab = stream.acquire(layer)
+            if layer < 2:
+                stream.release(layer)
+        device.launch(lambda: seen.append(int(slab[0])))
+        assert not sweeps(stream, device, count=1)
+        assert seen == [2]
+
+
+def test_a_dropped_read_has_ended_before_its_buffer_is_used_again() -> None:
+    with streaming(TIERS["disk"]) as (stream, device, store):
+        assert not sweeps(stream, device, count=1)
+        store.delay_s = 0.05
+        stream.acquire(0)
+        stream.release(0)
+        time.sleep(0.02)
+        stream._stop()
+        held = [buffer.array.copy() for buffer in stream._buffers]
+        time.sleep(0.12)
+        assert all((buffer.array == before).all() for buffer, before in zip(stream._buffers, held, strict=True))
+        store.delay_s = 0
+        stream._start()
+        assert not sweeps(stream, device, count=1)
+
+
+def test_stall_is_what_compute_waited_and_nobody_waits_to_learn_it() -> None:
+    """A copy takes a second of virtual time and a kernel none: all of a sweep is waiting."""
+    with streaming(TIERS["host"], num_slots=2, haste=0.0) as (stream, device, _):
+        sweep(stream, device)
+        assert stream.stall_s == 0, "not known before the device gets there"
+        device.finish()
+        assert stream.stall_s == NUM_LAYERS
+        assert stream.stall_s == NUM_LAYERS, "counted once"
+
+
+def test_everything_resident_moves_nothing() -> None:
+    with streaming(TIERS["resident"], num_slots=0) as (stream, device, store):
+        assert not sweeps(stream, device)
+        assert stream.bytes_read == 0 and stream.stall_s == 0 and sorted(store.asked) == list(range(NUM_LAYERS))
+
+
+def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
+    """The host's budget counts on it: both never lie in its memory at once."""
+    order: list[str] = []
+
+    class Loading(FakeDevice):
+        def copy(self, *args: Any) -> None:
+            order.append("copy")
+            super().copy(*args)
+
+    class Filling(ThreadStore):
+        def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+            order.append("host" if TIERS["disk first"][self.layer_of(layout)] is H else "device")
+            return super().read(layout, slab)
+
+    device, store, arena = Loading(), Filling(), fake_arena()
+    stream = DeviceStream(store, LAYOUTS, TIERS["disk first"], 2, device=device, arena=arena, num_host_slots=2)
+    stream.load_resident()
+    first_host = order.index("host")
+    assert order[:first_host].count("copy") == TIERS["disk first"].count(R) == 2, order
+    stream.close()
+    store.close()
+
+
+def test_loading_tells_what_landed() -> None:
+    device, store, landed = FakeDevice(), ThreadStore(), []
+    stream = DeviceStream(store, LAYOUTS, TIERS["mixed"], 2, device=device, arena=fake_arena(), num_host_slots=2)
+    stream.load_resident(landed.append)
+    assert landed == [BLOCK_BYTES] * 4, "one on the device, three in host memory"
+    stream.close()
+    store.close()
+
+
+def test_closing_while_the_disk_reads_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with streaming(TIERS["disk"]) as (stream, _, store):
+        store.delay_s = 0.1
+        stream.acquire(0)
+    assert threading.active_count() <= before
+
+
+def test_a_reader_thread_that_breaks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    with streaming(TIERS["disk"]) as (stream, device, store):
+        assert not sweeps(stream, device, count=1)
+        monkeypatch.setattr(store, "read", lambda *_: 1 / 0)
+        stream._stop()
+        stream._start()
+        with pytest.raises(ZeroDivisionError):
+            stream.acquire(0)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    stop = time.perf_counter() + 60
+    while not holds():
+        assert time.perf_counter() < stop, "it never came true"
+        time.sleep(0.002)

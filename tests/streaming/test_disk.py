@@ -1,0 +1,285 @@
+"""Reads against safetensors' own, with and without O_DIRECT; and what a disk that fails or lags does to the caller."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_files import assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes
+
+from offload.checkpoint.layout import BLOCK_BYTES, Part, Piece, SlabLayout, slab_layout
+from offload.checkpoint.safetensors import Checkpoint
+from offload.errors import ReadError
+from offload.streaming import disk as host_store
+from offload.streaming.disk import HostStore, allocate
+
+SEEDS = range(6)
+SHM = Path("/dev/shm")
+
+
+def layer_layout(checkpoint: Checkpoint, layer: int) -> SlabLayout:
+    own = f"model.layers.{layer}."
+    rows = {name: entry for name, entry in checkpoint.tensors.items() if name.startswith(own)}
+    return slab_layout({name: (entry.shape, [Part(entry)]) for name, entry in rows.items()})
+
+
+def read(store: HostStore, layout: SlabLayout) -> np.ndarray:
+    slab = allocate(layout.slab_bytes)
+    slab[:] = 0xA5
+    for future in store.read(layout, slab):
+        future.result()
+    return slab
+
+
+def assert_reads_like_safetensors(checkpoint: Checkpoint, store: HostStore) -> None:
+    stored = stored_bytes(checkpoint)
+    for layer in range(3):
+        layout = layer_layout(checkpoint, layer)
+        got = parameter_bytes(layout, read(store, layout))
+        assert_same_bytes(got, {name: stored[name] for name in layout.parameters})
+
+
+@pytest.fixture(params=["direct", "buffered"])
+def is_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param == "buffered":
+        monkeypatch.setattr(host_store, "_open_direct", lambda path: None)
+    return request.param == "direct"
+
+
+@pytest.mark.parametrize("remainder", [0, 1])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, is_direct: bool, tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path, seed, remainder=remainder)
+    assert any(shard.stat().st_size % BLOCK_BYTES for shard in checkpoint.shards), "an end inside a block"
+    store = HostStore(checkpoint.shards)
+    try:
+        assert_reads_like_safetensors(checkpoint, store)
+        assert store.is_direct == is_direct, "this test needs a temporary directory with O_DIRECT"
+        assert (store.note is None) == is_direct
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("remainder", [0, 1])
+def test_a_layer_of_many_requests(
+    remainder: int, is_direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_store, "REQUEST_BYTES", 2 * BLOCK_BYTES)
+    checkpoint = random_checkpoint(tmp_path, 1, remainder=remainder)
+    store = HostStore(checkpoint.shards)
+    try:
+        layouts = [layer_layout(checkpoint, layer) for layer in range(3)]
+        assert max(len(store.read(layout, allocate(layout.slab_bytes))) for layout in layouts) > 5
+        assert_reads_like_safetensors(checkpoint, store)
+    finally:
+        store.close()
+
+
+@pytest.mark.skipif(not SHM.is_dir(), reason="no /dev/shm")
+def test_a_file_system_in_memory(tmp_path: Path) -> None:
+    """tmpfs refuses O_DIRECT or has it, which the kernel decides; both must read right and say which."""
+    directory = SHM / f"offload-test-{os.getpid()}"
+    checkpoint = random_checkpoint(directory, 2)
+    store = HostStore(checkpoint.shards)
+    try:
+        assert_reads_like_safetensors(checkpoint, store)
+        assert (store.note is None) == store.is_direct
+    finally:
+        store.close()
+        for file in directory.iterdir():
+            file.unlink()
+        directory.rmdir()
+
+
+def test_one_shard_without_direct_reads_makes_all_of_them_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = random_checkpoint(tmp_path, 3)
+    open_direct = host_store._open_direct
+    refuses = checkpoint.shards[-1]
+    monkeypatch.setattr(host_store, "_open_direct", lambda path: None if path == refuses else open_direct(path))
+    num_open = len(os.listdir("/proc/self/fd"))
+    store = HostStore(checkpoint.shards)
+    assert len(os.listdir("/proc/self/fd")) == num_open + len(checkpoint.shards), "direct descriptors were left open"
+    assert not store.is_direct and "no O_DIRECT" in str(store.note)
+    assert_reads_like_safetensors(checkpoint, store)
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_shard_that_is_gone_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path, 3)
+    checkpoint.shards[-1].unlink()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ReadError, match=rf"{checkpoint.shards[-1].name} cannot be opened any more: No such file"):
+        HostStore(checkpoint.shards)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems accept the flag and refuse the read."""
+    checkpoint, preadv = random_checkpoint(tmp_path, 3), os.preadv
+    opened = []
+
+    def refuse_first(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if not opened:
+            opened.append(fd)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse_first)
+    store = HostStore(checkpoint.shards)
+    try:
+        assert not store.is_direct
+        assert_reads_like_safetensors(checkpoint, store)
+    finally:
+        store.close()
+
+
+def one_piece(path: Path) -> SlabLayout:
+    """A whole file as one run."""
+    num_bytes = path.stat().st_size
+    return SlabLayout((Piece(0, 0, num_bytes, 0),), {}, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES, is_direct=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "shard.safetensors"
+    path.write_bytes(np.random.default_rng(0).bytes((1 << 20) + 100))
+    return path
+
+
+def test_short_reads_are_continued(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: 16 * BLOCK_BYTES]], at))
+    store = HostStore([file])
+    try:
+        assert read(store, one_piece(file))[: file.stat().st_size].tobytes() == file.read_bytes()
+    finally:
+        store.close()
+
+
+def test_bytes_read_counts_what_was_moved(file: Path) -> None:
+    store = HostStore([file])
+    try:
+        for count in (1, 2):
+            read(store, one_piece(file))
+            assert store.bytes_read == count * file.stat().st_size
+    finally:
+        store.close()
+
+
+def test_rate_limit_holds(file: Path) -> None:
+    num_bytes = file.stat().st_size
+    store = HostStore([file], rate_limit_bytes_per_s=20 * num_bytes)
+    try:
+        started = time.perf_counter()
+        for _ in range(6):
+            read(store, one_piece(file))
+        elapsed_s = time.perf_counter() - started
+        assert 0.98 * 6 / 20 <= elapsed_s <= 10, "seconds, on a busy machine too"
+    finally:
+        store.close()
+
+
+def test_a_failing_disk_is_the_callers_business(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HostStore([file])
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    try:
+        monkeypatch.setattr(os, "preadv", fail)
+        (future,) = store.read(one_piece(file), allocate(2 << 20))
+        with pytest.raises(ReadError, match=r"shard\.safetensors failed: Input/output error"):
+            future.result()
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("left_bytes", [0, BLOCK_BYTES, BLOCK_BYTES + 77, 1 << 20])
+def test_a_file_that_shrinks_while_in_use(left_bytes: int, is_direct: bool, file: Path) -> None:
+    store, layout = HostStore([file]), one_piece(file)
+    try:
+        os.truncate(file, left_bytes)
+        (future,) = store.read(layout, allocate(2 << 20))
+        with pytest.raises(ReadError, match=rf"shard\.safetensors ends at byte {left_bytes}: it was cut short"):
+            future.result()
+    finally:
+        store.close()
+
+
+def test_a_file_that_is_written_over_while_in_use(is_direct: bool, file: Path) -> None:
+    """Of the same size, and the same file: only its time tells that these are other weights."""
+    store, layout = HostStore([file]), one_piece(file)
+    try:
+        assert len(read(store, layout)) > 0
+        with file.open("r+b") as other:
+            other.write(b"other weights")
+        (future,) = store.read(layout, allocate(2 << 20))
+        with pytest.raises(ReadError, match=r"shard\.safetensors was written to while in use: load the model again"):
+            future.result()
+    finally:
+        store.close()
+
+
+def test_close_drops_what_is_queued(file: Path) -> None:
+    """The readers sleep on a slow link: closing must not wait for a hundred reads."""
+    num_open = len(os.listdir("/proc/self/fd"))
+    store = HostStore([file], rate_limit_bytes_per_s=20 * file.stat().st_size)
+    futures = [store.read(one_piece(file), allocate(2 << 20))[0] for _ in range(100)]
+    store.close()
+    assert sum(future.cancelled() for future in futures) > 80
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not any(thread.name.startswith("offload-read") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5])
+def test_buffers_are_aligned_to_blocks(num_bytes: int) -> None:
+    buffer = allocate(num_bytes)
+    assert buffer.nbytes == num_bytes
+    assert num_bytes == 0 or buffer.ctypes.data % BLOCK_BYTES == 0
+
+
+def test_several_readers_work_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request at a time leaves a third of the disk unused: all readers meet at a barrier that fewer cannot pass."""
+    barrier, preadv = threading.Barrier(host_store.NUM_READERS), os.preadv
+    store = HostStore([file])
+
+    def meet(fd: int, views: list[memoryview], at: int) -> int:
+        barrier.wait(timeout=60)
+        return preadv(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", meet)
+    try:
+        for future in [store.read(one_piece(file), allocate(2 << 20))[0] for _ in range(host_store.NUM_READERS)]:
+            future.result()
+    finally:
+        store.close()
+
+
+def plant_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, views, max(0, at - BLOCK_BYTES)))
+
+
+def plant_unfinished_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: len(views[0]))
+
+
+@pytest.mark.parametrize("plant", [plant_wrong_offset, plant_unfinished_read])
+def test_a_planted_mistake_is_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = random_checkpoint(tmp_path, 0)
+    store = HostStore(checkpoint.shards)
+    plant(monkeypatch)
+    try:
+        with pytest.raises(AssertionError, match="differ from what safetensors reads"):
+            assert_reads_like_safetensors(checkpoint, store)
+    finally:
+        store.close()

@@ -1,0 +1,326 @@
+"""The cycle of layers through slots: order, read-ahead, reuse, interruption; on a store that reads when told to."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_files import Planned, write_file
+from reciting import failing_reads
+from tiny import FAMILIES, build, save
+
+import offload
+from offload.checkpoint.layout import BLOCK_BYTES, Part, Placed, SlabLayout, slab_layout
+from offload.checkpoint.safetensors import open_checkpoint, read_header
+from offload.engine import load as loading
+from offload.errors import ReadError, UserError
+from offload.memory.planner import make_plan, model_shape
+from offload.model.kv_cache import KVCache
+from offload.model.weights import BorrowedModel
+from offload.streaming.disk import HostStore
+from offload.streaming.layer_stream import LayerStream
+
+NUM_LAYERS = 5
+LAYOUTS = [SlabLayout((), {"w": Placed("F32", (4,), 0)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)]
+
+
+class ToldStore:
+    """Writes the layer's number into the slab when the test says so, in any order; remembers what was asked."""
+
+    note = None
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        self.at_once, self.bytes_read = at_once, 0
+        self.asked: list[int] = []
+        self.waiting: list[tuple[int, np.ndarray, Future[None]]] = []
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        layer = next(index for index, own in enumerate(LAYOUTS) if own is layout)
+        self.asked.append(layer)
+        self.waiting.append((layer, slab, Future()))
+        future = self.waiting[-1][2]
+        if self.at_once:
+            self.finish(0)
+        return [future]
+
+    def finish(self, index: int) -> None:
+        layer, slab, future = self.waiting.pop(index)
+        if future.set_running_or_notify_cancel():
+            slab[:BLOCK_BYTES] = layer
+            self.bytes_read += BLOCK_BYTES
+            future.set_result(None)
+
+
+def stream_over(store: Any, resident: set[int], num_slots: int, **options: bool) -> LayerStream:
+    stream = LayerStream(store, LAYOUTS, [layer in resident for layer in range(NUM_LAYERS)], num_slots, **options)
+    stream.load_resident()
+    return stream
+
+
+def sweep(stream: LayerStream) -> None:
+    stream.begin_sweep()
+    for layer in range(NUM_LAYERS):
+        assert (stream.acquire(layer) == layer).all(), f"layer {layer} is not what arrived"
+        stream.release(layer)
+
+
+@pytest.mark.parametrize("resident", [set(), {0}, {1, 3}, {0, 1, 2, 3}, {1, 2, 3, 4}, {0, 1, 3, 4}], ids=str)
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_sweeps_follow_one_another_without_a_gap(num_slots: int, resident: set[int]) -> None:
+    store = ToldStore()
+    stream = stream_over(store, resident, num_slots)
+    streamed = [layer for layer in range(NUM_LAYERS) if layer not in resident]
+    num_first = len(resident) + num_slots
+    assert store.asked == [*sorted(resident), *(streamed * 3)[:num_slots]]
+    for count in range(1, 4):
+        sweep(stream)
+        cycle = (streamed * (count + num_slots))[: count * len(streamed) + num_slots]
+        assert store.asked[len(resident) :] == cycle, "the first layers of the next sweep are read before it begins"
+    assert len(store.asked) == num_first + 3 * len(streamed), "a resident layer was read again"
+
+
+def test_everything_resident_needs_no_slots() -> None:
+    store = ToldStore()
+    stream = stream_over(store, set(range(NUM_LAYERS)), 0)
+    for _ in range(2):
+        sweep(stream)
+    assert store.asked == list(range(NUM_LAYERS)) and stream.stall_s == 0
+
+
+@pytest.mark.parametrize("num_slots", [2, 3])
+def test_a_slot_is_refilled_only_after_its_release(num_slots: int) -> None:
+    """While layers are held, no read may touch their slots; so holding all of them stops the stream."""
+    store = ToldStore()
+    stream = stream_over(store, set(), num_slots)
+    held = [stream.acquire(layer) for layer in range(num_slots)]
+    assert len({slab.ctypes.data for slab in held}) == num_slots
+    assert store.asked == list(range(num_slots)), "a read was started into a slot that is in use"
+    assert [int(slab[0]) for slab in held] == list(range(num_slots))
+    stream.release(0)
+    assert store.asked[num_slots:] == [num_slots % NUM_LAYERS]
+    assert int(held[0][0]) == num_slots % NUM_LAYERS, "the released slot takes the next layer"
+
+
+def test_a_released_slot_can_be_poisoned() -> None:
+    store = ToldStore(at_once=False)
+    stream = stream_over(store, set(), 2, poison_released=True)
+    store.finish(0)
+    slab = stream.acquire(0)
+    stream.release(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.from_numpy(slab).view(dtype).isnan().all()
+
+
+def test_a_layer_is_handed_out_only_when_it_has_arrived() -> None:
+    store = ToldStore(at_once=False)
+    stream = stream_over(store, set(), 2)
+    store.finish(1)  # layer 1 overtakes layer 0
+    timer = threading.Timer(0.15, lambda: store.finish(0))
+    timer.start()
+    started = time.perf_counter()
+    assert (stream.acquire(0) == 0).all()
+    assert time.perf_counter() - started > 0.1
+    assert 0.1 < stream.stall_s <= time.perf_counter() - started, "waiting for the link is what stall_s counts"
+    stalled_s = stream.stall_s
+    assert (stream.acquire(1) == 1).all()
+    assert stream.stall_s - stalled_s < 0.1, "layer 1 had arrived already"
+    timer.join()
+
+
+def test_layers_out_of_order_are_our_own_bug() -> None:
+    stream = stream_over(ToldStore(), set(), 2)
+    with pytest.raises(AssertionError, match="layer 1 acquired out of order"):
+        stream.acquire(1)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("num_done", range(NUM_LAYERS))
+def test_an_interrupted_sweep_is_begun_again(num_done: int, is_held: bool) -> None:
+    store = ToldStore()
+    stream = stream_over(store, {3}, 2)
+    for layer in range(num_done):
+        stream.acquire(layer)
+        if not (is_held and layer == num_done - 1):
+            stream.release(layer)
+    num_asked = len(store.asked)
+    stream.begin_sweep()
+    has_moved = bool({layer for layer in range(num_done) if layer != 3})
+    assert store.asked[num_asked:] == ([0, 1] if has_moved else [])
+    for _ in range(2):
+        sweep(stream)
+
+
+def test_begin_sweep_waits_for_readers_that_still_write() -> None:
+    """A read under way cannot be called back: its slot must not be given to another before it ends."""
+    store = ToldStore(at_once=False)
+    stream = stream_over(store, set(), 2)
+    for _ in range(2):
+        store.finish(0)
+    stream.acquire(0)
+    stream.release(0)  # layer 2 is asked for
+    layer, slab, future = store.waiting.pop()
+    assert layer == 2 and future.set_running_or_notify_cancel()
+    events = []
+
+    def end_late() -> None:
+        time.sleep(0.1)
+        slab[:] = layer
+        events.append("written")
+        future.set_result(None)
+
+    late = threading.Thread(target=end_late)
+    late.start()
+    stream.begin_sweep()
+    events.append("begun")
+    late.join()
+    assert events == ["written", "begun"]
+    store.at_once = True
+    while store.waiting:
+        store.finish(0)
+    sweep(stream)
+
+
+def test_queued_reads_are_cancelled_by_a_new_beginning() -> None:
+    store = ToldStore(at_once=False)
+    stream = stream_over(store, set(), 2)
+    store.finish(0)
+    stream.acquire(0)
+    stream.release(0)
+    queued = [future for _, _, future in store.waiting]
+    stream.begin_sweep()
+    assert queued and all(future.cancelled() for future in queued)
+
+
+@pytest.fixture
+def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
+    """Five layers of 64 KiB, one tensor each."""
+    path = tmp_path / "model.safetensors"
+    write_file(path, [Planned(f"layers.{n}.w", "F32", (1 << 14,)) for n in range(NUM_LAYERS)], np.random.default_rng(0))
+    return path, [slab_layout({"w": (e.shape, [Part(e)])}) for e in read_header(path).values()]
+
+
+def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[SlabLayout]]) -> None:
+    path, layouts = layer_file
+    store = HostStore([path])
+    try:
+        stream = LayerStream(store, layouts, [False] * NUM_LAYERS, 2)
+        stream.load_resident()
+        stream.begin_sweep()
+        stream.acquire(0)
+        for future in stream._pending[0][2]:
+            future.result()
+        with failing_reads(1):
+            stream.release(0)
+            stream.acquire(1)
+            with pytest.raises(ReadError, match=r"model\.safetensors failed: Input/output error"):
+                stream.acquire(2)
+        for _ in range(2):  # the failed read is not remembered: the next sweeps find the disk well again
+            stream.begin_sweep()
+            for layer in range(NUM_LAYERS):
+                stream.acquire(layer)
+                stream.release(layer)
+    finally:
+        store.close()
+
+
+def test_stall_counts_the_wait_for_a_slow_link(layer_file: tuple[Path, list[SlabLayout]]) -> None:
+    path, layouts = layer_file
+    store = HostStore([path], rate_limit_bytes_per_s=2e6)
+    try:
+        stream = LayerStream(store, layouts, [False] * NUM_LAYERS, 2)
+        stream.load_resident()
+        started = time.perf_counter()
+        for layer in range(NUM_LAYERS):
+            stream.acquire(layer)
+            stream.release(layer)
+        elapsed_s = time.perf_counter() - started
+        assert stream.stall_s > 0.9 * NUM_LAYERS * (1 << 16) / 2e6 - 0.01, "nothing but waiting"
+        assert stream.stall_s <= elapsed_s
+    finally:
+        store.close()
+
+
+def tiny_target(directory: Path) -> tuple[Path, int]:
+    """A checkpoint and a budget under which its four layers stream through three slots."""
+    target = save(build(FAMILIES["llama"]()), directory / "target")
+    shape = model_shape(open_checkpoint(target))
+    roomy = make_plan(shape, None, ram_bytes=1 << 40, context=128, num_nodes=1)
+    return target, roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+
+
+def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
+    target, ram = tiny_target(tmp_path)
+    with offload.load(target, ram=ram, context=128, threads=1) as decoder:
+        plan, stream = decoder.plan, decoder.target.stream
+        assert plan.num_slots == 3 and plan.num_resident == 0
+        num_runs = sum(len(layout.pieces) for layout in stream._layouts)
+        moved = []
+        for _ in range(2):
+            for num_new in (4, 9):
+                decoder.generate([5, 6, 7], max_new_tokens=num_new)
+                for _, _, futures in stream._pending:
+                    for future in futures:
+                        future.result()
+                moved.append(stream.bytes_read)
+    # every token but the last needs one sweep of its own, and read-ahead is the same after each generation
+    for more, num_sweeps in zip(np.diff(moved).tolist(), (9, 4, 9), strict=True):
+        assert more % num_sweeps == 0
+        assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= more / num_sweeps <= plan.streamed_bytes
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def build_stream(*args: Any, **options: Any) -> LayerStream:
+        return LayerStream(*args, **options, poison_released=True)
+
+    monkeypatch.setattr(loading, "LayerStream", build_stream)
+    yield
+
+
+def logits_of_a_generation(target: Path, ram: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    seen, forward = [], BorrowedModel.forward
+
+    def watch(self: BorrowedModel, token_T: Any, position_U: Any, ancestor_TU: Any, cache: KVCache, **how: Any) -> Any:
+        seen.append(forward(self, token_T, position_U, ancestor_TU, cache, **how))
+        return seen[-1]
+
+    monkeypatch.setattr(BorrowedModel, "forward", watch)
+    with offload.load(target, ram=ram, context=128, threads=1) as decoder:
+        decoder.generate([5, 6, 7], max_new_tokens=12)
+    monkeypatch.setattr(BorrowedModel, "forward", forward)
+    return seen
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_generation_never_reads_a_released_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ram = tiny_target(tmp_path)
+    streamed = logits_of_a_generation(target, ram, monkeypatch)
+    resident = logits_of_a_generation(target, 1 << 31, monkeypatch)
+    assert len(streamed) == len(resident) == 12
+    for ours, theirs in zip(streamed, resident, strict=True):
+        assert torch.equal(ours, theirs) and not ours.isnan().any()
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_layer_used_after_its_release_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ram = tiny_target(tmp_path)
+    borrow = BorrowedModel.borrow_layers
+
+    def borrow_and_release_early(
+        self: BorrowedModel, acquire: Callable[[int], np.ndarray], release: Callable[[int], None]
+    ) -> None:
+        def hurry(layer: int) -> np.ndarray:
+            slab = acquire(layer)
+            release(layer)
+            return slab
+
+        borrow(self, hurry, lambda layer: None)
+
+    monkeypatch.setattr(BorrowedModel, "borrow_layers", borrow_and_release_early)
+    with pytest.raises(UserError, match="scores are not numbers"):
+        logits_of_a_generation(target, ram, monkeypatch)

@@ -1,0 +1,211 @@
+"""Everything that a run on a card computes, where tensors of the card and of the host cannot be mixed.
+
+The fake device of the other tests lies in host memory, so that a mask or a number left on the wrong side goes unseen.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from strict_place import PLACE, Card, OnCard
+from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
+from test_families import config_of, tiny_model
+from test_graphed import passes
+from test_tiny import prompts
+from test_tree_rows import CLOSE, Spy, logits_of_two_trees
+from tiny import FAMILIES, build, save
+from torch import Tensor
+
+import offload
+from offload.calibration import device_link as card_link
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.config import RULES, Sampling, drafting_of
+from offload.engine import load as loading
+from offload.engine.load import resident_model
+from offload.model.cuda_graphs import Graphs, Work
+from offload.model.kv_cache import KVCache
+from offload.model.weights import BorrowedModel
+from offload.sampling import sampler as sampling
+from offload.stats import Stats
+from offload.streaming.disk import HostStore
+from offload.tree.topology import Growth
+
+__all__ = ["base", "device"]  # fixtures
+LOAD = {"context": 128, "threads": 1, **BUDGETS}
+PER_LAYER = ("gemma3n_text", "gemma4_text")  # have a table of inputs to every layer
+
+
+@pytest.fixture
+def card(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Card:
+    """To be entered once everything else is ready."""
+    monkeypatch.setattr(FakeDevice, "place", PLACE)
+    return Card()
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])
+def test_greedy_ids_equal_transformers(family: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, wanted = pair_of(family, base)
+    place_layers(monkeypatch, *TIERS["all three"])
+    with card, offload.load(target, draft, tree="16x6", **LOAD) as decoder:
+        for tree in ("none", "16x6", "grown:16x6"):
+            assert decoder.generate(prompts()[1], max_new_tokens=12, tree=tree).token_ids == wanted[:12], tree
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_draws_on_the_card(rule: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared noise is the same anywhere; draws from laws come from another generator on a card."""
+    target, draft, _ = pair_of("llama", base)
+    how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 4, "max_new_tokens": 8}
+    place_layers(monkeypatch, *TIERS["host"])
+    with card, offload.load(target, draft, tree="8x3", rule=rule, **LOAD) as decoder:
+        ours = decoder.generate(prompts()[1], **how).token_ids
+    assert len(ours) == 8
+    if not drafting_of(rule).keeps_laws:
+        monkeypatch.undo()
+        with offload.load(target, draft, tree="8x3", rule=rule, context=128, threads=1, ram="1GiB") as decoder:
+            assert ours == decoder.generate(prompts()[1], **how).token_ids
+
+
+def test_an_automatic_tree_is_found(card: Card, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, wanted = pair_of("llama", base)
+    place_layers(monkeypatch, *TIERS["host"])
+    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
+    with card, offload.load(target, draft, tree="auto", profile="none", **LOAD) as decoder:
+        assert decoder.generate(prompts()[1], max_new_tokens=4).token_ids == wanted[:4]
+
+
+@pytest.mark.parametrize("tree", ["16x6", "grown:16x6"])
+def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
+    tree: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a level for a fixed tree, twice a pass for a grown one; behind the sweep once a token, and to learn."""
+    target, draft, _ = pair_of("llama", base)
+    place_layers(monkeypatch, *TIERS["host"])
+    with card, offload.load(target, draft, tree=tree, **LOAD) as decoder:
+        shape = decoder._trees.for_run(Sampling(), "match").shape
+        sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompts()[1])
+        passes = 0
+        run = decoder.drafter._draft._model.forward
+
+        def counted(*args: Any, **options: Any) -> Tensor:
+            nonlocal passes
+            passes += 1
+            return run(*args, **options)
+
+        decoder.drafter._draft._model.forward = counted
+        tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
+        passes, card.looks[:] = 0, []
+        new = decoder.step(tokens, shape, decoder.rule, sampler, Stats())
+    per_pass, learning = (2, 2 + len(new)) if isinstance(shape, Growth) else (1, 0)
+    assert passes > 0 and len(card.looks) <= per_pass * passes + len(new) + learning
+
+
+def placed_model(family: str, base: Path) -> BorrowedModel:
+    """All its layers on the card, its tables on the host."""
+    model = BorrowedModel(open_checkpoint(base / family), "float32", PLACE, has_host_table=True)
+    store = HostStore(model.checkpoint.shards)
+    model.bind_rest(store.fetch(model.rest_layout))
+    for layer, layout in enumerate(model.layer_layouts):
+        model.bind_layer(layer, torch.from_numpy(store.fetch(layout)[layout.sent]).to(PLACE))
+    store.close()
+    return model
+
+
+@pytest.mark.parametrize("family", [*PER_LAYER, "gemma3", "olmoe", "deepseek_v3", "gpt_oss"])
+def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
+    save(tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family)), tmp_path / family)
+    wanted = logits_of_two_trees(resident_model(open_checkpoint(tmp_path / family), "float32"))
+    with Card():
+        for attend in (None, Spy()):
+            model = placed_model(family, tmp_path)
+            model.attend_with(attend)
+            logits = logits_of_two_trees(model)
+            assert isinstance(logits, OnCard)
+            torch.testing.assert_close(logits.held, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("family", [*PER_LAYER, "llama", "llama-tied"])
+def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> None:
+    save(tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family)), tmp_path / family)
+    shape = model_shape(open_checkpoint(tmp_path / family), "float32")
+    with Card():
+        model = placed_model(family, tmp_path)
+    inside = {id(one) for one in model.skeleton.get_decoder().layers.parameters()}
+    rest = {id(one): one for one in model.skeleton.parameters() if id(one) not in inside}.values()
+    num_bytes = {is_here: sum(p.nbytes for p in rest if (p.device == PLACE) is is_here) for is_here in (True, False)}
+    slack = 8 * 4096  # of blocks around what is read
+    assert num_bytes[True] <= shape.head_bytes <= num_bytes[True] + slack
+    assert num_bytes[False] <= shape.table_bytes <= num_bytes[False] + slack
+
+
+class Recorder:
+    """Stands in for a CUDA graph, in which nothing may cross over."""
+
+    def __init__(self, card: Card) -> None:
+        self._card, self.num_recorded = card, 0
+
+    def __call__(self, work: Work) -> Work:
+        before = len(self._card.looks), len(self._card.sends)
+        work()
+        assert (len(self._card.looks), len(self._card.sends)) == before, "a recording cannot wait or fetch"
+        self.num_recorded += 1
+        return work
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma3"])
+def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(build(FAMILIES[family]()), tmp_path))
+    plain = resident_model(checkpoint, "float32")
+    wanted = passes(plain, KVCache(plain.num_layers, 29 + 24 + 12))
+    with Card() as card:
+        recorder, model = Recorder(card), resident_model(checkpoint, "float32", PLACE)
+        model.replay_with(Graphs(model, lambda: recorder))
+        got = passes(model, KVCache(model.num_layers, 29 + 24 + 12))
+    assert recorder.num_recorded > 3
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.held, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_a_recording_that_looks_or_fetches_is_refused(tmp_path: Path) -> None:
+    with Card() as card:
+        held = torch.ones(4, device=PLACE)
+        for work in (
+            lambda: float(held.sum()),
+            lambda: held.cpu(),
+            lambda: held.nonzero(),
+            lambda: held[held > 0],
+            lambda: held.copy_(torch.zeros(4)),
+            lambda: held + torch.tensor([1, 2, 3, 4], device=PLACE),
+        ):
+            with pytest.raises(AssertionError, match="cannot wait or fetch"):
+                Recorder(card)(work)
+
+
+def noise_of_the_host(seed: int, position: int, vocab_size: int, device: Any) -> Tensor:
+    return torch.zeros(vocab_size)
+
+
+@pytest.mark.parametrize("mistake", ["noise", "masks", "numpy"])
+def test_what_is_left_on_the_wrong_side_is_refused(
+    mistake: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, _ = pair_of("llama", base)
+    place_layers(monkeypatch, *TIERS["host"])
+    if mistake == "noise":
+        monkeypatch.setattr(sampling, "TWINS", sampling.TWINS._replace(keyed_gumbel=noise_of_the_host))
+        monkeypatch.setattr(loading, "NO_KERNELS", loading.NO_KERNELS._replace(kernels=sampling.TWINS))
+    elif mistake == "masks":
+        build_masks = BorrowedModel._build_masks
+
+        def masks_of_the_host(*args: Any) -> Any:
+            return {window: None if mask is None else mask.cpu() for window, mask in build_masks(*args).items()}
+
+        monkeypatch.setattr(BorrowedModel, "_build_masks", masks_of_the_host)
+    else:
+        monkeypatch.setattr(Tensor, "cpu", lambda tensor: tensor)
+    refused = pytest.raises((RuntimeError, TypeError), match=r"(on|of) the card")
+    with card, offload.load(target, draft, tree="8x3", **LOAD) as decoder, refused:
+        decoder.generate(prompts()[1], temperature=0.8, max_new_tokens=4, tree="grown:8x3")

@@ -1,0 +1,375 @@
+"""Tuning: traces say exactly what the decoder does, work survives an interruption, and load() makes use of it."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, VOCAB_SIZE, save_pair
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Drafting, Sampling
+from offload.engine.decoder import Decoder
+from offload.engine.request import Request
+from offload.errors import UserError
+from offload.memory.planner import make_plan, model_shape, plan_memory
+from offload.planning.profile import Identity, Machine, profiles_folder
+from offload.planning.traces import bursts
+from offload.planning.tree_policy import tree_for
+from offload.planning.yields import bounds_to_count
+from offload.sampling.sampler import Sampler
+from offload.tree.spec import parse_tree
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import Growth
+from offload.tuning import trace_acceptance as tracer
+from offload.tuning import tune as room
+from offload.tuning.trace_acceptance import given_trace, grown_again, written_trace
+from offload.tuning.tune import (
+    Question,
+    Traced,
+    Tuned,
+    cut_windows,
+    trace_window,
+    trace_windows,
+    tune,
+)
+
+NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
+
+TREES = ("32x12", "8x3", "chain:6", "sequences:4x4")
+IDENTITY = Identity(
+    target="a",
+    draft="b",
+    rule="match",
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    machine=Machine(cpu="", num_cores=1, torch="", dtype="", device=""),
+)
+SETTINGS = {"ram": "1GiB", "threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(room, "NUM_PROMPT", NUM_PROMPT)
+    monkeypatch.setattr(room, "NUM_NEW", NUM_NEW)
+    monkeypatch.setattr(room, "bounds_to_count", lambda max_nodes: (Growth(16, 8),))  # growing takes longest
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
+    with offload.load(*pair, "1GiB", "32x12", context=256, threads=1, profile="none") as decoder:
+        yield decoder
+
+
+def streaming_ram(target: Path, draft: Path, num_nodes: int) -> int:
+    """A budget in which, with trees of this size, every layer is streamed."""
+    shapes = [model_shape(open_checkpoint(path)) for path in (target, draft)]
+    roomy = make_plan(*shapes, ram_bytes=1 << 40, context=256, num_nodes=num_nodes)
+    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
+
+
+def window(seed: int, length: int = NUM_PROMPT) -> list[int]:
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.6, seed=3), Sampling(temperature=1.0, top_k=20)]
+)
+def test_traces_repeat_the_decoder_sweep_by_sweep(decoder: Decoder, sampling: Sampling) -> None:
+    trace = written_trace(decoder, window(1), sampling, NUM_NEW, "8x3")
+    assert len(trace) == NUM_NEW and len(set(trace)) > 2, "the draft must be right often and wrong often enough"
+    for text in TREES:
+        settings = {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed}
+        got = decoder.generate(window(1), max_new_tokens=NUM_NEW, tree=text, **settings)
+        sweeps = [got.stats.num_first_tokens, *got.stats.accepted_per_sweep]
+        assert bursts(parse_tree(text).build(), trace) == sweeps, text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder, temperature: float) -> None:
+    """On the target's own text both ways are one; the largest tree holds only half of it, so it takes two sweeps."""
+    sampling = Sampling(temperature=temperature, seed=5)
+    written = decoder.generate(window(2), max_new_tokens=NUM_NEW, temperature=temperature, seed=5).token_ids
+    wanted = written_trace(decoder, window(2), sampling, NUM_NEW, "32x12")
+    assert given_trace(decoder, [*window(2), *written], NUM_PROMPT, sampling) == wanted
+    other = given_trace(decoder, window(2, NUM_PROMPT + NUM_NEW), NUM_PROMPT, sampling)
+    assert len(other) == NUM_NEW and other.count(0) > 0.2 * NUM_NEW, (
+        "random text, but the draft still guesses the target"
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "temperature", "rule"),
+    [
+        (Growth(64, 16), 0.0, "match"),
+        (Growth(64, 16), 0.8, "topk"),
+        (Growth(12, 3), 0.8, "match"),
+        (Growth(12, 3), 0.0, "topk"),
+    ],
+)
+def test_growing_again_repeats_the_decoder_sweep_by_sweep(
+    bounds: Growth, temperature: float, rule: str, pair: tuple[Path, Path]
+) -> None:
+    """In a decoder of its own, because how far the scores are trusted is learned on the way."""
+    tree, sampling = f"grown:{bounds.num_nodes}x{bounds.depth}", Sampling(temperature=temperature, seed=3)
+    with offload.load(*pair, "1GiB", tree, rule, context=256, threads=1, profile="none") as decoder:
+        got = decoder.generate(window(1), max_new_tokens=NUM_NEW, temperature=temperature, seed=3)
+    sweeps = [got.stats.num_first_tokens, *got.stats.accepted_per_sweep]
+    with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
+        again = grown_again(decoder, window(1), got.token_ids, sampling, bounds)
+    assert again == sweeps[: len(again)] and len(set(again)) > 1
+    assert NUM_NEW - bounds.depth <= sum(again) <= NUM_NEW, "all but those that the end may have cut"
+
+
+def test_a_tune_counts_what_grown_trees_yield(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "bounds_to_count", bounds_to_count)
+    tuned = run(pair, text, num_tokens=3 * NUM_NEW)
+    counted = tuned.profile.grown
+    assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
+    assert all(one.num_sweeps > 20 for one in counted)
+    assert all(isinstance(candidate.shape, Growth) or candidate.shape.num_nodes == 1 for candidate in tuned.candidates)
+    slow = {"link_limit": 2_000_000, "threads": 1}  # and no layer stays: a tree pays whatever else this machine does
+    with offload.load(*pair, streaming_ram(*pair, 1), context=256, **slow) as decoder:  # type: ignore[arg-type]
+        choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
+        assert choice.is_grown and choice.shape == choice.candidates[0].shape
+        assert f"growth repeated for {sum(one.num_sweeps for one in counted)} sweeps" in choice.why
+    fixed = run(pair, text, rule="sequoia")
+    assert fixed.profile.grown == () and not any(isinstance(one.shape, Growth) for one in fixed.candidates)
+
+
+@pytest.mark.parametrize("rule", ["topk", "sequoia", "specinfer", "spectr"])
+def test_traces_of_every_rule_predict_what_decoding_yields(pair: tuple[Path, Path], rule: str) -> None:
+    """Ratio rules toss fresh coins, so only means can agree; with `topk` the sweeps themselves do."""
+    settings = {"temperature": 0.6, "max_new_tokens": NUM_NEW}
+    with offload.load(*pair, "1GiB", "24x6", rule, context=256, threads=1, profile="none") as decoder:
+        traces, sweeps = [], []
+        for seed in range(1 if rule == "topk" else 4):
+            sampling = Sampling(temperature=0.6, seed=seed)
+            traces.append(written_trace(decoder, window(seed), sampling, NUM_NEW, "24x6"))
+            stats = decoder.generate(window(seed), seed=seed, **settings).stats
+            sweeps.append([stats.num_first_tokens, *stats.accepted_per_sweep])
+    simulated = [bursts(parse_tree("24x6").build(), trace) for trace in traces]
+    assert all(sum(burst) == NUM_NEW for burst in simulated)
+    if rule == "topk":
+        assert simulated == sweeps
+    assert sum(map(len, simulated)) == pytest.approx(sum(map(len, sweeps)), rel=0.15)
+
+
+def test_a_rank_is_that_of_the_token_that_was_written() -> None:
+    """Of a ratio rule's random outcomes those alone count that emit it, by a child or in place of all of them."""
+    logits_2V = 2 * torch.randn(2, 40, generator=torch.Generator().manual_seed(4))
+    sampler, stars = Sampler(Sampling(temperature=1.0, seed=2), 40, Drafting.WITH_REPLACEMENT), list[TokenTree]()
+
+    def draw() -> TokenTree:
+        stars.append(tracer._draw_star(logits_2V[:1], sampler, 3, 40))
+        return stars[-1]
+
+    for token in logits_2V[1].topk(3).indices.tolist() * 5:
+        rank = tracer._accepted_rank(draw, logits_2V[1], sampler, token)
+        assert rank == -1 or stars[-1].tokens[1 + rank] == token
+    assert len(stars) > 15, "no outcome emitted another token"
+
+
+@pytest.mark.parametrize("rule", ["sequoia", "specinfer"])
+def test_one_child_of_a_given_text_is_accepted_as_often_as_the_laws_overlap(pair: tuple[Path, Path], rule: str) -> None:
+    """Rank 0 comes true with chance sum(min(p, q)), the optimal transport (Leviathan et al., section 3.3)."""
+    sampling, tokens = Sampling(temperature=1.0, seed=1), window(5, 200)
+    with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
+        found = [given_trace(decoder, tokens, 20, replace(sampling, seed=seed)).count(0) / 180 for seed in range(8)]
+        sampler = decoder.begin(sampling, decoder.rule)
+        drafted = [sampler.law(logits_1V)[0] for logits_1V in decoder.drafter.score(tokens, 20)]
+        targeted = [sampler.law(logits_V[None])[0] for logits_V in tracer._target_logits(decoder, tokens, 20)]
+    overlap = sum(float(torch.minimum(p, q).sum()) for p, q in zip(targeted, drafted, strict=True)) / 180
+    assert sum(found) / 8 == pytest.approx(overlap, abs=4 * 0.5 / (8 * 180) ** 0.5)
+
+
+def test_windows_are_spread_over_all_texts() -> None:
+    texts = [list(range(10_000)), list(range(10_000, 10_100)), [1, 2, 3]]
+    windows = cut_windows(texts, 4 * NUM_NEW, False)
+    assert [len(w) for w in windows] == [NUM_PROMPT] * 4
+    assert windows[0][0] == 0 and windows[-1][0] > 6000
+    every = cut_windows(texts, 10**6, False)
+    assert len(every) == len(set(every)) == 115, "no more than there are, none of them twice"
+    assert {len(w) for w in cut_windows(texts, NUM_NEW, True)} == {NUM_PROMPT + NUM_NEW}
+
+
+class Words:
+    """A tokenizer in spirit: one id per character."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(character) % (VOCAB_SIZE - 3) for character in text]}
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for room_of_it in ("loading", "tune"):
+        monkeypatch.setattr(f"offload.{room_of_it}.load_tokenizer", lambda directory: Words())
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))
+    return path
+
+
+def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, **options: object) -> Tuned:
+    quick = {"num_tokens": 2 * NUM_NEW, "tree": "64x16", **SETTINGS, **options}
+    return tune(*map(str, pair), [text], sampling or Sampling(), **quick)  # type: ignore[arg-type]
+
+
+def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], text: Path) -> None:
+    tuned = run(pair, text)
+    profile = tuned.profile
+    assert profile.num_tokens == 2 * NUM_NEW and profile.num_threads == 1
+    assert sum(profile.acceptance) <= 1 and profile.acceptance[0] > 0.3
+    assert profile.costs.compute_s.sizes == (1, 16, 32, 64)
+    assert not list(profiles_folder().glob("*.unfinished"))
+    with offload.load(*pair, context=256, **SETTINGS) as decoder:
+        choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
+        assert f"{profile.num_tokens} traced tokens" in choice.why and choice.candidates
+        assert choice.shape.num_nodes <= decoder.plan.num_nodes
+        assert decoder.generate([5], max_new_tokens=40).as_dict()["tree_choice"] == choice.as_dict()
+        other = decoder.run([5], Sampling(temperature=0.5), max_new_tokens=1).tree_choice
+        assert "temperature 0.0, not 0.5" in other.why
+    with offload.load(*pair, "1GiB", "24x6", context=256, threads=1) as decoder:
+        named = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
+        assert named.shape == tree_for(profile.acceptance, 24, 6)[0] and "traced tokens" in named.why
+
+
+def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
+    path = str(run(pair, text).path)
+    with offload.load(*pair, profile=path, context=256, **SETTINGS) as decoder:
+        assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
+    with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
+        offload.load(*pair, profile=path, context=256, request=Request([5], Sampling(temperature=0.7)), **SETTINGS)
+    with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.7"):
+        offload.load(*pair, profile=path, context=256, request=Request(sampling=Sampling(temperature=0.7)), **SETTINGS)
+    values = json.loads(Path(path).read_text())
+    Path(path).write_text(json.dumps({**values, "schema": 0}))
+    with pytest.raises(UserError, match="schema 0"):
+        offload.load(*pair, profile=path, context=256, **SETTINGS)
+    with offload.load(*pair, context=256, **SETTINGS) as decoder:
+        assert "schema 0" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
+
+
+def test_other_thread_count_measures_times_again(pair: tuple[Path, Path], text: Path) -> None:
+    run(pair, text)
+    with offload.load(*pair, "1GiB", context=256, threads=2) as decoder:
+        assert decoder.num_threads == 2
+        assert "traced tokens" in decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why
+
+
+def test_tree_is_chosen_without_a_profile(pair: tuple[Path, Path]) -> None:
+    started = time.process_time()  # what else runs on this machine is not counted
+    with offload.load(*pair, context=256, **SETTINGS) as decoder:
+        assert time.process_time() - started < 5
+        result = decoder.generate(window(3), max_new_tokens=40)
+    assert "default acceptance" in result.tree_choice.why and len(result.tree_choice.candidates) > 1
+    assert result.stats.tree_num_nodes == result.tree_choice.shape.num_nodes
+
+
+def test_interrupted_tune_goes_on_behind_its_last_window(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(decoder: Decoder, question: Question, index: int) -> Traced:
+        calls.append(index)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return trace_window(decoder, question, index)
+
+    monkeypatch.setattr(room, "trace_window", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(pair, text, num_tokens=4 * NUM_NEW)
+    (state,) = profiles_folder().glob("*.unfinished")
+    assert len(json.loads(state.read_text())["windows"]) == 2
+    run(pair, text, num_tokens=4 * NUM_NEW)
+    assert calls == [0, 1, 2, 2, 3], "finished windows are not measured again"
+
+
+def test_unfinished_work_of_another_question_is_left_alone(decoder: Decoder) -> None:
+    def question(seed: int) -> Question:
+        windows = (tuple(window(0)), tuple(window(1)))
+        return Question(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
+
+    traces = trace_windows(decoder, question(0), lambda *_: None)
+    seen: list[int] = []
+    assert trace_windows(decoder, question(0), lambda done, *_: seen.append(done)) == traces and seen == [2]
+    assert trace_windows(decoder, question(1), lambda done, *_: seen.append(done)) == traces and seen == [2, 0, 1, 2]
+    question(0).state_path.write_text('{"windows": [[[0, 99], []]]}')
+    assert trace_windows(decoder, question(0), lambda *_: None) == traces, "what is not sound counts for nothing"
+
+
+def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> None:
+    profile = run(pair, text, is_teacher_forced=True).profile
+    assert (
+        profile.is_teacher_forced and profile.grown == () and [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"short", f"{NUM_PROMPT} tokens for one window, the longest has 5"),
+        (b"caf\xe9 " * 100, "must be UTF-8, .* at byte 3"),
+        (None, "cannot read the text"),
+    ],
+)
+def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[Path, Path], text: Path) -> None:
+    text.unlink() if content is None else text.write_bytes(content)
+    with pytest.raises(UserError, match=reason):
+        run(pair, text)
+
+
+def test_a_tune_is_of_the_device_that_is_named(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "load", None)
+    with pytest.raises(UserError, match="--gpu-mem limits a CUDA device"):
+        tune(str(pair[0]), str(pair[1]), [text], Sampling(), device="cpu", gpu_memory="4GiB", **SETTINGS)
+
+
+def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
+    files = [open_checkpoint(path) for path in pair]
+    how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto", "device": "cuda:0"}
+    roomy = plan_memory(*files, num_nodes=64, context=room._context(files[0]), gpu="4GiB", **how)
+    least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
+    for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
+        assert room._Room(room.SIZES, {**how, "gpu": gpu_bytes}).largest(*files) == wanted
+
+
+def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
+    limit, ram = 2_000_000, streaming_ram(*pair, 64)
+    with offload.load(*pair, ram, "64x16", context=256, threads=1, link_limit=f"{limit}/s") as decoder:
+        stats = decoder.generate(window(4), max_new_tokens=20).stats
+    assert 0.3 * limit < stats.link_bytes_per_s < 1.1 * limit, "as fast as that, or slower on a busy machine"
+    with offload.load(*pair, streaming_ram(*pair, 1), context=256, threads=1, link_limit=limit) as decoder:
+        candidates = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.candidates
+    assert {candidate.limit for candidate in candidates} == {"link"}
+    with pytest.raises(UserError, match="--link-limit must be a size"):
+        offload.load(*pair, ram, link_limit="fast")
