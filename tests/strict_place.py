@@ -5,6 +5,7 @@ before it runs. An operation that takes tensors of both places is refused, and s
 counted.
 """
 
+from functools import cache
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -23,8 +24,14 @@ class _Unavailable(_DummyBackendModule):
         return False  # libraries must not find an accelerator here
 
 
-_setup_privateuseone_for_python_backend("card", backend_module=_Unavailable())
-PLACE = torch.device("card", 0)
+@cache
+def place() -> torch.device:
+    """Where tensors of the card lie. Torch is told of it at the first call and not at import.
+
+    From then on it looks for pinned memory on this accelerator and no other, which tests of a real card must not meet.
+    """
+    _setup_privateuseone_for_python_backend("card", backend_module=_Unavailable())
+    return torch.device("card", 0)
 
 
 class OnCard(Tensor):
@@ -38,7 +45,7 @@ class OnCard(Tensor):
     def __new__(cls, held: Tensor) -> "OnCard":
         layout = {"strides": held.stride(), "storage_offset": held.storage_offset()}
         with torch.inference_mode(False):  # a view of it may be taken in either mode
-            tensor = cls._make_wrapper_subclass(cls, held.size(), **layout, dtype=held.dtype, device=PLACE)
+            tensor = cls._make_wrapper_subclass(cls, held.size(), **layout, dtype=held.dtype, device=place())
         tensor.held = held
         return tensor
 

@@ -11,6 +11,8 @@ import offload
 from offload.cli.demo import PAIR, PROMPT
 from offload.cli.main import main
 from offload.config import Sampling
+from offload.engine.text import load_tokenizer
+from offload.tuning.audit import draw_gaps, rounding
 
 TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
 # Every tree on one prompt; on the others those that take few sweeps.
@@ -45,6 +47,12 @@ def test_sampled_float32_is_the_same_for_every_tree() -> None:
     assert [run.token_ids for run in runs] == [runs[0].token_ids] * len(TREES)
 
 
+def is_drawn(token_ids: list[int]) -> bool:
+    """Whether each is the draw of the float32 reference, up to bf16 rounding."""
+    prompt_ids = load_tokenizer(PAIR / "target")(PROMPT)["input_ids"]
+    return max(draw_gaps(PAIR / "target", prompt_ids, token_ids, Sampling())) <= rounding(Sampling())
+
+
 def test_demo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = ["--size", "100MB", "--ram", "230MB", "-n", "24", "--tree", "16x8", "--json"]
@@ -55,8 +63,9 @@ def test_demo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert exit_.value.code == 0, captured.err
     result = json.loads(captured.out)
     assert result["tree"]["plan"]["tiers"]["disk"]["num_layers"] > 0, "nothing was streamed"
-    num_plain = len(result["none"]["token_ids"])
-    assert result["none"]["token_ids"] == result["tree"]["token_ids"][:num_plain]
+    plain_ids, tree_ids = (result[run]["token_ids"] for run in ("none", "tree"))
+    assert is_drawn(plain_ids) and is_drawn(tree_ids), "in bf16 they may part at a near tie, and only there"
+    assert not is_drawn([*plain_ids[:3], (plain_ids[3] + 1) % 4096]), "a wrong token would show"
     assert result["none"]["stats"]["tokens_per_sweep"] == 1 and result["speedup"] > 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
-from strict_place import PLACE, Card, OnCard
+from strict_place import Card, OnCard, place
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
 from test_families import config_of, tiny_model
 from test_graphed import passes
@@ -41,7 +41,7 @@ PER_LAYER = ("gemma3n_text", "gemma4_text")  # have a table of inputs to every l
 @pytest.fixture
 def card(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Card:
     """To be entered once everything else is ready."""
-    monkeypatch.setattr(FakeDevice, "place", PLACE)
+    monkeypatch.setattr(FakeDevice, "place", place())
     return Card()
 
 
@@ -105,11 +105,11 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
 
 def placed_model(family: str, base: Path) -> BorrowedModel:
     """All its layers on the card, its tables on the host."""
-    model = BorrowedModel(open_checkpoint(base / family), "float32", PLACE, has_host_table=True)
+    model = BorrowedModel(open_checkpoint(base / family), "float32", place(), has_host_table=True)
     store = HostStore(model.checkpoint.shards)
     model.bind_rest(store.fetch(model.rest_layout))
     for layer, layout in enumerate(model.layer_layouts):
-        model.bind_layer(layer, torch.from_numpy(store.fetch(layout)[layout.sent]).to(PLACE))
+        model.bind_layer(layer, torch.from_numpy(store.fetch(layout)[layout.sent]).to(place()))
     store.close()
     return model
 
@@ -135,7 +135,7 @@ def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> 
         model = placed_model(family, tmp_path)
     inside = {id(one) for one in model.skeleton.get_decoder().layers.parameters()}
     rest = {id(one): one for one in model.skeleton.parameters() if id(one) not in inside}.values()
-    num_bytes = {is_here: sum(p.nbytes for p in rest if (p.device == PLACE) is is_here) for is_here in (True, False)}
+    num_bytes = {is_here: sum(p.nbytes for p in rest if (p.device == place()) is is_here) for is_here in (True, False)}
     slack = 8 * 4096  # of blocks around what is read
     assert num_bytes[True] <= shape.head_bytes <= num_bytes[True] + slack
     assert num_bytes[False] <= shape.table_bytes <= num_bytes[False] + slack
@@ -161,7 +161,7 @@ def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
     plain = resident_model(checkpoint, "float32")
     wanted = passes(plain, KVCache(plain.num_layers, 29 + 24 + 12))
     with Card() as card:
-        recorder, model = Recorder(card), resident_model(checkpoint, "float32", PLACE)
+        recorder, model = Recorder(card), resident_model(checkpoint, "float32", place())
         model.replay_with(Graphs(model, lambda: recorder))
         got = passes(model, KVCache(model.num_layers, 29 + 24 + 12))
     assert recorder.num_recorded > 3
@@ -171,14 +171,14 @@ def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
 
 def test_a_recording_that_looks_or_fetches_is_refused(tmp_path: Path) -> None:
     with Card() as card:
-        held = torch.ones(4, device=PLACE)
+        held = torch.ones(4, device=place())
         for work in (
             lambda: float(held.sum()),
             lambda: held.cpu(),
             lambda: held.nonzero(),
             lambda: held[held > 0],
             lambda: held.copy_(torch.zeros(4)),
-            lambda: held + torch.tensor([1, 2, 3, 4], device=PLACE),
+            lambda: held + torch.tensor([1, 2, 3, 4], device=place()),
         ):
             with pytest.raises(AssertionError, match="cannot wait or fetch"):
                 Recorder(card)(work)

@@ -1,0 +1,20 @@
+"""How far two right answers may lie apart on any processor, and how far apart two tokens must lie to be told apart.
+
+Products are summed in an order that depends on the number of rows, the threads and the instructions of the processor,
+and logarithms differ in their last place: see tests/README.md for what is promised to the bit and what is not.
+"""
+
+import torch
+from torch import Tensor
+
+_EPS64 = torch.finfo(torch.float64).eps
+# Two logarithms, each right to its last place. Gumbel noise crosses zero, where the error of the inner one stays.
+LOGARITHMS = {"atol": 4 * _EPS64, "rtol": 4 * _EPS64}
+
+
+def sums(wanted: Tensor, num_terms: int) -> dict[str, float]:
+    """Tolerances of `assert_close` for sums of so many products of which `wanted` is one rounding.
+
+    Each addition may be off by an epsilon of what has been summed so far, which the largest result stands for.
+    """
+    return {"atol": num_terms * torch.finfo(wanted.dtype).eps * float(wanted.abs().max()), "rtol": 0.0}
