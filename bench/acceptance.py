@@ -51,7 +51,7 @@ def chances(rule: str, rows: Rows, sampling: Sampling, num_children: int) -> Flo
         return _by_trials(rule, rows, sampler, num_children)
     if rule == "topk":
         token_RK, _, _ = draw_children(rows.draft_RV, num_children, sampler, 0)
-        return sampler.law(rows.target_RV).gather(1, token_RK).double().numpy()
+        return sampler.distribution(rows.target_RV).gather(1, token_RK).double().numpy()
     scores = enumerate(zip(rows.target_RV, rows.draft_RV, strict=True))
     return np.stack([_match(target_V, draft_V, sampler, num_children, row) for row, (target_V, draft_V) in scores])
 
@@ -59,7 +59,9 @@ def chances(rule: str, rows: Rows, sampling: Sampling, num_children: int) -> Flo
 def total_variation(rows: Rows, sampling: Sampling) -> Measured:
     """Mean of |P - Q| / 2: no rule whatever rejects a single child less often."""
     sampler = Sampler(sampling, rows.target_RV.shape[1])
-    apart_R1 = (sampler.law(rows.target_RV) - sampler.law(rows.draft_RV)).abs().sum(1, keepdim=True) / 2
+    apart_R1 = (sampler.distribution(rows.target_RV) - sampler.distribution(rows.draft_RV)).abs().sum(
+        1, keepdim=True
+    ) / 2
     return over_prompts(apart_R1.double().numpy(), rows.num_prompts)
 
 
@@ -72,15 +74,15 @@ def _match(target_V: Tensor, draft_V: Tensor, sampler: Sampler, num_children: in
 def _by_trials(rule: str, rows: Rows, sampler: Sampler, num_children: int) -> Floats:
     """Unconditional chances: a child's own, times that all its elder siblings were rejected."""
     chance_RK, topology = np.zeros((len(rows.target_RV), num_children)), k_ary(num_children, num_children + 1)
-    token_RK, draw, law_RV = draw_children(rows.draft_RV, num_children, sampler, 0)
+    token_RK, draw, probs_RV = draw_children(rows.draft_RV, num_children, sampler, 0)
     for row, token_K in enumerate(token_RK):
         token_N = torch.cat([torch.zeros(1, dtype=torch.long), token_K])
         proposals = None
-        if law_RV is not None:
-            proposals = Proposals.blank(topology, law_RV.shape[1], draw)
-            proposals.write([0], law_RV[row : row + 1])
-        left, law_V = 1.0, sampler.host_law(rows.target_RV[row])
-        trials = _TRIALS[rule](law_V, TokenTree(topology, token_N, proposals).offers(0))
+        if probs_RV is not None:
+            proposals = Proposals.blank(topology, probs_RV.shape[1], draw)
+            proposals.write([0], probs_RV[row : row + 1])
+        left, probs_V = 1.0, sampler.host_distribution(rows.target_RV[row])
+        trials = _TRIALS[rule](probs_V, TokenTree(topology, token_N, proposals).offers(0))
         for rank, trial in enumerate(islice(trials, num_children)):
             chance_RK[row, rank] = left * trial.chance
             left *= 1 - trial.chance

@@ -1,7 +1,7 @@
 """Tokens per second and latencies of whole generations: prompts x temperatures x rules x trees.
 
 For every prompt the trees take turns, the one-token sweep among them, and between any two runs a plain reader looks at
-the link: what a run used of it is a share of what the reader got just before and just after. On a card copies to it are
+the link: what a run used of it is a share of what the reader got just before and just after. On a GPU copies to it are
 measured instead, and the disk behind it where layers live there. `sequoia` and `pipeinfer`
 are the protocols of those papers (2402.12374: 128 + 128 tokens at T = 0 and 0.6; 2407.11798: 128 + 512, greedy).
 
@@ -26,9 +26,9 @@ from offload.bench.record import Guard, Row, new_result, writable
 from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
 from offload.bench.timeline import record_steps, require_pictures, trace_files, write_trace
-from offload.calibration.kernel_comparison import rows_of as rows_of_duels
+from offload.calibration.kernel_comparison import rows_of as rows_of_comparisons
 from offload.cli import flags
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.config import Sampling, drafting_of
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
@@ -70,7 +70,7 @@ class Effort:
     rules: tuple[str, ...] = ("match",)
 
     def cases(self) -> list[Case]:
-        """All of them, the baseline once and first; with rules that keep laws a grown tree's fixed counterpart."""
+        """All of them, the baseline once and first; rules with distributions take static trees."""
         every = product(self.temperatures, self.rules, self.trees)
         plain, *others = dict.fromkeys(Case(at, rule, tree_under(rule, tree)) for at, rule, tree in every)
         return [plain, *(case for case in others if not case.is_plain)]
@@ -99,11 +99,11 @@ class Measured(NamedTuple):
     ceilings: list[float]
     num_threads: int
     streamed_bytes: int
-    kernels: list[Row]  # how each did on this card; none on a CPU
+    kernels: list[Row]  # how each did on this GPU; none on a CPU
 
 
 def measure(
-    setting: Setting, effort: Effort, found: Sequence[Prompt], screen: Screen, trace: Path | None = None
+    setting: Setting, effort: Effort, found: Sequence[Prompt], screen: Console, trace: Path | None = None
 ) -> tuple[Measured, list]:
     """All runs, prompt by prompt; and the events of a few steps where a trace is wanted."""
     cases, runs, written, events = effort.cases(), list[Timed](), list[Written](), []
@@ -127,7 +127,7 @@ def measure(
             timeline, new_ids = record_steps(decoder, ids, tree_under(decoder.rule.name, cases[-1].tree), _TRACED_STEPS)
             written.append(Written(ids, new_ids, Sampling(), decoder.rule.name))
             events = timeline.events()
-        kernels, streamed_bytes = rows_of_duels(decoder.duels), decoder.plan.streamed_bytes
+        kernels, streamed_bytes = rows_of_comparisons(decoder.comparisons), decoder.plan.streamed_bytes
         return Measured(runs, written, ceilings, decoder.num_threads, streamed_bytes, kernels), events
 
 
@@ -171,7 +171,9 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
         "num_tokens": sum(one.num_new_tokens for one in stats),
         "num_sweeps": num_sweeps,
         "tokens_per_sweep": sum(accepted) / max(1, num_sweeps),
-        "num_draft_tokens": None if stats[0].is_tree_grown else (nodes - 1) * num_sweeps,  # a grown one may be smaller
+        "num_draft_tokens": None
+        if stats[0].is_tree_dynamic
+        else (nodes - 1) * num_sweeps,  # a dynamic one may be smaller
         "num_accepted_tokens": sum(accepted) - num_sweeps,
         "accepted_per_pos": acceptance_by_depth(accepted, depth),
         "draft_s": sum(one.draft_s for one in stats) / max(1, num_sweeps),
@@ -213,12 +215,12 @@ def _cells(row: Row) -> list[str]:
 
 def _hungriest(rules: Sequence[str]) -> str:
     """The rule that memory must be planned for."""
-    return next((rule for rule in rules if drafting_of(rule).keeps_laws), rules[0])
+    return next((rule for rule in rules if drafting_of(rule).keeps_distributions), rules[0])
 
 
 def tree_under(rule: str, tree: str) -> str:
-    """Trees grown by their tokens are not for rules that keep laws: the fixed one within the same bounds then."""
-    return tree.removeprefix("grown:") if drafting_of(rule).keeps_laws else tree
+    """Dynamic trees are not for rules that keep distributions: the static one within the same bounds then."""
+    return tree.removeprefix("grown:") if drafting_of(rule).keeps_distributions else tree
 
 
 def _largest(cases: Sequence[Case]) -> str:
@@ -285,7 +287,7 @@ def main(
     )
     _check(effort, tree or ())
     place = common.place_of(device, gpu_mem)
-    with Screen(is_quiet=False) as screen:
+    with Console(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, ram, screen)._replace(**place)
         if setting.draft is None and effort.trees != ("none",):
             raise UserError("bench decode compares trees, which a draft fills: give --draft")

@@ -1,4 +1,4 @@
-"""A 70B-shaped target beside a 7B-shaped draft on one card: each promise of the device path beside its ceiling.
+"""A 70B-shaped target beside a 7B-shaped draft on one GPU: each promise of the device path beside its ceiling.
 
     offload bench device --quick          # 18 layers, minutes
     offload bench device --gpu-mem 40GiB  # as many of 80 layers as host memory holds
@@ -41,7 +41,7 @@ from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.streaming.device import CudaDevice, Device, open_device
 from offload.streaming.device_stream import DeviceStream
-from offload.streaming.pinned import Arena
+from offload.streaming.pinned import PinnedAllocator
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first, chain
 from offload.tuning.audit import draw_gaps
@@ -78,7 +78,7 @@ class Setting:
 
     @contextmanager
     def open(self, target: Path, draft: Path, **options: Any) -> Iterator[Decoder]:
-        """A decoder on the card."""
+        """A decoder on the GPU."""
         how: dict[str, Any] = {"ram": self.ram_bytes, "profile": "none", "context": CONTEXT, **options}
         with giants(), loading.load(target, draft, gpu_memory=self.gpu_memory, **how) as decoder:
             yield decoder
@@ -227,7 +227,7 @@ def held_bytes(card: Device) -> int:
 
 
 def memory(setting: Setting, decoder: Decoder) -> list[Row]:
-    """Peaks beside budgets; nothing else may use the card, for all that CUDA keeps there is taken to be ours."""
+    """Peaks beside budgets; nothing else may use the GPU, for all that CUDA keeps there is taken to be ours."""
     stream, plan, gib = decoder.target.stream, decoder.plan, 2**30
     assert isinstance(stream, DeviceStream), "the bench streams to a device"
     held = sum(stream._layouts[layer].slab_bytes for layer in stream._of_host)
@@ -284,7 +284,7 @@ def measure(setting: Setting, layer_bytes: int, trace: Path | None = None) -> It
         plan = decoder.plan
         yield row("loading", time.perf_counter() - started, None, None, "s")
         yield {**row("layers", len(plan.layer_bytes), None, None, ""), "notes": decoder.notes, "plan": plan.as_dict(),
-               "kernels": rows_of(decoder.duels)}  # fmt: skip
+               "kernels": rows_of(decoder.comparisons)}  # fmt: skip
         yield from attempt("sweeps", "link", sweeps(setting, decoder, rates))
         yield from attempt("drafting", "step", _later(drafting, setting, decoder, rates))
         best_s: float | None = None
@@ -338,7 +338,7 @@ def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, g
     if is_tiny:
         card: Device | None = HostDevice()
         stack.enter_context(mock.patch.object(loading, "open_device", lambda name, gpu: card))
-        stack.enter_context(mock.patch.object(loading, "open_arena", lambda place: Arena([PlainWay()])))
+        stack.enter_context(mock.patch.object(loading, "open_arena", lambda place: PinnedAllocator([PlainWay()])))
         plan_memory = loading.plan_memory
         as_cuda = lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"})  # noqa: E731
         stack.enter_context(mock.patch.object(loading, "plan_memory", as_cuda))

@@ -1,4 +1,4 @@
-"""Nothing is timed on a card before this: every layer streamed, the ids are those of transformers on the same card.
+"""Nothing is timed on a GPU before this: every layer streamed, the ids are those of transformers on the same GPU.
 
 In float32 they are equal, whatever the tree. In bf16 a tree and a single row round differently, so the two may part
 where two tokens lie closer than rounding; from there on they write different texts, so only the first such place says
@@ -25,7 +25,7 @@ from offload.tuning.audit import BF16_NOISE
 TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
 _LARGEST = "64x16"
 
-Open = Callable[..., AbstractContextManager[Decoder]]  # target, draft, options -> a decoder on the card
+Open = Callable[..., AbstractContextManager[Decoder]]  # target, draft, options -> a decoder on the GPU
 
 
 def gates(open_decoder: Open, pair: Path, prompt: str, place: torch.device, num_new: int) -> Iterator[Row]:
@@ -59,7 +59,7 @@ def reference_ids(
 
 @contextmanager
 def all_streamed() -> Iterator[None]:
-    """Meanwhile every layer stays in host memory, also where the card has room for it."""
+    """Meanwhile every layer stays in host memory, also where the GPU has room for it."""
     plan_memory = loading.plan_memory
 
     def streamed(*args: Any, **more: Any) -> MemoryPlan:

@@ -1,4 +1,4 @@
-"""What a card and its link give: the ceilings beside which the bench of the device path puts its figures."""
+"""What a GPU and its link give: the ceilings beside which the bench of the device path puts its figures."""
 
 import statistics
 import time
@@ -21,10 +21,10 @@ _ODD_BYTES = 8  # behind a page, where the weights of many files begin
 class Rates(NamedTuple):
     """What this machine gives, measured with nothing else in memory."""
 
-    copy_bytes_per_s: float  # page-locked host memory to the card, a layer at a time
+    copy_bytes_per_s: float  # page-locked host memory to the GPU, a layer at a time
     odd_copy_bytes_per_s: float  # the same from some bytes behind a page, as slabs of most files are sent
     flops_per_s: float  # the target's own largest matrix
-    memory_bytes_per_s: float  # of the card, read and written
+    memory_bytes_per_s: float  # of the GPU, read and written
 
 
 def ceilings(card: Device, target: Path, layer_bytes: int) -> tuple[str, Rates]:
@@ -38,7 +38,7 @@ def ceilings(card: Device, target: Path, layer_bytes: int) -> tuple[str, Rates]:
 
 
 def _copy_rates(card: Device, num_bytes: int) -> tuple[str, float, float]:
-    arena = loading.open_arena(card.place)
+    arena = loading.open_pinned_allocator(card.place)
     array = arena.allocate(num_bytes).array
     rates = copy_bytes_per_s(card, array), copy_bytes_per_s(card, array[_ODD_BYTES:])
     name = f"copies of {format_bytes(num_bytes)}: {arena.note or f'page-locked ({arena.ways})'}"

@@ -22,7 +22,7 @@ from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
 from offload.calibration.quick import timed
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.engine.decoder import Decoder
 from offload.errors import UserError
 from offload.tree.spec import parse_tree
@@ -81,7 +81,7 @@ def memory_bytes_per_s() -> float:
 
 
 def measure(
-    decoder: Decoder, texts: Sequence[list[int]], effort: Effort, temperature: float, screen: Screen
+    decoder: Decoder, texts: Sequence[list[int]], effort: Effort, temperature: float, screen: Console
 ) -> tuple[list[Row], list[Written]]:
     """One row per tree, in turn for every prompt."""
     runs: dict[str, list] = {tree: [] for tree in effort.trees}
@@ -136,7 +136,7 @@ def main(
 ) -> None:
     """How long does drafting take, and how many of the guesses are accepted at each depth?"""
     effort, old = QUICK if quick else FULL, common.earlier("draft", compare)
-    with Screen(is_quiet=False) as screen:
+    with Console(is_quiet=False) as screen:
         setting = _small(model, draft, ram)
         found = prompts(source or ["code"], effort.num_prompts)
         names = [prompt.name for prompt in found]
@@ -168,7 +168,7 @@ def _small(model: str | None, draft: str | None, ram: str) -> Setting:
     if model is not None and draft is None:
         raise UserError("bench draft needs a draft: give --draft")
     target, small = model or str(PAIR / "target"), draft or str(PAIR / "draft")
-    return common.find_setting(target, small, "", ram, Screen(is_quiet=True))
+    return common.find_setting(target, small, "", ram, Console(is_quiet=True))
 
 
 def _largest(trees: Sequence[str]) -> str:

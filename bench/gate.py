@@ -1,10 +1,10 @@
 """The gate of every bench: no speed is printed for tokens that were not proved right.
 
 What a rule promises decides how it is proved. Where each token is the target's own draw (greedy, `match`, `topk`),
-every one must be the draw of the reference in float32, up to bf16 rounding. Rules that draw afresh promise a law: the
-surprise -log p(token) of all tokens together must lie as far from its mean, the entropy, as chance allows. That test
-sees tokens of another law or temperature; a single odd token may slip through it, and what stands behind are the tests
-of the rules.
+every one must be the draw of the reference in float32, up to bf16 rounding. Rules that draw afresh promise a
+distribution: the surprise -log p(token) of all tokens together must lie as far from its mean, the entropy, as chance
+allows. That test sees tokens of another distribution or temperature; a single odd token may slip through it, and what
+stands behind are the tests of the rules.
 
 Invariant: proofs come after all measuring, so that the reference's memory and time are in no figure.
 """
@@ -25,7 +25,7 @@ from offload.engine.load import load, resident_model
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import chain
@@ -54,7 +54,7 @@ class Proof(NamedTuple):
 
     num_exact: int  # tokens that are the reference's own draw
     num_near: int  # ... that miss it by no more than rounding
-    num_by_law: int  # ... of rules that promise a law only
+    num_by_distribution: int  # ... of rules that promise a distribution only
     sigmas: float  # by how much the surprise of the latter misses its mean; 0 where there are none
 
 
@@ -62,11 +62,11 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
     """Prove every token.
 
     Raises:
-        UserError: a token is not the reference's, or tokens do not follow its law.
+        UserError: a token is not the reference's, or tokens do not follow its distribution.
     """
     gaps = [gap for run in written if _repeats_draws(run) for gap in _gaps(run, score)]
     drawn = [run for run in written if not _repeats_draws(run)]
-    sigmas = law_sigmas([_law(run, score) for run in drawn])
+    sigmas = distribution_sigmas([_distribution(run, score) for run in drawn])
     if abs(sigmas) > MOST_SIGMAS:
         raise UserError(f"tokens miss the target's law by {sigmas:.1f} standard errors: no speed is worth printing")
     num_near = sum(gap > 0 for gap in gaps)
@@ -82,19 +82,19 @@ def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
         raise WrongTokenError(f"{said}: no speed is worth printing")
 
 
-def law_sigmas(laws: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
-    """By how many standard errors the surprise of tokens misses its mean; infinite where a law is no law.
+def distribution_sigmas(distributions: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
+    """By how many standard errors the surprise of tokens misses its mean; infinite where it is no distribution.
 
     Args:
-        laws: distributions (T, V) and the tokens that are said to be drawn from them.
+        distributions: distributions (T, V) and the tokens that are said to be drawn from them.
     """
     excess = variance = 0.0
-    for law_TV, tokens in laws:
-        log_TV = law_TV.double().clamp(min=1e-300).log()
-        mean_T = -(law_TV * log_TV).sum(1)
+    for probs_TV, tokens in distributions:
+        log_TV = probs_TV.double().clamp(min=1e-300).log()
+        mean_T = -(probs_TV * log_TV).sum(1)
         told_T = -log_TV[torch.arange(len(tokens)), torch.tensor(tokens)]
         excess += float((told_T - mean_T).sum())
-        variance += float(((law_TV * log_TV**2).sum(1) - mean_T**2).sum())
+        variance += float(((probs_TV * log_TV**2).sum(1) - mean_T**2).sum())
     sigmas = excess / max(variance, 1e-12) ** 0.5
     return math.inf if math.isnan(sigmas) else sigmas
 
@@ -119,7 +119,7 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
         yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
 
 
-def _resident_scores(model: BorrowedModel, ids: list[int], start: int) -> Tensor:
+def _resident_scores(model: StreamedModel, ids: list[int], start: int) -> Tensor:
     causal_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     cache = KVCache(model.num_layers, len(ids))
     return model.forward(torch.tensor(ids), torch.arange(len(ids)), causal_TT, cache)[start - 1 : -1]
@@ -148,6 +148,6 @@ def _gaps(run: Written, score: Score) -> list[float]:
     return gaps
 
 
-def _law(run: Written, score: Score) -> tuple[Tensor, list[int]]:
+def _distribution(run: Written, score: Score) -> tuple[Tensor, list[int]]:
     logits_TV = score(run.prompt_ids, run.new_ids)
-    return Sampler(run.sampling, logits_TV.shape[1]).law(logits_TV), run.new_ids
+    return Sampler(run.sampling, logits_TV.shape[1]).distribution(logits_TV), run.new_ids

@@ -1,4 +1,4 @@
-"""Grown trees against fixed ones of the same size: tokens per sweep and drafting time, on the packaged pair, resident.
+"""Dynamic trees against static ones of the same size: tokens per sweep, drafting time; packaged pair, resident.
 
 Nothing streams, so what is compared is what a sweep yields and what the draft takes for it. Trees take turns prompt by
 prompt. Every token is proved to be the original model's float32 draw, up to bf16 rounding.

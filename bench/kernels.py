@@ -1,6 +1,6 @@
 """Every kernel against what runs without it, on this GPU: first whether both agree, then which one is faster.
 
-The same duels that a run fights at its start (offload/calibration/kernel_selection.py), at many sizes.
+The same comparisons that a run fights at its start (offload/calibration/kernel_selection.py), at many sizes.
 
     offload bench kernels                    shapes of Llama-2-70B, vocabularies of 32,000 and 128,256
 """

@@ -20,9 +20,9 @@ from offload.bench.setting import Setting
 from offload.bench.text_table import aligned
 from offload.checkpoint.layout import SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.errors import UserError
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.streaming.disk import HostStore
 from offload.streaming.layer_stream import LayerStream
 
@@ -44,7 +44,7 @@ QUICK = Effort(250_000_000, 3, (1, 4, 8), (1, 4, 16))
 Way = Callable[[], float]  # bytes per second, now
 
 
-def measure(setting: Setting, effort: Effort, screen: Screen) -> tuple[list[Row], list[float]]:
+def measure(setting: Setting, effort: Effort, screen: Console) -> tuple[list[Row], list[float]]:
     """One row per way; and the rates of the ceiling, round by round."""
     ways, stream = _ways(setting, effort), _Stream(setting)
     try:
@@ -103,7 +103,7 @@ class _Stream:
     def __init__(self, setting: Setting) -> None:
         checkpoint = open_checkpoint(setting.target)
         self._store = HostStore(checkpoint.shards)
-        self._layouts = BorrowedModel(checkpoint).layer_layouts
+        self._layouts = StreamedModel(checkpoint).layer_layouts
         self._stream = LayerStream(self._store, self._layouts, [False] * len(self._layouts), self.num_slots)
         self._stream.load_resident()
 
@@ -164,7 +164,7 @@ def main(
 ) -> None:
     """How fast do bytes arrive, and which way of reading is fastest?"""
     effort, old = QUICK if quick else FULL, common.earlier("link", compare)
-    with Screen(is_quiet=False) as screen:
+    with Console(is_quiet=False) as screen:
         setting = common.find_setting(model, None, size, None, screen, is_run=False)
         common.check_same(old, setting)
         common.say_link(setting.shards)

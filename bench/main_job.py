@@ -22,7 +22,7 @@ import typer
 
 from offload.bench.plain_reader import plain_read_s, shards_of
 from offload.bench.record import new_result, writable
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.config import Sampling, parse_size
 from offload.errors import UserError
 
@@ -201,7 +201,7 @@ def held_out_prompts(num_prompts: int) -> list[str]:
     return [read_source(path)[:1200] for path in files[:: max(1, len(files) // num_prompts)][:num_prompts]]
 
 
-_SILENT = Screen(is_quiet=True)
+_SILENT = Console(is_quiet=True)
 _ROWS: dict[str, Callable[[str], Row]] = {
     "streaming": streaming,
     "memory": memory,

@@ -96,10 +96,10 @@ def logged_rows(pair: Pair, sampling: Sampling, num_prompts: int, num_tokens: in
     logged = []
     for _ in range(num_tokens):
         logged.append((texts.target_BV, texts.draft_BV))
-        law_BV = sampler.law(texts.target_BV).double()
+        probs_BV = sampler.distribution(texts.target_BV).double()
         # Inverting the sum with a fresh number per text: the keyed noise would be the same for all of them.
         coin_B1 = torch.from_numpy(sampler.uniform(num_prompts, 1))
-        sum_BV = law_BV.cumsum(1)
+        sum_BV = probs_BV.cumsum(1)
         token_B1 = torch.searchsorted(sum_BV, coin_B1 * sum_BV[:, -1:], right=True).clamp(max=pair.vocab_size - 1)
         texts.append(token_B1[:, 0].tolist())
     target_RV, draft_RV = (torch.stack(rows, 1).flatten(0, 1) for rows in zip(*logged, strict=True))

@@ -24,7 +24,7 @@ class Ours:
             "tree": order.options["tree"],
             "device": "cpu",
             "context": 512,
-        }  # the others have no card either
+        }  # the others have no GPU either
         self._decoder = load(order.target, order.draft, ram=ram_bytes, **how)
 
     def use_threads(self, count: int) -> None:

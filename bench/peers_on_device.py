@@ -1,4 +1,4 @@
-"""What others make of the same bytes on the same card: accelerate's CPU offload, one token at a time.
+"""What others make of the same bytes on the same GPU: accelerate's CPU offload, one token at a time.
 
 With the very slabs that we stream from, page-locked as they are, its copies are as fast as they can be; its users have
 their weights in ordinary memory, so that is measured too. The layers that stay with us stay with it: the same caps.
@@ -18,7 +18,7 @@ from offload.engine.decoder import Decoder
 from offload.machine import available_ram_bytes
 from offload.memory.plan import Tier
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.streaming.device import Device
 from offload.streaming.device_stream import DeviceStream
 from offload.streaming.disk import allocate
@@ -43,8 +43,8 @@ def accelerate_s(decoder: Decoder, card: Device, *, is_pinned: bool) -> float | 
         return None
     ours._views.clear()
     stream._slots.clear()  # their room is what a layer at a time needs
-    model = _twin(ours)
-    for layer, module in enumerate(model.skeleton.get_decoder().layers):
+    model = _reference(ours)
+    for layer, module in enumerate(model.meta_model.get_decoder().layers):
         if layer in stream._resident:
             model.bind_layer(layer, stream._resident[layer])
             continue
@@ -59,7 +59,7 @@ def accelerate_s(decoder: Decoder, card: Device, *, is_pinned: bool) -> float | 
         gc.collect()  # hooks and modules refer to each other, and hold the weights
 
 
-def _give_weights(model: BorrowedModel, layer: int, module: nn.Module, slab: Tensor) -> None:
+def _give_weights(model: StreamedModel, layer: int, module: nn.Module, slab: Tensor) -> None:
     for name, weight in model._views_of(layer, slab).items():
         owner, _, key = name.rpartition(".")
         module.get_submodule(owner)._parameters[key] = nn.Parameter(weight, requires_grad=False)
@@ -80,7 +80,7 @@ def _ordinary_slabs(stream: DeviceStream) -> SlabOf | None:
     return lambda layer: torch.from_numpy(allocate(slab_of(layer).nbytes)).copy_(slab_of(layer))
 
 
-def _token_s(model: BorrowedModel, card: Device) -> float:
+def _token_s(model: StreamedModel, card: Device) -> float:
     cache, seconds = KVCache(model.num_layers, 8), []
     for position in range(_NUM_TOKENS + 1):
         started = time.perf_counter()
@@ -90,15 +90,15 @@ def _token_s(model: BorrowedModel, card: Device) -> float:
     return statistics.median(seconds[1:])
 
 
-def _twin(ours: BorrowedModel) -> BorrowedModel:
-    """Another skeleton with our embeddings and head."""
-    twin = BorrowedModel(ours.checkpoint, str(ours.dtype).removeprefix("torch."), ours.place, has_host_table=True)
-    for (_, own), (_, other) in zip(ours._rest_places, twin._rest_places, strict=True):
+def _reference(ours: StreamedModel) -> StreamedModel:
+    """Another meta model with our embeddings and head."""
+    reference = StreamedModel(ours.checkpoint, str(ours.dtype).removeprefix("torch."), ours.place, has_host_table=True)
+    for (_, own), (_, other) in zip(ours._rest_places, reference._rest_places, strict=True):
         other.table[other.key] = own.table[own.key]
-    return twin
+    return reference
 
 
-def _one_token(model: BorrowedModel, cache: KVCache, position: int) -> Any:
+def _one_token(model: StreamedModel, cache: KVCache, position: int) -> Any:
     at, sees = torch.tensor([position]), torch.ones(1, 1, dtype=torch.bool)
     logits = model.forward(torch.tensor([5]), at, sees, cache)
     cache.commit([0])

@@ -29,10 +29,10 @@ from offload.bench.text_table import aligned
 from offload.calibration.link import link_bytes_per_s
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import ModelShape, model_shape
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.config import Sampling
 from offload.errors import UserError
-from offload.memory.device_planner import Card, make_device_plan
+from offload.memory.device_planner import Budgets, make_device_plan
 from offload.planning.cost_model import Traffic, step_time
 from offload.planning.hardware import KNOWN
 from offload.planning.predict import costs_on, traffic_on
@@ -87,7 +87,7 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     """A Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
     card, (target, draft) = KNOWN["l40"], _shapes()
     costs, is_drafted = costs_on(card, target, draft, _CONTEXT), topology.depth > 0
-    budgets = Card(card.gpu_bytes, card.ram_bytes)
+    budgets = Budgets(card.gpu_bytes, card.ram_bytes)
     plan = make_device_plan(
         target, draft if is_drafted else None, budgets, context=_CONTEXT, num_nodes=topology.num_nodes
     )
@@ -145,7 +145,7 @@ class Runs:
         }
 
 
-def machine_runs(setting: Setting, found: Sequence[Prompt], screen: Screen) -> tuple[list[Runs], list[Written]]:
+def machine_runs(setting: Setting, found: Sequence[Prompt], screen: Console) -> tuple[list[Runs], list[Written]]:
     """Decoding without a tree and with ever larger ones on this machine, predicted and as it was; unproved.
 
     Every run is predicted from the curves measured at first and the link measured just before and just after it.
@@ -219,7 +219,7 @@ def main(
         print(json.dumps({"bench": "prediction", "rows": rows}))
         return
     old = common.earlier("prediction", compare)
-    with Screen(is_quiet=False) as screen:
+    with Console(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, ram, screen)
         if setting.draft is None:
             raise UserError("bench prediction compares trees, which a draft fills: give --draft")

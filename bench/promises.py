@@ -1,4 +1,4 @@
-"""What was promised of a card, and what was seen: a row per measurement, a verdict per promise.
+"""What was promised of a GPU, and what was seen: a row per measurement, a verdict per promise.
 
 A row is printed as soon as it is known. A promise is met when every row that counts for it is; one without a row was
 not measured, which is not the same.

@@ -18,7 +18,7 @@ from offload.bench.record import Result, read, store, writable
 from offload.calibration.device_link import card_link_bytes_per_s
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.config import parse_size
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
@@ -68,7 +68,7 @@ class Setting(NamedTuple):
         return load(self.target, self.draft, self.ram_bytes, tree, **{"profile": "none", **place, **options})
 
     def ceiling(self, decoder: Decoder) -> float:
-        """Bytes per second at which layers could arrive, now: those of a plain reader, or of copies to a card."""
+        """Bytes per second at which layers could arrive, now: those of a plain reader, or of copies to a GPU."""
         card = decoder.target._device
         if card is None:
             return plain_rate(self.shards, _CEILING_BYTES)
@@ -92,7 +92,7 @@ class Setting(NamedTuple):
 
 
 def find_setting(
-    model: str | None, draft: str | None, size: str, ram: str | None, screen: Screen, *, is_run: bool = True
+    model: str | None, draft: str | None, size: str, ram: str | None, screen: Console, *, is_run: bool = True
 ) -> Setting:
     """The named models, or the packaged pair with a target of `size`. Raises `UserError`.
 
@@ -139,8 +139,12 @@ def say_link(shards: Sequence[Path]) -> float:
 def proof_line(proof: Proof) -> str:
     """What the gate found."""
     told = f"{proof.num_exact} tokens are the reference's own draw in float32, {proof.num_near} within bf16 rounding"
-    by_law = f"; {proof.num_by_law} follow its law, {proof.sigmas:+.1f} standard errors off" if proof.num_by_law else ""
-    return f"gate: {told}{by_law}"
+    by_distribution = (
+        f"; {proof.num_by_distribution} follow its law, {proof.sigmas:+.1f} standard errors off"
+        if proof.num_by_distribution
+        else ""
+    )
+    return f"gate: {told}{by_distribution}"
 
 
 def earlier(bench: str, compare: Path | None) -> Result | None:

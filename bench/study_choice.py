@@ -1,7 +1,7 @@
 """The tree chosen for the machine against trees of a fixed size (Sequoia, figure 5c and table 3).
 
 The pair's target is inflated and really streamed: once with the disk as it is, once with the link slowed down to a
-fifth, as if the card were five times faster than its wire. One tune serves both.
+fifth, as if the GPU were five times faster than its wire. One tune serves both.
 """
 
 from collections.abc import Iterator

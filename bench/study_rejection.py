@@ -1,7 +1,7 @@
 """Rejection rate against the number of children, for every rule (Sequoia, figure 3).
 
 For nodes along texts that the target writes: the chance that none of k children is accepted. At k = 1 no rule can do
-better than the distance of both laws, |P - Q| / 2, which stands beside the curves.
+better than the distance of both distributions, |P - Q| / 2, which stands beside the curves.
 """
 
 from collections.abc import Iterator

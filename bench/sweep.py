@@ -19,7 +19,7 @@ from offload.bench.prompts import encoded, prompts
 from offload.bench.record import Guard, Row, new_result
 from offload.bench.setting import PROMPT_TOKENS, Setting
 from offload.bench.text_table import aligned
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.memory.plan import MemoryPlan
@@ -60,7 +60,7 @@ class Measured(NamedTuple):
     num_threads: int
 
 
-def measure(setting: Setting, effort: Effort, screen: Screen) -> Measured:
+def measure(setting: Setting, effort: Effort, screen: Console) -> Measured:
     """Steps of all sizes in turn; without a draft there is one size."""
     sizes = effort.sizes if setting.draft is not None else (1,)
     trees = [chain(0) if size == 1 else best_first(DEFAULT_ACCEPTANCE, size, _DEPTH) for size in sizes]
@@ -139,7 +139,7 @@ def main(
 ) -> None:
     """How long does a sweep take for trees of many sizes, and is the link busy?"""
     effort, old = QUICK if quick else FULL, common.earlier("sweep", compare)
-    with Screen(is_quiet=False) as screen:
+    with Console(is_quiet=False) as screen:
         setting = common.find_setting(model, draft, size, ram, screen)
         common.check_same(old, setting)
         common.say_link(setting.shards)

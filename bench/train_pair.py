@@ -103,7 +103,7 @@ def next_token_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 
 def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """KL from the target's law plus its argmax as a label: T > 0 accepts by the first, T = 0 by the second."""
+    """KL from the target's distribution plus its argmax as a label: T > 0 accepts by the first, T = 0 by the second."""
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             wanted = target(input_ids=tokens, use_cache=False).logits.flatten(0, 1).float()

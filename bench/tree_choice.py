@@ -43,9 +43,9 @@ from offload.planning.profile import Profile
 from offload.planning.traces import acceptance, bursts, tokens_per_sweep
 from offload.planning.tree_policy import tree_for
 from offload.stats import Stats
-from offload.tree.topology import Growth, Shape, chain, expected_tokens, isotonic
+from offload.tree.topology import DynamicShape, Shape, chain, expected_tokens, isotonic
 from offload.tuning.audit import draw_gaps
-from offload.tuning.trace_acceptance import grown_again, ranks_of, write, written_trace
+from offload.tuning.trace_acceptance import dynamic_again, ranks_of, write, written_trace
 from offload.tuning.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
 
 Row = dict[str, Any]
@@ -183,7 +183,7 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
     largest = setting.tuned.profile.costs.compute_s.sizes[-1]
     for n, d in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
         fixed, _ = tree_for(setting.tuned.profile.acceptance, n, d)
-        tree = Growth(n, min(d, n - 1)) if choice.is_grown else fixed  # the choice is among trees of one kind
+        tree = DynamicShape(n, min(d, n - 1)) if choice.is_dynamic else fixed  # the choice is among trees of one kind
         cells.setdefault((tree.num_nodes, tree.depth), tree)
     with load(setting.target, PAIR / "draft", setting.ram, f"{largest}x{DEPTH}", **options) as decoder:  # type: ignore[arg-type]
         prompts = other_prompts(decoder, effort.num_tokens)
@@ -233,8 +233,8 @@ def _yields(cells: Cells, prompts: Prompts) -> dict[Size, float]:
         traces = [ranks_of(decoder, *text, sampling) for text in texts]
 
         def sweeps(tree: Shape) -> list[list[int]]:
-            if isinstance(tree, Growth):
-                return [grown_again(decoder, *text, sampling, tree) for text in texts]
+            if isinstance(tree, DynamicShape):
+                return [dynamic_again(decoder, *text, sampling, tree) for text in texts]
             return [bursts(tree, trace) for trace in traces]
 
         return {size: _mean([_whole(one) for one in sweeps(tree)])[0] for size, tree in cells.items()}

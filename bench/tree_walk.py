@@ -6,7 +6,7 @@ star, a node and its children, filled by the drafter's own draw and verified by 
 costs what a chain of one costs, and the texts of a batch advance together.
 
 Invariant: with `match` the steps are those of `Decoder.generate` for the same seed, token by token and length by length
-(a test compares them); with the other rules their law is the decoder's.
+(a test compares them); with the other rules their distribution is the decoder's.
 """
 
 from collections.abc import Sequence
@@ -65,12 +65,12 @@ class Walker:
         topology = _star_shape(num_children)
         if not num_children:
             return TokenTree(topology, torch.zeros(1, dtype=torch.long))
-        token_1K, draw, law_1V = draw_children(draft_V[None], num_children, self._sampler, position)
+        token_1K, draw, distribution_1V = draw_children(draft_V[None], num_children, self._sampler, position)
         token_N = torch.cat([torch.zeros(1, dtype=torch.long), token_1K[0]])
-        if law_1V is None:
+        if distribution_1V is None:
             return TokenTree(topology, token_N)
         proposals = Proposals.blank(topology, self._vocab_size, draw)
-        proposals.write([0], law_1V)
+        proposals.write([0], distribution_1V)
         return TokenTree(topology, token_N, proposals)
 
 

@@ -1,7 +1,8 @@
-"""Draws without replacement from many laws at once: the K largest of log(u) / q in each row (exponential sort).
+"""Draws without replacement from many distributions: the K largest of log(u) / q in each row (exponential sort).
 
 This is Gumbel top-k on another scale (Sequoia, section 4.2). The uniform numbers are a hash of (seed, number of the
-row, token), as in keyed_gumbel but under another seed; they need no memory, and kernel and twin draw the same tokens.
+row, token), as in keyed_gumbel but under another seed; they need no memory, and kernel and reference draw the same
+tokens.
 
 Invariant: a row's number is used once in a generation (the caller counts), and no number is one of the shared noise.
 W rows in this file.
@@ -15,42 +16,42 @@ from offload.kernels.keyed_gumbel import log_uniform, row_key, row_keys, signed_
 
 _FRESH = 0x6F66666C6F616421  # turns the seed into that of another stream than the shared noise's
 _BLOCK = 1024  # tokens of one program
-_MAX_KEYS = 1 << 19  # float64 numbers that the twin holds at once
+_MAX_KEYS = 1 << 19  # float64 numbers that the reference holds at once
 
 
-def draw_without_replacement_twin(law_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
+def draw_without_replacement_reference(probs_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
     """Tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch.
 
     Tokens without mass come after all others and among themselves in uniform order, Sequoia's fall-back.
 
     Args:
-        law_WV: float32; rows need not sum to one.
+        probs_WV: float32; rows need not sum to one.
         first_row: number of the first row; the others follow.
     """
-    num_rows, vocab_size = law_WV.shape
-    number_W1 = torch.arange(first_row, first_row + num_rows, device=law_WV.device)[:, None]
-    token_V = torch.arange(vocab_size, device=law_WV.device)
+    num_rows, vocab_size = probs_WV.shape
+    number_W1 = torch.arange(first_row, first_row + num_rows, device=probs_WV.device)[:, None]
+    token_V = torch.arange(vocab_size, device=probs_WV.device)
     block, chosen = max(1, _MAX_KEYS // vocab_size), []
-    for law_RV, number_R1 in zip(law_WV.split(block), number_W1.split(block), strict=True):
+    for probs_RV, number_R1 in zip(probs_WV.split(block), number_W1.split(block), strict=True):
         key_RV = uniform(row_keys(seed ^ _FRESH, number_R1), token_V)
-        key_RV.log_().div_(law_RV.double().clamp_(min=1e-300))  # stands in for zero: log(u) / 1e-300 is finite
+        key_RV.log_().div_(probs_RV.double().clamp_(min=1e-300))  # stands in for zero: log(u) / 1e-300 is finite
         chosen.append(key_RV.topk(min(num_draws, vocab_size)).indices)
     return torch.cat(chosen)
 
 
-def draw_without_replacement_kernel(law_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
+def draw_without_replacement_kernel(probs_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
     """The same in Triton, where no key is stored: the largest of each chunk of a row, then the largest of those."""
-    assert law_WV.stride(1) == 1, "a row is one run of memory"
-    num_rows, vocab_size = law_WV.shape
+    assert probs_WV.stride(1) == 1, "a row is one run of memory"
+    num_rows, vocab_size = probs_WV.shape
     num_kept, num_chunks = min(num_draws, vocab_size), triton.cdiv(vocab_size, _BLOCK)
     num_candidates = min(num_kept, _BLOCK)
-    key_WC = law_WV.new_empty((num_rows, num_chunks * num_candidates), dtype=torch.float64)
+    key_WC = probs_WV.new_empty((num_rows, num_chunks * num_candidates), dtype=torch.float64)
     token_WC = torch.empty_like(key_WC, dtype=torch.int64)
     _candidates[(num_rows, num_chunks)](
         key_WC,
         token_WC,
-        law_WV,
-        law_WV.stride(0),
+        probs_WV,
+        probs_WV.stride(0),
         vocab_size,
         num_candidates,
         signed_seed_key(seed ^ _FRESH),
@@ -64,7 +65,7 @@ def draw_without_replacement_kernel(law_WV: Tensor, num_draws: int, seed: int, f
 def _candidates(
     best: tl.tensor,
     best_token: tl.tensor,
-    law: tl.tensor,
+    distribution: tl.tensor,
     stride: tl.tensor,
     vocab_size: tl.tensor,
     num_candidates: tl.tensor,
@@ -76,7 +77,7 @@ def _candidates(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     is_token = token < vocab_size
-    mass = tl.load(law + row * stride + token, mask=is_token, other=1.0).to(tl.float64)
+    mass = tl.load(distribution + row * stride + token, mask=is_token, other=1.0).to(tl.float64)
     key = log_uniform(row_key(key_of_seed, first_row + row), token) / tl.maximum(mass, 1e-300)
     key = tl.where(is_token, key, float("-inf"))
     place = (row * tl.num_programs(1) + chunk) * num_candidates

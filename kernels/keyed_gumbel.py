@@ -4,7 +4,8 @@ A counter-based hash (two rounds of the SplitMix64 finaliser, constants from Ste
 keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel. argmax(log p + G) is then a draw from p (the
 Gumbel-max trick), and whoever knows the key can repeat the draw.
 
-Invariant: kernel and twin compute the same 64 bits; only the logarithms may differ in their last place between devices.
+Invariant: kernel and reference compute the same 64 bits; only the logarithms may differ in their last place between
+devices.
 """
 
 import torch
@@ -17,7 +18,7 @@ _STEP, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 _BLOCK = 1024  # tokens of one program
 
 
-def keyed_gumbel_twin(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+def keyed_gumbel_reference(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
     """Noise `gumbel_V` (float64) for one absolute position, in plain torch."""
     token_V = torch.arange(vocab_size, dtype=torch.int64, device=device)
     return -torch.log(-torch.log(uniform(_signed(_mix_int(seed_key(seed) ^ (position & _MASK))), token_V)))

@@ -17,7 +17,7 @@ MAX_ROWS, _TILE = 256, 4096  # rows of a path that one program holds, and number
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16} if HAS_TRITON else {}
 
 
-def kv_commit_twin(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
+def kv_commit_reference(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
     """Move rows `length + row_A` of each buffer to rows `length ...`, in this order; in plain torch.
 
     Args:
@@ -36,10 +36,10 @@ def are_alike(buffers: Sequence[Tensor]) -> bool:
 
 
 def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """The same in Triton; the twin moves what is not `are_alike`, and a path too long for one program."""
+    """The same in Triton; the reference moves what is not `are_alike`, and a path too long for one program."""
     first, num_rows = buffers[0], len(row_A)
     if num_rows > MAX_ROWS or not are_alike(buffers):
-        return kv_commit_twin(buffers, length, row_A)
+        return kv_commit_reference(buffers, length, row_A)
     address_L = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(first.device)
     is_aligned = all(buffer.data_ptr() % 16 == 0 for buffer in buffers)
     block_rows = triton.next_power_of_2(max(1, num_rows))

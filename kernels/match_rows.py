@@ -4,19 +4,19 @@ The rule `match` asks for one token per row. Noise is made where it is added, so
 stored, and the tokens of all rows come to the host in one copy instead of one per accepted node.
 
 Invariant: noise and sum are float64 and the division is float32, as when one row is drawn alone; ties go to the lowest
-token. Kernel and twin therefore draw the same token, but for logarithms that differ in their last place.
+token. Kernel and reference therefore draw the same token, but for logarithms that differ in their last place.
 """
 
 import torch
 from torch import Tensor
 
 from offload.kernels.jit import jit, tl, triton
-from offload.kernels.keyed_gumbel import keyed_gumbel_twin, log_uniform, row_key, signed_seed_key
+from offload.kernels.keyed_gumbel import keyed_gumbel_reference, log_uniform, row_key, signed_seed_key
 
 _BLOCK, _BLOCKS = 1024, 4  # tokens at once, and how often in one program
 
 
-def match_rows_twin(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
+def match_rows_reference(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
     """The token (int64, N) that each row draws, in plain torch, one row after the other.
 
     Args:
@@ -31,7 +31,7 @@ def match_rows_twin(logits_NV: Tensor, position_N: Tensor, seed: int, *, tempera
     tokens = []
     for row, position in enumerate(position_N.tolist()):
         score_V = logits_NV[row].float() / divisor
-        tokens.append((score_V + keyed_gumbel_twin(seed, position, len(score_V), score_V.device)).argmax())
+        tokens.append((score_V + keyed_gumbel_reference(seed, position, len(score_V), score_V.device)).argmax())
     return torch.stack(tokens)
 
 

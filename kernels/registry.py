@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_twin
-from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_twin
-from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_twin
+from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_reference
+from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_reference
+from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel
 from offload.kernels.tree_attention import tree_attention_kernel
 
 
 class KernelSet(NamedTuple):
-    """One function for each; the signatures are those of the twins."""
+    """One function for each; the signatures are those of the references."""
 
     keyed_gumbel: Callable[..., Tensor]
     draw_without_replacement: Callable[..., Tensor]
@@ -28,7 +28,7 @@ class KernelSet(NamedTuple):
     tree_attention: Callable[..., Tensor] | None  # None: dense masks
 
 
-TWINS = KernelSet(keyed_gumbel_twin, draw_without_replacement_twin, kv_commit_twin, None, None)
+REFERENCES = KernelSet(keyed_gumbel_reference, draw_without_replacement_reference, kv_commit_reference, None, None)
 KERNELS = KernelSet(
     keyed_gumbel_kernel, draw_without_replacement_kernel, kv_commit_kernel, match_rows_kernel, tree_attention_kernel
 )

@@ -20,7 +20,7 @@ from offload.kernels.jit import jit, tl, triton
 
 _WORD = 32  # bits
 _MIN_SPLIT = 256  # keys: a shorter piece is not worth a program of its own
-MAX_WIDTH = 256  # of heads: even halved blocks of wider ones take more shared memory than the 99 KiB of many cards
+MAX_WIDTH = 256  # of heads: even halved blocks of wider ones take more shared memory than the 99 KiB of many GPUs
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -52,7 +52,7 @@ def is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return are_alike and is_narrow and query.shape[0] == 1 and query.shape[1] % key.shape[1] == 0
 
 
-def tree_attention_twin(
+def tree_attention_reference(
     query_HTK: Tensor,
     key_GSK: Tensor,
     value_GSK: Tensor,
@@ -101,7 +101,7 @@ def tree_attention_kernel(
     assert query_HTK.stride(2) == key_GSK.stride(2) == value_GSK.stride(2) == 1, "rows have gaps"
     (num_heads, num_rows, width), (num_groups, num_keys, _) = query_HTK.shape, key_GSK.shape
     value_width, group = value_GSK.shape[2], num_heads // num_groups
-    # Larger blocks spill registers, or take more shared memory than the 99 KiB that some cards grant a program.
+    # Larger blocks spill registers, or take more shared memory than the 99 KiB that some GPUs grant a program.
     is_float32, is_wide = query_HTK.dtype == torch.float32, max(width, value_width) > 128
     block_rows = min(32 if is_float32 else 64, max(16, triton.next_power_of_2(group * num_rows)))
     block_keys = (32 if is_float32 else 64) // (2 if is_wide else 1)

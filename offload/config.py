@@ -59,7 +59,7 @@ class Drafting(Enum):
     WITH_REPLACEMENT = "with replacement"  # independent draws from q
 
     @property
-    def keeps_laws(self) -> bool:
+    def keeps_distributions(self) -> bool:
         """Whether verification needs q itself and not just the tokens."""
         return self in (Drafting.WITHOUT_REPLACEMENT, Drafting.WITH_REPLACEMENT)
 
@@ -75,7 +75,7 @@ RULES: dict[str, Drafting] = {
 
 
 def drafting_of(rule: str) -> Drafting:
-    """The drafting law that goes with a rule. Raises `UserError` for a name that is none."""
+    """The drafting distribution that goes with a rule. Raises `UserError` for a name that is none."""
     if rule not in RULES:
         raise UserError(f"--rule must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match")
     return RULES[rule]

@@ -23,7 +23,7 @@ class Stats:
     peak_device_bytes: int = 0
     tree_num_nodes: int = 1
     tree_depth: int = 0
-    is_tree_grown: bool = False  # size and depth are bounds then
+    is_tree_dynamic: bool = False  # size and depth are bounds then
     accepted_per_sweep: list[int] = field(default_factory=list)  # new tokens of each sweep after the prompt's
 
     def begin_decoding(self, num_first_tokens: int, ttft_s: float) -> None:
@@ -67,5 +67,5 @@ class Stats:
         names = ("num_sweeps", "tokens_per_sweep", "ttft_s", "tpot_s", "sweep_s", "draft_s", "verify_s", "stall_s")
         more = ("bytes_streamed", "link_bytes_per_s", "peak_rss_bytes", "peak_device_bytes", "accepted_per_sweep")
         figures: dict[str, object] = {name: getattr(self, name) for name in names + more}
-        tree = {"num_nodes": self.tree_num_nodes, "depth": self.tree_depth, "is_grown": self.is_tree_grown}
+        tree = {"num_nodes": self.tree_num_nodes, "depth": self.tree_depth, "is_grown": self.is_tree_dynamic}
         return {**figures, "tree": tree}

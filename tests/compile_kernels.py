@@ -56,13 +56,13 @@ def match(seed: int, temperature: float) -> None:
     match_rows_kernel(logits_NV, torch.arange(3), seed, temperature=temperature)
 
 
-LAW = torch.zeros(2, 32000)
+DISTRIBUTION = torch.zeros(2, 32000)
 # What is compiled, and what then must come from the cache: other lengths, seeds, positions, 1 and multiples of 16.
 ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (keyed_gumbel_kernel, [(3, 7, 32000), (4, 1, 32000), (5, 16, 32000)]),
     (match, [(3, 0.7), (4, 1.0), (2**62, 16.0)]),
     (match, [(3, 0.0)]),
-    (draw_without_replacement_kernel, [(LAW, 20, 3, 100), (LAW, 1, 4, 0), (LAW, 16, 5, 16)]),
+    (draw_without_replacement_kernel, [(DISTRIBUTION, 20, 3, 100), (DISTRIBUTION, 1, 4, 0), (DISTRIBUTION, 16, 5, 16)]),
     (commit, [(7, 5), (16, 7), (1, 8)]),
     (attention, [(64, 300, 77, None), (64, 320, 64, None), (64, 1, 160, None), (64, 0, 90, None)]),
     (attention, [(64, 300, 77, 50), (64, 320, 64, 64)]),

@@ -1,4 +1,4 @@
-"""What a run compiles that its duels have not, for a GPU that need not be there: the last line is a list in JSON.
+"""What a run compiles that its comparisons have not, for a GPU that need not be there: the last line is a list in JSON.
 
     python tests/compile_run.py 86 FOLDER        # compute capability 8.6; FOLDER takes the compiler's cache
 
@@ -17,7 +17,7 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
 import torch
 from no_gpu import tell_compiled
 
-from offload.calibration.kernel_selection import Shapes, duels
+from offload.calibration.kernel_selection import Shapes, comparisons
 from offload.kernels import tree_attention
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
@@ -39,7 +39,7 @@ def tell(done: Any, is_new: bool) -> None:
 
 
 def choose_splits(num_blocks: int, num_keys: int, device: torch.device) -> int:
-    """As on a card."""
+    """As on a GPU."""
     return max(1, min(2 * NUM_PROCESSORS // num_blocks, math.ceil(num_keys / 256)))
 
 
@@ -53,8 +53,8 @@ def attend(num_prefix: int, num_rows: int) -> None:
 
 tell_compiled(tell, int(sys.argv[1]))
 tree_attention._choose_splits = choose_splits
-for duel in duels(SHAPES, "cpu"):
-    duel.agrees()
+for comparison in comparisons(SHAPES, "cpu"):
+    comparison.agrees()
 num_before = len(compiled)
 for num_prefix, num_pending in product((0, 1, 100, 192, 193, 500, 1000, 2000), (0, 1, 32)):
     attend(num_prefix, num_pending + NUM_NODES)

@@ -1,4 +1,4 @@
-"""What every test takes for granted: no network, no card, no one's cache, silent libraries, one thread.
+"""What every test takes for granted: no network, no GPU, no one's cache, silent libraries, one thread.
 
 And the models that several files of tests share. One thread is ten times faster for tiny products. Torch is imported
 where it is used: the process that hands tests out to others needs none.
@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Show a card to `-m gpu` alone: any other test says what it says on a machine without one.
+    """Show a GPU to `-m gpu` alone: any other test says what it says on a machine without one.
 
     Triton reads at the definition of a kernel whether to interpret it, so this must stand before a test imports one.
     """

@@ -1,4 +1,4 @@
-"""A device without a card: streams are queues whose work is done late, early and out of step with one another.
+"""A device without a GPU: streams are queues whose work is done late, early and out of step with one another.
 
 Nothing that is enqueued happens at once. A stream moves when somebody must wait for it, and otherwise by chance, so
 that whoever forgets an event reads what is not there yet or overwrites what is still read. Compute has two modes:
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offload.streaming.disk import allocate
-from offload.streaming.pinned import Arena, RefusedError
+from offload.streaming.pinned import PinnedAllocator, RefusedError
 
 
 class FakeEvent:
@@ -54,7 +54,7 @@ class FakeDevice:
         self.num_copies, self.num_host_waits, self._latency_s = 0, 0, latency_s
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """It begins with a page, as that of a card begins at a multiple of 256 bytes."""
+        """It begins with a page, as that of a GPU begins at a multiple of 256 bytes."""
         return torch.from_numpy(allocate(num_bytes)).fill_(0xFF).to(self.place)
 
     def copy(self, to: Tensor, source: Tensor, stream: FakeStream) -> None:
@@ -145,5 +145,5 @@ class FakeWay:
         self.freed += 1
 
 
-def fake_arena(limit_bytes: float = float("inf")) -> Arena:
-    return Arena([FakeWay(limit_bytes)])
+def fake_arena(limit_bytes: float = float("inf")) -> PinnedAllocator:
+    return PinnedAllocator([FakeWay(limit_bytes)])

@@ -1,4 +1,4 @@
-"""A card that is not there: tensors that live on it cannot be mixed with the host's, as CUDA would not let them.
+"""A GPU that is not there: tensors that live on it cannot be mixed with the host's, as CUDA would not let them.
 
 Their numbers lie in host memory, but they say of themselves that they are elsewhere, and every operation is looked at
 before it runs. An operation that takes tensors of both places is refused, and so is numpy; copies go either way and are
@@ -26,16 +26,16 @@ class _Unavailable(_DummyBackendModule):
 
 @cache
 def place() -> torch.device:
-    """Where tensors of the card lie. Torch is told of it at the first call and not at import.
+    """Where tensors of the GPU lie. Torch is told of it at the first call and not at import.
 
-    From then on it looks for pinned memory on this accelerator and no other, which tests of a real card must not meet.
+    From then on it looks for pinned memory on this accelerator and no other, which tests of a real GPU must not meet.
     """
     _setup_privateuseone_for_python_backend("card", backend_module=_Unavailable())
     return torch.device("card", 0)
 
 
 class OnCard(Tensor):
-    """A tensor of the card; `held` are its numbers."""
+    """A tensor of the GPU; `held` are its numbers."""
 
     held: Tensor
     is_cuda = True
@@ -68,22 +68,22 @@ class OnCard(Tensor):
     __array__ = numpy
 
 
-class Card(TorchDispatchMode):
-    """While it is entered the card is there.
+class Budgets(TorchDispatchMode):
+    """While it is entered the GPU is there.
 
     Attributes:
         looks: sizes of what the host has waited for.
         sends: sizes of what it has sent.
     """
 
-    entered: ClassVar[list["Card"]] = []
+    entered: ClassVar[list["Budgets"]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.looks: list[int] = []
         self.sends: list[int] = []
 
-    def __enter__(self) -> "Card":
+    def __enter__(self) -> "Budgets":
         self.entered.append(self)
         return super().__enter__()
 
@@ -104,18 +104,18 @@ class Card(TorchDispatchMode):
 
 
 def _has_a_size_to_wait_for(func: Any, operands: list[Tensor]) -> bool:
-    """How large the result is depends on numbers of the card."""
+    """How large the result is depends on numbers of the GPU."""
     by_mask = func._schema.name == "aten::index" and any(operand.dtype == torch.bool for operand in operands[1:])
     return by_mask or func._schema.name in ("aten::nonzero", "aten::masked_select")
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operation on the numbers, wrapped again where the result lies on the card."""
+    """One operation on the numbers, wrapped again where the result lies on the GPU."""
     name, leaves = func._schema.name, tree_leaves((args, kwargs))
     if name == "aten::_fused_sdp_choice":
         return _MATH
     if name == "aten::scaled_dot_product_attention":
-        with Card():
+        with Budgets():
             return func.decompose(*args, **kwargs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     is_here = any(isinstance(tensor, OnCard) for tensor in tensors)
@@ -167,6 +167,6 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Te
 @torch.library.impl("aten::_copy_from", "PrivateUse1")
 def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(to, OnCard) and not isinstance(source, OnCard):
-        Card.entered[-1].sends.append(to.numel())
+        Budgets.entered[-1].sends.append(to.numel())
     _held(to).copy_(_held(source))
     return to

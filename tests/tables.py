@@ -1,7 +1,8 @@
-"""Bigram tables as models, small enough for exact laws and quick enough for tens of thousands of runs.
+"""Bigram tables as models, small enough for exact distributions and quick enough for tens of thousands of runs.
 
-A table's row holds the logits after one token, so a model is one gather and the law of two tokens is one product. What
-is under test is real: the draws, the trees with their laws, the rules, the sampler. Only the models are not.
+A table's row holds the logits after one token, so a model is one gather and the distribution of two tokens is one
+product. What
+is under test is real: the draws, the trees with their distributions, the rules, the sampler. Only the models are not.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,55 +46,55 @@ def pair(draft: str) -> tuple[Tensor, Tensor]:
 
 
 class TableSampler(Sampler):
-    """The real sampler, which remembers the few laws that a table has."""
+    """The real sampler, which remembers the few distributions that a table has."""
 
     def __init__(self, sampling: Sampling, rule: Rule) -> None:
         super().__init__(sampling, VOCAB_SIZE, rule.drafting)
-        self._laws: dict[tuple[float, ...], Floats] = {}
+        self._distributions: dict[tuple[float, ...], Floats] = {}
 
-    def host_law(self, logits_V: Tensor) -> Floats:
+    def host_distribution(self, logits_V: Tensor) -> Floats:
         key = tuple(logits_V.tolist())
-        if key not in self._laws:
-            self._laws[key] = super().host_law(logits_V)
-        return self._laws[key]
+        if key not in self._distributions:
+            self._distributions[key] = super().host_distribution(logits_V)
+        return self._distributions[key]
 
 
-def laws(logits_VV: Tensor, sampling: Sampling) -> Floats:
+def distributions(logits_VV: Tensor, sampling: Sampling) -> Floats:
     """What the rows are to be drawn from, by the definitions of temperature and top-p and none of our code."""
-    law_VV = torch.softmax(logits_VV.double() / sampling.temperature, -1).numpy()
-    order_VV = np.argsort(-law_VV, axis=1)
-    sorted_VV = np.take_along_axis(law_VV, order_VV, axis=1)
+    probs_VV = torch.softmax(logits_VV.double() / sampling.temperature, -1).numpy()
+    order_VV = np.argsort(-probs_VV, axis=1)
+    sorted_VV = np.take_along_axis(probs_VV, order_VV, axis=1)
     before_VV = np.cumsum(sorted_VV, axis=1) - sorted_VV  # mass of the likelier tokens
-    np.put_along_axis(law_VV, order_VV, np.where(before_VV < sampling.top_p, sorted_VV, 0), axis=1)
-    return law_VV / law_VV.sum(1, keepdims=True)
+    np.put_along_axis(probs_VV, order_VV, np.where(before_VV < sampling.top_p, sorted_VV, 0), axis=1)
+    return probs_VV / probs_VV.sum(1, keepdims=True)
 
 
-def pair_law(law_VV: Floats) -> Floats:
-    """The law (V, V) of the two tokens after `ROOT`."""
-    return law_VV[ROOT][:, None] * law_VV
+def pair_distribution(probs_VV: Floats) -> Floats:
+    """The distribution (V, V) of the two tokens after `ROOT`."""
+    return probs_VV[ROOT][:, None] * probs_VV
 
 
 def grow(draft_VV: Tensor, topology: Topology, root_R: Tensor, sampler: Sampler, position: int = 0) -> list[TokenTree]:
     """One tree per entry of `root_R`, all drawn at once: the real draws, level by level, on as many rows."""
     token_RN = root_R[:, None].repeat(1, topology.num_nodes)
-    blank, level_laws = None, []
+    blank, level_distributions = None, []
     for depth, level in enumerate(topology.levels[:-1]):
         parents = [node for node in range(level.start, level.stop) if children_of(topology)[node]]
         num_children = max(len(children_of(topology)[node]) for node in parents)
         logits_WV = draft_VV[token_RN[:, parents]].reshape(-1, VOCAB_SIZE)
-        token_WK, draw, law_WV = draw_children(logits_WV, num_children, sampler, position + depth + 1)
+        token_WK, draw, probs_WV = draw_children(logits_WV, num_children, sampler, position + depth + 1)
         token_RPK = token_WK.reshape(len(root_R), len(parents), -1)
         for index, parent in enumerate(parents):
             children = children_of(topology)[parent]
             token_RN[:, children] = token_RPK[:, index, : len(children)]
-        if law_WV is not None:
+        if probs_WV is not None:
             blank = blank or Proposals.blank(topology, VOCAB_SIZE, draw)
-            level_laws.append(law_WV.reshape(len(root_R), len(parents), VOCAB_SIZE))
+            level_distributions.append(probs_WV.reshape(len(root_R), len(parents), VOCAB_SIZE))
     if blank is None:
         return [TokenTree(topology, token_N) for token_N in token_RN]
-    law_REV = torch.cat(level_laws, 1)
-    trees = zip(token_RN, law_REV, strict=True)
-    return [TokenTree(topology, t_N, Proposals(blank.draw_N, blank.row_N, law_EV)) for t_N, law_EV in trees]
+    probs_REV = torch.cat(level_distributions, 1)
+    trees = zip(token_RN, probs_REV, strict=True)
+    return [TokenTree(topology, t_N, Proposals(blank.draw_N, blank.row_N, probs_EV)) for t_N, probs_EV in trees]
 
 
 Grow = Callable[[Tensor, Sampler], list[TokenTree]]  # roots (R,) -> a tree for each
@@ -114,9 +115,9 @@ def count_pairs(grow_trees: Grow, verify: Verify, target_VV: Tensor, sampler: Sa
     return count_VV
 
 
-def p_value(count_C: Floats, law_C: Floats) -> float:
+def p_value(count_C: Floats, probs_C: Floats) -> float:
     """Chi-square of counts against exact chances; zero where something impossible happened. Rare cells are merged."""
-    count_C, expected_C = count_C.ravel(), law_C.ravel() * count_C.sum()
+    count_C, expected_C = count_C.ravel(), probs_C.ravel() * count_C.sum()
     if count_C[expected_C == 0].any():
         return 0.0
     groups_C = np.where(expected_C < 5, 0, np.arange(1, expected_C.size + 1))[expected_C > 0]
@@ -127,21 +128,21 @@ def p_value(count_C: Floats, law_C: Floats) -> float:
     return float(chisquare(observed, expected).pvalue)
 
 
-def one_draw(law_V: Floats, draw: Draw, elders: list[int]) -> Floats:
-    """The law of one child given its elder siblings, written down independently of `Proposals`."""
+def one_draw(probs_V: Floats, draw: Draw, elders: list[int]) -> Floats:
+    """The distribution of one child given its elder siblings, written down independently of `Proposals`."""
     if draw is Draw.WITH_REPLACEMENT:
-        return law_V
-    left_V = np.array([0.0 if token in elders else law_V[token] for token in range(len(law_V))])
+        return probs_V
+    left_V = np.array([0.0 if token in elders else probs_V[token] for token in range(len(probs_V))])
     if left_V.sum() == 0:
-        left_V = np.array([0.0 if token in elders else 1.0 for token in range(len(law_V))])
+        left_V = np.array([0.0 if token in elders else 1.0 for token in range(len(probs_V))])
     return left_V / left_V.sum()
 
 
-def every_tree(law_VV: Floats, topology: Topology, root: int, draw: Draw) -> Iterator[tuple[float, TokenTree]]:
-    """All trees that can be drawn from a draft with these laws, each with its chance."""
-    law_VV = np.asarray(law_VV, dtype=np.float32).astype(float)
-    law_VV = law_VV / law_VV.sum(1, keepdims=True)
-    blank = Proposals.blank(topology, law_VV.shape[1], draw)
+def every_tree(probs_VV: Floats, topology: Topology, root: int, draw: Draw) -> Iterator[tuple[float, TokenTree]]:
+    """All trees that can be drawn from a draft with these distributions, each with its chance."""
+    probs_VV = np.asarray(probs_VV, dtype=np.float32).astype(float)
+    probs_VV = probs_VV / probs_VV.sum(1, keepdims=True)
+    blank = Proposals.blank(topology, probs_VV.shape[1], draw)
     expanded = np.flatnonzero(blank.row_N >= 0)
 
     def extend(tokens: list[int]) -> Iterator[tuple[float, list[int]]]:
@@ -150,25 +151,25 @@ def every_tree(law_VV: Floats, topology: Topology, root: int, draw: Draw) -> Ite
             return
         parent = int(topology.parent_N[len(tokens)])
         elders = [tokens[c] for c in children_of(topology)[parent] if c < len(tokens)]
-        for token, chance in enumerate(one_draw(law_VV[tokens[parent]], draw, elders)):
+        for token, chance in enumerate(one_draw(probs_VV[tokens[parent]], draw, elders)):
             if chance > 0:
                 yield from ((chance * rest, done) for rest, done in extend([*tokens, token]))
 
     for chance, tokens in extend([root]):
-        law_EV = torch.from_numpy(law_VV[[tokens[node] for node in expanded]]).float()
-        yield chance, TokenTree(topology, torch.tensor(tokens), Proposals(blank.draw_N, blank.row_N, law_EV))
+        probs_EV = torch.from_numpy(probs_VV[[tokens[node] for node in expanded]]).float()
+        yield chance, TokenTree(topology, torch.tensor(tokens), Proposals(blank.draw_N, blank.row_N, probs_EV))
 
 
 def emitted(tree: TokenTree, target_VV: Floats, trials: Trials, node: int = 0) -> Floats:
-    """The exact law of what a walk from `node` emits: of two tokens (V, V) at the root, of one token (V,) below it."""
+    """Exact distribution of what a walk from `node` emits: two tokens (V, V) at the root, one token (V,) below."""
     size, is_root = len(target_VV), node == 0
-    law, left, residual_V = np.zeros((size, size) if is_root else size), 1.0, target_VV[tree.tokens[node]]
+    distribution, left, residual_V = np.zeros((size, size) if is_root else size), 1.0, target_VV[tree.tokens[node]]
     for child, chance, remainder_V in trials(residual_V, tree.offers(node)):
         token = tree.tokens[child]
-        law[token] += left * chance * (emitted(tree, target_VV, trials, child) if is_root else 1.0)
+        distribution[token] += left * chance * (emitted(tree, target_VV, trials, child) if is_root else 1.0)
         left, residual_V = left * (1 - chance), remainder_V
     # The walk ends here: the next step, another tree, gives the second token.
-    return law + left * (residual_V[:, None] * target_VV if is_root else residual_V)
+    return distribution + left * (residual_V[:, None] * target_VV if is_root else residual_V)
 
 
 def acceptance(trials: Trials, target_V: Floats, offers: list[Offer]) -> float:

@@ -1,6 +1,6 @@
-"""How fast layers reach a card: over its own link, and over the disk behind it where some of them live there.
+"""How fast layers reach a GPU: over its own link, and over the disk behind it where some of them live there.
 
-Measured for a plan, since what a plan keeps on the card crosses nothing, and only what it leaves on disk waits for the
+Measured for a plan, since what a plan keeps on the GPU crosses nothing, and only what it leaves on disk waits for the
 disk.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from offload.calibration.link import LOCAL_BYTES_PER_S, copy_bytes_per_s, link_bytes_per_s
 from offload.memory.plan import MemoryPlan
 from offload.streaming.device import Device
-from offload.streaming.pinned import open_arena
+from offload.streaming.pinned import open_pinned_allocator
 
 _COPY_BYTES = 64 << 20
 
@@ -18,7 +18,7 @@ _COPY_BYTES = 64 << 20
 def card_link_bytes_per_s(
     card: Device, plan: MemoryPlan, shards: Sequence[Path], *, limit_bytes_per_s: float | None = None
 ) -> float:
-    """Bytes per second at which streamed layers arrive: the slower of copies to the card and of reads behind them.
+    """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of reads behind them.
 
     Args:
         shards: the target's files, of which the largest stands for all.
@@ -26,7 +26,7 @@ def card_link_bytes_per_s(
     """
     if not plan.streamed_bytes:
         return LOCAL_BYTES_PER_S
-    arena = open_arena(card.place)
+    arena = open_pinned_allocator(card.place)
     try:
         seconds = plan.streamed_bytes / copy_bytes_per_s(card, arena.allocate(_COPY_BYTES).array)
     finally:

@@ -1,10 +1,10 @@
 """Will it fit, and how fast will it be: the answer of `offload plan`, for this machine or one that nobody here owns.
 
-Headers tell what lies where. Rates come from `--hardware`, or for this machine and the card that a run would take from
+Headers tell what lies where. Rates come from `--hardware`, or for this machine and the GPU that a run would take from
 the link, measured here and now, and from a profile of `offload tune` where one holds. What is not known is left out
 rather than guessed.
 
-No torch but where there is a card to ask. Invariant: no weights are fetched, and none are read but for the 0.3 s that
+No torch but where there is a GPU to ask. Invariant: no weights are fetched, and none are read but for the 0.3 s that
 measure the link.
 """
 
@@ -31,17 +31,25 @@ from offload.planning.predict import Prediction, costs_on, is_disk_slower, predi
 from offload.planning.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
 from offload.planning.tree_search import DEPTHS, Forest, choose
 from offload.tree.spec import TreeSpec, label_of, tree_to_fill
-from offload.tree.topology import DEFAULT_ACCEPTANCE, Growth, Shape, chain, check_acceptance, expected_tokens, isotonic
+from offload.tree.topology import (
+    DEFAULT_ACCEPTANCE,
+    DynamicShape,
+    Shape,
+    chain,
+    check_acceptance,
+    expected_tokens,
+    isotonic,
+)
 
 if TYPE_CHECKING:  # it brings torch along, which other machines are planned without
     from offload.streaming.device import Device
 
 _DEFAULT = "default acceptance, of a 16 M target and its 1 M draft writing code greedily"
-MAX_NODES = 1024  # of a tree that is chosen for a card
+MAX_NODES = 1024  # of a tree that is chosen for a GPU
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
 
 
-class Outlook(NamedTuple):
+class Estimate(NamedTuple):
     """What is known before anything is loaded."""
 
     plan: MemoryPlan
@@ -131,7 +139,7 @@ class _Case(NamedTuple):
         return traffic_on(self.machine, plan) if self.machine else Traffic.of(plan)
 
 
-def look_ahead(model: str, draft: str | None, wish: Wish) -> Outlook:
+def estimate(model: str, draft: str | None, wish: Wish) -> Estimate:
     """Plan and predict. Raises `UserError` for whatever does not fit or cannot be read."""
     machine = find_hardware(wish.hardware) if wish.hardware else None
     files = open_headers(model), None if draft is None else open_headers(draft)
@@ -147,16 +155,16 @@ def look_ahead(model: str, draft: str | None, wish: Wish) -> Outlook:
     profile, basis = _profile(case)
     costs = _costs(case, profile)
     if costs is None:
-        return Outlook(plan, machine, _measured_link(case), (), basis, _notes(case))
+        return Estimate(plan, machine, _measured_link(case), (), basis, _notes(case))
     forest = _forest(profile, costs, case)
     predictions = _predictions(case, costs, forest)
     plan = case.plan(predictions[-1].shape.num_nodes)
     basis = "tokens per sweep as given" if wish.tokens_per_sweep else basis
-    return Outlook(plan, machine, costs.link_bytes_per_s, predictions, basis, _notes(case, predictions, forest))
+    return Estimate(plan, machine, costs.link_bytes_per_s, predictions, basis, _notes(case, predictions, forest))
 
 
 def _find_card(wish: Wish) -> "Device | None":
-    """The card of this machine that a run would take; none for other machines, and for a budget on a card elsewhere."""
+    """The GPU of this machine that a run would take; none for other machines, and for a budget on a GPU elsewhere."""
     if wish.hardware is not None:
         if wish.device != "auto":
             raise UserError(f"--device {wish.device} is of this machine, --hardware names another: give one of them")
@@ -197,7 +205,7 @@ def _profile(case: _Case) -> tuple[Profile | None, str]:
 
 
 def _named_profile(case: _Case, path: Path, *, is_checked: bool) -> Profile:
-    """A profile for these models; times of another machine do not matter where a card's are asked for."""
+    """A profile for these models; times of another machine do not matter where a GPU's are asked for."""
     profile = parse_profile(path)
     if is_checked:
         own = profile.identity
@@ -209,7 +217,7 @@ def _named_profile(case: _Case, path: Path, *, is_checked: bool) -> Profile:
 
 
 def _costs(case: _Case, profile: Profile | None) -> Costs | None:
-    """Of the named card, or of this machine where it was measured."""
+    """Of the named GPU, or of this machine where it was measured."""
     if case.machine is not None:
         wish, context = case.wish, case.plan(1, with_draft=False).context
         draft = model_shape(case.draft, wish.dtype) if case.draft else None
@@ -268,8 +276,11 @@ def _best(case: _Case, costs: Costs, forest: Forest) -> Guess:
         except UserError:
             return None
 
-    max_depth, is_grown = min(DEPTHS[-1], case.plan(1).context - 1), not drafting_of(case.wish.rule).keeps_laws
-    best = choose(forest, costs, traffic_of, max_depth, is_grown=is_grown)
+    max_depth, is_dynamic = (
+        min(DEPTHS[-1], case.plan(1).context - 1),
+        not drafting_of(case.wish.rule).keeps_distributions,
+    )
+    best = choose(forest, costs, traffic_of, max_depth, is_dynamic=is_dynamic)
     return Guess(best[0].shape, best[0].tokens_per_sweep) if best else Guess(chain(0), 1.0)
 
 
@@ -280,8 +291,8 @@ def _named(case: _Case, forest: Forest) -> Guess:
     shape = case.tree.build() if tree is None else tree
     if case.wish.tokens_per_sweep is not None:
         return Guess(shape, case.wish.tokens_per_sweep)
-    if isinstance(shape, Growth):
-        return Guess(shape, forest.expected_grown(shape.num_nodes, shape.depth))
+    if isinstance(shape, DynamicShape):
+        return Guess(shape, forest.expected_dynamic(shape.num_nodes, shape.depth))
     if tree is not None:
         return Guess(tree, forest.expected(*size))
     p_K = np.zeros(max(forest.p_K.size, int(shape.rank_N.max()) + 1))
@@ -294,12 +305,12 @@ def _notes(case: _Case, predictions: Sequence[Prediction] = (), forest: Forest |
     warning = ram_warning(case.wish.ram) if case.machine is None and case.wish.ram is not None else None
     absent = None if case.machine or is_here(case.target) else "the weights are not here: their link was not measured"
     is_guess = forest is not None and not forest.counted and case.wish.tokens_per_sweep is None
-    grown = _AS_FIXED if is_guess and any(isinstance(row.shape, Growth) for row in predictions) else None
+    grown = _AS_FIXED if is_guess and any(isinstance(row.shape, DynamicShape) for row in predictions) else None
     return tuple(note for note in (_card_note(case), warning, absent, grown) if note)
 
 
 def _card_note(case: _Case) -> str | None:
-    """Which card this is about, and how much of it."""
+    """Which GPU this is about, and how much of it."""
     if case.card is None:
         return None
     gpu_bytes = case.plan(1).gpu_bytes

@@ -12,7 +12,7 @@ Timer = Callable[[Callable[[], Any]], float]  # seconds that a piece of work tak
 _LEAST_RATIO = 1.1  # timings waver by some percent, and which kernel a run takes should not
 
 
-class Duel(NamedTuple):
+class Comparison(NamedTuple):
     """One kernel at one shape."""
 
     kernel: str
@@ -23,7 +23,7 @@ class Duel(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a duel has ended."""
+    """How a comparison has ended."""
 
     kernel: str
     shape: str
@@ -38,14 +38,14 @@ class Outcome(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What all duels of a kernel say."""
+    """What all comparisons of a kernel say."""
 
     mean_ratio: float  # geometric; 0 where one of them went wrong
     worst_ratio: float
     beats_rival: bool
 
 
-def fight(duel: Duel, timer: Timer, settle: Callable[[], object] = lambda: None) -> Outcome:
+def fight(comparison: Comparison, timer: Timer, settle: Callable[[], object] = lambda: None) -> Outcome:
     """Both sides in turn, if they agree.
 
     Args:
@@ -55,17 +55,17 @@ def fight(duel: Duel, timer: Timer, settle: Callable[[], object] = lambda: None)
         RuntimeError: the kernel has left the device unusable, and every error from here on would be blamed on others.
     """
     try:
-        if not duel.agrees():
-            return Outcome(duel.kernel, duel.shape, None, None, "its results differ")
-        return Outcome(duel.kernel, duel.shape, timer(duel.challenger), timer(duel.rival))
+        if not comparison.agrees():
+            return Outcome(comparison.kernel, comparison.shape, None, None, "its results differ")
+        return Outcome(comparison.kernel, comparison.shape, timer(comparison.challenger), timer(comparison.rival))
     except Exception as error:  # compilers and drivers refuse with exceptions of every kind
         first_line = (str(error).splitlines() or [""])[0]
         said = f"{type(error).__name__}: {first_line[:120]}"
     try:
         settle()
     except Exception as lost:
-        raise RuntimeError(f"{duel.kernel} at {duel.shape} has left the device unusable ({said})") from lost
-    return Outcome(duel.kernel, duel.shape, None, None, said)
+        raise RuntimeError(f"{comparison.kernel} at {comparison.shape} has left the device unusable ({said})") from lost
+    return Outcome(comparison.kernel, comparison.shape, None, None, said)
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:

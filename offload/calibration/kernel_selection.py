@@ -1,8 +1,8 @@
-"""The duels of a run: each kernel at the run's own sizes, against the best that runs without it.
+"""The comparisons of a run: each kernel at the run's own sizes, against the best that runs without it.
 
-The rival is the twin, except where something better than the twin would run: attention has its mask built beforehand,
-as for a whole pass, and `match` draws on the few rows that a walk visits. Invariant: a bench and the start of a run
-compare the same functions; only the sizes differ.
+The rival is the reference, except where something better than the reference would run: attention has its mask built
+beforehand, as for a whole pass, and `match` draws on the few rows that a walk visits. Invariant: a bench and the start
+of a run compare the same functions; only the sizes differ.
 
 Triton compiles a kernel anew for what it takes as constants. Some change while a run goes on: with the prefix, with the
 length of each path, with the temperature. All of them are compared, and so compiled, before anything is timed.
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.calibration.kernel_comparison import Duel, Outcome, Timer, fight, verdicts
+from offload.calibration.kernel_comparison import Comparison, Outcome, Timer, fight, verdicts
 from offload.checkpoint.sizes import config_sizes, head_dim
 from offload.config import Sampling
 from offload.kernels.kv_commit import MAX_ROWS
-from offload.kernels.match_rows import match_rows_twin
-from offload.kernels.registry import KERNELS, TWINS, KernelSet
+from offload.kernels.match_rows import match_rows_reference
+from offload.kernels.registry import KERNELS, REFERENCES, KernelSet
 from offload.kernels.tree_attention import MAX_WIDTH
 from offload.memory.plan import MemoryPlan
 from offload.model.attention import TreeRows, folded_attention, is_for_rows, tree_mask, tree_rows
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.streaming.device import Device
 from offload.tree.token_tree import ancestors
 from offload.tree.topology import k_ary
@@ -61,14 +61,14 @@ class Shapes(NamedTuple):
     caches: tuple[tuple[int, torch.dtype], ...] = ((128, torch.bfloat16),)  # width of heads and type, of both models
 
 
-def shapes_of(model: BorrowedModel, plan: MemoryPlan, sampling: Sampling, draft: BorrowedModel | None = None) -> Shapes:
+def shapes_of(model: StreamedModel, plan: MemoryPlan, sampling: Sampling, draft: StreamedModel | None = None) -> Shapes:
     """This model, the tree that memory was planned for and a small one, half of the context written."""
     sizes = config_sizes(model.checkpoint)
     num_heads, width = sizes.get("num_attention_heads", 1), head_dim(sizes)
     num_nodes = plan.num_nodes if plan.num_nodes > 1 else plan.max_prompt_rows
     models = [one for one in (model, draft) if one is not None]
-    # Who names a width for values (latent attention) has queries of another, and the duel knows one width only.
-    takes_bits = is_for_rows(model.skeleton.config) and width <= MAX_WIDTH and "v_head_dim" not in sizes
+    # Who names a width for values (latent attention) has queries of another, and the comparison knows one width only.
+    takes_bits = is_for_rows(model.meta_model.config) and width <= MAX_WIDTH and "v_head_dim" not in sizes
     return Shapes(
         num_heads=num_heads,
         num_groups=sizes.get("num_key_value_heads", num_heads),
@@ -92,10 +92,10 @@ class KernelChoice(NamedTuple):
     """What a run takes, and why."""
 
     kernels: KernelSet
-    duels: tuple[Outcome, ...]  # none on a CPU, where no kernel runs
+    comparisons: tuple[Outcome, ...]  # none on a CPU, where no kernel runs
 
 
-NO_KERNELS = KernelChoice(TWINS, ())
+NO_KERNELS = KernelChoice(REFERENCES, ())
 
 
 def choose_kernels(shapes: Shapes, device: Device, timer: Timer | None = None) -> KernelChoice:
@@ -105,12 +105,14 @@ def choose_kernels(shapes: Shapes, device: Device, timer: Timer | None = None) -
     def settle() -> None:
         device.synchronize(device.record(device.compute))
 
-    outcomes = [fight(duel, timer, settle) for duel in duels(shapes, str(device.place))]
+    outcomes = [fight(comparison, timer, settle) for comparison in comparisons(shapes, str(device.place))]
     winners = {kernel for kernel, verdict in verdicts(outcomes).items() if verdict.beats_rival}
-    return KernelChoice(TWINS._replace(**{kernel: getattr(KERNELS, kernel) for kernel in winners}), tuple(outcomes))
+    return KernelChoice(
+        REFERENCES._replace(**{kernel: getattr(KERNELS, kernel) for kernel in winners}), tuple(outcomes)
+    )
 
 
-def duels(shapes: Shapes, device: str) -> Iterator[Duel]:
+def comparisons(shapes: Shapes, device: str) -> Iterator[Comparison]:
     """All of them, in the order of a step."""
     yield from _draws(shapes, device)
     yield from _attention(shapes, device)
@@ -145,27 +147,29 @@ def _random(device: str, *shape: int) -> Tensor:
     return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
-def _draws(shapes: Shapes, device: str) -> Iterator[Duel]:
+def _draws(shapes: Shapes, device: str) -> Iterator[Comparison]:
     for vocab_size in shapes.vocab_sizes:
         noise = (3, 1000, vocab_size, device)
-        yield _equal("keyed_gumbel", f"V {vocab_size}", KERNELS.keyed_gumbel, TWINS.keyed_gumbel, noise)
+        yield _equal("keyed_gumbel", f"V {vocab_size}", KERNELS.keyed_gumbel, REFERENCES.keyed_gumbel, noise)
         for num_rows in shapes.level_sizes:
-            law_WV = _random(device, num_rows, vocab_size).mul_(3).softmax(1)
-            shape, what = f"W {num_rows}, V {vocab_size}, 16 draws", (law_WV, 16, 3, 0)
-            kernel, twin = KERNELS.draw_without_replacement, TWINS.draw_without_replacement
-            yield _equal("draw_without_replacement", shape, kernel, twin, what)
+            probs_WV = _random(device, num_rows, vocab_size).mul_(3).softmax(1)
+            shape, what = f"W {num_rows}, V {vocab_size}, 16 draws", (probs_WV, 16, 3, 0)
+            kernel, reference = KERNELS.draw_without_replacement, REFERENCES.draw_without_replacement
+            yield _equal("draw_without_replacement", shape, kernel, reference, what)
 
 
-def _equal(name: str, shape: str, kernel: Callable[..., Tensor], twin: Callable[..., Tensor], what: Any) -> Duel:
+def _equal(
+    name: str, shape: str, kernel: Callable[..., Tensor], reference: Callable[..., Tensor], what: Any
+) -> Comparison:
     def agrees() -> bool:
-        got, wanted = kernel(*what), twin(*what)
+        got, wanted = kernel(*what), reference(*what)
         exact = got.dtype == torch.int64  # logarithms of one device may differ in the last place
         return torch.equal(got, wanted) if exact else torch.allclose(got, wanted, rtol=1e-13, atol=1e-13)
 
-    return Duel(name, shape, lambda: kernel(*what), lambda: twin(*what), agrees)
+    return Comparison(name, shape, lambda: kernel(*what), lambda: reference(*what), agrees)
 
 
-def _attention(shapes: Shapes, device: str) -> Iterator[Duel]:
+def _attention(shapes: Shapes, device: str) -> Iterator[Comparison]:
     for num_nodes in shapes.num_nodes:
         topology = k_ary(2, num_nodes)
         ancestor_NN = ancestors(topology).to(device)
@@ -176,7 +180,7 @@ def _attention(shapes: Shapes, device: str) -> Iterator[Duel]:
 
 def _one_attention(
     shapes: Shapes, num_prefix: int, position_N: Tensor, ancestor_NN: Tensor, window: int | None
-) -> Duel:
+) -> Comparison:
     num_nodes, device, scaling = len(ancestor_NN), str(ancestor_NN.device), shapes.width**-0.5
     attend_in_bits = KERNELS.tree_attention
     query = _random(device, 1, num_nodes, shapes.num_heads, shapes.width).to(shapes.dtype).transpose(1, 2)
@@ -196,17 +200,17 @@ def _one_attention(
         return all(torch.allclose(one, wanted, atol=tolerance) for one in got)
 
     shape = f"N {num_nodes}, P {num_prefix}" + (f", window {window}" if window else "")
-    return Duel("tree_attention", shape, lambda: attend(rows), lambda: attend(mask), agrees)
+    return Comparison("tree_attention", shape, lambda: attend(rows), lambda: attend(mask), agrees)
 
 
-def _matches(shapes: Shapes, device: str) -> Iterator[Duel]:
+def _matches(shapes: Shapes, device: str) -> Iterator[Comparison]:
     for vocab_size in shapes.vocab_sizes:
         for num_rows, temperature in product(shapes.num_scored, shapes.temperatures):
             logits_CV = _random(device, num_rows, vocab_size).mul_(3).to(shapes.dtype)
             yield _one_match(logits_CV, temperature)
 
 
-def _one_match(logits_CV: Tensor, temperature: float) -> Duel:
+def _one_match(logits_CV: Tensor, temperature: float) -> Comparison:
     num_rows, vocab_size = logits_CV.shape
     position_C = torch.arange(num_rows, device=logits_CV.device) // 3 + 500
 
@@ -217,18 +221,18 @@ def _one_match(logits_CV: Tensor, temperature: float) -> Duel:
     assert kernel is not None, "there is a kernel to compare"
 
     def rival() -> list[int]:
-        return [int(draw(match_rows_twin, 1)) for _ in range(min(VISITED, num_rows))]
+        return [int(draw(match_rows_reference, 1)) for _ in range(min(VISITED, num_rows))]
 
     def agrees() -> bool:
         with_and_without_noise = (temperature or 1.0, 0.0)
-        got, wanted = ([draw(one, at=at) for at in with_and_without_noise] for one in (kernel, match_rows_twin))
+        got, wanted = ([draw(one, at=at) for at in with_and_without_noise] for one in (kernel, match_rows_reference))
         return all(map(torch.equal, got, wanted))
 
     shape = f"N {num_rows}, V {vocab_size}, T {temperature}"
-    return Duel("match_rows", shape, lambda: draw(kernel).tolist(), rival, agrees)
+    return Comparison("match_rows", shape, lambda: draw(kernel).tolist(), rival, agrees)
 
 
-def _commits(shapes: Shapes, device: str) -> Iterator[Duel]:
+def _commits(shapes: Shapes, device: str) -> Iterator[Comparison]:
     size = (1, shapes.num_groups, shapes.num_slots, shapes.width)
     buffers = [_random(device, *size).to(shapes.dtype) for _ in range(2 * shapes.num_layers)]
     agree = cache(partial(_commits_agree, shapes, device))
@@ -238,7 +242,7 @@ def _commits(shapes: Shapes, device: str) -> Iterator[Duel]:
         def run(commit: Callable[..., None], length: int = length, row_A: Tensor = row_A) -> Callable[[], None]:
             return lambda: commit(buffers, length, row_A)
 
-        yield Duel("kv_commit", f"A {num_rows}", run(KERNELS.kv_commit), run(TWINS.kv_commit), agree)
+        yield Comparison("kv_commit", f"A {num_rows}", run(KERNELS.kv_commit), run(REFERENCES.kv_commit), agree)
 
 
 def _commits_agree(shapes: Shapes, device: str) -> bool:
@@ -247,7 +251,7 @@ def _commits_agree(shapes: Shapes, device: str) -> bool:
     for (width, dtype), num_rows in product(shapes.caches, _PATHS):
         wanted = [*_random(device, 4, 1, shapes.num_groups, MAX_ROWS + 8, width).to(dtype)]
         got, row_A = [buffer.clone() for buffer in wanted], torch.arange(num_rows, device=device) + 1
-        TWINS.kv_commit(wanted, 1, row_A)
+        REFERENCES.kv_commit(wanted, 1, row_A)
         KERNELS.kv_commit(got, 1, row_A)
         agree += map(torch.equal, got, wanted)
     return all(agree)

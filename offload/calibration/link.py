@@ -56,7 +56,7 @@ def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: f
 
 
 def copy_bytes_per_s(card: "Device", array: "np.ndarray") -> float:
-    """Bytes per second at which a card copies from host memory, by its own clock.
+    """Bytes per second at which a GPU copies from host memory, by its own clock.
 
     Args:
         array: page-locked, as large as what will be copied at once.

@@ -15,7 +15,7 @@ import torch
 
 from offload.drafting.model import ModelDrafter
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve
 from offload.sampling.sampler import Sampler
 from offload.tree.topology import Topology, chain, sequences
@@ -28,7 +28,7 @@ _LEAST_S = 1e-7
 _MAX_ROUNDS = 9
 
 
-def sweep_curve(model: BorrowedModel, first_layer: np.ndarray, *, budget_s: float = 0.5) -> Curve:
+def sweep_curve(model: StreamedModel, first_layer: np.ndarray, *, budget_s: float = 0.5) -> Curve:
     """Compute time of a whole sweep against its rows.
 
     Args:
@@ -59,7 +59,7 @@ def draft_curve(drafter: ModelDrafter, sampler: Sampler, prompt: Sequence[int], 
 def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
     """Medians of `measure` at ever larger sizes, one at least, for as long as `budget_s` lasts; never falling.
 
-    The first run of a size is not like the others (on a card it may be recorded) and counts in no median, nor as time.
+    The first run of a size is not like the others (on a GPU it may be recorded) and counts in no median, nor as time.
     """
     seconds: list[float] = []
     started = time.perf_counter()
@@ -81,13 +81,13 @@ def _median(measure: Callable[[], float], stop: float) -> float:
     return median(seconds)
 
 
-def _sweep_s(model: BorrowedModel, num_rows: int, share: float) -> float:
+def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
     """A sweep of `share` times the first layer, and of embeddings, norm and head once."""
     rest_s, with_layer_s = (_forward_s(model, num_rows, num_layers) for num_layers in (0, 1))
     return rest_s + share * max(0.0, with_layer_s - rest_s)
 
 
-def _forward_s(model: BorrowedModel, num_rows: int, num_layers: int) -> float:
+def _forward_s(model: StreamedModel, num_rows: int, num_layers: int) -> float:
     row_T, sees_TT = torch.arange(num_rows), torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
     with model.cut_to(num_layers):
         cache = KVCache(max(1, num_layers), num_rows)

@@ -19,10 +19,10 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.config import Sampling, drafting_of
 from offload.drafting.model import ModelDrafter
 from offload.errors import UserError
-from offload.kernels.registry import TWINS, KernelSet
+from offload.kernels.registry import REFERENCES, KernelSet
 from offload.machine import fastest_num_threads
 from offload.memory.plan import MemoryPlan
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Costs, Traffic
 from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.planning.tree_policy import FindProfile, Trees
@@ -75,13 +75,13 @@ class Situation(NamedTuple):
 
 def look_around(
     trees: Trees,
-    target: BorrowedModel,
-    draft: BorrowedModel,
+    target: StreamedModel,
+    draft: StreamedModel,
     store: HostStore,
     situation: Situation,
     *,
     link: Callable[[], float] | None = None,
-    kernels: KernelSet = TWINS,
+    kernels: KernelSet = REFERENCES,
 ) -> int:
     """Find out what an automatic choice needs to know, and tell `trees`; returns the number of compute threads.
 
@@ -109,9 +109,9 @@ def look_around(
     return num_threads
 
 
-def pick_num_threads(target: BorrowedModel, num_rows: int) -> int:
+def pick_num_threads(target: StreamedModel, num_rows: int) -> int:
     """The fastest number of compute threads for sweeps of so many rows."""
-    width = int(getattr(target.skeleton.config, "hidden_size", 0) or 1024)
+    width = int(getattr(target.meta_model.config, "hidden_size", 0) or 1024)
     return fastest_num_threads(num_rows, min(width, 4096), str(target.dtype).removeprefix("torch."))
 
 

@@ -13,7 +13,7 @@ from offload.memory.plan import MemoryPlan, Tier
 from offload.stats import Stats
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
-    from offload.calibration.estimate import Outlook
+    from offload.calibration.estimate import Estimate
     from offload.planning.cost_model import Curve
     from offload.planning.predict import Prediction
     from offload.planning.profile import Profile
@@ -24,7 +24,7 @@ _BAR_WIDTH = 32
 _CHOICES_SHOWN, _TREES_SHOWN, _RANKS_SHOWN = 2, 5, 6
 
 
-class Screen:
+class Console:
     """Bars of one run. Nothing is drawn when `is_quiet` or when stderr is not a terminal."""
 
     def __init__(self, *, is_quiet: bool) -> None:
@@ -32,7 +32,7 @@ class Screen:
         self._bar: tqdm | None = None
         self._is_quiet, self._label = is_quiet, ""
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> "Console":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -100,37 +100,41 @@ def plan_line(plan: MemoryPlan, num_threads: int) -> str:
 
 
 def opening_lines(
-    notes: Sequence[str], plan: MemoryPlan, num_threads: int, duels: Sequence[Outcome], choice: "TreeChoice | None"
+    notes: Sequence[str],
+    plan: MemoryPlan,
+    num_threads: int,
+    comparisons: Sequence[Outcome],
+    choice: "TreeChoice | None",
 ) -> str:
     """What a run begins with: what is not as fast as it could be, what lies where, which kernels, which tree."""
-    kernels, tree = [kernel_line(duels)] if duels else [], [choice_lines(choice)] if choice else []
+    kernels, tree = [kernel_line(comparisons)] if comparisons else [], [choice_lines(choice)] if choice else []
     return "\n".join([*notes, plan_line(plan, num_threads), *kernels, *tree])
 
 
 def kernel_line(outcomes: Sequence[Outcome]) -> str:
-    """Which kernels this card runs, each beside what runs without it."""
+    """Which kernels this GPU runs, each beside what runs without it."""
     found = verdicts(outcomes)
     won = [outcome for outcome in outcomes if found[outcome.kernel].beats_rival]
     lost = [outcome for outcome in outcomes if not found[outcome.kernel].beats_rival]
-    used, others = (", ".join(map(_duel, some)) or "none" for some in (won, lost))
+    used, others = (", ".join(map(_comparison, some)) or "none" for some in (won, lost))
     return f"kernels, ms against without: {used}; left out: {others}"
 
 
-def _duel(outcome: Outcome) -> str:
+def _comparison(outcome: Outcome) -> str:
     if outcome.kernel_s is None or outcome.rival_s is None:
         return f"{outcome.kernel} ({outcome.reason})"
     return f"{outcome.kernel} {outcome.kernel_s * 1e3:.3f} : {outcome.rival_s * 1e3:.3f}"
 
 
 def plan_picture(plan: MemoryPlan) -> str:
-    """One row per use of memory: bytes and a bar in proportion to the budget; first a card, then its host."""
+    """One row per use of memory: bytes and a bar in proportion to the budget; first a GPU, then its host."""
     num_streamed = len(plan.layer_bytes) - plan.num_resident
     computing = [
         (f"{plan.num_resident} resident layers", plan.resident_bytes),
         (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
         ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
         ("draft with its cache", plan.draft_bytes),
-        ("laws of the draft's guesses", plan.law_bytes),
+        ("laws of the draft's guesses", plan.distribution_bytes),
         (f"keys and values, {plan.context} positions", plan.kv_bytes),
         (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
     ]
@@ -148,19 +152,23 @@ def plan_picture(plan: MemoryPlan) -> str:
     return f"on the card\n{card}\non the host\n{_picture(feeding, plan.ram_bytes)}"
 
 
-def outlook_lines(outlook: "Outlook") -> str:
+def estimate_lines(estimate_module: "Estimate") -> str:
     """The plan as a picture, what a sweep moves, and what decoding is expected to take, term by term."""
-    plan, rate = outlook.plan, outlook.link_bytes_per_s
+    plan, rate = estimate_module.plan, estimate_module.link_bytes_per_s
     moved = f"a sweep {'reads' if plan.gpu_bytes is None else 'moves'} {plan.streamed_bytes / 1e9:.2f} GB"
     if rate:
         moved += f" at {rate / 1e9:.2f} GB/s"
     if plan.gpu_bytes is not None and plan.disk_streamed_bytes:
         moved += f", {plan.disk_streamed_bytes / 1e9:.2f} GB of it from disk"
-    seconds = f": {outlook.sweep_s:.2f} s" if outlook.sweep_s is not None else ""
-    heading = f"{outlook.hardware.name}, {outlook.basis}" if outlook.hardware else outlook.basis
-    rows = [_prediction_row(prediction) for prediction in outlook.predictions]
+    seconds = f": {estimate_module.sweep_s:.2f} s" if estimate_module.sweep_s is not None else ""
+    heading = (
+        f"{estimate_module.hardware.name}, {estimate_module.basis}"
+        if estimate_module.hardware
+        else estimate_module.basis
+    )
+    rows = [_prediction_row(prediction) for prediction in estimate_module.predictions]
     table = [heading, _PREDICTION_HEAD, *rows] if rows else []
-    return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *outlook.notes])
+    return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *estimate_module.notes])
 
 
 _PREDICTION_HEAD = (
@@ -181,12 +189,12 @@ def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
 
 def choice_lines(choice: "TreeChoice") -> str:
     """What tree is used and why; where it was chosen, beside the next best."""
-    first = f"{_tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_grown)}: {choice.why}"
+    first = f"{_tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)}: {choice.why}"
     return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
 
 
-def _tree_words(num_nodes: int, depth: int, is_grown: bool) -> str:
-    return f"{'grown tree of at most' if is_grown else 'tree of'} {num_nodes} nodes, {depth} deep"
+def _tree_words(num_nodes: int, depth: int, is_dynamic: bool) -> str:
+    return f"{'grown tree of at most' if is_dynamic else 'tree of'} {num_nodes} nodes, {depth} deep"
 
 
 def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
@@ -240,7 +248,7 @@ def closing_lines(stats: Stats, ram_bytes: int) -> str:
         memory += f", {format_bytes(stats.peak_device_bytes)} on the card"
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
-    words = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_grown)
+    words = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
     tree = words if stats.tree_depth else "no tree"
     stalled = stats.stall_s / stats.sweep_s if stats.sweep_s else 0
     return (
@@ -278,7 +286,7 @@ def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -
     """Both speeds side by side."""
     near = f", {num_near} lie within bf16 rounding of it" if num_near else ""
     head = f"{'':>22} {'tokens/s':>9} {'tokens/sweep':>13} {'s/token':>8} {'link GB/s':>10}"
-    kind = "grown tree" if tree.is_tree_grown else "tree"
+    kind = "grown tree" if tree.is_tree_dynamic else "tree"
     rows = [
         _speed_row("one token per sweep", plain),
         _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from offload.checkpoint.inflate import inflate
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.config import Sampling, parse_rate, require
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
@@ -89,7 +89,8 @@ def compare(
 ) -> Comparison:
     """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
 
-    With a rule that draws afresh there is no single right token, and so none is proved; the law is what tests check.
+    With a rule that draws afresh there is no single right token, and so none is proved; the distribution is what tests
+    check.
 
     Args:
         show: receives a heading and the pieces of each run, and must exhaust them.
@@ -112,8 +113,8 @@ def compare(
     return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact)
 
 
-def open_demo(target: Path, ram: str | int, tree: str, screen: Screen, **options: Any) -> Decoder:
-    """The inflated target with its packaged draft, on the CPU: any card would hold it, and nothing would stream.
+def open_demo(target: Path, ram: str | int, tree: str, screen: Console, **options: Any) -> Decoder:
+    """The inflated target with its packaged draft, on the CPU: any GPU would hold it, and nothing would stream.
 
     `options` are those of `load`.
     """

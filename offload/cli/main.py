@@ -16,12 +16,12 @@ import typer
 from offload.bench.suite import app as bench
 from offload.cli import flags
 from offload.cli.console import (
-    Screen,
+    Console,
     closing_lines,
     comparison_lines,
     error_line,
+    estimate_lines,
     opening_lines,
-    outlook_lines,
     profile_lines,
 )
 from offload.cli.prompt_input import read_prompt
@@ -90,7 +90,7 @@ def generate(
     from offload.engine.options import check
 
     check(model, draft, tree, rule, ram=ram, dtype=dtype, context=context, profile=profile)
-    with Screen(is_quiet=quiet or as_json) as screen:
+    with Console(is_quiet=quiet or as_json) as screen:
         screen.wait("starting")
         from offload.engine.load import load
         from offload.engine.request import Request
@@ -111,7 +111,7 @@ def generate(
         with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
             run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
             choice = run.tree_choice if draft else None
-            screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.duels, choice))
+            screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, choice))
             screen.expect_prompt(decoder.plan, run.result().stats.num_prompt_tokens)
             _write_run(run, screen, as_json=as_json)
 
@@ -156,7 +156,7 @@ def chat(
     from offload.engine.options import check
 
     check(model, draft, tree, rule, ram=ram, dtype=dtype, context=context, profile=profile)
-    with Screen(is_quiet=quiet) as screen:
+    with Console(is_quiet=quiet) as screen:
         screen.wait("starting")
         from offload.cli.repl import converse
 
@@ -204,11 +204,11 @@ def plan(
     as_json: flags.Json = False,
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
-    from offload.calibration.estimate import Wish, look_ahead
+    from offload.calibration.estimate import Wish, estimate
 
     wish = Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep, device)
-    outlook = look_ahead(model, draft, wish)
-    print(json.dumps(outlook.as_dict()) if as_json else outlook_lines(outlook))
+    estimate_module = estimate(model, draft, wish)
+    print(json.dumps(estimate_module.as_dict()) if as_json else estimate_lines(estimate_module))
 
 
 @app.command(
@@ -247,7 +247,7 @@ def tune(
     from offload.engine.options import check
 
     check(model, draft, tree or "auto", rule, ram=ram, dtype=dtype)
-    with Screen(is_quiet=quiet or as_json) as screen:
+    with Console(is_quiet=quiet or as_json) as screen:
         screen.wait("starting")
         from offload.planning.profile import format_json
         from offload.tuning.tune import tune as measure
@@ -299,7 +299,7 @@ def demo(
 ) -> None:
     """See it work on a packaged model, here and now."""
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
-    with Screen(is_quiet=quiet or as_json) as screen:
+    with Console(is_quiet=quiet or as_json) as screen:
         screen.wait("starting")
         from offload.cli import demo as run
         from offload.engine.request import Request
@@ -311,7 +311,7 @@ def demo(
         with run.open_demo(target, ram or size_bytes // 4, tree, screen, **options) as decoder:
             allowed = format_bytes(decoder.plan.ram_bytes)
             screen.say(f"target of {format_bytes(size_bytes)} in {target}, {allowed} allowed")
-            screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.duels, None))
+            screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, None))
             show = partial(_show, screen, decoder.plan, is_silent=as_json)
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
@@ -320,7 +320,7 @@ def demo(
     screen.say(comparison_lines(result.plain.stats, result.tree.stats, result.num_exact, result.num_near))
 
 
-def _show(screen: Screen, plan: MemoryPlan, heading: str, pieces: Iterator[str], *, is_silent: bool) -> None:
+def _show(screen: Console, plan: MemoryPlan, heading: str, pieces: Iterator[str], *, is_silent: bool) -> None:
     """Print one run of the demo as it goes; its prompt is taken in by one sweep."""
     screen.say(f"--- {heading}")
     screen.expect_prompt(plan, 1)
@@ -359,7 +359,7 @@ def main() -> None:
         _fail(f"{error.format_message()} (see {_command_of(error)} --help)", EXIT_USER_ERROR)
 
 
-def _write_run(run: Any, screen: Screen, *, as_json: bool) -> None:
+def _write_run(run: Any, screen: Console, *, as_json: bool) -> None:
     """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
     failure: BaseException | None = None
     num_shown = 0

@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from offload.cli.console import Screen, error_line, opening_lines, turn_line
+from offload.cli.console import Console, error_line, opening_lines, turn_line
 from offload.cli.prompt_input import decode
 from offload.config import Sampling
 from offload.engine.chat import Chat
@@ -57,7 +57,7 @@ class Brake:
 
 
 def converse(
-    model: str, draft: str | None, screen: Screen, sampling: Sampling, *, system: str | None,
+    model: str, draft: str | None, screen: Console, sampling: Sampling, *, system: str | None,
     max_new_tokens: int | None, **options: Any,
 ) -> None:  # fmt: skip
     """Load a model, and talk with it until the user leaves; `options` are those of `load`. Raises `UserError`."""
@@ -70,7 +70,7 @@ def converse(
     hooks: dict[str, Any] = {"on_bytes": screen.bytes_landed, "on_layer": on_layer}
     with load(model, draft, request=_any_question(system, sampling), **options, **hooks) as decoder:
         choice = decoder.tree_choice(sampling) if draft else None
-        screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.duels, choice))
+        screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, choice))
         screen.say(HINT)
         talk(Chat(decoder, sampling, system=system, max_new_tokens=max_new_tokens), decoder.plan, screen, brake)
 
@@ -81,7 +81,7 @@ def _any_question(system: str | None, sampling: Sampling) -> Request:
     return Request([*opening, {"role": "user", "content": "Hello"}], sampling, max_new_tokens=1)
 
 
-def talk(chat: Chat, plan: MemoryPlan, screen: Screen, brake: Brake) -> None:
+def talk(chat: Chat, plan: MemoryPlan, screen: Console, brake: Brake) -> None:
     """Answer line by line until there are no more, or until one is /exit."""
     is_typed = sys.stdin.isatty()
     if is_typed and find_spec("readline"):
@@ -99,7 +99,7 @@ def talk(chat: Chat, plan: MemoryPlan, screen: Screen, brake: Brake) -> None:
             print(error_line(str(error)), file=sys.stderr)
 
 
-def _answer(chat: Chat, question: str, plan: MemoryPlan, screen: Screen, brake: Brake) -> None:
+def _answer(chat: Chat, question: str, plan: MemoryPlan, screen: Console, brake: Brake) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
     pieces, num_shown, failure = chat.ask(question), 0, None
     assert chat.turn is not None, "one has just begun"

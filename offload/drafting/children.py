@@ -17,7 +17,7 @@ from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw
 
 _MAX_KEYS = 1 << 19  # float64 numbers drawn at once: 4 MiB; the plan counts on it
-_LEAST_LAW = 1e-300  # stands in for zero: below any float32, and log(u) / _LEAST_LAW is still finite
+_LEAST_PROB = 1e-300  # stands in for zero: below any float32, and log(u) / _LEAST_PROB is still finite
 
 
 class Children(NamedTuple):
@@ -25,7 +25,7 @@ class Children(NamedTuple):
 
     token_WK: Tensor  # int64 on the host, in the order of the draws; K is smaller where the vocabulary is
     draw: Draw
-    law_WV: Tensor | None  # float32, what was drawn from; None for point masses
+    probs_WV: Tensor | None  # float32, what was drawn from; None for point masses
 
 
 def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, position: int) -> Children:
@@ -33,16 +33,16 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
 
     Args:
         logits_WV: the draft's scores; all rows predict the token at `position`. Where they are not numbers any tokens
-            are drawn; verification refuses the law.
+            are drawn; verification refuses the distribution.
     """
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
-    if not drafting.keeps_laws or (drafting is Drafting.WITHOUT_REPLACEMENT and sampler.is_greedy):
+    if not drafting.keeps_distributions or (drafting is Drafting.WITHOUT_REPLACEMENT and sampler.is_greedy):
         return _best(point_mass_scores(logits_WV, sampler, position), num_children)
-    law_WV = sampler.law(logits_WV)
+    probs_WV = sampler.distribution(logits_WV)
     if drafting is Drafting.WITHOUT_REPLACEMENT:
-        return Children(_without_replacement(law_WV, num_children, sampler).cpu(), Draw.WITHOUT_REPLACEMENT, law_WV)
-    return Children(_with_replacement(law_WV, num_children, sampler).cpu(), Draw.WITH_REPLACEMENT, law_WV)
+        return Children(_without_replacement(probs_WV, num_children, sampler).cpu(), Draw.WITHOUT_REPLACEMENT, probs_WV)
+    return Children(_with_replacement(probs_WV, num_children, sampler).cpu(), Draw.WITH_REPLACEMENT, probs_WV)
 
 
 def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
@@ -59,39 +59,39 @@ def _best(score_WV: Tensor, num_children: int) -> Children:
     return Children(token_WK, Draw.POINT_MASS, None)
 
 
-def _without_replacement(law_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
+def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
     """Exponential sort (Gumbel top-k on another scale; Sequoia section 4.2): the K largest of log(u) / q.
 
     Tokens with q = 0 come after all others and among themselves in uniform order, which is Alg. 1's fall-back.
     """
-    if law_WV.is_cuda:
+    if probs_WV.is_cuda:
         draw = sampler.kernels.draw_without_replacement
-        return draw(law_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(law_WV)))
-    num_kept = min(num_children, law_WV.shape[1])
+        return draw(probs_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(probs_WV)))
+    num_kept = min(num_children, probs_WV.shape[1])
     chosen = []
-    for law_RV in _blocks(law_WV):
-        key_RV = torch.from_numpy(sampler.uniform(*law_RV.shape)).to(law_RV.device)
-        key_RV.log_().div_(law_RV.double().clamp_(min=_LEAST_LAW))
+    for probs_RV in _blocks(probs_WV):
+        key_RV = torch.from_numpy(sampler.uniform(*probs_RV.shape)).to(probs_RV.device)
+        key_RV.log_().div_(probs_RV.double().clamp_(min=_LEAST_PROB))
         chosen.append(key_RV.topk(num_kept).indices)
     return torch.cat(chosen)
 
 
-def _with_replacement(law_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Independent draws by inverting the cumulated law; never a token without mass, not even by rounding.
+def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
+    """Independent draws by inverting the cumulated distribution; never a token without mass, not even by rounding.
 
-    Nor one beyond the last, which a law of NaN would give.
+    Nor one beyond the last, which a distribution of NaN would give.
     """
     chosen = []
-    for law_RV in _blocks(law_WV):
-        sum_RV = law_RV.double().cumsum(1)
-        coin_RK = torch.from_numpy(sampler.uniform(len(law_RV), num_children)).to(law_RV.device)
+    for probs_RV in _blocks(probs_WV):
+        sum_RV = probs_RV.double().cumsum(1)
+        coin_RK = torch.from_numpy(sampler.uniform(len(probs_RV), num_children)).to(probs_RV.device)
         total_R1 = sum_RV[:, -1:].clone()
         token_RK = torch.searchsorted(sum_RV, coin_RK * total_R1, right=True)
-        last_R1 = torch.searchsorted(sum_RV, total_R1).clamp_(max=law_RV.shape[1] - 1)
+        last_R1 = torch.searchsorted(sum_RV, total_R1).clamp_(max=probs_RV.shape[1] - 1)
         chosen.append(token_RK.minimum(last_R1))
     return torch.cat(chosen)
 
 
-def _blocks(law_WV: Tensor) -> tuple[Tensor, ...]:
+def _blocks(probs_WV: Tensor) -> tuple[Tensor, ...]:
     """Rows in groups of at most `_MAX_KEYS` numbers, one row at least."""
-    return law_WV.split(max(1, _MAX_KEYS // law_WV.shape[1]))
+    return probs_WV.split(max(1, _MAX_KEYS // probs_WV.shape[1]))

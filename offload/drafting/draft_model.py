@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.registry import TWINS, KernelSet
+from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 
 _CHUNK = 512  # rows of one pass when a long prompt is taken in
 _SCORED_CHUNK = 64  # ... when every row is scored
@@ -29,7 +29,7 @@ class Draft:
         kernels: of which the cache takes its own.
     """
 
-    def __init__(self, model: BorrowedModel, vocab_size: int, num_slots: int, kernels: KernelSet = TWINS) -> None:
+    def __init__(self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES) -> None:
         self._model, self._vocab_size = model, vocab_size
         self._cache = KVCache(model.num_layers, num_slots, kernels.kv_commit)
 
@@ -86,5 +86,5 @@ class Draft:
         return pad(logits_WV, (0, missing), value=-torch.inf) if missing else logits_WV
 
     def _known(self, token_T: Tensor) -> Tensor:
-        """Ids that the draft has: the target may emit others, and then the draft's guess is poor but still a law."""
+        """Ids that the draft has: the target may emit others, which only makes the draft's guess a poor one."""
         return token_T.clamp(max=self._model.vocab_size - 1)

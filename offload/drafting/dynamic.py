@@ -24,7 +24,7 @@ from offload.drafting.children import point_mass_scores
 from offload.drafting.draft_model import Draft
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
-from offload.tree.topology import Growth, in_level_order, level_order
+from offload.tree.topology import DynamicShape, in_level_order, level_order
 
 _NUM_CHILDREN = 32  # that a node may have
 _NOT_RUN = -1
@@ -42,7 +42,7 @@ _CANDIDATE = np.dtype(
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
-class Grown(NamedTuple):
+class DynamicTree(NamedTuple):
     """A tree, and where its nodes are in the draft's cache."""
 
     tree: TokenTree
@@ -50,14 +50,16 @@ class Grown(NamedTuple):
     score_of_node: dict[int, Tensor]  # u_V of every node that was run, the root included
 
 
-def grow_best(draft: Draft, bounds: Growth, tokens: Sequence[int], sampler: Sampler, exponent: float) -> Grown:
+def grow_best(
+    draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, exponent: float
+) -> DynamicTree:
     """The tree of the best paths below `tokens[-1]`, within `bounds`.
 
     Args:
         exponent: beta, see `Sharpness`.
     """
     if bounds.depth == 0:
-        return Grown(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
+        return DynamicTree(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
     root, rows, best = len(tokens) - 1, _Rows(bounds.num_nodes), _Best(bounds)
     picked, logits_WV = np.zeros(1, dtype=_CANDIDATE), draft.catch_up(tokens)
     while picked.size:
@@ -73,7 +75,7 @@ def grow_best(draft: Draft, bounds: Growth, tokens: Sequence[int], sampler: Samp
 class _Best:
     """The N - 1 best candidates so far; the root is the one more."""
 
-    def __init__(self, bounds: Growth) -> None:
+    def __init__(self, bounds: DynamicShape) -> None:
         self._bounds, self.candidates = bounds, np.zeros(0, dtype=_CANDIDATE)
 
     def add(self, more: Candidates) -> None:
@@ -122,7 +124,7 @@ def _children(parents: Candidates, score_WV: Tensor, exponent: float) -> Candida
     return children_WK[children_WK["log_f"] > -np.inf]
 
 
-def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> Grown:
+def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> DynamicTree:
     """The candidates in level order below the root."""
     was_run = np.flatnonzero(found["row"] != _NOT_RUN)
     found_of_row = {0: 0, **dict(zip(found["row"][was_run].tolist(), (was_run + 1).tolist(), strict=True))}
@@ -131,7 +133,7 @@ def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> Gr
     token_N = torch.from_numpy(np.concatenate([[root_token], found["token"]])[order])
     node_of_found = {one: node for node, one in enumerate(order)}
     node_of_row = {row: node_of_found[one] for row, one in found_of_row.items()}
-    return Grown(
+    return DynamicTree(
         TokenTree(in_level_order(parents), token_N),
         {node: row - 1 for row, node in node_of_row.items() if row},
         {node: scores[row] for row, node in node_of_row.items()},

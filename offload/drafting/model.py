@@ -16,11 +16,11 @@ from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import grow_best
 from offload.drafting.static import fill
-from offload.kernels.registry import TWINS, KernelSet
-from offload.model.weights import BorrowedModel
+from offload.kernels.registry import REFERENCES, KernelSet
+from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
-from offload.tree.topology import Growth, Shape
+from offload.tree.topology import DynamicShape, Shape
 
 
 class ModelDrafter:
@@ -33,10 +33,10 @@ class ModelDrafter:
         kernels: of which the cache takes its own.
     """
 
-    def __init__(self, model: BorrowedModel, vocab_size: int, num_slots: int, kernels: KernelSet = TWINS) -> None:
+    def __init__(self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES) -> None:
         self._draft = Draft(model, vocab_size, num_slots, kernels)
         self._row_of_node: dict[int, int] = {}
-        self._score_of_node: dict[int, Tensor] = {}  # of a grown tree, to learn from
+        self._score_of_node: dict[int, Tensor] = {}  # of a dynamic tree, to learn from
         self._sharpness: defaultdict[tuple[Sampling, Drafting], Sharpness] = defaultdict(Sharpness)
         self._learner = Sharpness()  # the one of the tree grown last
 
@@ -46,7 +46,7 @@ class ModelDrafter:
 
     def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
         """A tree below `tokens[-1]`, of this very shape or within these bounds."""
-        if isinstance(shape, Growth):
+        if isinstance(shape, DynamicShape):
             self._learner = self._sharpness[replace(sampler.sampling, seed=0), sampler.drafting]
             tree, self._row_of_node, self._score_of_node = grow_best(
                 self._draft, shape, tokens, sampler, self._learner.exponent

@@ -1,7 +1,7 @@
 """Trees of a shape that is fixed beforehand: filled level by level, one draft pass each.
 
-The rule of verification says how children are chosen (`draws`) and whether the laws they come from are kept. Only
-nodes that have children are ever run.
+The rule of verification says how children are chosen (`draws`) and whether the distributions they come from are kept.
+Only nodes that have children are ever run.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from offload.tree.token_tree import TokenTree, ancestors
 from offload.tree.topology import Topology
 
 
-class Filled(NamedTuple):
+class StaticTree(NamedTuple):
     """A tree, and where its nodes are in the draft's cache."""
 
     tree: TokenTree
     row_of_node: dict[int, int]  # cache row, counted from the committed length, of every node that was run
 
 
-def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> Filled:
+def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> StaticTree:
     """A tree of this shape below `tokens[-1]`: each node's children are its candidates in the order of their draws.
 
     A node with more children than there are tokens repeats the last one.
@@ -36,12 +36,12 @@ def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampl
     for depth, level in enumerate(schedule.levels):
         logits_WV = level.run(draft, token_N, root) if depth else draft.catch_up(tokens)
         num_children = int(level.rank_C.max()) + 1
-        token_WK, draw, law_WV = draw_children(logits_WV, num_children, sampler, root + depth + 1)
+        token_WK, draw, probs_WV = draw_children(logits_WV, num_children, sampler, root + depth + 1)
         token_N[level.child_C] = token_WK[level.parent_row_C, level.rank_C.clamp(max=token_WK.shape[1] - 1)]
-        if law_WV is not None:
-            proposals = proposals or Proposals.blank(topology, draft.vocab_size, draw, law_WV.device)
-            proposals.write(level.node_W.numpy(), law_WV)
-    return Filled(TokenTree(topology, token_N, proposals), schedule.row_of_node)
+        if probs_WV is not None:
+            proposals = proposals or Proposals.blank(topology, draft.vocab_size, draw, probs_WV.device)
+            proposals.write(level.node_W.numpy(), probs_WV)
+    return StaticTree(TokenTree(topology, token_N, proposals), schedule.row_of_node)
 
 
 class _Level:

@@ -1,7 +1,8 @@
 """The decoder: a streamed target, a resident drafter, and the step that turns one sweep into many tokens.
 
-Invariant: the law of what is emitted depends on the target and the sampling settings alone. Tree, drafter, memory
-budget and thread count change only how long it takes; with the rules `match` and `topk` one seed gives one text, too.
+Invariant: the distribution of what is emitted depends on the target and the sampling settings alone. Tree, drafter,
+memory budget and thread count change only how long it takes; with the rules `match` and `topk` one seed gives one text,
+too.
 """
 
 import time
@@ -36,7 +37,7 @@ class Decoder:
         plan: where every byte lies.
         tokenizer: the checkpoint's own, or None.
         notes: lines for the user about what is not as fast as it could be.
-        duels: how kernels have done on this card against what runs without them; none on a CPU.
+        comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Decoder:
         self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
-        self._num_runs, self._kernels, self.duels = 0, choice.kernels, choice.duels
+        self._num_runs, self._kernels, self.comparisons = 0, choice.kernels, choice.comparisons
         self._held: list[int] = []  # caches hold keys and values of these tokens, or of the first of them
         self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
 
@@ -76,7 +77,7 @@ class Decoder:
 
         Args:
             tokens: what is committed so far; the last of them is the root of the tree.
-            rule: whose drafting law `sampler` carries.
+            rule: whose drafting distribution `sampler` carries.
 
         Returns:
             the newly accepted tokens, at least one.
@@ -183,7 +184,7 @@ class Decoder:
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         shape = choice.shape
-        stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth, is_tree_grown=choice.is_grown)
+        stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth, is_tree_dynamic=choice.is_dynamic)
         sampler = self.begin(sampling, acceptance, prompt_ids[:-1] if continues else ())
         stats.num_kept_tokens = self.target.num_cached
         number, num_known = self._num_runs, len(prompt_ids)
@@ -203,7 +204,7 @@ class Decoder:
             step,
             prompt_ids,
             TextStream(self.tokenizer, prompt_ids, request.stops),
-            Setup(sampling, acceptance.name, self.plan, choice, self.duels),
+            Setup(sampling, acceptance.name, self.plan, choice, self.comparisons),
             max_new_tokens=max_new_tokens,
             end_ids=self._end_ids,
             stats=stats,
@@ -239,7 +240,7 @@ class Decoder:
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name)
-        if rule.drafting.keeps_laws and self.plan.num_nodes > 1 and not self.plan.law_bytes:
+        if rule.drafting.keeps_distributions and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
             raise UserError(
                 f"rule {name} keeps the draft's laws, memory was planned without them for {self.rule.name}: "
                 f'give rule="{name}" to load()'

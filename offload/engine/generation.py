@@ -27,7 +27,7 @@ class Setup(NamedTuple):
     rule: str
     plan: MemoryPlan
     tree_choice: TreeChoice
-    duels: tuple[Outcome, ...]  # of kernels, where it runs on a card
+    comparisons: tuple[Outcome, ...]  # of kernels, where it runs on a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Generation:
     stats: Stats = field(repr=False)
     plan: MemoryPlan = field(repr=False)
     tree_choice: TreeChoice = field(repr=False)
-    duels: tuple[Outcome, ...] = field(repr=False)  # of kernels, where it ran on a card
+    comparisons: tuple[Outcome, ...] = field(repr=False)  # of kernels, where it ran on a GPU
 
     def as_dict(self) -> dict[str, object]:
         """The object that `offload generate --json` prints."""
@@ -56,7 +56,7 @@ class Generation:
             "rule": self.rule,
             "plan": self.plan.as_dict(),
             "tree_choice": self.tree_choice.as_dict(),
-            **({"kernels": rows_of(self.duels)} if self.duels else {}),
+            **({"kernels": rows_of(self.comparisons)} if self.comparisons else {}),
             "stats": self.stats.as_dict(),
         }
 

@@ -1,4 +1,4 @@
-"""From a path to a decoder: read headers, plan memory, build skeletons, place weights, start the stream.
+"""From a path to a decoder: read headers, plan memory, build meta models, place weights, start the stream.
 
 Everything that can be refused is refused before the first weight is read. What has been opened when a later part fails
 is closed again.
@@ -32,13 +32,13 @@ from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.model.cuda_graphs import use_graphs
 from offload.model.target import Layers, Target
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.planning.tree_policy import Trees
 from offload.streaming.device import Device, open_device
 from offload.streaming.device_stream import DeviceStream
 from offload.streaming.disk import HostStore
 from offload.streaming.layer_stream import LayerStream
-from offload.streaming.pinned import open_arena
+from offload.streaming.pinned import open_pinned_allocator
 from offload.verification.rules import Rule, find_rule
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
@@ -117,8 +117,8 @@ class _Files(NamedTuple):
 class _Pair(NamedTuple):
     """Both models without the target's layers."""
 
-    target: BorrowedModel  # embeddings and head are bound
-    draft: BorrowedModel | None  # all of it is
+    target: StreamedModel  # embeddings and head are bound
+    draft: StreamedModel | None  # all of it is
     store: HostStore  # of the target
     tokenizer: Tokenizer | None
     end_ids: frozenset[int]
@@ -148,13 +148,13 @@ def _open_pair(
     ram: str | int | None,
 ) -> _Pair:  # fmt: skip
     place = _HOST if card is None else card.place
-    target = BorrowedModel(files.target, dtype, place, has_host_table=card is not None)
+    target = StreamedModel(files.target, dtype, place, has_host_table=card is not None)
     end_ids = _end_ids(files.target)
     resources.callback(target.close)
     notes = [] if ram is None else [line for line in [ram_warning(ram)] if line]
     tokenizer, draft = load_tokenizer(files.target.directory), None
     if files.draft is not None:
-        draft = BorrowedModel(files.draft, dtype, place)
+        draft = StreamedModel(files.draft, dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
     store = HostStore(files.target.shards, rate_limit_bytes_per_s=limit_bytes_per_s)
@@ -193,7 +193,7 @@ def _plan_tree(
 ) -> tuple[MemoryPlan, int]:
     """Settle the tree, and with it the memory plan and the number of compute threads."""
     if pair.card is not None and situation.threads is None:
-        situation = situation._replace(threads=torch.get_num_threads())  # which the card does not compute with
+        situation = situation._replace(threads=torch.get_num_threads())  # which the GPU does not compute with
     num_threads = situation.threads
     if pair.draft is not None and trees.wish.kind == "auto":
         link = None if pair.card is None else partial(_link_to_card, pair, plan_for(1))
@@ -212,7 +212,7 @@ def _link_to_card(pair: _Pair, plan: MemoryPlan) -> float:
 
 
 def _pick_kernels(pair: _Pair, trees: Trees, plan_for: Callable[[int], MemoryPlan], sampling: Sampling) -> KernelChoice:
-    """On a card those that are faster there than what runs without them; timed while most of it is still empty.
+    """On a GPU those that are faster there than what runs without them; timed while most of it is still empty.
 
     Before a tree is chosen, which should go by the times of these, hence at the size of the largest that may be.
     """
@@ -222,14 +222,14 @@ def _pick_kernels(pair: _Pair, trees: Trees, plan_for: Callable[[int], MemoryPla
     return choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.card)
 
 
-def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> BorrowedModel:
+def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
     """A small model with all its weights in memory, bound for good."""
-    model = BorrowedModel(checkpoint, dtype, place)
+    model = StreamedModel(checkpoint, dtype, place)
     _fill(model, checkpoint)
     return model
 
 
-def _fill(model: BorrowedModel, checkpoint: Checkpoint, count: Callable[[int], None] = lambda _: None) -> None:
+def _fill(model: StreamedModel, checkpoint: Checkpoint, count: Callable[[int], None] = lambda _: None) -> None:
     store = HostStore(checkpoint.shards)
     try:
         model.bind_rest(store.fetch(model.rest_layout))
@@ -283,7 +283,7 @@ def _start_stream(pair: _Pair, plan: MemoryPlan, on_bytes: Progress, resources: 
 def _device_stream(pair: _Pair, plan: MemoryPlan, card: Device, resources: ExitStack) -> DeviceStream:
     if card.place.type == "cuda":
         torch.cuda.empty_cache()  # slots will not fit into what was left behind by measuring
-    arena = open_arena(card.place)
+    arena = open_pinned_allocator(card.place)
     resources.callback(arena.close)
     stream = DeviceStream(
         pair.store,
@@ -299,7 +299,7 @@ def _device_stream(pair: _Pair, plan: MemoryPlan, card: Device, resources: ExitS
 
 
 def _check_vocabulary(
-    tokenizer: Tokenizer | None, draft: Checkpoint, target: BorrowedModel, drafter: BorrowedModel
+    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel, drafter: StreamedModel
 ) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell."""
     draft_tokenizer = load_tokenizer(draft.directory)

@@ -1,11 +1,12 @@
-"""Where every byte goes on a machine with a card: two budgets, three tiers.
+"""Where every byte goes on a machine with a GPU: two budgets, three tiers.
 
-The card holds what is computed with: the draft, norms and head, keys and values, activations, two or three slots, and
-as many layers as then fit. The host holds what feeds it: the other layers in one pinned arena, the embedding table, of
-which a sweep needs a few rows, and read-ahead slots for layers that not even the arena has room for. Pure arithmetic.
+The GPU holds what is computed with: the draft, norms and head, keys and values, activations, two or three slots, and
+as many layers as then fit. The host holds what feeds it: the other layers in one pinned memory, the embedding
+table, of which a sweep needs a few rows, and read-ahead slots for layers that not even the pinned allocator has room
+for. Pure arithmetic.
 
-Loading has an order that the host's budget counts on: what goes to the card passes before the arena is pinned, so that
-both never lie in memory at once.
+Loading has an order that the host's budget counts on: what goes to the GPU passes before the pinned allocator is
+pinned, so that both never lie in memory at once.
 """
 
 import math
@@ -21,15 +22,15 @@ from offload.memory.plan import (
     MemoryPlan,
     Tier,
     activation_bytes,
+    distribution_bytes,
     draft_bytes,
-    law_bytes,
     noise_bytes,
     spread,
 )
 
 # A CUDA context with the kernels of torch is 0.3 to 0.5 GiB, growing with the number of multiprocessors; cuBLAS takes a
 # workspace of 8 MiB (32 MiB on Hopper) per stream that multiplies, cuBLASLt as much again; and torch's allocator hands
-# out segments of 2 or 20 MiB, of which ends stay unused. Usual figures, rounded up; no card was at hand to measure one.
+# out segments of 2 or 20 MiB, of which ends stay unused. Usual figures, rounded up; no GPU was at hand to measure one.
 GPU_RUNTIME_BYTES = 1 << 30
 # What the driver and its libraries keep on the host beside the program's own.
 HOST_RUNTIME_BYTES = 1 << 30
@@ -39,8 +40,8 @@ MAX_LOGITS_ROWS = 128
 _DRAFT_ACTIVATIONS = 2  # those of captured graphs, which keep their buffers, and those of prompts
 
 
-class Card(NamedTuple):
-    """What a run may take on a machine with a card."""
+class Budgets(NamedTuple):
+    """What a run may take on a machine with a GPU."""
 
     gpu_bytes: int
     ram_bytes: int
@@ -49,22 +50,22 @@ class Card(NamedTuple):
 def make_device_plan(
     target: ModelShape,
     draft: ModelShape | None,
-    card: Card,
+    card: Budgets,
     *,
     context: int,
     num_nodes: int,
-    keeps_laws: bool = False,
+    keeps_distributions: bool = False,
     runtime_bytes: int = HOST_RUNTIME_BYTES,
 ) -> MemoryPlan:
-    """Divide both budgets: what must be there first, then slots, then layers, the card before the host before the disk.
+    """Divide both budgets: what must be there first, then slots, then layers, the GPU before the host before the disk.
 
     Args:
         runtime_bytes: of the program on the host, the driver's part included.
 
     Raises:
-        UserError: the card cannot hold two slots, or the host cannot; names the least that works.
+        UserError: the GPU cannot hold two slots, or the host cannot; names the least that works.
     """
-    fixed = _fixed_on_card(target, draft, context, num_nodes, keeps_laws)
+    fixed = _fixed_on_card(target, draft, context, num_nodes, keeps_distributions)
     num_slots, resident = _fill_card(target, card.gpu_bytes, fixed, draft is not None, context)
     streamed = [layer for layer in range(len(target.layer_bytes)) if layer not in resident]
     host = _fill_host(target, draft, card.ram_bytes - runtime_bytes, streamed, runtime_bytes)
@@ -91,23 +92,23 @@ def make_device_plan(
 
 
 class _Hosting(NamedTuple):
-    """How the host feeds the card."""
+    """How the host feeds the GPU."""
 
-    layers: frozenset[int]  # in the arena
+    layers: frozenset[int]  # in the pinned allocator
     num_slots: int  # for the others
     staging_bytes: int
 
 
 def _fixed_on_card(
-    target: ModelShape, draft: ModelShape | None, context: int, num_nodes: int, keeps_laws: bool
+    target: ModelShape, draft: ModelShape | None, context: int, num_nodes: int, keeps_distributions: bool
 ) -> dict[str, int]:
-    """By name in `MemoryPlan`, what the card holds before any layer of the target."""
+    """By name in `MemoryPlan`, what the GPU holds before any layer of the target."""
     rows = min(MAX_PROMPT_ROWS, context)
     activations = activation_bytes(target, rows + num_nodes, min(num_nodes, MAX_LOGITS_ROWS), context)
     return {
         "rest_bytes": target.head_bytes,
         "draft_bytes": _draft_on_card(draft, context, num_nodes) if draft else 0,
-        "law_bytes": law_bytes(target.vocab_size, num_nodes) if keeps_laws else 0,
+        "law_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + rows),
         "activation_bytes": activations + target.cast_bytes + noise_bytes(target.vocab_size),
     }
@@ -136,7 +137,7 @@ def _fill_card(
 def _fill_host(
     target: ModelShape, draft: ModelShape | None, left_bytes: int, streamed: list[int], runtime_bytes: int
 ) -> _Hosting:
-    """The arena, and slots for what it cannot hold; what loading passes through may lie where the arena will."""
+    """Pinned layers, and slots for the others; what loading passes through may lie where pinned layers will."""
     passing_bytes = max([*target.layer_bytes, target.head_bytes, *_slabs_of(draft)])
     left_bytes -= target.table_bytes
     arena_bytes = sum(target.layer_bytes[layer] for layer in streamed)

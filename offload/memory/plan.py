@@ -1,7 +1,7 @@
 """What lies where during a run: the plan as a value, its sums, and the sizes of what stands beside the layers.
 
-A machine has one memory or two. On a CPU everything counts against `ram_bytes`; with a card, what is computed with
-counts against `gpu_bytes` and only what feeds the card against `ram_bytes`. Invariant: every byte of a plan is in
+A machine has one memory or two. On a CPU everything counts against `ram_bytes`; with a GPU, what is computed with
+counts against `gpu_bytes` and only what feeds the GPU against `ram_bytes`. Invariant: every byte of a plan is in
 exactly one of the two sums, `total_bytes` and `gpu_total_bytes`.
 """
 
@@ -21,7 +21,7 @@ class Tier(StrEnum):
     """Where a layer lies between sweeps; fixed for the run, since a sweep is a cycle and any cache of it would miss."""
 
     RESIDENT = "resident"  # where it is computed
-    HOST = "host"  # pinned memory of the host, one link away from the card
+    HOST = "host"  # pinned memory of the host, one link away from the GPU
     DISK = "disk"
 
 
@@ -36,7 +36,7 @@ class MemoryPlan:
     runtime_bytes: int  # of the program, on the host
     rest_bytes: int  # weights outside the layers that lie where layers are computed
     draft_bytes: int
-    law_bytes: int
+    distribution_bytes: int
     kv_bytes: int
     activation_bytes: int
     slot_bytes: int  # of the largest layer, on the device as on the host
@@ -45,11 +45,11 @@ class MemoryPlan:
     tier_L: tuple[Tier, ...]
     num_logits_rows: int  # rows that are scored at once
     device: str = "cpu"  # or "cuda"
-    gpu_bytes: int | None = None  # budget of the card; None on a CPU
-    gpu_runtime_bytes: int = 0  # of the driver and its libraries, on the card
-    table_bytes: int = 0  # embedding table that stays on the host while layers are computed on the card
-    staging_bytes: int = 0  # that loading needs on the host beyond what the arena has room for
-    num_host_slots: int = 0  # pinned read-ahead slots for layers that go from the disk to the card
+    gpu_bytes: int | None = None  # budget of the GPU; None on a CPU
+    gpu_runtime_bytes: int = 0  # of the driver and its libraries, on the GPU
+    table_bytes: int = 0  # embedding table that stays on the host while layers are computed on the GPU
+    staging_bytes: int = 0  # that loading needs on the host beyond what the pinned allocator has room for
+    num_host_slots: int = 0  # pinned read-ahead slots for layers that go from the disk to the GPU
 
     @property
     def is_resident(self) -> tuple[bool, ...]:
@@ -68,7 +68,7 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Exact bytes of the pinned arena: the slabs of the layers that every sweep sends from there to the card."""
+        """Exact bytes of pinned memory: the slabs of the layers that every sweep sends from there to the GPU."""
         return self.bytes_in(Tier.HOST)
 
     @property
@@ -97,7 +97,7 @@ class MemoryPlan:
     def fixed_bytes(self) -> int:
         """Everything but layers and slots, in the memory where layers are computed."""
         runtime_bytes = self.runtime_bytes if self.gpu_bytes is None else self.gpu_runtime_bytes
-        models_bytes = self.rest_bytes + self.draft_bytes + self.law_bytes
+        models_bytes = self.rest_bytes + self.draft_bytes + self.distribution_bytes
         return runtime_bytes + models_bytes + self.kv_bytes + self.activation_bytes
 
     @property
@@ -108,7 +108,9 @@ class MemoryPlan:
     @property
     def _computing_bytes(self) -> int:
         """What lies where layers are computed, but for the program's own."""
-        models_bytes = self.rest_bytes + self.draft_bytes + self.law_bytes + self.kv_bytes + self.activation_bytes
+        models_bytes = (
+            self.rest_bytes + self.draft_bytes + self.distribution_bytes + self.kv_bytes + self.activation_bytes
+        )
         return models_bytes + self.resident_bytes + self.num_slots * self.slot_bytes
 
     def num_prompt_sweeps(self, num_tokens: int) -> int:
@@ -143,7 +145,7 @@ class MemoryPlan:
             "host_embedding_bytes": self.table_bytes,
             "staging_bytes": self.staging_bytes,
             "draft_bytes": self.draft_bytes,
-            "law_bytes": self.law_bytes,
+            "law_bytes": self.distribution_bytes,
             "kv_bytes": self.kv_bytes,
             "activation_bytes": self.activation_bytes,
             "num_logits_rows": self.num_logits_rows,
@@ -170,8 +172,8 @@ def draft_bytes(draft: ModelShape, context: int, num_nodes: int) -> int:
     return weights_bytes + kv_bytes + activation_bytes(draft, rows, num_nodes, context)
 
 
-def law_bytes(vocab_size: int, num_nodes: int) -> int:
-    """Laws in float32 for every node that may have children: all but one, since a chain is a tree of that size too."""
+def distribution_bytes(vocab_size: int, num_nodes: int) -> int:
+    """Distributions, float32, for every node that may have children: all but one, as in a chain."""
     return 4 * vocab_size * (num_nodes - 1) + DRAW_BYTES if num_nodes > 1 else 0
 
 

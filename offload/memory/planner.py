@@ -12,7 +12,7 @@ from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text
 from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
-from offload.memory.device_planner import HOST_RUNTIME_BYTES, Card, make_device_plan
+from offload.memory.device_planner import HOST_RUNTIME_BYTES, Budgets, make_device_plan
 from offload.memory.plan import (
     MAX_PROMPT_ROWS,
     MIN_SLOTS,
@@ -20,8 +20,8 @@ from offload.memory.plan import (
     MemoryPlan,
     Tier,
     activation_bytes,
+    distribution_bytes,
     draft_bytes,
-    law_bytes,
     noise_bytes,
     spread,
 )
@@ -29,7 +29,7 @@ from offload.memory.plan import (
 RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scratch of the matrix library: measured
 DEFAULT_CONTEXT = 4096
 _RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everything else
-_GPU_RESERVE_SHARE = 0.02  # of a card's free memory: what else shows on its screen
+_GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory: what else shows on its screen
 
 
 def plan_memory(
@@ -51,23 +51,29 @@ def plan_memory(
         dtype: to compute in, one of `DTYPES`.
         context: positions; None takes the model's limit, at most `DEFAULT_CONTEXT`.
         num_nodes: N of the largest tree.
-        rule: of acceptance; some need the laws that a tree's tokens were drawn from.
+        rule: of acceptance; some need the distributions that a tree's tokens were drawn from.
         device: `cpu`, `cuda` or `cuda:N`.
-        gpu: budget on the card; None takes what is free on it now, less a reserve.
+        gpu: budget on the GPU; None takes what is free on it now, less a reserve.
     """
     require(dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}", repr(dtype), "try --dtype auto")
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "--ram")
-    positions, keeps_laws = _check_context(target, context), drafting_of(rule).keeps_laws
+    positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
     if device == "cpu":
-        return make_plan(*shapes, ram_bytes=ram_bytes, context=positions, num_nodes=num_nodes, keeps_laws=keeps_laws)
+        return make_plan(
+            *shapes,
+            ram_bytes=ram_bytes,
+            context=positions,
+            num_nodes=num_nodes,
+            keeps_distributions=keeps_distributions,
+        )
     gpu_bytes = default_gpu_bytes(device) if gpu is None else parse_size(gpu, "--gpu-mem")
     return make_device_plan(
         *shapes,
-        Card(gpu_bytes, ram_bytes),
+        Budgets(gpu_bytes, ram_bytes),
         context=positions,
         num_nodes=num_nodes,
-        keeps_laws=keeps_laws,
+        keeps_distributions=keeps_distributions,
         runtime_bytes=RUNTIME_BYTES + HOST_RUNTIME_BYTES,
     )
 
@@ -79,7 +85,7 @@ def make_plan(
     ram_bytes: int,
     context: int,
     num_nodes: int,
-    keeps_laws: bool = False,
+    keeps_distributions: bool = False,
 ) -> MemoryPlan:
     """Divide the budget of a CPU: what must be there first, then slots, then as many resident layers as fit.
 
@@ -91,7 +97,7 @@ def make_plan(
         "runtime_bytes": RUNTIME_BYTES,
         "rest_bytes": target.rest_bytes,
         "draft_bytes": draft_bytes(draft, context, num_nodes) if draft else 0,
-        "law_bytes": law_bytes(target.vocab_size, num_nodes) if keeps_laws else 0,
+        "law_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + prompt_rows),
         "activation_bytes": activation_bytes(target, prompt_rows + num_nodes, num_nodes, context)
         + target.cast_bytes
@@ -134,7 +140,7 @@ def ram_warning(ram: str | int) -> str | None:
 
 
 def default_gpu_bytes(device: str) -> int:
-    """What is free on a card now, less a reserve."""
+    """What is free on a GPU now, less a reserve."""
     return int((1 - _GPU_RESERVE_SHARE) * available_gpu_bytes(device))
 
 

@@ -22,7 +22,7 @@ from offload.kernels.tree_attention import Sight, is_supported, pack_bits, unpac
 
 NAME = "offload_tree"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
-Attend = Callable[..., Tensor]  # the kernel of tree attention or its twin
+Attend = Callable[..., Tensor]  # the kernel of tree attention or its reference
 _CALCULATE_WITH_MASKS = ("doge",)  # families whose layers add to their mask before they pass it on
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one take their own eager attention
 

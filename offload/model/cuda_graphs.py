@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.streaming.device import Stream
 
 Work = Callable[[], None]
@@ -40,13 +40,13 @@ class _Recording:
 
 
 class Graphs:
-    """Recordings of the passes of one model over one cache at a time. Give it to `BorrowedModel.replay_with`.
+    """Recordings of the passes of one model over one cache at a time. Give it to `StreamedModel.replay_with`.
 
     Args:
         open_recorder: called for each cache; what it gives makes recordings, on CUDA graphs.
     """
 
-    def __init__(self, model: BorrowedModel, open_recorder: Callable[[], Record]) -> None:
+    def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
         self._model, self._open_recorder = model, open_recorder
         self._cache: KVCache | None = None
         self._record: Record | None = None
@@ -56,7 +56,7 @@ class Graphs:
     def __call__(
         self, token_T: Tensor, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache, num_logits: int
     ) -> Tensor | None:
-        """See `BorrowedModel.forward`; declines more rows than the largest width."""
+        """See `StreamedModel.forward`; declines more rows than the largest width."""
         if cache is not self._cache:
             cache.fix()
             self._cache, self._recordings, self._record = cache, {}, self._open_recorder()
@@ -151,7 +151,7 @@ class CudaRecorder:
         return graph.replay
 
 
-def use_graphs(model: BorrowedModel) -> str | None:
+def use_graphs(model: StreamedModel) -> str | None:
     """Let a resident model on a CUDA device replay its small passes; returns a line for the user where it cannot.
 
     Tried at once on a small cache, so that a family whose forward pass cannot be recorded is found before a run begins.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from offload.kernels.kv_commit import kv_commit_twin
+from offload.kernels.kv_commit import kv_commit_reference
 
 
 class _Window:
@@ -65,10 +65,10 @@ class KVCache(Cache):
     Args:
         num_layers: decoder layers.
         num_slots: S, committed positions plus the rows of the largest forward pass.
-        gather: moves the rows of a path, in all buffers; see `kv_commit_twin`.
+        gather: moves the rows of a path, in all buffers; see `kv_commit_reference`.
     """
 
-    def __init__(self, num_layers: int, num_slots: int, gather: Callable[..., None] = kv_commit_twin) -> None:
+    def __init__(self, num_layers: int, num_slots: int, gather: Callable[..., None] = kv_commit_reference) -> None:
         self._gather, self._window = gather, _Window()
         self._slot_layers = [_SlotLayer(self._window, num_slots) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))

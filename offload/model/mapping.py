@@ -41,7 +41,7 @@ def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes
     """Find every parameter in the checkpoint.
 
     Args:
-        model: the skeleton; its class and type select the conversion table.
+        model: the meta model; its class and type select the conversion table.
         shapes: shape of every parameter to be filled, by its name in the model.
 
     Raises:

@@ -20,7 +20,7 @@ from offload.errors import UserError, reason
 from offload.model import attention
 
 
-def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint's model class with its parameters on the meta device and its computed buffers real.
 
     Raises:
@@ -37,13 +37,13 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMode
         config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)
     with _refusing(checkpoint):
-        skeleton = _instantiate(config, dtype)
-        decoder = skeleton.get_decoder()
+        meta_model = _instantiate(config, dtype)
+        decoder = meta_model.get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
-    if any(".layers." in f".{name}" for pair in skeleton.all_tied_weights_keys.items() for name in pair):
+    if any(".layers." in f".{name}" for pair in meta_model.all_tied_weights_keys.items() for name in pair):
         raise _unsupported(checkpoint, "layers that share weights")
-    return skeleton.eval().requires_grad_(False)
+    return meta_model.eval().requires_grad_(False)
 
 
 def attention_windows(config: Any, num_layers: int) -> list[int | None]:
@@ -84,16 +84,16 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 def _instantiate(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     with init_empty_weights(), _EmptyOnMeta():
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    _keep_in_float32(skeleton, skeleton._get_dtype_plan(dtype))
-    skeleton.set_attn_implementation(attention.NAME if skeleton._supports_sdpa else "eager")
-    return skeleton
+        meta_model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
+    meta_model.set_attn_implementation(attention.NAME if meta_model._supports_sdpa else "eager")
+    return meta_model
 
 
-def _keep_in_float32(skeleton: PreTrainedModel, patterns: Iterable[str]) -> None:
+def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:
     """What a family never lets be rounded (router biases): `from_pretrained` heeds it, `from_config` does not."""
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in patterns]
-    for name, tensor in skeleton.state_dict(keep_vars=True).items():
+    for name, tensor in meta_model.state_dict(keep_vars=True).items():
         if any(pattern.search(name) for pattern in kept):
             tensor.data = tensor.data.float()
 

@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.kernels.registry import TWINS, KernelSet
+from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel, Slab
+from offload.model.weights import Slab, StreamedModel
 from offload.sampling.logits import Logits
 from offload.streaming.device import Device
 from offload.streaming.disk import HostStore
@@ -66,12 +66,12 @@ class Target:
 
     def __init__(
         self,
-        model: BorrowedModel,
+        model: StreamedModel,
         stream: Layers,
         plan: MemoryPlan,
         *,
         device: Device | None = None,
-        kernels: KernelSet = TWINS,
+        kernels: KernelSet = REFERENCES,
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
@@ -79,7 +79,7 @@ class Target:
         self._cache = KVCache(model.num_layers, plan.cache_slots, kernels.kv_commit)
         self._num_pending = 0
         self._device, self._on_layer = device, on_layer
-        model.borrow_layers(stream.acquire, self._release)
+        model.stream_layers(stream.acquire, self._release)
         model.attend_with(kernels.tree_attention)
 
     @property

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model whose weights are borrowed: its own forward, over bytes that we place.
+"""A Hugging Face causal language model whose weights are streamed: its own forward, over bytes that we place.
 
 The model is built without storage. A decoder layer's parameters become views of a slab just before it runs and are
 taken away right after; embeddings, final norm and head are bound once. So every family that keeps its decoder in
@@ -19,7 +19,7 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.model import attention
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
-from offload.model.meta import attention_windows, build_skeleton
+from offload.model.meta import attention_windows, build_meta_model
 from offload.sampling.logits import Logits
 
 Value = TypeVar("Value")
@@ -32,15 +32,15 @@ _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 
 
 class _Place(NamedTuple):
-    """Where one parameter (or saved buffer) hangs, and what stands there while nothing is borrowed."""
+    """Where one parameter (or saved buffer) hangs, and what stands there while nothing is streamed."""
 
     table: dict[str, Tensor | None]
     key: str
     empty: Tensor
 
 
-class BorrowedModel:
-    """The skeleton of one checkpoint, and the layouts of the slabs from which it borrows.
+class StreamedModel:
+    """The meta model of one checkpoint, and the layouts of the slabs from which it borrows.
 
     Attributes:
         checkpoint: where its weights come from.
@@ -60,19 +60,19 @@ class BorrowedModel:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
         self.checkpoint, self.place = checkpoint, place
         self._table_place = _HOST if has_host_table else place
-        self.skeleton = build_skeleton(checkpoint, self.dtype)
-        self._layers: nn.ModuleList = self.skeleton.get_decoder().layers
-        self._tables = _tables(self.skeleton, self._layers) if has_host_table else []
+        self.meta_model = build_meta_model(checkpoint, self.dtype)
+        self._layers: nn.ModuleList = self.meta_model.get_decoder().layers
+        self._tables = _tables(self.meta_model, self._layers) if has_host_table else []
         self._move_buffers()
-        self._windows = attention_windows(self.skeleton.config, len(self._layers))
+        self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
         self._replay: Replay | None = None
         self._attend: attention.Attend | None = None
-        prefix = next(name for name, module in self.skeleton.named_modules() if module is self._layers)
+        prefix = next(name for name, module in self.meta_model.named_modules() if module is self._layers)
         prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
-        places = _places(self.skeleton)
+        places = _places(self.meta_model)
         wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
-        stored, shared = sources_of_parameters(checkpoint, self.skeleton, wanted)
+        stored, shared = sources_of_parameters(checkpoint, self.meta_model, wanted)
         assert not any(name.startswith(f"{prefix}.") for name in (*shared, *shared.values())), "layers share weights"
         rest = {name: value for name, value in stored.items() if not name.startswith(f"{prefix}.")}
         self._layer_places = [_below(places, own) for own in prefixes]
@@ -80,7 +80,7 @@ class BorrowedModel:
         self._rest_places += [(source, places[name]) for name, source in shared.items()]
         self.layer_layouts = [slab_layout(_below(stored, own)) for own in prefixes]
         self.rest_layout = slab_layout(rest)
-        self.vocab_size = int(self.skeleton.get_output_embeddings().weight.shape[0])
+        self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks = [
             layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
             for index, layer in enumerate(self._layers)
@@ -139,14 +139,14 @@ class BorrowedModel:
     @contextmanager
     def cut_to(self, num_layers: int) -> Iterator[None]:
         """Meanwhile the decoder has its first layers only, so that one of them can be timed without the others."""
-        decoder = self.skeleton.get_decoder()
+        decoder = self.meta_model.get_decoder()
         decoder.layers = self._layers[:num_layers]
         try:
             yield
         finally:
             decoder.layers = self._layers
 
-    def borrow_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
+    def stream_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
         """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
         for index, layer in enumerate(self._layers):
             self._hooks.append(layer.register_forward_pre_hook(partial(self._bind_from, acquire, index)))
@@ -203,7 +203,7 @@ class BorrowedModel:
         What a family does to its logits (soft caps, scales) is left to its own forward pass. For a later chunk that
         pass is called again, with a decoder that does nothing but hand out the hidden states that this call computes.
         """
-        decoder, hidden = self.skeleton.get_decoder(), []
+        decoder, hidden = self.meta_model.get_decoder(), []
 
         def cut(_: nn.Module, __: Any, out: Any) -> Any:
             hidden.extend([out, out.last_hidden_state[:, -num_logits:]])
@@ -220,11 +220,11 @@ class BorrowedModel:
 
     @torch.inference_mode()
     def _score_hidden(self, out: Any, hidden_1ND: Tensor, lo: int, hi: int) -> Tensor:
-        decoder, out.last_hidden_state = self.skeleton.get_decoder(), hidden_1ND[:, lo:hi]
+        decoder, out.last_hidden_state = self.meta_model.get_decoder(), hidden_1ND[:, lo:hi]
         decoder.forward = lambda *_, **__: out
         try:
             nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
-            return self.skeleton(input_ids=nothing, logits_to_keep=hi - lo).logits[0]
+            return self.meta_model(input_ids=nothing, logits_to_keep=hi - lo).logits[0]
         finally:
             del decoder.forward
 
@@ -235,7 +235,7 @@ class BorrowedModel:
             masks: for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
         """
         self._masks, first = masks, masks[self._windows[0]]
-        out = self.skeleton(
+        out = self.meta_model(
             input_ids=token_T.to(self._table_place)[None],
             attention_mask=first if isinstance(first, Tensor) else None,  # layers get their own from `_give_mask`
             position_ids=position_T[None],
@@ -256,11 +256,11 @@ class BorrowedModel:
 
     def attend_with(self, attend: attention.Attend | None) -> None:
         """From now on tell rows in bits to this kernel of tree attention, if the family lets us."""
-        self._attend = attend if attention.is_for_rows(self.skeleton.config) else None
+        self._attend = attend if attention.is_for_rows(self.meta_model.config) else None
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
-        is_plain = ancestor_TU.shape == (1, 1) and self.skeleton.config._attn_implementation == attention.NAME
+        is_plain = ancestor_TU.shape == (1, 1) and self.meta_model.config._attn_implementation == attention.NAME
         what = (num_prefix, position_U, ancestor_TU)
         masks: dict[int | None, Tensor | attention.TreeRows | None] = {}
         for window in self.windows:
@@ -281,7 +281,7 @@ class BorrowedModel:
 
     def _move_buffers(self) -> None:
         """What a family computes at construction (rotary frequencies, scales) goes where it is used."""
-        for module in self.skeleton.modules():
+        for module in self.meta_model.modules():
             place = _HOST if module in self._tables else self.place
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
@@ -299,14 +299,14 @@ class BorrowedModel:
         release(index)
 
     def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The skeleton's own type for `name`: the compute type but for what a family insists on keeping in fp32."""
+        """The meta model's own type for `name`: the compute type but for what a family insists on keeping in fp32."""
         return next((place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype)
 
 
-def _places(skeleton: nn.Module) -> dict[str, _Place]:
+def _places(meta_model: nn.Module) -> dict[str, _Place]:
     """Every parameter and saved buffer by its full name."""
     places = {}
-    for prefix, module in skeleton.named_modules():
+    for prefix, module in meta_model.named_modules():
         dot = f"{prefix}." if prefix else ""
         saved = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for table, held in ((module._parameters, module._parameters), (module._buffers, saved)):
@@ -316,10 +316,10 @@ def _places(skeleton: nn.Module) -> dict[str, _Place]:
     return places
 
 
-def _tables(skeleton: nn.Module, layers: nn.ModuleList) -> list[nn.Embedding]:
+def _tables(meta_model: nn.Module, layers: nn.ModuleList) -> list[nn.Embedding]:
     """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
     inside = set(layers.modules())
-    return [module for module in skeleton.modules() if isinstance(module, nn.Embedding) and module not in inside]
+    return [module for module in meta_model.modules() if isinstance(module, nn.Embedding) and module not in inside]
 
 
 def _below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:

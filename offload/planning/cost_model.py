@@ -3,8 +3,8 @@
 A step drafts, sweeps and verifies. The sweep takes at least as long as its slower side: computing, which grows with the
 tree, or the link, which does not; while drafting goes on the link fills the free slots, so that much of its work is
 done before the sweep begins. A few slots cannot smooth every hiccup, and readers share the processor with computing, so
-where both sides take about as long the sweep takes longer than either: `friction` says by how much. Curves are of this
-machine, bytes are of the memory plan, hence the same curves serve every budget.
+where both sides take about as long the sweep takes longer than either: `overlap penalty` says by how much. Curves are
+of this machine, bytes are of the memory plan, hence the same curves serve every budget.
 
 No torch, no clock. Invariant: a prediction is never shorter than either side alone needs.
 """
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from offload.memory.plan import MemoryPlan
-from offload.tree.topology import Growth, Shape
+from offload.tree.topology import DynamicShape, Shape
 
 Limit = Literal["link", "compute"]
 _FRICTIONS = tuple(index / 100 for index in range(101))
@@ -101,10 +101,10 @@ def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
 
 
 def overlapped_s(one_s: float, other_s: float, friction: float) -> float:
-    """What two things take that run beside each other: the norm of order 1 / friction.
+    """What two things take that run beside each other: the norm of order 1 / overlap penalty.
 
     Args:
-        friction: 0 where the shorter one costs nothing, 1 where they take turns.
+        overlap penalty: 0 where the shorter one costs nothing, 1 where they take turns.
     """
     longer_s = max(one_s, other_s)
     if not friction or not longer_s:
@@ -113,7 +113,7 @@ def overlapped_s(one_s: float, other_s: float, friction: float) -> float:
 
 
 def fit_friction(seen: Sequence[tuple[float, float, float]]) -> float:
-    """The friction that explains sweeps best, by least squares of relative errors.
+    """The overlap penalty that explains sweeps best, by least squares of relative errors.
 
     Args:
         seen: what computing, the link and both beside each other took, in seconds.
@@ -126,8 +126,8 @@ def fit_friction(seen: Sequence[tuple[float, float, float]]) -> float:
 
 
 def draft_widths(shape: Shape) -> list[int]:
-    """Rows of every draft step: of a fixed tree the nodes of each level that have children."""
-    if isinstance(shape, Growth):
+    """Rows of every draft step: of a static tree the nodes of each level that have children."""
+    if isinstance(shape, DynamicShape):
         return shape.draft_widths
     is_run_N = shape.num_children_N > 0
     return [int(np.count_nonzero(is_run_N[level])) for level in shape.levels[:-1]]

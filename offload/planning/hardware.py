@@ -1,9 +1,9 @@
-"""Machines with a card, by what limits decoding on them: known ones by name, any other from a JSON file.
+"""Machines with a GPU, by what limits decoding on them: known ones by name, any other from a JSON file.
 
 Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). What of them a program sees is said
 beside them, as a share or as a measured rate:
 
-- Pinned memory to the card over 16 lanes: users of NVIDIA/nvbandwidth report 23.9 to 26.4 GB/s on PCIe 4 (RTX 4090,
+- Pinned memory to the GPU over 16 lanes: users of NVIDIA/nvbandwidth report 23.9 to 26.4 GB/s on PCIe 4 (RTX 4090,
   issue 15; A100 25.1, issue 42) and 52.8 GB/s on PCIe 5 (H100, issue 24, in the other direction).
 - Matrix products reach 0.80 (H100) to 0.86 (A100) of the peak at their best shape (table "maximum achievable matmul
   FLOPS" in stas00/ml-engineering). A whole pass over some hundred rows, with attention, norms and launches, is taken to
@@ -29,13 +29,13 @@ _PCIE_4, _PCIE_5 = 25e9, 52e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One machine with one card."""
+    """One machine with one GPU."""
 
     name: str
     gpu_bytes: int
-    memory_bytes_per_s: float  # of the card's own memory, peak
+    memory_bytes_per_s: float  # of the GPU's own memory, peak
     flops_per_s: float  # dense bf16, peak
-    link_bytes_per_s: float  # pinned host memory to the card, as achieved
+    link_bytes_per_s: float  # pinned host memory to the GPU, as achieved
     ram_bytes: int = 256 * _GIB
     disk_bytes_per_s: float = 5e9
     memory_share: float = 0.8  # of the peak, that reading weights achieves

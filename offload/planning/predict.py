@@ -1,7 +1,7 @@
-"""Seconds per token before the first sweep: a card's figures become costs, and costs become the terms of a step.
+"""Seconds per token before the first sweep: a GPU's figures become costs, and costs become the terms of a step.
 
 One model of time serves all: `costs.step_time` on curves, which come from measuring where the machine is at hand and
-from here where it is not. A pass reads its weights from the card's memory or multiplies them with its rows, whichever
+from here where it is not. A pass reads its weights from the GPU's memory or multiplies them with its rows, whichever
 takes longer; layers that do not stay come over the link meanwhile.
 
 No torch, no clock.
@@ -29,7 +29,7 @@ class Prediction(NamedTuple):
     shape: Shape
     tokens_per_sweep: float
     step: StepTime
-    is_disk_slower: bool  # than the link to the card
+    is_disk_slower: bool  # than the link to the GPU
 
     @property
     def s_per_token(self) -> float:
@@ -64,7 +64,7 @@ def predict(
 
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
-    """What a card's figures make of two models.
+    """What a GPU's figures make of two models.
 
     Args:
         num_positions: whose keys and values every pass reads.
@@ -79,13 +79,13 @@ def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, n
 
 
 def traffic_on(hardware: Hardware, plan: MemoryPlan) -> Traffic:
-    """What the link to the card carries; where the disk behind it is slower, what it could have carried meanwhile."""
+    """What the link to the GPU carries; where the disk behind it is slower, what it could have carried meanwhile."""
     own = Traffic.of(plan)
     return own._replace(streamed_bytes=max(own.streamed_bytes, _as_link_bytes(hardware, plan.disk_streamed_bytes)))
 
 
 def is_disk_slower(hardware: Hardware, plan: MemoryPlan) -> bool:
-    """Whether a sweep waits for the disk rather than for the link to the card."""
+    """Whether a sweep waits for the disk rather than for the link to the GPU."""
     return _as_link_bytes(hardware, plan.disk_streamed_bytes) > plan.streamed_bytes
 
 

@@ -20,11 +20,11 @@ from offload.errors import UserError
 from offload.machine import cpu_name
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.traces import NUM_RANKS, PRODUCT_FORM
-from offload.planning.yields import GrownYield
+from offload.planning.yields import DynamicYield
 from offload.tree.topology import check_acceptance
 
 SCHEMA = 2  # raise it when a field changes its meaning
-_WITHOUT_GROWN = 1  # still read: what grown trees yield was not counted then
+_WITHOUT_GROWN = 1  # still read: what dynamic trees yield was not counted then
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard's weights: two fine-tunes of one model have the same headers
 _AGAIN = "run offload tune again"
 
@@ -103,7 +103,7 @@ class Profile:
     smoothing: float  # how many sightings the product form is worth, chosen on held-out traces
     num_threads: int
     costs: Costs
-    grown: tuple[GrownYield, ...]  # what grown trees yield; none where the rule or the way of tracing has none
+    grown: tuple[DynamicYield, ...]  # what dynamic trees yield; none where the rule or the way of tracing has none
     traces: tuple[tuple[int, ...], ...]  # rank of every token, window by window; -1: not among the candidates
 
     @property
@@ -237,7 +237,7 @@ def _build(values: dict[str, Any]) -> Profile:
     parts: dict[str, Any] = {
         "identity": Identity(**{**identity, "machine": Machine(**identity["machine"])}),
         "costs": Costs(**{**costs, **{name: _curve(costs[name]) for name in ("compute_s", "draft_step_s")}}),
-        "grown": tuple(GrownYield(**one) for one in values["grown"]),
+        "grown": tuple(DynamicYield(**one) for one in values["grown"]),
         "traces": tuple(tuple(map(int, trace)) for trace in values["traces"]),
     }
     parts |= {name: tuple(map(float, values[name])) for name in ("acceptance", "standard_error")}

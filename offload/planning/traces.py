@@ -113,7 +113,7 @@ def grow_order(
     """The likeliest nodes first, as far as parents and elder siblings allow.
 
     Args:
-        p_K: acceptance vector: the law of a rank where nothing else is known.
+        p_K: acceptance vector: the distribution of a rank where nothing else is known.
         trie: paths that were seen; without it a path's chance is the product of `p_K` along it.
         smoothing: how many sightings `p_K` is worth at every path of the trie.
     """

@@ -19,7 +19,7 @@ from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, 
 from offload.tree.topology import (
     DEFAULT_ACCEPTANCE,
     AcceptanceVector,
-    Growth,
+    DynamicShape,
     Shape,
     Topology,
     best_first,
@@ -45,16 +45,16 @@ class TreeChoice(NamedTuple):
     candidates: tuple[Candidate, ...] = ()  # the best few, best first; empty where nothing was chosen
 
     @property
-    def is_grown(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether size and depth are bounds, and every step has a shape of its own."""
-        return isinstance(self.shape, Growth)
+        return isinstance(self.shape, DynamicShape)
 
     def as_dict(self) -> dict[str, object]:
         """The field `tree_choice` of `--json`."""
         return {
             "num_nodes": self.shape.num_nodes,
             "depth": self.shape.depth,
-            "is_grown": self.is_grown,
+            "is_grown": self.is_dynamic,
             "why": self.why,
             "candidates": [candidate.as_dict() for candidate in self.candidates],
         }
@@ -120,17 +120,17 @@ class Trees:
 
     def _auto(self, sampling: Sampling, rule: str) -> TreeChoice:
         profile, note = self.find(sampling, rule)
-        costs, is_grown = self._costs_of(profile), not drafting_of(rule).keeps_laws
+        costs, is_dynamic = self._costs_of(profile), not drafting_of(rule).keeps_distributions
         if costs is None:
             why = f"a default, since nothing was measured ({note})"
             default = self._default()
-            return TreeChoice(Growth(default.num_nodes, default.depth) if is_grown else default, why)
+            return TreeChoice(DynamicShape(default.num_nodes, default.depth) if is_dynamic else default, why)
         forest, basis = self._forest(profile, costs, note)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
-        best = choose(forest, costs, self.traffic_of, max_depth, is_grown=is_grown)
+        best = choose(forest, costs, self.traffic_of, max_depth, is_dynamic=is_dynamic)
         if not best:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        return TreeChoice(best[0].shape, basis + growth_note(forest, best[0].shape), tuple(best[:NUM_SHOWN]))
+        return TreeChoice(best[0].shape, basis + dynamic_note(forest, best[0].shape), tuple(best[:NUM_SHOWN]))
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
         """The profile's curves where they are of as many threads, else what was measured at start; today's link."""
@@ -178,9 +178,9 @@ class Trees:
             )
 
 
-def growth_note(forest: Forest, shape: Shape) -> str:
-    """What the tokens per sweep of a grown tree rest on, in words to follow others."""
-    if not isinstance(shape, Growth):
+def dynamic_note(forest: Forest, shape: Shape) -> str:
+    """What the tokens per sweep of a dynamic tree rest on, in words to follow others."""
+    if not isinstance(shape, DynamicShape):
         return ""
     counted = sum(one.num_sweeps for one in forest.counted)
     return f", growth repeated for {counted} sweeps" if counted else ", as if fixed: grown trees yield more"

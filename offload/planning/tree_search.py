@@ -25,9 +25,9 @@ from offload.planning.traces import (
     grow_order,
     tree_of,
 )
-from offload.planning.yields import Gains, GrownYield
+from offload.planning.yields import DynamicYield, Gains
 from offload.tree.spec import label_of
-from offload.tree.topology import Floats, Growth, Shape, Topology
+from offload.tree.topology import DynamicShape, Floats, Shape, Topology
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32)
@@ -65,14 +65,14 @@ class Forest:
         traces: accepted ranks, window by window; none leaves the product form.
         smoothing: how many sightings of a path `p_K` is worth.
         max_nodes: of the largest tree.
-        counted: what grown trees have yielded; none takes them for as good as fixed ones.
+        counted: what dynamic trees have yielded; none takes them for as good as fixed ones.
     """
 
     p_K: Floats
     traces: Sequence[Trace] = ()
     smoothing: float = 1.0
     max_nodes: int = 512
-    counted: Sequence[GrownYield] = ()
+    counted: Sequence[DynamicYield] = ()
 
     def tree(self, num_nodes: int, depth: int) -> Topology | None:
         """The tree of `num_nodes` nodes and at most `depth` draft steps, None where there are not as many."""
@@ -88,7 +88,7 @@ class Forest:
             yields += bursts(tree_of(cut_order(order, num_nodes, depth)), trace)
         return sum(yields) / len(yields)
 
-    def expected_grown(self, num_nodes: int, depth: int) -> float:
+    def expected_dynamic(self, num_nodes: int, depth: int) -> float:
         """G of a tree that is grown within these bounds."""
         return self.expected(num_nodes, depth) * self._gains.at(num_nodes, depth)
 
@@ -123,22 +123,22 @@ def choose(
     traffic_of: Callable[[int], Traffic | None],
     max_depth: int = DEPTHS[-1],
     *,
-    is_grown: bool = False,
+    is_dynamic: bool = False,
 ) -> list[Candidate]:
     """All trees that memory can hold, the one with the most tokens per second first.
 
     Args:
         traffic_of: what a sweep moves when memory is planned for so many nodes; None where that does not fit.
-        is_grown: whether the draft's scores are to shape the trees.
+        is_dynamic: whether the draft's scores are to shape the trees.
     """
     candidates = []
     for size in (size for size in SIZES if size <= forest.max_nodes):
         traffic = traffic_of(size)
         if traffic is None:
             continue
-        for depth, tree in _trees_of(forest, size, max_depth, is_grown=is_grown):
-            shape = Growth(size, depth) if is_grown and size > 1 else tree
-            tokens = (forest.expected_grown if shape is not tree else forest.expected)(size, depth)
+        for depth, tree in _trees_of(forest, size, max_depth, is_dynamic=is_dynamic):
+            shape = DynamicShape(size, depth) if is_dynamic and size > 1 else tree
+            tokens = (forest.expected_dynamic if shape is not tree else forest.expected)(size, depth)
             step = step_time(costs, traffic, shape)
             candidates.append(Candidate(shape, tokens, step.total_s, step.limit))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
@@ -154,12 +154,12 @@ def best_smoothing(p_K: Floats, traces: Sequence[Trace], num_nodes: int = 128, d
     return best if held_out(best) > _LEAST_GAIN * held_out(PRODUCT_FORM) else PRODUCT_FORM
 
 
-def _trees_of(forest: Forest, size: int, max_depth: int, *, is_grown: bool) -> Iterator[tuple[int, Topology]]:
+def _trees_of(forest: Forest, size: int, max_depth: int, *, is_dynamic: bool) -> Iterator[tuple[int, Topology]]:
     """One tree per depth, shallow ones first; of fixed ones until a larger bound changes nothing."""
     last = -1
     for depth in dict.fromkeys(min(bound, max_depth, max(1, size - 1)) for bound in DEPTHS):
         tree = forest.tree(size, depth)
-        if tree is not None and tree.depth == last and not is_grown:
+        if tree is not None and tree.depth == last and not is_dynamic:
             return
         if tree is not None:
             last = tree.depth

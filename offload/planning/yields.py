@@ -1,8 +1,8 @@
-"""Tokens per sweep of grown trees: counted for a few bounds, and anywhere else by their gain over fixed trees.
+"""Tokens per sweep of dynamic trees: counted for a few bounds, and anywhere else by their gain over static trees.
 
-A grown tree has another shape in every step, so ranks alone cannot say what it yields. Growing it again along a text
+A dynamic tree has another shape in every step, so ranks alone cannot say what it yields. Growing it again along a text
 that the target has written can, without a sweep: what is accepted is known. That costs draft steps, hence a few bounds
-only. Between them the gain over the fixed tree of the same bounds is interpolated, because it changes slowly where the
+only. Between them the gain over the static tree of the same bounds is interpolated, because it changes slowly where the
 yield itself does not; beyond them it stays what it was at the last. A tree without a node to place gains nothing.
 
 No model, no torch, no clock.
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offload.tree.topology import Growth
+from offload.tree.topology import DynamicShape
 
 SIZES, DEPTHS = (16, 64, 256), (8, 24)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GrownYield:
+class DynamicYield:
     """What trees within some bounds have yielded."""
 
     num_nodes: int  # at most
@@ -28,13 +28,13 @@ class GrownYield:
     num_sweeps: int  # counted
 
 
-def bounds_to_count(max_nodes: int) -> tuple[Growth, ...]:
+def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
     """For which bounds to grow again, where no tree may be larger than `max_nodes`."""
     sizes = [size for size in SIZES if size <= max_nodes] or [size for size in (max_nodes,) if size > 1]
-    return tuple(dict.fromkeys(Growth(size, min(depth, size - 1)) for size in sizes for depth in DEPTHS))
+    return tuple(dict.fromkeys(DynamicShape(size, min(depth, size - 1)) for size in sizes for depth in DEPTHS))
 
 
-def yields_of(bounds: Sequence[Growth], bursts_WB: Sequence[Sequence[Sequence[int]]]) -> tuple[GrownYield, ...]:
+def yields_of(bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Sequence[int]]]) -> tuple[DynamicYield, ...]:
     """Tokens per sweep within each of the bounds, over all windows; none where no sweep was counted.
 
     Args:
@@ -45,19 +45,21 @@ def yields_of(bounds: Sequence[Growth], bursts_WB: Sequence[Sequence[Sequence[in
         bursts = [burst for window in bursts_WB for burst in window[index]]
         if bursts:
             mean, count = sum(bursts) / len(bursts), len(bursts)
-            found.append(GrownYield(num_nodes=one.num_nodes, depth=one.depth, tokens_per_sweep=mean, num_sweeps=count))
+            found.append(
+                DynamicYield(num_nodes=one.num_nodes, depth=one.depth, tokens_per_sweep=mean, num_sweeps=count)
+            )
     return tuple(found)
 
 
 class Gains:
-    """How many times the tokens of a fixed tree a grown one within the same bounds yields.
+    """How many times the tokens of a static tree a dynamic one within the same bounds yields.
 
     Args:
         counted: at some bounds; none leaves a gain of one everywhere.
-        fixed: tokens per sweep of the fixed tree of so many nodes, so deep.
+        fixed: tokens per sweep of the static tree of so many nodes, so deep.
     """
 
-    def __init__(self, counted: Sequence[GrownYield], fixed: Callable[[int, int], float]) -> None:
+    def __init__(self, counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]) -> None:
         curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
         for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
             # Trees of one level are the same grown or fixed: the draft's best children of the root.

@@ -28,7 +28,7 @@ from transformers.generation.logits_process import (
 
 from offload.config import NOISE_POSITIONS, Drafting, Sampling
 from offload.errors import UserError
-from offload.kernels.registry import TWINS, KernelSet
+from offload.kernels.registry import REFERENCES, KernelSet
 
 _NOT_NUMBERS = (
     "a model's scores are not numbers, its values exceed the type that it computes in or its weights are damaged: "
@@ -54,7 +54,7 @@ class Sampler:
         sampling: Sampling,
         vocab_size: int,
         drafting: Drafting = Drafting.COUPLED,
-        kernels: KernelSet = TWINS,
+        kernels: KernelSet = REFERENCES,
     ) -> None:
         self.kernels, self.sampling, self._vocab_size = kernels, sampling, vocab_size
         self.is_greedy, self.drafting = sampling.is_greedy, drafting
@@ -102,20 +102,20 @@ class Sampler:
             noise = torch.stack([self._noise_at(one, place) for one in position])
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])  # a sum of mixed types takes longer
 
-    def law(self, logits_TV: Tensor) -> Tensor:
+    def distribution(self, logits_TV: Tensor) -> Tensor:
         """The distributions that are drawn from, float32 (T, V); when greedy, all on the argmax (ties: lowest id).
 
         NaN where the logits are.
         """
         if self.is_greedy:
-            law_TV = torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
-            return law_TV.masked_fill_(_lack_numbers(logits_TV)[:, None], torch.nan)
+            probs_TV = torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
+            return probs_TV.masked_fill_(_lack_numbers(logits_TV)[:, None], torch.nan)
         return self._warped(logits_TV).softmax(-1)
 
-    def host_law(self, logits_V: Tensor) -> NDArray[np.float64]:
+    def host_distribution(self, logits_V: Tensor) -> NDArray[np.float64]:
         """One row's distribution in host memory, to be calculated with in float64. Raises as `draw` does."""
-        law_V = self.law(logits_V[None])[0].double().cpu().numpy()
-        return law_V / require_number(law_V.sum())
+        probs_V = self.distribution(logits_V[None])[0].double().cpu().numpy()
+        return probs_V / require_number(probs_V.sum())
 
     def uniform(self, *shape: int) -> NDArray[np.float64]:
         """Fresh numbers in the open interval (0, 1)."""

@@ -23,7 +23,7 @@ _LEAST_CONTEXT_BYTES = 3 << 28  # it grows as kernels are used for the first tim
 class Device(Protocol):
     """An accelerator with memory of its own."""
 
-    name: str  # what it calls itself; measurements are of one kind of card
+    name: str  # what it calls itself; measurements are of one kind of GPU
     place: torch.device
     copies: Stream
     compute: Stream
@@ -69,7 +69,7 @@ class CudaDevice:
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew, tens of milliseconds each
         torch.cuda.reset_peak_memory_stats(self.place)
         self._context_bytes = self._own_context_bytes()
-        # torch keeps to a limit, so that a large card can stand in for a small one; one from before no longer holds.
+        # torch keeps to a limit, so that a large GPU can stand in for a small one; one from before no longer holds.
         beside_bytes, share = max(self._context_bytes, _LEAST_CONTEXT_BYTES), 1.0
         if limit_bytes is not None and limit_bytes > beside_bytes:  # with less no plan works, and that says so better
             share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.place)[1]
@@ -128,7 +128,7 @@ def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None
         gpu_memory: of which this process takes no more than that.
 
     Raises:
-        UserError: no such name, no driver, no such card, or a budget where there is none or larger than the card.
+        UserError: no such name, no driver, no such GPU, or a budget where there is none or larger than the GPU.
     """
     if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
         raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}: try --device auto")

@@ -31,7 +31,7 @@ from offload.memory.plan import Tier
 from offload.streaming.device import Device, Event
 from offload.streaming.disk import HostStore
 from offload.streaming.layer_stream import Record
-from offload.streaming.pinned import Arena, HostBuffer
+from offload.streaming.pinned import HostBuffer, PinnedAllocator
 from offload.streaming.read_ahead import ReadAhead
 from offload.streaming.timeline import Spans
 
@@ -95,7 +95,7 @@ class DeviceStream:
         num_slots: int,
         *,
         device: Device,
-        arena: Arena,
+        arena: PinnedAllocator,
         num_host_slots: int,
         poison_released: bool = False,
     ) -> None:

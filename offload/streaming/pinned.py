@@ -129,7 +129,7 @@ class RegisterWay:
             self._forget_error()
 
 
-class Arena:
+class PinnedAllocator:
     """Host buffers for one device, locked as far as this machine lets us.
 
     Args:
@@ -192,8 +192,8 @@ class Arena:
             way.free(array)
 
 
-def open_arena(place: torch.device) -> Arena:
-    """The arena of a CUDA device."""
+def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
+    """The pinned allocator of a CUDA device."""
     cpus, refusals, ways = cpus_near(_pci_address(place)), [], []
     for build in (
         partial(CupyWay, place.index or 0, _import_cupy, torch.version.cuda, cpus),
@@ -203,7 +203,7 @@ def open_arena(place: torch.device) -> Arena:
             ways.append(build())
         except RefusedError as refusal:
             refusals.append(str(refusal))
-    return Arena(ways, refusals)
+    return PinnedAllocator(ways, refusals)
 
 
 def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:

@@ -21,7 +21,7 @@ from offload.streaming.pinned import HostBuffer
 Read = Callable[[SlabLayout, np.ndarray], list[Future[None]]]
 
 
-class Filled(NamedTuple):
+class StaticTree(NamedTuple):
     """A layer that has arrived in host memory."""
 
     layer: int
@@ -49,7 +49,7 @@ class ReadAhead:
         self._thread = threading.Thread(target=self._run, name="offload-ahead", daemon=True)
         self._thread.start()
 
-    def next(self) -> Filled:
+    def next(self) -> StaticTree:
         """The next layer, once all of it has arrived. Raises `ReadError`."""
         started = self._filling.get()
         if isinstance(started, BaseException):
@@ -60,7 +60,7 @@ class ReadAhead:
             finish(futures)
         except CancelledError:
             raise ReadError("reading ahead was stopped") from None
-        return Filled(layer, buffer)
+        return StaticTree(layer, buffer)
 
     def give_back(self, buffer: HostBuffer, sent: Event | None) -> None:
         """The buffer may be filled again once `sent` is reached."""

@@ -1,9 +1,10 @@
-"""From which laws the children of a tree were drawn: what a ratio test needs beside their tokens.
+"""From which distributions the children of a tree were drawn: what a ratio test needs beside their tokens.
 
-A rule that compares p(x) with q(x) is exact only if q is the very law that x was drawn from, given everything drawn
-before it. So a law is kept per node, after temperature, top-k and top-p, and the kind of draw per child; from both and
-the elder siblings the law of every single child follows. One node may mix kinds. A child about which nothing is known
-but its token (likeliest, copied, retrieved) is a point mass, the law that is one at its token.
+A rule that compares p(x) with q(x) is exact only if q is the very distribution that x was drawn from, given everything
+drawn before it. So a distribution is kept per node, after temperature, top-k and top-p, and the kind of draw per child;
+from both and the elder siblings the distribution of every single child follows. One node may mix kinds. A child about
+which nothing is known but its token (likeliest, copied, retrieved) is a point mass, the distribution that is one at its
+token.
 
 Invariant: how many children a node gets never depends on the tokens that were drawn for it (predictable growth).
 """
@@ -28,8 +29,8 @@ class Draw(IntEnum):
     """How one child was chosen."""
 
     POINT_MASS = 0  # whatever the reason, chance had no part in it that a rule could use
-    WITHOUT_REPLACEMENT = 1  # from the node's law without the tokens of its elder siblings
-    WITH_REPLACEMENT = 2  # from the node's law as it is
+    WITHOUT_REPLACEMENT = 1  # from the node's distribution without the tokens of its elder siblings
+    WITH_REPLACEMENT = 2  # from the node's distribution as it is
 
 
 class Offer(NamedTuple):
@@ -38,61 +39,63 @@ class Offer(NamedTuple):
     child: int  # its node
     token: int
     draw: Draw
-    law_V: Floats | None  # what its token was drawn from, given its elder siblings; None is a point mass
+    probs_V: Floats | None  # what its token was drawn from, given its elder siblings; None is a point mass
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """The laws of one tree, as wide as the target's vocabulary and zero where the draft has no token.
+    """The distributions of one tree, as wide as the target's vocabulary and zero where the draft has no token.
 
     Attributes:
         draw_N: a `Draw` for every node, as the child that it is; the root's entry means nothing.
-        row_N: which row of `law_EV` the children of a node were drawn from; -1 where all are point masses.
-        law_EV: float32, one distribution for each of the E nodes whose children were drawn.
+        row_N: which row of `probs_EV` the children of a node were drawn from; -1 where all are point masses.
+        probs_EV: float32, one distribution for each of the E nodes whose children were drawn.
     """
 
     draw_N: Ints
     row_N: Ints
-    law_EV: Tensor
+    probs_EV: Tensor
 
     @classmethod
     def blank(cls, topology: Topology, vocab_size: int, draw: Draw, place: torch.device | str = "cpu") -> "Proposals":
-        """For a tree all of whose children are drawn alike: a law for each node that has children, to be written.
+        """For a tree whose children are all drawn alike: a distribution for each node with children, to be written.
 
-        Laws stay where they are drawn from: verification fetches the few that its walk passes.
+        Distributions stay where they are drawn from: verification fetches the few that its walk passes.
         """
         has_children_N = topology.num_children_N > 0
         row_N = np.where(has_children_N, np.cumsum(has_children_N) - 1, -1)
-        law_EV = torch.zeros(int(has_children_N.sum()), vocab_size, device=place)
-        return cls(np.full(topology.num_nodes, int(draw)), row_N, law_EV)
+        probs_EV = torch.zeros(int(has_children_N.sum()), vocab_size, device=place)
+        return cls(np.full(topology.num_nodes, int(draw)), row_N, probs_EV)
 
-    def write(self, node_W: Sequence[int] | Ints, law_WV: Tensor) -> None:
+    def write(self, node_W: Sequence[int] | Ints, probs_WV: Tensor) -> None:
         """Note what the children of these nodes are drawn from."""
-        self.law_EV[torch.from_numpy(self.row_N[node_W]).to(self.law_EV.device)] = law_WV
+        self.probs_EV[torch.from_numpy(self.row_N[node_W]).to(self.probs_EV.device)] = probs_WV
 
     def offers(self, parent: int, children: Sequence[int], tokens: Sequence[int]) -> Iterator[Offer]:
         """The children of `parent` in the order of their draws, which ends early where no token was left to draw.
 
         Raises:
-            UserError: the law that they were drawn from is not made of numbers.
+            UserError: the distribution that they were drawn from is not made of numbers.
         """
         row = int(self.row_N[parent])
-        full_V = None if row < 0 else _normalised(self.law_EV[row].double().cpu().numpy())
+        full_V = None if row < 0 else _normalised(self.probs_EV[row].double().cpu().numpy())
         for rank, (child, token) in enumerate(zip(children, tokens, strict=True)):
             draw = Draw(int(self.draw_N[child]))
-            law_V = None if draw is Draw.POINT_MASS else full_V
+            probs_V = None if draw is Draw.POINT_MASS else full_V
             if draw is Draw.WITHOUT_REPLACEMENT:
                 assert full_V is not None, f"node {parent} has no law, and its child {child} was drawn from one"
-                law_V = _without(full_V, list(tokens[:rank]))
-                if not law_V.any():
+                probs_V = _without(full_V, list(tokens[:rank]))
+                if not probs_V.any():
                     return
-            assert law_V is None or law_V[token] > 0, f"child {child} cannot have been drawn from the law it came with"
-            yield Offer(child, token, draw, law_V)
+            assert probs_V is None or probs_V[token] > 0, (
+                f"child {child} cannot have been drawn from the law it came with"
+            )
+            yield Offer(child, token, draw, probs_V)
 
 
-def _without(law_V: Floats, tokens: list[int]) -> Floats:
-    """`law_V` restricted to other tokens; uniform over them once its support is used up (Sequoia, Alg. 1)."""
-    left_V = law_V.copy()
+def _without(probs_V: Floats, tokens: list[int]) -> Floats:
+    """`probs_V` restricted to other tokens; uniform over them once its support is used up (Sequoia, Alg. 1)."""
+    left_V = probs_V.copy()
     left_V[tokens] = 0
     if not left_V.any():
         left_V[:] = 1
@@ -100,6 +103,6 @@ def _without(law_V: Floats, tokens: list[int]) -> Floats:
     return _normalised(left_V)
 
 
-def _normalised(law_V: Floats) -> Floats:
-    """`law_V` divided by its sum; zeros stay zeros. Raises `UserError` for NaN."""
-    return law_V / (require_number(law_V.sum()) or 1.0)
+def _normalised(probs_V: Floats) -> Floats:
+    """`probs_V` divided by its sum; zeros stay zeros. Raises `UserError` for NaN."""
+    return probs_V / (require_number(probs_V.sum()) or 1.0)

@@ -1,6 +1,6 @@
 """`--tree` in words: what a user may ask for, and the shape that it names.
 
-Every kind but `grown` names one fixed tree. `grown` names bounds: its shape is settled in every step by the draft's
+Every kind but `grown` names one static tree. `grown` names bounds: its shape is settled in every step by the draft's
 scores for the very tokens that it proposes, which only rules that repeat the target's own draws allow.
 """
 
@@ -10,7 +10,15 @@ from typing import Literal
 
 from offload.config import drafting_of, require
 from offload.errors import UserError
-from offload.tree.topology import DEFAULT_ACCEPTANCE, AcceptanceVector, Growth, Shape, best_first, chain, sequences
+from offload.tree.topology import (
+    DEFAULT_ACCEPTANCE,
+    AcceptanceVector,
+    DynamicShape,
+    Shape,
+    best_first,
+    chain,
+    sequences,
+)
 
 MAX_TREE_NODES = 65536  # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 AUTO_NODES, AUTO_DEPTH = 64, 16  # `auto` where nothing was measured; `choose` has the measured answer
@@ -56,13 +64,13 @@ class TreeSpec:
             case "best":
                 return best_first(p, self.count, self.depth)
             case "grown":
-                return Growth(self.count, min(self.depth, self.count - 1))
+                return DynamicShape(self.count, min(self.depth, self.count - 1))
             case "sequences":
                 return sequences(self.count, self.depth)
 
     def check_rule(self, rule: str) -> None:
         """Refuse a rule that needs a tree whose growth looks at no token that was drawn. Raises `UserError`."""
-        if self.kind == "grown" and drafting_of(rule).keeps_laws:
+        if self.kind == "grown" and drafting_of(rule).keeps_distributions:
             size = f"{self.count}x{self.depth}"
             raise UserError(
                 f"--tree grown:{size} looks at the tokens it proposes and rule {rule} is exact only without that: "
@@ -74,7 +82,7 @@ def label_of(shape: Shape) -> str:
     """What `--tree` would call a shape that it has chosen."""
     if shape.num_nodes == 1:
         return "none"
-    return f"{'grown:' if isinstance(shape, Growth) else ''}{shape.num_nodes}x{shape.depth}"
+    return f"{'grown:' if isinstance(shape, DynamicShape) else ''}{shape.num_nodes}x{shape.depth}"
 
 
 def parse_tree(text: str) -> TreeSpec:

@@ -22,7 +22,7 @@ class TokenTree:
     Attributes:
         topology: who is whose child.
         token_N: int64, the proposed ids; `token_N[0]` is committed already.
-        proposals: the laws that the tokens were drawn from; without them every child is a point mass.
+        proposals: the distributions that the tokens were drawn from; without them every child is a point mass.
     """
 
     topology: Topology
@@ -47,7 +47,7 @@ class TokenTree:
         return next((c for c in children_of(self.topology)[node] if self.tokens[c] == token), None)
 
     def offers(self, node: int) -> Iterator[Offer]:
-        """The children of `node` in the order of their draws, each with the law it came from."""
+        """The children of `node` in the order of their draws, each with the distribution it came from."""
         children = children_of(self.topology)[node]
         tokens = [self.tokens[child] for child in children]
         if self.proposals is not None:
@@ -65,7 +65,7 @@ def children_of(topology: Topology) -> list[list[int]]:
     return children
 
 
-@lru_cache(maxsize=2)  # of N x N; the one tree of a run comes again and again, grown ones never do
+@lru_cache(maxsize=2)  # of N x N; the one tree of a run comes again and again, dynamic ones never do
 def ancestors(topology: Topology) -> Tensor:
     """Bool (N, N): entry (i, j) tells whether node j lies on the path from the root to node i, i included."""
     ancestor_NN = torch.eye(topology.num_nodes, dtype=torch.bool)

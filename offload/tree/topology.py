@@ -94,7 +94,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class DynamicShape:
     """Bounds of a tree whose shape is settled anew in every step, by what the draft says."""
 
     num_nodes: int  # at most, the root included
@@ -113,7 +113,7 @@ class Growth:
         return [1, *[self.rows_per_pass] * min(self.num_nodes - 2, _PASSES)]
 
 
-Shape = Topology | Growth
+Shape = Topology | DynamicShape
 
 
 def check_acceptance(p: AcceptanceVector) -> Floats:

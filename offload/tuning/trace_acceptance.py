@@ -1,8 +1,9 @@
 """Taking traces: which of the draft's candidates a rule accepts at every position of a text.
 
-At each position the draft offers as many children as a trace looks at, by the rule's own drafting law, and the rule
-says which of them it takes; a text is run through both models many positions per pass. Where the target has written the
-text itself, the next position stands behind the token that was written, so among a ratio rule's random outcomes only
+At each position the draft offers as many children as a trace looks at, by the rule's own drafting distribution, and the
+rule says which of them it takes; a text is run through both models many positions per pass. Where the target has
+written the text itself, the next position stands behind the token that was written, so among a ratio rule's random
+outcomes only
 those that emit this token count: they are drawn until one does. `spectr` judges the children of a node as one group, so
 its ranks depend on how many there are and no single trace can tell them; the ratio test on the same draws stands in.
 
@@ -23,7 +24,7 @@ from offload.planning.traces import NUM_RANKS
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Proposals
 from offload.tree.token_tree import TokenTree
-from offload.tree.topology import Growth, chain, sequences
+from offload.tree.topology import DynamicShape, chain, sequences
 from offload.verification.ratio import ratio
 
 _MAX_DRAWS = 64  # an unlikely token may take many; after so many the last outcome stands
@@ -61,8 +62,8 @@ def ranks_of(decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sa
     return [_accepted_rank(draw, logits_V, sampler, token) for draw, logits_V, token in known]
 
 
-def grown_again(
-    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, bounds: Growth
+def dynamic_again(
+    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, bounds: DynamicShape
 ) -> list[int]:
     """Tokens of the sweeps that would have written this, with trees grown within `bounds`; no sweep is run.
 
@@ -118,11 +119,11 @@ def _stars(decoder: Decoder, tokens: Sequence[int], start: int, sampler: Sampler
 
 def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: int) -> TokenTree:
     """A root, of which only the place matters, with its children."""
-    token_1K, draw, law_1V = draw_children(logits_1V, NUM_RANKS, sampler, position)
+    token_1K, draw, distribution_1V = draw_children(logits_1V, NUM_RANKS, sampler, position)
     topology, proposals = sequences(token_1K.shape[1], 1), None
-    if law_1V is not None:
-        proposals = Proposals.blank(topology, vocab_size, draw, law_1V.device)
-        proposals.write([0], law_1V)
+    if distribution_1V is not None:
+        proposals = Proposals.blank(topology, vocab_size, draw, distribution_1V.device)
+        proposals.write([0], distribution_1V)
     return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
 
 

@@ -40,9 +40,9 @@ from offload.planning.traces import NUM_RANKS, acceptance
 from offload.planning.tree_search import Candidate, Forest, best_smoothing, choose
 from offload.planning.yields import bounds_to_count, yields_of
 from offload.streaming.device import Device, open_device
-from offload.tree.topology import Growth, isotonic
+from offload.tree.topology import DynamicShape, isotonic
 from offload.tuning.time_steps import measure_costs
-from offload.tuning.trace_acceptance import given_trace, grown_again, ranks_of, write
+from offload.tuning.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 
 NUM_PROMPT, NUM_NEW = 64, 128  # tokens of a window: what is given, and what is written or read behind it
 DEPTH = 24
@@ -76,7 +76,7 @@ class Question:
     sampling: Sampling
     windows: tuple[tuple[int, ...], ...]  # token ids; the first `NUM_PROMPT` of each are given
     is_teacher_forced: bool
-    bounds: tuple[Growth, ...] = ()  # of grown trees that are to be grown again over what is written
+    bounds: tuple[DynamicShape, ...] = ()  # of dynamic trees that are to be grown again over what is written
 
     @property
     def state_path(self) -> Path:
@@ -141,9 +141,9 @@ def tune(
         traffic = Traffic.of(decoder.plan)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
-    largest, is_grown = costs.compute_s.sizes[-1], not drafting_of(rule).keeps_laws
+    largest, is_dynamic = costs.compute_s.sizes[-1], not drafting_of(rule).keeps_distributions
     forest = Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, largest, profile.grown)
-    return Tuned(profile, path, choose(forest, costs, lambda _: traffic, is_grown=is_grown))
+    return Tuned(profile, path, choose(forest, costs, lambda _: traffic, is_dynamic=is_dynamic))
 
 
 def _limits(card: Device | None, rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,17 +225,17 @@ def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> l
 
 
 def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
-    """One window: its trace, and the sweeps of every kind of grown tree."""
+    """One window: its trace, and the sweeps of every kind of dynamic tree."""
     window, seed = question.windows[index], (question.sampling.seed + index) % 2**63
     sampling = replace(question.sampling, seed=seed)
     if question.is_teacher_forced:
         return Traced(given_trace(decoder, window, NUM_PROMPT, sampling), [])
     written = write(decoder, window, sampling, NUM_NEW, _writing_tree(decoder))
-    bursts_B = [grown_again(decoder, window, written, sampling, bounds) for bounds in question.bounds]
+    bursts_B = [dynamic_again(decoder, window, written, sampling, bounds) for bounds in question.bounds]
     return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
 
 
-def _bounds(decoder: Decoder, is_teacher_forced: bool) -> tuple[Growth, ...]:
+def _bounds(decoder: Decoder, is_teacher_forced: bool) -> tuple[DynamicShape, ...]:
     """None where scores must not shape a tree, or where the target has written nothing to grow along."""
     can_grow = decoder.rule.repeats_draws and not is_teacher_forced
     return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()

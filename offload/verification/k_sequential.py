@@ -1,9 +1,10 @@
 """SpecTr's k-sequential selection (K-SEQ; 2310.15141, Alg. 3): k independent draws, one test for all of them.
 
 Each of k draws x from Q is accepted with chance min(1, P[x] / (rho Q[x])), one after the other. With
-M = min(Q, P / rho) and beta = sum of M over all tokens, one trial succeeds with chance beta and then gives the law
-M / beta, and all k fail with chance (1 - beta)^k. So the trials deliver c M, where c = (1 - (1 - beta)^k) / beta, and
-P - c M, normalised, is drawn from when they fail. This is exact if nothing in P - c M is negative, for which c <= rho
+M = min(Q, P / rho) and beta = sum of M over all tokens, one trial succeeds with chance beta and then gives the
+distribution M / beta, and all k fail with chance (1 - beta)^k. So the trials deliver c M, where c = (1 - (1 - beta)^k)
+/ beta, and P - c M, normalised, is drawn from when they fail. This is exact if nothing in P - c M is negative, for
+which c <= rho
 suffices: c M <= rho P / rho = P.
 
 The least such rho accepts most. beta falls as rho grows while rho beta = sum of min(rho Q, P) rises, so c <= rho, that
@@ -47,25 +48,25 @@ def k_sequential_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[T
 
 
 def _group_trials(target_V: Floats, group: list[Offer]) -> Iterator[Trial]:
-    """All trials of k draws from one law carry what remains after the last of them."""
-    law_V = group[0].law_V
-    assert law_V is not None, "a draw with replacement has a law"
-    rho = division_factor(target_V, law_V, len(group))
-    common_V = np.minimum(law_V, target_V / rho)
+    """All trials of k draws from one distribution carry what remains after the last of them."""
+    probs_V = group[0].probs_V
+    assert probs_V is not None, "a draw with replacement has a law"
+    rho = division_factor(target_V, probs_V, len(group))
+    common_V = np.minimum(probs_V, target_V / rho)
     left_V = np.maximum(target_V - common_V * _num_deliveries(float(common_V.sum()), len(group)), 0)
     mass = left_V.sum()
     for offer in group:
         if not mass:
             yield Trial(offer.child, 1.0, left_V)
             return
-        chance = min(1.0, float(target_V[offer.token] / (rho * law_V[offer.token])))
+        chance = min(1.0, float(target_V[offer.token] / (rho * probs_V[offer.token])))
         yield Trial(offer.child, chance, left_V / mass)
 
 
-def division_factor(target_V: Floats, law_V: Floats, num_draws: int) -> float:
-    """rho: the least in [1, k] for which what remains after k failures is a law, see the top of this file."""
-    is_common_V = (target_V > 0) & (law_V > 0)
-    p_C, q_C = target_V[is_common_V], law_V[is_common_V]
+def division_factor(target_V: Floats, probs_V: Floats, num_draws: int) -> float:
+    """rho: the least in [1, k] for which what remains after k failures is a distribution, see the top of this file."""
+    is_common_V = (target_V > 0) & (probs_V > 0)
+    p_C, q_C = target_V[is_common_V], probs_V[is_common_V]
     lo, hi = 1.0, float(num_draws)
     for _ in range(_NUM_HALVINGS if num_draws > 1 else 0):
         rho = (lo + hi) / 2

@@ -1,10 +1,11 @@
 """The ratio test, child by child: Sequoia's verification and SpecInfer's, and any mix of proposals at one node.
 
-A child x that was drawn from D is accepted with chance min(1, R[x] / D[x]), where R is the target's law at first; after
-a rejection R becomes what D could not deliver, norm(max(R - D, 0)). A trial hands out min(R, D) and leaves the rest of
-R, so what is emitted has law R whatever D is. The two papers differ in D alone, which the tree knows: drawn without
-replacement it is Sequoia (2402.12374, Alg. 1), with replacement SpecInfer (Alg. 3 there), and a point mass is the
-target's own sampling. A token that was rejected is never accepted later: R has no mass there any more.
+A child x that was drawn from D is accepted with chance min(1, R[x] / D[x]), where R is the target's distribution at
+first; after a rejection R becomes what D could not deliver, norm(max(R - D, 0)). A trial hands out min(R, D) and leaves
+the rest of R, so what is emitted has distribution R whatever D is. The two papers differ in D alone, which the tree
+knows: drawn without replacement it is Sequoia (2402.12374, Alg. 1), with replacement SpecInfer (Alg. 3 there), and a
+point mass is the target's own sampling. A token that was rejected is never accepted later: R has no mass there any
+more.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,10 +34,10 @@ def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
     for offer in offers:
         left_V = _undelivered(residual_V, offer)
         mass = left_V.sum()
-        if not mass:  # the child's law delivers all there is
+        if not mass:  # the child's distribution delivers all there is
             yield Trial(offer.child, 1.0, left_V)
             return
-        offered = 1.0 if offer.law_V is None else offer.law_V[offer.token]
+        offered = 1.0 if offer.probs_V is None else offer.probs_V[offer.token]
         chance = min(1.0, float(residual_V[offer.token] / offered))
         residual_V = left_V / mass
         yield Trial(offer.child, chance, residual_V)
@@ -44,8 +45,8 @@ def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
 
 def _undelivered(residual_V: Floats, offer: Offer) -> Floats:
     """max(R - D, 0)."""
-    if offer.law_V is not None:
-        return np.maximum(residual_V - offer.law_V, 0)
+    if offer.probs_V is not None:
+        return np.maximum(residual_V - offer.probs_V, 0)
     left_V = residual_V.copy()
     left_V[offer.token] = 0
     return left_V

@@ -1,4 +1,4 @@
-"""Rules of acceptance: which nodes of a scored tree may be emitted so that the target's law stays what it is.
+"""Rules of acceptance: which nodes of a scored tree may be emitted so that the target's distribution stays what it is.
 
 | rule | the draft's children | accepted |
 |---|---|---|
@@ -8,8 +8,8 @@
 | specinfer | drawn with replacement | the same test (2305.09781, Alg. 3 in 2402.12374) |
 | spectr | drawn with replacement | k-sequential selection (2310.15141, Alg. 3) |
 
-No model in sight. Invariant: for any tree whose growth was predictable, the emitted tokens have the target's law; with
-`match` and `topk` they are, for one seed, the very same tokens whatever the tree.
+No model in sight. Invariant: for any tree whose growth was predictable, the emitted tokens have the target's
+distribution; with `match` and `topk` they are, for one seed, the very same tokens whatever the tree.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The walk that all ratio rules share: down the tree by chance, one node's children at a time.
 
-A rule says for one node with which chance each child is accepted and what remains of the target's law when none is;
-the walk tosses the coins. It works in float64 on the host, on the few rows that it visits. Invariant: one fresh coin
-per node and step, the root's for the token that ends the walk.
+A rule says for one node with which chance each child is accepted and what remains of the target's distribution when
+none is; the walk tosses the coins. It works in float64 on the host, on the few rows that it visits. Invariant: one
+fresh coin per node and step, the root's for the token that ends the walk.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,14 +28,14 @@ class Trial(NamedTuple):
 
     child: int  # its node
     chance: float  # to be accepted, given that its elder siblings were not
-    residual_V: Floats  # the law of the next token if this was the last child and nobody was accepted
+    residual_V: Floats  # the distribution of the next token if this was the last child and nobody was accepted
 
 
-Trials = Callable[[Floats, Iterable[Offer]], Iterator[Trial]]  # the target's law and the children of one node
+Trials = Callable[[Floats, Iterable[Offer]], Iterator[Trial]]  # the target's distribution and the children of one node
 
 
 def walk(tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials) -> Acceptance:
-    """Descend into the first child that wins its toss, until none does; then draw from what remains of the law.
+    """Descend into the first child that wins its toss, until none does; then draw from the remaining distribution.
 
     Args:
         logits_NV: the target's scores after each node.
@@ -43,7 +43,7 @@ def walk(tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials) -> 
     """
     coin_N, nodes = sampler.uniform(tree.num_nodes), [0]
     while True:
-        residual_V = sampler.host_law(logits_NV[nodes[-1]])
+        residual_V = sampler.host_distribution(logits_NV[nodes[-1]])
         for child, chance, remainder_V in trials(residual_V, tree.offers(nodes[-1])):
             if coin_N[child] < chance:
                 nodes.append(child)
@@ -54,8 +54,8 @@ def walk(tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials) -> 
             return Acceptance(nodes, [*(tree.tokens[node] for node in nodes[1:]), last])
 
 
-def pick(law_V: Floats, coin: float) -> int:
-    """The token at which the cumulated law passes `coin`; never one without mass, not even by rounding."""
-    sum_V = np.cumsum(law_V)
+def pick(probs_V: Floats, coin: float) -> int:
+    """The token at which the cumulated distribution passes `coin`; never one without mass, not even by rounding."""
+    sum_V = np.cumsum(probs_V)
     last = int(np.searchsorted(sum_V, sum_V[-1]))
     return min(int(np.searchsorted(sum_V, coin * sum_V[-1], side="right")), last)

@@ -21,7 +21,7 @@ from offload.engine import load as loading
 from offload.errors import UserError
 from offload.stats import Stats
 from offload.streaming.layer_stream import LayerStream
-from offload.streaming.pinned import Arena
+from offload.streaming.pinned import PinnedAllocator
 
 SIZE = ["--size", "100MB"]
 RAM = ["--ram", "230MB"]
@@ -102,13 +102,13 @@ def test_decode_with_rules_that_draw_afresh() -> None:
 
 
 def test_on_a_card_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host stands in for the card, and every layer is sent."""
+    """The host stands in for the GPU, and every layer is sent."""
     plan_memory = loading.plan_memory
     monkeypatch.setattr(loading, "plan_memory", lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"}))
     monkeypatch.setattr(loading, "open_device", lambda *how: HostDevice())
     monkeypatch.setattr(setting, "place_of", lambda _, gpu_memory: {"device": "cuda:0", "gpu_memory": gpu_memory})
     for module in (loading, card_link):
-        monkeypatch.setattr(module, "open_arena", lambda place: Arena([PlainWay()]))
+        monkeypatch.setattr(module, "open_arena", lambda place: PinnedAllocator([PlainWay()]))
     monkeypatch.setattr(setting, "plain_rate", None)
     command = ["bench", "decode", "--quick", *SIZE, "--ram", "2GiB", "--gpu-mem", "4GiB", *FEW, "--temp", "0"]
     with all_streamed():
@@ -121,7 +121,7 @@ def test_on_a_card_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatc
         compare.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
 
 
-def test_rules_that_keep_laws_take_the_fixed_tree_in_place_of_a_grown_one() -> None:
+def test_rules_that_keep_distributions_take_the_fixed_tree_in_place_of_a_grown_one() -> None:
     effort = decode.Effort(1, 1, 1, (0.6,), ("none", "8x4", "grown:8x4"), ("match", "sequoia"))
     names = ["none", "T=0.6 match 8x4", "T=0.6 match grown:8x4", "T=0.6 sequoia 8x4"]
     assert [case.name for case in effort.cases()] == names

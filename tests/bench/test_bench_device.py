@@ -73,7 +73,7 @@ def broken(*_: object) -> list[dict[str, object]]:
 
 
 def test_what_breaks_costs_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card's minutes are few: a result comes out of them whatever happens."""
+    """A GPU's minutes are few: a result comes out of them whatever happens."""
     monkeypatch.setattr(bench, "drafting", broken)
     monkeypatch.setattr(bench, "soak", broken)
     for slow in ("gates", "against_accelerate", "trees"):

@@ -12,7 +12,7 @@ from torch import Tensor
 from offload import UserError
 from offload.bench import prompts as prompt_sets
 from offload.bench.compare import change, changes, tell
-from offload.bench.gate import MOST_SIGMAS, Proof, Written, law_sigmas, prove, reference
+from offload.bench.gate import MOST_SIGMAS, Proof, Written, distribution_sigmas, prove, reference
 from offload.bench.plain_reader import Reading, plain_read_s
 from offload.bench.prompts import SETS, prompts
 from offload.bench.record import Guard, Result, new_result, read, store
@@ -54,12 +54,12 @@ def test_gate_lets_ties_within_rounding_pass_and_counts_them() -> None:
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
-def test_gate_of_rules_that_draw_afresh_is_the_law(rule: str) -> None:
+def test_gate_of_rules_that_draw_afresh_is_the_distribution(rule: str) -> None:
     logits_TV, score = fixed_scores(2)
     generator, sampling = torch.Generator().manual_seed(5), Sampling(temperature=0.6)
     drawn = torch.multinomial((logits_TV / 0.6).softmax(1), 1, generator=generator)[:, 0].tolist()
     proof = prove([Written([1], drawn, sampling, rule)], score)
-    assert proof.num_by_law == 400 and abs(proof.sigmas) < 3.5
+    assert proof.num_by_distribution == 400 and abs(proof.sigmas) < 3.5
     warmer = torch.multinomial(logits_TV.softmax(1), 1, generator=generator)[:, 0].tolist()
     for wrong in (warmer, logits_TV.argmax(1).tolist(), random.Random(0).choices(range(V), k=400)):
         with pytest.raises(UserError, match="miss the target's law"):
@@ -67,9 +67,9 @@ def test_gate_of_rules_that_draw_afresh_is_the_law(rule: str) -> None:
 
 
 def test_a_token_of_no_probability_is_no_draw() -> None:
-    law_TV = torch.tensor([[0.5, 0.5, 0.0]] * 20)
-    assert abs(law_sigmas([(law_TV, [0, 1] * 10)])) < 1
-    assert law_sigmas([(law_TV, [2] + [0] * 19)]) > MOST_SIGMAS
+    probs_TV = torch.tensor([[0.5, 0.5, 0.0]] * 20)
+    assert abs(distribution_sigmas([(probs_TV, [0, 1] * 10)])) < 1
+    assert distribution_sigmas([(probs_TV, [2] + [0] * 19)]) > MOST_SIGMAS
 
 
 def test_streamed_reference_says_what_the_resident_one_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from offload.bench.tree_walk import walk_all
 from offload.cli.demo import PAIR
 from offload.config import RULES, Sampling
 from offload.tree.spec import parse_tree
-from offload.tree.topology import Growth
+from offload.tree.topology import DynamicShape
 from offload.tuning import tune
 
 
@@ -31,7 +31,7 @@ def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     for room in (tree_choice, tune):
         monkeypatch.setattr(room, "NUM_NEW", 32)
     monkeypatch.setattr(tree_choice, "_AHEAD", 12)
-    monkeypatch.setattr(tune, "bounds_to_count", lambda max_nodes: (Growth(8, 3),))
+    monkeypatch.setattr(tune, "bounds_to_count", lambda max_nodes: (DynamicShape(8, 3),))
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -74,7 +74,7 @@ def test_chances_are_chances_and_one_child_is_as_good_as_it_gets(pair: Pair) -> 
     for rule in RULES:
         sum_R = chances(rule, rows, sampling, 6).sum(1)
         assert (sum_R >= 0).all() and (sum_R <= 1 + 1e-9).all(), rule
-    # All transport rules are optimal for one child: over many draws they reject as often as the laws differ.
+    # All transport rules are optimal for one child: over many draws they reject as often as the distributions differ.
     many = type(rows)(rows.target_RV.repeat(60, 1), rows.draft_RV.repeat(60, 1), 60)
     for rule in ("sequoia", "specinfer", "spectr"):
         rejected = 1 - chances(rule, many, sampling, 1).mean()

@@ -14,19 +14,19 @@ from tiny import FAMILIES, build, save, save_pair
 import offload
 from offload.bench.prediction import PAPER_BASE_S, paper_rows
 from offload.calibration import device_link as card_link
-from offload.calibration import estimate as outlook
-from offload.calibration.estimate import Wish, look_ahead
+from offload.calibration import estimate as estimate_module
+from offload.calibration.estimate import Wish, estimate
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.config import Sampling, format_bytes
 from offload.errors import UserError
 from offload.memory import planner as plan
-from offload.memory.device_planner import Card, make_device_plan
+from offload.memory.device_planner import Budgets, make_device_plan
 from offload.planning.cost_model import Curve
 from offload.planning.hardware import KNOWN, Hardware, read_hardware
 from offload.planning.predict import DRAFT_OVERHEAD_S, VERIFY_S, costs_on, is_disk_slower, predict, traffic_on
 from offload.planning.profile import Identity, Machine, Profile, save_profile
-from offload.planning.yields import GrownYield
+from offload.planning.yields import DynamicYield
 from offload.tree.topology import best_first, chain, expected_tokens
 
 GB = 10**9
@@ -61,7 +61,7 @@ def test_the_papers_l40_is_predicted_from_data_sheets() -> None:
     assert all(row["here"] < row["overlapped"] < row["in_turn"] for row in [base, *trees])
 
 
-# A card's figures
+# A GPU's figures
 
 
 def test_a_pass_reads_its_weights_or_multiplies_them() -> None:
@@ -105,7 +105,7 @@ def test_experts_are_counted_in_the_headers(family: str, share: float, tmp_path:
 
 def test_a_step_is_drafting_and_the_slower_side() -> None:
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
-    memory = make_device_plan(target, draft, Card(TOY.gpu_bytes, TOY.ram_bytes), context=512, num_nodes=64)
+    memory = make_device_plan(target, draft, Budgets(TOY.gpu_bytes, TOY.ram_bytes), context=512, num_nodes=64)
     costs = costs_on(TOY, target, draft, 256)
     got = predict("64x8", costs, traffic_on(TOY, memory), best_first([0.7, 0.2, 0.05], 64, 8), 4.0)
     slots_s = 3 * memory.slot_bytes / 20e9
@@ -123,7 +123,7 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
 
 def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:
     target = SHAPES["Llama-2-70B"]
-    memory = make_device_plan(target, None, Card(TOY.gpu_bytes, 64 * GB), context=512, num_nodes=1)
+    memory = make_device_plan(target, None, Budgets(TOY.gpu_bytes, 64 * GB), context=512, num_nodes=1)
     assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and is_disk_slower(TOY, memory)
     traffic = traffic_on(TOY, memory)
     assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
@@ -200,7 +200,7 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
 
 
 def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
-    slow, quick = (look_ahead(*configs, Wish(context=512, hardware=name)) for name in ("l40", "h200"))
+    slow, quick = (estimate(*configs, Wish(context=512, hardware=name)) for name in ("l40", "h200"))
     assert slow.basis.startswith("default acceptance, of ") and slow.predictions[1].shape.num_nodes == 1024
     assert slow.predictions[1].label == "grown:1024x32" and "predicted as the fixed one" in slow.notes[-1]
     assert quick.predictions[1].shape.num_nodes < 1024, "what fits into the card is not hidden behind a link"
@@ -211,22 +211,22 @@ def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
 
 def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None:
     for tree, least in (("64x16", 5.0), ("chain:8", 3.5), ("sequences:40x4", 3.0)):
-        _, row = look_ahead(*configs, Wish(context=512, hardware="l40", tree=tree)).predictions
+        _, row = estimate(*configs, Wish(context=512, hardware="l40", tree=tree)).predictions
         assert row.label == tree and least < row.tokens_per_sweep < 8
         assert row.tokens_per_sweep == pytest.approx(
-            expected_tokens(row.shape, [*outlook.DEFAULT_ACCEPTANCE, *[0.0] * 32])
+            expected_tokens(row.shape, [*estimate_module.DEFAULT_ACCEPTANCE, *[0.0] * 32])
         )
 
 
 @pytest.mark.parametrize("size", ["64x8", "4096x24"])
 def test_a_grown_tree_is_predicted_as_the_fixed_one_of_its_size(size: str, configs: list[str]) -> None:
     """The larger one has more nodes than the trees to choose from."""
-    fixed, grown = (look_ahead(*configs, Wish(hardware="l40", tree=tree)) for tree in (size, f"grown:{size}"))
+    fixed, grown = (estimate(*configs, Wish(hardware="l40", tree=tree)) for tree in (size, f"grown:{size}"))
     assert grown.predictions[-1].tokens_per_sweep == pytest.approx(fixed.predictions[-1].tokens_per_sweep)
 
 
 def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
-    got = look_ahead(*configs, Wish(context=512, hardware="rtx4090", ram="64GiB", tree="64x8"))
+    got = estimate(*configs, Wish(context=512, hardware="rtx4090", ram="64GiB", tree="64x8"))
     assert got.plan.disk_streamed_bytes > 0 and got.predictions[1].limit == "disk" and got.plan.ram_bytes == 64 << 30
     assert got.sweep_s == pytest.approx(got.plan.disk_streamed_bytes / 5e9, rel=0.01)
 
@@ -242,11 +242,11 @@ def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
 )
 def test_wishes_that_cannot_be_met(wish: Wish, words: str, configs: list[str]) -> None:
     with pytest.raises(UserError, match=words):
-        look_ahead(*configs, wish)
+        estimate(*configs, wish)
 
 
 def test_a_card_of_any_size_is_planned_without_rates(configs: list[str]) -> None:
-    got = look_ahead(*configs, Wish(gpu="48GiB", ram="200GiB", tree="64x8"))
+    got = estimate(*configs, Wish(gpu="48GiB", ram="200GiB", tree="64x8"))
     assert (got.plan.gpu_bytes, got.link_bytes_per_s, got.sweep_s, got.predictions) == (48 << 30, None, None, ())
     assert any("not here" in note for note in got.notes)
 
@@ -255,7 +255,7 @@ def profile_of(directories: tuple[Path, Path]) -> Profile:
     """For this machine; a sweep computes for 0.5 s, a draft step for 0.01 s."""
     target, draft = (open_checkpoint(path) for path in directories)
     identity = Identity.of(target, draft, Sampling(), "match", Machine.here("float32"))
-    link = outlook.Costs(compute_s=Curve((1, 64), (0.5, 0.6)), draft_step_s=Curve((1,), (0.01,)), verify_s=0.0,
+    link = estimate_module.Costs(compute_s=Curve((1, 64), (0.5, 0.6)), draft_step_s=Curve((1,), (0.01,)), verify_s=0.0,
                          link_bytes_per_s=1.0)  # fmt: skip
     return Profile(identity=identity, target_name="big", draft_name="small", created="2026-01-01T00:00:00+00:00",
                    num_tokens=8, is_teacher_forced=False, acceptance=(0.5, 0.25), standard_error=(0.1, 0.1),
@@ -266,10 +266,10 @@ def profile_of(directories: tuple[Path, Path]) -> Profile:
 def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Path) -> None:
     pair = save_pair(FAMILIES["llama"](), tmp_path)
     profile = profile_of(pair)
-    bare = look_ahead(str(pair[0]), str(pair[1]), Wish(ram="1GiB", tree="chain:4"))
+    bare = estimate(str(pair[0]), str(pair[1]), Wish(ram="1GiB", tree="chain:4"))
     assert bare.predictions == () and "no profile" in bare.basis and bare.link_bytes_per_s > 1e6
     save_profile(profile)
-    got = look_ahead(str(pair[0]), str(pair[1]), Wish(ram="1GiB", tree="chain:4"))
+    got = estimate(str(pair[0]), str(pair[1]), Wish(ram="1GiB", tree="chain:4"))
     assert got.link_bytes_per_s > 1e6 and got.basis.startswith("profile ")
     plain, tree = got.predictions
     assert plain.s_per_token == pytest.approx(0.5) and plain.limit == "compute"
@@ -279,7 +279,7 @@ def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Pa
     path = tmp_path / "other.json"
     path.write_text(save_profile(other).read_text())
     with pytest.raises(UserError, match="measured for another run"):
-        look_ahead(str(pair[0]), str(pair[1]), Wish(ram="1GiB", profile=str(path)))
+        estimate(str(pair[0]), str(pair[1]), Wish(ram="1GiB", profile=str(path)))
 
 
 class PaperCard(FakeDevice):
@@ -291,9 +291,9 @@ class PaperCard(FakeDevice):
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
-    """A card of this machine with 3 GiB free, and how it was asked for."""
+    """A GPU of this machine with 3 GiB free, and how it was asked for."""
     asked: list[tuple[str, object]] = []
-    monkeypatch.setattr(outlook, "has_cuda_driver", lambda: True)
+    monkeypatch.setattr(estimate_module, "has_cuda_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("offload.streaming.device.open_device", lambda *how: asked.append(how) or PaperCard())
     monkeypatch.setattr(plan, "available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
@@ -304,12 +304,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
 
 def test_a_plan_is_of_the_card_that_a_run_would_take(tmp_path: Path, card: list[tuple[str, object]]) -> None:
     pair = [str(path) for path in save_pair(FAMILIES["llama"](), tmp_path)]
-    roomy = look_ahead(*pair, Wish(ram="2GiB", context=128, tree="8x3"))
+    roomy = estimate(*pair, Wish(ram="2GiB", context=128, tree="8x3"))
     assert card == [("auto", None)] and roomy.plan.device == "cuda"
     assert 2.9 * 2**30 < roomy.plan.gpu_bytes < 3 * 2**30 and roomy.plan.num_slots == 0
     assert "cuda:1 is a Paper 9000, 2.94 GiB of it to use; --device cpu does without" in roomy.notes
     tight = Wish(ram="2GiB", context=128, tree="8x3", gpu=roomy.plan.gpu_total_bytes - 1, device="cuda:1")
-    found = look_ahead(*pair, tight)
+    found = estimate(*pair, tight)
     assert card[1:] == [("cuda:1", tight.gpu)] and found.plan.gpu_bytes == tight.gpu and found.plan.streamed_bytes
     assert found.link_bytes_per_s == pytest.approx(1 << 16), "a copy takes a second on this card"
     assert found.predictions == () and "no profile" in found.basis
@@ -322,11 +322,11 @@ def test_a_card_is_predicted_from_the_profile_that_was_made_on_it(
     on_cpu = profile_of(pair)
     wish = Wish(ram="2GiB", tree="chain:4")
     save_profile(on_cpu)
-    assert look_ahead(*map(str, pair), wish).predictions == (), "a CPU's times say nothing"
+    assert estimate(*map(str, pair), wish).predictions == (), "a CPU's times say nothing"
     machine = replace(on_cpu.identity.machine, device="Paper 9000")
     path = save_profile(replace(on_cpu, identity=replace(on_cpu.identity, machine=machine)))
     for named in (None, str(path)):
-        plain, tree = look_ahead(*map(str, pair), wish._replace(profile=named)).predictions
+        plain, tree = estimate(*map(str, pair), wish._replace(profile=named)).predictions
         assert plain.s_per_token == pytest.approx(0.5) and tree.tokens_per_sweep == pytest.approx(1.9375)
 
 
@@ -348,26 +348,26 @@ def test_a_plan_for_a_device_that_is_not_here_is_refused(
 
 
 def test_acceptance_travels_from_machine_to_machine(tmp_path: Path, configs: list[str]) -> None:
-    """Times do not: a profile tells a card how many tokens a tree yields, and nothing else."""
+    """Times do not: a profile tells a GPU how many tokens a tree yields, and nothing else."""
     path = save_profile(profile_of(save_pair(FAMILIES["llama"](), tmp_path)))
     wish = Wish(context=512, hardware="l40", tree="chain:4", profile=str(path))
-    plain, tree = look_ahead(*configs, wish).predictions
+    plain, tree = estimate(*configs, wish).predictions
     assert tree.tokens_per_sweep == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
-    assert plain.step == look_ahead(*configs, wish._replace(profile=None)).predictions[0].step
+    assert plain.step == estimate(*configs, wish._replace(profile=None)).predictions[0].step
 
 
 def test_what_grown_trees_yield_comes_from_the_profile(tmp_path: Path, configs: list[str]) -> None:
-    counted = (GrownYield(num_nodes=64, depth=8, tokens_per_sweep=5.0, num_sweeps=100),)
+    counted = (DynamicYield(num_nodes=64, depth=8, tokens_per_sweep=5.0, num_sweeps=100),)
     path = save_profile(replace(profile_of(save_pair(FAMILIES["llama"](), tmp_path)), grown=counted))
     wish = Wish(context=512, hardware="l40", tree="grown:64x8", profile=str(path))
-    fixed, named = (look_ahead(*configs, wish._replace(tree=tree)) for tree in ("64x8", "grown:64x8"))
+    fixed, named = (estimate(*configs, wish._replace(tree=tree)) for tree in ("64x8", "grown:64x8"))
     assert named.predictions[1].tokens_per_sweep == pytest.approx(5.0) and not named.notes
     assert fixed.predictions[1].tokens_per_sweep < 3.5
     draft_s = [found.predictions[1].step.draft_s for found in (fixed, named)]
     assert draft_s[1] == pytest.approx(draft_s[0] * 17 / fixed.predictions[1].shape.depth, rel=0.02), (
         "root and 16 parts"
     )
-    chosen = look_ahead(*configs, wish._replace(tree="auto")).predictions[1]
+    chosen = estimate(*configs, wish._replace(tree="auto")).predictions[1]
     assert chosen.label.startswith("grown:") and chosen.tokens_per_sweep > 5
 
 

@@ -18,9 +18,9 @@ from tiny import FAMILIES, save
 import offload
 from offload.bench import kernels as bench
 from offload.calibration import device_link as card_link
-from offload.calibration import kernel_selection as duels
+from offload.calibration import kernel_selection as comparisons
 from offload.calibration import startup as survey
-from offload.calibration.kernel_comparison import Duel, Outcome, Timer, fight, rows_of, verdicts
+from offload.calibration.kernel_comparison import Comparison, Outcome, Timer, fight, rows_of, verdicts
 from offload.calibration.kernel_selection import KernelChoice, Shapes, choose_kernels, device_timer, shapes_of
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.console import kernel_line
@@ -29,12 +29,12 @@ from offload.drafting.model import ModelDrafter
 from offload.engine import load as loading
 from offload.engine.load import resident_model
 from offload.kernels.jit import HAS_TRITON, is_for_kernels
-from offload.kernels.kv_commit import kv_commit_twin
-from offload.kernels.registry import KERNELS, TWINS
-from offload.kernels.tree_attention import MAX_WIDTH, tree_attention_twin
+from offload.kernels.kv_commit import kv_commit_reference
+from offload.kernels.registry import KERNELS, REFERENCES
+from offload.kernels.tree_attention import MAX_WIDTH, tree_attention_reference
 from offload.memory.planner import plan_memory
 from offload.model.attention import is_for_rows
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve, Traffic
 from offload.planning.tree_policy import Trees
 from offload.sampling.sampler import Sampler
@@ -43,7 +43,7 @@ from offload.tree.spec import parse_tree
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a GPU they are tests of the GPU
 SMALL = Shapes(
     num_heads=4,
     num_groups=2,
@@ -63,7 +63,7 @@ SMALL = Shapes(
 @pytest.fixture(autouse=True)
 def few_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter code is not compiled, so lengths differ in nothing but the time they take."""
-    monkeypatch.setattr(duels, "_PATHS", (2, 16))
+    monkeypatch.setattr(comparisons, "_PATHS", (2, 16))
 
 
 def clock(*seconds: float) -> Timer:
@@ -72,8 +72,8 @@ def clock(*seconds: float) -> Timer:
     return lambda work: next(turn)
 
 
-def duel(agrees: Callable[[], bool] = lambda: True, kernel: str = "thing") -> Duel:
-    return Duel(kernel, "N 1", lambda: None, lambda: None, agrees)
+def comparison(agrees: Callable[[], bool] = lambda: True, kernel: str = "thing") -> Comparison:
+    return Comparison(kernel, "N 1", lambda: None, lambda: None, agrees)
 
 
 def refuses() -> bool:
@@ -81,7 +81,7 @@ def refuses() -> bool:
 
 
 def test_a_faster_kernel_wins_and_a_slower_one_loses() -> None:
-    fast, slow = fight(duel(), clock(1.0, 2.0)), fight(duel(), clock(2.0, 1.0))
+    fast, slow = fight(comparison(), clock(1.0, 2.0)), fight(comparison(), clock(2.0, 1.0))
     assert (fast.kernel_s, fast.rival_s, fast.ratio, slow.ratio) == (1.0, 2.0, 2.0, 0.5)
     assert verdicts([fast])["thing"].beats_rival and not verdicts([slow])["thing"].beats_rival
     assert verdicts([fast, slow])["thing"] == (1.0, 0.5, False), "no faster on the whole"
@@ -89,13 +89,13 @@ def test_a_faster_kernel_wins_and_a_slower_one_loses() -> None:
 
 def test_a_kernel_wins_by_a_clear_margin_or_not_at_all() -> None:
     """Runs that take other kernels round differently, so chance in a timing must not choose."""
-    barely, clearly = fight(duel(), clock(1.0, 1.09)), fight(duel(), clock(1.0, 1.12))
+    barely, clearly = fight(comparison(), clock(1.0, 1.09)), fight(comparison(), clock(1.0, 1.12))
     assert not verdicts([barely])["thing"].beats_rival and verdicts([clearly])["thing"].beats_rival
 
 
 def test_no_time_is_told_of_a_wrong_kernel_or_one_that_does_not_run() -> None:
-    right, wrong = fight(duel(), clock(1.0, 9.0)), fight(duel(lambda: False), clock(1.0, 9.0))
-    broken = fight(duel(refuses), clock(1.0, 9.0))
+    right, wrong = fight(comparison(), clock(1.0, 9.0)), fight(comparison(lambda: False), clock(1.0, 9.0))
+    broken = fight(comparison(refuses), clock(1.0, 9.0))
     assert wrong == Outcome("thing", "N 1", None, None, "its results differ")
     assert broken.reason == "RuntimeError: out of shared memory" and broken.kernel_s is None
     for bad in (wrong, broken):
@@ -109,15 +109,15 @@ def test_a_kernel_that_breaks_the_device_is_named() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match=r"thing at N 1 has left the device unusable \(RuntimeError: out of shared"):
-        fight(duel(refuses), clock(1.0), settle)
-    assert fight(duel(), clock(1.0, 2.0), settle).ratio == 2, "nobody waits where nothing failed"
+        fight(comparison(refuses), clock(1.0), settle)
+    assert fight(comparison(), clock(1.0, 2.0), settle).ratio == 2, "nobody waits where nothing failed"
 
 
 def test_what_was_chosen_is_told_with_both_times() -> None:
     outcomes = [
-        fight(duel(kernel="quick"), clock(1e-3, 2e-3)),
-        fight(duel(kernel="late"), clock(2e-3, 1e-3)),
-        fight(duel(refuses, kernel="broken"), clock(1.0)),
+        fight(comparison(kernel="quick"), clock(1e-3, 2e-3)),
+        fight(comparison(kernel="late"), clock(2e-3, 1e-3)),
+        fight(comparison(refuses, kernel="broken"), clock(1.0)),
     ]
     line = kernel_line(outcomes)
     used, left_out = line.split("; left out: ")
@@ -151,7 +151,7 @@ class ClockDevice(FakeDevice):
 
 
 def test_a_timer_leaves_out_the_first_run_and_takes_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duels, "_CACHE_BYTES", 1)
+    monkeypatch.setattr(comparisons, "_CACHE_BYTES", 1)
     card, taken = ClockDevice(), iter([50.0, 3.0, 1.0, 9.0, 2.0, 3.0, 8.0, 1.0])
 
     def work() -> None:
@@ -163,7 +163,7 @@ def test_a_timer_leaves_out_the_first_run_and_takes_the_median(monkeypatch: pyte
 
 @needs_triton
 def test_kernels_are_compared_with_what_runs_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, in Triton's interpreter where there is no card; each side runs when it is timed."""
+    """All of them, in Triton's interpreter where there is no GPU; each side runs when it is timed."""
     monkeypatch.setattr(FakeDevice, "place", torch.device(DEVICE))
     ran: list[Any] = []
 
@@ -177,7 +177,7 @@ def test_kernels_are_compared_with_what_runs_without_them(monkeypatch: pytest.Mo
     assert set(KERNELS._fields) == {path.stem for path in (ROOT / "kernels").glob("*_*.py")}
     assert len(ran) == 2 * len(outcomes) and any("window 3" in outcome.shape for outcome in outcomes)
     slow, _ = choose_kernels(SMALL, FakeDevice(), clock(2.0, 1.0))
-    assert slow == TWINS
+    assert slow == REFERENCES
 
 
 @needs_triton
@@ -191,15 +191,15 @@ def test_a_kernel_that_computes_something_else_is_not_used(name: str, monkeypatc
         out = getattr(KERNELS, name)(*args, **options)
         return out.roll(1, 0 if out.shape[0] > 1 else -1)
 
-    monkeypatch.setattr(duels, "KERNELS", KERNELS._replace(**{name: wrong}))
+    monkeypatch.setattr(comparisons, "KERNELS", KERNELS._replace(**{name: wrong}))
     chosen, outcomes = choose_kernels(SMALL, FakeDevice(), clock(1.0, 2.0))
-    assert chosen == KERNELS._replace(**{name: getattr(TWINS, name)})
+    assert chosen == KERNELS._replace(**{name: getattr(REFERENCES, name)})
     assert {one.kernel for one in outcomes if one.reason} == {name}
 
 
-def test_duels_leave_the_callers_random_numbers_alone() -> None:
+def test_comparisons_leave_the_callers_random_numbers_alone() -> None:
     state = torch.get_rng_state()
-    for one in duels.duels(SMALL, "cpu"):
+    for one in comparisons.comparisons(SMALL, "cpu"):
         one.rival()
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -210,7 +210,7 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
     config.head_dim = MAX_WIDTH + 8 if family == "wide" else 16
     checkpoint = open_checkpoint(save(tiny_model(config), tmp_path / "target"))
     model = resident_model(checkpoint, "float32")
-    narrow = BorrowedModel(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path / "draft")), "bfloat16")
+    narrow = StreamedModel(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path / "draft")), "bfloat16")
     for num_nodes in (40, 100, 1):
         plan = plan_memory(
             checkpoint, None, num_nodes=num_nodes, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
@@ -228,18 +228,18 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
         )
         windows = {None, 24} if family == "qwen3-sliding" else set()
         assert set(shapes.windows) == windows, "a family that keeps its masks has no kernel to compare"
-        fields = {one.kernel for one in duels.duels(shapes._replace(num_slots=60), "cpu")}
+        fields = {one.kernel for one in comparisons.comparisons(shapes._replace(num_slots=60), "cpu")}
         assert ("tree_attention" in fields) == bool(windows)
 
 
 def test_attention_of_two_widths_is_not_compared(tmp_path: Path) -> None:
-    """A duel has queries, keys and values of one width; whether the kernel wins at another nobody has seen."""
+    """A comparison has queries, keys and values of one width; whether the kernel wins at another nobody has seen."""
     checkpoint = open_checkpoint(save(tiny_model(config_of("deepseek_v3")), tmp_path))
     model = resident_model(checkpoint, "float32")
     plan = plan_memory(
         checkpoint, None, num_nodes=40, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
     )
-    assert is_for_rows(model.skeleton.config) and shapes_of(model, plan, Sampling()).windows == ()
+    assert is_for_rows(model.meta_model.config) and shapes_of(model, plan, Sampling()).windows == ()
 
 
 @needs_triton
@@ -256,7 +256,7 @@ def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
         with offload.load(target, draft, context=128, tree="6x2", threads=1, **BUDGETS) as decoder:
             result = decoder.generate(prompts()[1], max_new_tokens=6)
             assert result.token_ids == wanted[:6]
-            wanted_set = KERNELS if is_used else TWINS
+            wanted_set = KERNELS if is_used else REFERENCES
             assert decoder.begin(Sampling(), decoder.rule).kernels == wanted_set
             caches = (decoder.target._cache, decoder.drafter._draft._cache)
             assert {cache._gather for cache in caches} == {wanted_set.kv_commit}
@@ -272,14 +272,16 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
     """They fight first, at the size of the largest tree that there is room for."""
     target, draft, wanted = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
-    chosen = TWINS._replace(tree_attention=partial(tree_attention_twin), kv_commit=partial(kv_commit_twin))
+    chosen = REFERENCES._replace(
+        tree_attention=partial(tree_attention_reference), kv_commit=partial(kv_commit_reference)
+    )
     order: list[str] = []
 
     def choose(shapes: Shapes, card: FakeDevice) -> KernelChoice:
         order.append(f"duels at {shapes.num_nodes}")
         return KernelChoice(chosen, ())
 
-    def sweep_curve(model: BorrowedModel, slab: Any) -> Curve:
+    def sweep_curve(model: StreamedModel, slab: Any) -> Curve:
         order.append("sweeps with these" if model._attend is chosen.tree_attention else "sweeps with others")
         return Curve((1, 64), (1e-3, 2e-3))
 
@@ -312,12 +314,12 @@ def test_without_a_card_nothing_is_compared(tmp_path: Path) -> None:
     target = save(tiny_model(config_of("llama")), tmp_path)
     assert not is_for_kernels("cpu")
     with offload.load(target, ram="1GiB", context=64, threads=1) as decoder:
-        assert decoder.duels == () and "kernels" not in decoder.generate([5], max_new_tokens=1).as_dict()
-        assert decoder.begin(Sampling(), decoder.rule).kernels == TWINS
+        assert decoder.comparisons == () and "kernels" not in decoder.generate([5], max_new_tokens=1).as_dict()
+        assert decoder.begin(Sampling(), decoder.rule).kernels == REFERENCES
 
 
 def test_the_bench_shows_both_times_or_why_there_are_none() -> None:
-    table = bench._table([fight(duel(), clock(1.0, 2.0)), fight(duel(refuses, "broken"), clock(1.0))])
+    table = bench._table([fight(comparison(), clock(1.0, 2.0)), fight(comparison(refuses, "broken"), clock(1.0))])
     rows = [*zip(*(column.cells for column in table.columns), strict=True)]
     assert rows == [
         ("thing", "N 1", "1000.0000", "2000.0000", "2.00"),

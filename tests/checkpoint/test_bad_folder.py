@@ -18,7 +18,7 @@ from shell import shell
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import UserError
 from offload.memory.planner import plan_memory
-from offload.model.meta import build_skeleton
+from offload.model.meta import build_meta_model
 
 pytestmark = pytest.mark.usefixtures("_instant_link")
 
@@ -185,7 +185,7 @@ def test_random_damage_to_a_config_never_surprises(broken_file: Path) -> None:
         try:
             checkpoint = open_checkpoint(broken_file)
             plan_memory(checkpoint, None, ram="1GiB", dtype="auto", context=None, num_nodes=1)
-            build_skeleton(checkpoint, torch.float32)
+            build_meta_model(checkpoint, torch.float32)
         except UserError as error:
             assert len(str(error)) < 600, number
             num_refused += 1

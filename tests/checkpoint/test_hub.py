@@ -14,10 +14,10 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload.bench.setting import find_setting
-from offload.calibration.estimate import Wish, look_ahead
+from offload.calibration.estimate import Wish, estimate
 from offload.checkpoint import hub as headers
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.console import Screen
+from offload.cli.console import Console
 from offload.config import Sampling
 from offload.errors import UserError
 from offload.tuning.tune import tune
@@ -59,7 +59,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_a_hub_id_costs_headers_and_no_weights(hub: Hub) -> None:
-    got, wanted = look_ahead("org/model", None, Wish(ram="1GiB")), look_ahead(str(hub.folder), None, Wish(ram="1GiB"))
+    got, wanted = estimate("org/model", None, Wish(ram="1GiB")), estimate(str(hub.folder), None, Wish(ram="1GiB"))
     assert hub.asked == ["config.json", "headers"]
     assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
     for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
@@ -133,7 +133,7 @@ def tune_with_a_large_tree() -> object:
         lambda: offload.load("org/model", "org/model", ram="1MiB", context=64),
         tune_it,
         tune_with_a_large_tree,
-        lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Screen(is_quiet=True)),
+        lambda: find_setting("org/model", "org/model", "1GB", "1MiB", Console(is_quiet=True)),
     ],
     ids=["load", "tune", "tune with a tree", "bench"],
 )

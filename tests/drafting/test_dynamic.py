@@ -1,4 +1,4 @@
-"""Grown trees against their definition: the N best of all paths, each scored and kept as if it were the only one."""
+"""Dynamic trees against their definition: the N best of all paths, each scored and kept as if it were the only one."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -16,14 +16,14 @@ from offload.config import Drafting, Sampling
 from offload.drafting import dynamic as grown
 from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import Grown, grow_best
+from offload.drafting.dynamic import DynamicTree, grow_best
 from offload.drafting.model import ModelDrafter
 from offload.engine.load import resident_model
 from offload.errors import UserError
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
-from offload.tree.topology import Growth, k_ary
+from offload.tree.topology import DynamicShape, k_ary
 
 NUM_TOKENS, ROOT_AT = 5, 1  # of the bigram model; where its root stands
 PROMPT = [7, 11, 3, 42, 5]
@@ -45,7 +45,7 @@ class BigramModel:
         return self.logits_VV[token_T][-num_logits:]
 
 
-def grow_bigrams(model: BigramModel, bounds: Growth, sampler: Sampler, exponent: float) -> Grown:
+def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> DynamicTree:
     return grow_best(Draft(model, NUM_TOKENS, 512), bounds, [4, 0], sampler, exponent)  # type: ignore[arg-type]
 
 
@@ -54,7 +54,7 @@ def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
     return () if parent < 0 else (*path_of(tree, parent), tree.tokens[node])
 
 
-def best_paths(bounds: Growth, sampler: Sampler, exponent: float) -> set[tuple[int, ...]]:
+def best_paths(bounds: DynamicShape, sampler: Sampler, exponent: float) -> set[tuple[int, ...]]:
     """By the definition: f of every path, and the N - 1 largest."""
     score_of: dict[tuple[int, ...], float] = {}
     for depth in range(1, bounds.depth + 1):
@@ -72,9 +72,11 @@ def best_paths(bounds: Growth, sampler: Sampler, exponent: float) -> set[tuple[i
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@pytest.mark.parametrize("bounds", [Growth(2, 1), Growth(12, 5), Growth(40, 4), Growth(40, 2)], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [DynamicShape(2, 1), DynamicShape(12, 5), DynamicShape(40, 4), DynamicShape(40, 2)], ids=str
+)
 @pytest.mark.parametrize(("sampling", "drafting"), CASES, ids=["greedy", "warm", "nucleus", "topk"])
-def test_a_grown_tree_holds_the_best_paths(bounds: Growth, sampling: Sampling, drafting: Drafting) -> None:
+def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampling, drafting: Drafting) -> None:
     model, sampler = BigramModel(), Sampler(sampling, NUM_TOKENS, drafting)
     tree, row_of_node, score_of_node = grow_bigrams(model, bounds, sampler, 1.25)
     paths = [path_of(tree, node) for node in range(tree.num_nodes)]
@@ -87,14 +89,14 @@ def test_a_grown_tree_holds_the_best_paths(bounds: Growth, sampling: Sampling, d
 def test_another_exponent_is_told_apart() -> None:
     """Planted: the comparison above must not hold for a tree of other chances."""
     sampler = Sampler(WARM, NUM_TOKENS)
-    paths = best_paths(Growth(40, 4), sampler, 1.25)
-    tree = grow_bigrams(BigramModel(), Growth(40, 4), sampler, 0.5).tree
+    paths = best_paths(DynamicShape(40, 4), sampler, 1.25)
+    tree = grow_bigrams(BigramModel(), DynamicShape(40, 4), sampler, 0.5).tree
     assert {path_of(tree, node) for node in range(1, 40)} != paths
 
 
 def test_few_passes() -> None:
     model = BigramModel()
-    tree = grow_bigrams(model, Growth(64, 6), Sampler(WARM, NUM_TOKENS), 1.25).tree
+    tree = grow_bigrams(model, DynamicShape(64, 6), Sampler(WARM, NUM_TOKENS), 1.25).tree
     assert tree.num_nodes == 64 and len(model.num_rows) <= 16 + 3
 
 
@@ -104,14 +106,14 @@ def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) 
     for token, follower in ((0, 1), (0, 2), (1, 3), (3, 1), (2, 4), (4, 2)):
         logits_VV[token, follower] = 1e4
     monkeypatch.setattr(BigramModel, "logits_VV", logits_VV)
-    tree = grow_bigrams(BigramModel(), Growth(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5).tree
+    tree = grow_bigrams(BigramModel(), DynamicShape(40, 30), Sampler(GREEDY, NUM_TOKENS), 2.5).tree
     assert tree.topology.num_children_N.tolist() == [2] + [1] * 37 + [0] * 2
     assert path_of(tree, 39) == (1, 3) * 10 and path_of(tree, 38) == (2, 4) * 9 + (2,)
 
 
 def test_the_root_alone_asks_nothing() -> None:
     model = BigramModel()
-    assert grow_bigrams(model, Growth(1, 0), Sampler(GREEDY, NUM_TOKENS), 1.0).tree.tokens == [0]
+    assert grow_bigrams(model, DynamicShape(1, 0), Sampler(GREEDY, NUM_TOKENS), 1.0).tree.tokens == [0]
     assert model.num_rows == []
 
 
@@ -121,15 +123,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def model(models: tuple[Path, Path]) -> Iterator[BorrowedModel]:
+def model(models: tuple[Path, Path]) -> Iterator[StreamedModel]:
     model = resident_model(open_checkpoint(models[1]), "float32")
     yield model
     model.close()
 
 
-def worst_gap(model: BorrowedModel, sampler: Sampler) -> float:
+def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
     """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
-    tree, rows, scores = grow_best(Draft(model, VOCAB_SIZE, 256), Growth(48, 8), PROMPT, sampler, 4.0)
+    tree, rows, scores = grow_best(Draft(model, VOCAB_SIZE, 256), DynamicShape(48, 8), PROMPT, sampler, 4.0)
     assert tree.topology.depth >= 4 and len(rows) > 8
     gaps = []
     for node, score_V in scores.items():
@@ -140,11 +142,11 @@ def worst_gap(model: BorrowedModel, sampler: Sampler) -> float:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_every_row_sees_its_path_alone(model: BorrowedModel, sampling: Sampling) -> None:
+def test_every_row_sees_its_path_alone(model: StreamedModel, sampling: Sampling) -> None:
     assert worst_gap(model, Sampler(sampling, VOCAB_SIZE)) < 1e-4
 
 
-def test_rows_that_do_not_see_their_path_are_caught(model: BorrowedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_do_not_see_their_path_are_caught(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     add = grown._Rows.add
 
     def add_blind(rows: grown._Rows, *what: object) -> tuple[Tensor, Tensor]:
@@ -155,10 +157,10 @@ def test_rows_that_do_not_see_their_path_are_caught(model: BorrowedModel, monkey
     assert worst_gap(model, Sampler(GREEDY, VOCAB_SIZE)) > 1e-2
 
 
-def gap_after_commit(model: BorrowedModel, *, takes_another: bool) -> float:
-    """Between what the draft says next after a grown tree's deepest path was kept, and what a fresh one says."""
+def gap_after_commit(model: StreamedModel, *, takes_another: bool) -> float:
+    """Between what the draft says next after a dynamic tree's deepest path was kept, and what a fresh one says."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
-    tree = drafter.grow(Growth(48, 8), PROMPT, sampler)
+    tree = drafter.grow(DynamicShape(48, 8), PROMPT, sampler)
     nodes = [tree.num_nodes - 1]
     while nodes[0]:
         nodes.insert(0, int(tree.topology.parent_N[nodes[0]]))
@@ -172,18 +174,18 @@ def gap_after_commit(model: BorrowedModel, *, takes_another: bool) -> float:
     return float((drafter._draft.catch_up(text) - fresh_1V).abs().max())
 
 
-def test_commit_keeps_the_accepted_path(model: BorrowedModel) -> None:
+def test_commit_keeps_the_accepted_path(model: StreamedModel) -> None:
     assert gap_after_commit(model, takes_another=False) < 1e-4
 
 
-def test_wrong_rows_are_caught(model: BorrowedModel) -> None:
+def test_wrong_rows_are_caught(model: StreamedModel) -> None:
     assert gap_after_commit(model, takes_another=True) > 1e-2
 
 
-def test_a_fixed_tree_after_a_grown_one_forgets_it(model: BorrowedModel) -> None:
+def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None:
     """Both kinds share one cache and one map of rows."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
-    drafter.grow(Growth(32, 6), PROMPT, sampler)
+    drafter.grow(DynamicShape(32, 6), PROMPT, sampler)
     drafter.commit([0], [9])
     again = drafter.grow(k_ary(2, 31), [*PROMPT, 9], sampler)
     assert again.tokens == ModelDrafter(model, VOCAB_SIZE, 256).grow(k_ary(2, 31), [*PROMPT, 9], sampler).tokens
@@ -250,8 +252,11 @@ def test_the_bench_compares_both_kinds_on_the_same_text() -> None:
     assert 1 <= row["fixed"]["tokens_per_step"] <= 7 and row["grown"]["draft_s"] > 0
 
 
-@pytest.mark.parametrize("bounds", [Growth(16, 8), Growth(64, 8), Growth(64, 24), Growth(128, 20), Growth(300, 16)])
-def test_a_growth_takes_the_draft_steps_that_are_planned_for(bounds: Growth, models: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(
+    "bounds",
+    [DynamicShape(16, 8), DynamicShape(64, 8), DynamicShape(64, 24), DynamicShape(128, 20), DynamicShape(300, 16)],
+)
+def test_a_growth_takes_the_draft_steps_that_are_planned_for(bounds: DynamicShape, models: tuple[Path, Path]) -> None:
     widths: list[int] = []
     with load(*models, "1GiB", f"grown:{bounds.num_nodes}x{bounds.depth}", context=64, threads=1) as decoder:
         sampler, drafter = decoder.begin(Sampling(), decoder.rule), decoder.drafter

@@ -1,4 +1,4 @@
-"""Kernels against their twins, bit for bit where they draw.
+"""Kernels against their references, bit for bit where they draw.
 
 Without a GPU the kernels run in Triton's interpreter; whether the compiler accepts them test_kernels_compile.py tells.
 """
@@ -11,12 +11,12 @@ from scipy import stats
 from torch import Tensor
 
 from offload.config import Drafting, Sampling
-from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_twin
+from offload.kernels.draw_without_replacement import draw_without_replacement_kernel, draw_without_replacement_reference
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_twin, row_keys, uniform
-from offload.kernels.kv_commit import are_alike, kv_commit_kernel, kv_commit_twin
-from offload.kernels.match_rows import match_rows_kernel, match_rows_twin
-from offload.kernels.registry import TWINS
+from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_reference, row_keys, uniform
+from offload.kernels.kv_commit import are_alike, kv_commit_kernel, kv_commit_reference
+from offload.kernels.match_rows import match_rows_kernel, match_rows_reference
+from offload.kernels.registry import REFERENCES
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import k_ary
@@ -24,7 +24,7 @@ from offload.verification.match import match
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a GPU they are tests of the GPU
 
 
 def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
@@ -34,14 +34,14 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
 @needs_triton
 @pytest.mark.parametrize("seed", [0, 1, 2**62 + 12345])
 @pytest.mark.parametrize("position", [0, 1, 7, 100_000])
-def test_noise_of_the_kernel_is_that_of_its_twin(seed: int, position: int) -> None:
+def test_noise_of_the_kernel_is_that_of_its_reference(seed: int, position: int) -> None:
     for vocab_size in (1, 1024, 3001):
         got_V = keyed_gumbel_kernel(seed, position, vocab_size, DEVICE)
-        wanted_V = keyed_gumbel_twin(seed, position, vocab_size, DEVICE)
+        wanted_V = keyed_gumbel_reference(seed, position, vocab_size, DEVICE)
         torch.testing.assert_close(got_V, wanted_V, **LOGARITHMS)
 
 
-AT_ONCE = TWINS._replace(match_rows=match_rows_twin)
+AT_ONCE = REFERENCES._replace(match_rows=match_rows_reference)
 TEMPERATURES = {"greedy": {}, "T1": {"temperature": 1.0}, "T0.3": {"temperature": 0.3}}
 FILTERS = {
     "top-k": {"temperature": 0.7, "top_k": 2},
@@ -68,13 +68,15 @@ def test_rows_are_drawn_as_one_by_one(name: str, is_tied: bool) -> None:
     ("vocab_size", "dtype"), [(10, torch.float32), (1024, torch.float16), (9001, torch.bfloat16)], ids=str
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1.7])
-def test_draws_of_the_kernel_are_those_of_its_twin(temperature: float, vocab_size: int, dtype: torch.dtype) -> None:
+def test_draws_of_the_kernel_are_those_of_its_reference(
+    temperature: float, vocab_size: int, dtype: torch.dtype
+) -> None:
     logits_NV, position_N = random_logits(4, vocab_size).to(dtype), torch.tensor([3, 4, 4, 70], device=DEVICE)
     logits_NV[1, ::2] = -torch.inf  # never to be drawn
     logits_NV[3] = -torch.inf
     results = [
         draw(logits_NV, position_N, vocab_size, temperature=temperature)
-        for draw in (match_rows_kernel, match_rows_twin)
+        for draw in (match_rows_kernel, match_rows_reference)
     ]
     assert results[0].dtype == torch.int64
     assert torch.equal(*results)
@@ -83,7 +85,7 @@ def test_draws_of_the_kernel_are_those_of_its_twin(temperature: float, vocab_siz
 @needs_triton
 def test_a_wrong_draw_would_show() -> None:
     logits_NV, position_N = random_logits(8, 3000), torch.arange(8, device=DEVICE)
-    right = match_rows_twin(logits_NV, position_N, 5, temperature=1.5)
+    right = match_rows_reference(logits_NV, position_N, 5, temperature=1.5)
     for position, seed, temperature in ((position_N + 1, 5, 1.5), (position_N, 6, 1.5), (position_N, 5, 1.0)):
         wrong = match_rows_kernel(logits_NV, position, seed, temperature=temperature)
         assert not torch.equal(wrong, right)
@@ -120,7 +122,7 @@ def test_filtered_rows_are_drawn_where_a_walk_visits_them(name: str, monkeypatch
     monkeypatch.setattr(Sampler, "_warped", lambda self, rows: sorted_rows.append(len(rows)) or warped(self, rows))
     tree, logits_NV = TokenTree(k_ary(3, 40), torch.arange(40) % 6), random_logits(40, 6).cpu()
     walks = []
-    for kernels in (TWINS, AT_ONCE):
+    for kernels in (REFERENCES, AT_ONCE):
         sampler = Sampler(Sampling(**FILTERS[name]), 6, kernels=kernels)
         assert not sampler.draws_rows
         walks.append(match(tree, logits_NV, sampler, 17))
@@ -130,21 +132,21 @@ def test_filtered_rows_are_drawn_where_a_walk_visits_them(name: str, monkeypatch
     assert Sampler(Sampling(temperature=0.7), 6, kernels=AT_ONCE).draws_rows
 
 
-def random_law(num_rows: int, vocab_size: int) -> Tensor:
-    law_WV = random_logits(num_rows, vocab_size, seed=3).softmax(1)
-    law_WV[:, ::3] *= 1e-30  # hardly any mass is more than none
-    law_WV[:, 1::3] = 0
-    return law_WV
+def random_distribution(num_rows: int, vocab_size: int) -> Tensor:
+    probs_WV = random_logits(num_rows, vocab_size, seed=3).softmax(1)
+    probs_WV[:, ::3] *= 1e-30  # hardly any mass is more than none
+    probs_WV[:, 1::3] = 0
+    return probs_WV
 
 
 @needs_triton
 @pytest.mark.parametrize(("vocab_size", "num_draws"), [(10, 40), (1024, 1), (2500, 7), (1100, 30)])
-def test_children_of_the_kernel_are_those_of_its_twin(vocab_size: int, num_draws: int) -> None:
+def test_children_of_the_kernel_are_those_of_its_reference(vocab_size: int, num_draws: int) -> None:
     """Also where more are asked for than have mass, or than there are."""
-    law_WV = random_law(3, vocab_size)
+    probs_WV = random_distribution(3, vocab_size)
     results = [
-        draw(law_WV, num_draws, 2**61 + 3, 12)
-        for draw in (draw_without_replacement_kernel, draw_without_replacement_twin)
+        draw(probs_WV, num_draws, 2**61 + 3, 12)
+        for draw in (draw_without_replacement_kernel, draw_without_replacement_reference)
     ]
     assert results[0].shape == (3, min(num_draws, vocab_size))
     assert torch.equal(*results)
@@ -153,18 +155,18 @@ def test_children_of_the_kernel_are_those_of_its_twin(vocab_size: int, num_draws
 @needs_triton
 @pytest.mark.parametrize(("seed", "first_row"), [(7, 13), (8, 12)])
 def test_children_of_another_row_or_seed_would_show(seed: int, first_row: int) -> None:
-    law_WV = random_law(3, 1000)
-    wrong = draw_without_replacement_kernel(law_WV, 5, seed, first_row)
-    assert not torch.equal(wrong, draw_without_replacement_twin(law_WV, 5, 7, 12))
+    probs_WV = random_distribution(3, 1000)
+    wrong = draw_without_replacement_kernel(probs_WV, 5, seed, first_row)
+    assert not torch.equal(wrong, draw_without_replacement_reference(probs_WV, 5, 7, 12))
 
 
-def test_two_hashed_draws_have_the_law_of_draws_without_replacement() -> None:
-    law_V = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
-    law_WV = torch.tensor(law_V, dtype=torch.float32).expand(20_000, 5)
-    pairs = draw_without_replacement_twin(law_WV, 2, 9, 0).numpy()
+def test_two_hashed_draws_have_the_distribution_of_draws_without_replacement() -> None:
+    probs_V = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
+    probs_WV = torch.tensor(probs_V, dtype=torch.float32).expand(20_000, 5)
+    pairs = draw_without_replacement_reference(probs_WV, 2, 9, 0).numpy()
     counts = np.zeros((5, 5))
     np.add.at(counts, (pairs[:, 0], pairs[:, 1]), 1)
-    wanted = law_V[:, None] * law_V / (1 - law_V[:, None]) * 20_000
+    wanted = probs_V[:, None] * probs_V / (1 - probs_V[:, None]) * 20_000
     np.fill_diagonal(wanted, 0)
     assert not counts[wanted == 0].any()
     assert stats.chisquare(counts[wanted > 0], wanted[wanted > 0]).pvalue > 1e-3
@@ -173,17 +175,17 @@ def test_two_hashed_draws_have_the_law_of_draws_without_replacement() -> None:
 
 
 def test_tokens_without_mass_come_last_and_in_uniform_order() -> None:
-    law_WV = torch.tensor([0.5, 0.0, 0.0, 0.5, 0.0]).expand(3000, 5)
-    order = draw_without_replacement_twin(law_WV, 9, 1, 0)
+    probs_WV = torch.tensor([0.5, 0.0, 0.0, 0.5, 0.0]).expand(3000, 5)
+    order = draw_without_replacement_reference(probs_WV, 9, 1, 0)
     assert order.shape == (3000, 5) and set(order[:, :2].flatten().tolist()) == {0, 3}
     assert stats.chisquare(order[:, 2].bincount(minlength=5)[[1, 2, 4]].numpy()).pvalue > 1e-3
 
 
 def test_hashed_draws_have_nothing_to_do_with_the_shared_noise() -> None:
     """Under one seed and number: the noise picks the first token no more often than chance does."""
-    law_WV, num_rows = torch.full((4000, 8), 1 / 8), 4000
-    drawn = draw_without_replacement_twin(law_WV, 1, 5, 0)[:, 0]
-    shared = torch.stack([keyed_gumbel_twin(5, row, 8).argmax() for row in range(num_rows)])
+    probs_WV, num_rows = torch.full((4000, 8), 1 / 8), 4000
+    drawn = draw_without_replacement_reference(probs_WV, 1, 5, 0)[:, 0]
+    shared = torch.stack([keyed_gumbel_reference(5, row, 8).argmax() for row in range(num_rows)])
     assert stats.binomtest(int((drawn == shared).sum()), num_rows, 1 / 8).pvalue > 1e-3
     alike = uniform(row_keys(5, torch.arange(num_rows))[:, None], torch.arange(8)).argmax(1)
     assert torch.equal(alike, shared), "the test can fail: with the same key they agree"
@@ -213,9 +215,9 @@ PATHS = {
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", PATHS)
-def test_the_kernel_commits_what_its_twin_commits(name: str, dtype: torch.dtype) -> None:
+def test_the_kernel_commits_what_its_reference_commits(name: str, dtype: torch.dtype) -> None:
     ours, theirs, row_A = caches(2, dtype), caches(2, dtype), torch.tensor(list(PATHS[name]), device=DEVICE)
-    kv_commit_twin(theirs, 7, row_A)
+    kv_commit_reference(theirs, 7, row_A)
     kv_commit_kernel(ours, 7, row_A)
     assert all(map(torch.equal, ours, theirs))
     untouched = caches(2, dtype)
@@ -229,13 +231,13 @@ def test_buffers_may_lie_anywhere(width: int) -> None:
     row_A = torch.tensor([1, 5, 6], device=DEVICE)
     ours, theirs = ([b[:, :, 1:, 1:] for b in caches(2, torch.float16, width + 1)] for _ in range(2))
     assert ours[0].data_ptr() % 16 and are_alike(ours)
-    kv_commit_twin(theirs, 4, row_A)
+    kv_commit_reference(theirs, 4, row_A)
     kv_commit_kernel(ours, 4, row_A)
     assert all(map(torch.equal, ours, theirs))
 
 
 @needs_triton
-def test_unlike_buffers_are_left_to_the_twin() -> None:
+def test_unlike_buffers_are_left_to_the_reference() -> None:
     same = caches(1, torch.float32)
     assert are_alike(same)
     assert not are_alike([*same, torch.zeros(1, 3, 90, 25, device=DEVICE)])
@@ -246,12 +248,12 @@ def test_unlike_buffers_are_left_to_the_twin() -> None:
 
 @needs_triton
 def test_unlike_buffers_and_long_paths_are_gathered_all_the_same() -> None:
-    """The kernel hands them to its twin."""
+    """The kernel hands them to its reference."""
     for more, row_A in (([torch.randn(1, 3, 90, 25, device=DEVICE)], torch.tensor([4, 2], device=DEVICE)),
                         ([], torch.arange(80, device=DEVICE).repeat(4)[:300] % 70)):  # fmt: skip
         base = [*caches(1, torch.float32), *more]
         base = [torch.cat([buffer] * 5, 2) for buffer in base]
         ours, theirs = ([buffer.clone() for buffer in base] for _ in range(2))
-        kv_commit_twin(theirs, 4, row_A)
+        kv_commit_reference(theirs, 4, row_A)
         kv_commit_kernel(ours, 4, row_A)
         assert all(map(torch.equal, ours, theirs))

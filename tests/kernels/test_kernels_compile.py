@@ -1,6 +1,6 @@
-"""Kernels without a GPU: whether the compiler accepts them, and whether their twins do without Triton.
+"""Kernels without a GPU: whether the compiler accepts them, and whether their references do without Triton.
 
-Each is tried in a process of its own, and needs no card where there is one.
+Each is tried in a process of its own, and needs no GPU where there is one.
 """
 
 import json
@@ -25,7 +25,7 @@ def run_python(*arguments: str) -> str:
     return done.stdout
 
 
-def test_twins_need_no_triton() -> None:
+def test_references_need_no_triton() -> None:
     names = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
     run_python(
         "-c",
@@ -62,7 +62,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_a_run_compiles_nothing_that_its_duels_have_not(tmp_path: Path) -> None:
+def test_a_run_compiles_nothing_that_its_comparisons_have_not(tmp_path: Path) -> None:
     """While a prefix grows, at any temperature, and for paths of all lengths; a compiler takes longer than a sweep."""
     compiled = json.loads(run_python("tests/compile_run.py", "86", str(tmp_path)).splitlines()[-1])
     assert compiled["run"] == []

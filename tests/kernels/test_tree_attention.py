@@ -1,4 +1,4 @@
-"""Tree attention: the twin against the formula in float64, the kernel against the twin, and mistakes that must show.
+"""Tree attention: reference against formula in float64, kernel against reference, and mistakes that must show.
 
 Without a GPU the kernel runs in Triton's interpreter, which multiplies bfloat16 wrongly: that type is tried on a GPU
 only.
@@ -12,15 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from offload.kernels.jit import HAS_TRITON
-from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_kernel, tree_attention_twin, unpack_bits
+from offload.kernels.tree_attention import (
+    Sight,
+    pack_bits,
+    tree_attention_kernel,
+    tree_attention_reference,
+    unpack_bits,
+)
 from offload.model.attention import folded_attention, tree_mask, tree_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# On a card float32 is multiplied in three halves, and the twin's attention rounds at places of its own.
+# On a GPU float32 is multiplied in three halves, and the reference's attention rounds at places of its own.
 TOLERANCE = {torch.float32: 2e-5 if DEVICE == "cpu" else 2e-4, torch.float16: 6e-3, torch.bfloat16: 3e-2}
 TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a card they are tests of the card
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a GPU they are tests of the GPU
 
 
 class Case(NamedTuple):
@@ -117,21 +123,21 @@ def test_bits_are_where_they_are_said_to_be(num_columns: int) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_twin_is_the_formula(name: str) -> None:
+def test_the_reference_is_the_formula(name: str) -> None:
     given = inputs(CASES[name])
     torch.testing.assert_close(
-        given.call(tree_attention_twin).cpu().double(), by_definition(given), atol=TOLERANCE[torch.float32], rtol=0
+        given.call(tree_attention_reference).cpu().double(), by_definition(given), atol=TOLERANCE[torch.float32], rtol=0
     )
 
 
 @needs_triton
 @pytest.mark.parametrize(("dtype", "num_splits"), [(torch.float32, 3), *((dtype, 1) for dtype in TYPES[1:])], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_its_twin(name: str, dtype: torch.dtype, num_splits: int) -> None:
+def test_the_kernel_is_its_reference(name: str, dtype: torch.dtype, num_splits: int) -> None:
     given = inputs(CASES[name], dtype)
     got = given.call(tree_attention_kernel, num_splits=num_splits)
     assert got.dtype == dtype and got.is_contiguous()
-    torch.testing.assert_close(got, given.call(tree_attention_twin), atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(got, given.call(tree_attention_reference), atol=TOLERANCE[dtype], rtol=0)
 
 
 def reversed_bits(given: Inputs) -> Inputs:
@@ -182,7 +188,7 @@ def test_a_mistake_would_show(name: str) -> None:
     case, mistake = MISTAKES[name]
     given = inputs(CASES[case], torch.float16)
     wrong = mistake(given).call(tree_attention_kernel, num_splits=1)
-    error = (wrong - given.call(tree_attention_twin)).abs().max()
+    error = (wrong - given.call(tree_attention_reference)).abs().max()
     assert error > 3 * TOLERANCE[torch.float16]
 
 
@@ -191,7 +197,7 @@ def test_rows_in_bits_mean_what_the_mask_means(window: int | None) -> None:
     given = inputs(CASES["a level of a tree"])
     query, key, value = (states[None].cpu() for states in given[:3])
     what = (given.num_prefix, given.options["position_U"].cpu(), given.seen_TU.cpu(), window)
-    rows = tree_rows(*what, tree_attention_twin)
+    rows = tree_rows(*what, tree_attention_reference)
     want, _ = folded_attention(nn.Module(), query, key, value, tree_mask(*what, torch.float32), scaling=0.3)
     got, _ = folded_attention(nn.Module(), query, key, value, rows, scaling=0.3)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Plans for cards that nobody here owns: two budgets, three tiers, and planted mistakes that the checks must find."""
+"""Plans for GPUs that nobody here owns: two budgets, three tiers, and planted mistakes that the checks must find."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from offload.cli.console import plan_line
 from offload.cli.demo import PAIR
 from offload.errors import UserError
 from offload.memory import planner as plans
-from offload.memory.device_planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Card, make_device_plan
+from offload.memory.device_planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, make_device_plan
 from offload.memory.plan import DRAW_BYTES, MemoryPlan, Tier
 from offload.memory.planner import plan_memory
 
@@ -37,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
                    "vocab_size": 152064},
 }  # fmt: skip
 PAIRS = [("Llama-2-70B", "Llama-2-7B"), ("Llama-3-70B", "Llama-3-8B"), ("Qwen2.5-72B", "Qwen2.5-7B")]
-MACHINES = list(product((24, 48, 80), (64, 128, 256)))  # GiB of a card, GB of its host
+MACHINES = list(product((24, 48, 80), (64, 128, 256)))  # GiB of a GPU, GB of its host
 
 
 def shape_of(name: str) -> ModelShape:
@@ -50,11 +50,11 @@ SHAPES = {name: shape_of(name) for name in CONFIGS}
 def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **sizes: Any) -> MemoryPlan:
     draft = SHAPES[pair[1]] if pair[1] else None
     settings = {"context": 512, "num_nodes": 384, **sizes}
-    return make_device_plan(SHAPES[pair[0]], draft, Card(gpu_bytes, ram_bytes), **settings)
+    return make_device_plan(SHAPES[pair[0]], draft, Budgets(gpu_bytes, ram_bytes), **settings)
 
 
 def on_card(plan: MemoryPlan) -> int:
-    items = (plan.gpu_runtime_bytes, plan.rest_bytes, plan.draft_bytes, plan.law_bytes, plan.kv_bytes)
+    items = (plan.gpu_runtime_bytes, plan.rest_bytes, plan.draft_bytes, plan.distribution_bytes, plan.kv_bytes)
     return sum(items) + plan.activation_bytes + plan.num_slots * plan.slot_bytes + layers_in(plan, Tier.RESIDENT)
 
 
@@ -68,7 +68,7 @@ def layers_in(plan: MemoryPlan, tier: Tier) -> int:
 
 
 def check(plan: MemoryPlan, target: ModelShape) -> None:
-    """What every plan of a card must hold, counted afresh."""
+    """What every plan of a GPU must hold, counted afresh."""
     assert plan.gpu_bytes is not None and plan.device == "cuda"
     assert on_card(plan) == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
     assert on_host(plan) == plan.total_bytes <= plan.ram_bytes, "the host overflows"
@@ -212,20 +212,20 @@ def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
     sizes = {"context": 8, "num_nodes": 1}
     card = (GPU_RUNTIME_BYTES + 500 * MIB) + 130 * MIB
     with pytest.raises(UserError, match="raise --ram to") as refusal:
-        make_device_plan(shape, None, Card(card, GIB), **sizes)
+        make_device_plan(shape, None, Budgets(card, GIB), **sizes)
     least_bytes = int(re.search(r"raise --ram to (\d+)MiB", str(refusal.value))[1]) * MIB
-    assert least_bytes == make_device_plan(shape, None, Card(card, GIB * 4), **sizes).runtime_bytes + 1000 * MIB
-    least = make_device_plan(shape, None, Card(card, least_bytes), **sizes)
+    assert least_bytes == make_device_plan(shape, None, Budgets(card, GIB * 4), **sizes).runtime_bytes + 1000 * MIB
+    least = make_device_plan(shape, None, Budgets(card, least_bytes), **sizes)
     assert least.num_layers_in(Tier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.host_bytes > 0
     assert least.total_bytes <= least_bytes
     longer = replace(shape, layer_bytes=(10 * MIB,) * 80, head_bytes=503 * MIB, table_bytes=0)
-    tight = make_device_plan(longer, None, Card(card + 3 * MIB, least.runtime_bytes + 505 * MIB), **sizes)
+    tight = make_device_plan(longer, None, Budgets(card + 3 * MIB, least.runtime_bytes + 505 * MIB), **sizes)
     assert (tight.num_layers_in(Tier.HOST), tight.num_host_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
-    with_draft = make_device_plan(shape, replace(shape, layer_bytes=(MIB,)), Card(4 * GIB, least_bytes * 2), **sizes)
+    with_draft = make_device_plan(shape, replace(shape, layer_bytes=(MIB,)), Budgets(4 * GIB, least_bytes * 2), **sizes)
     assert with_draft.staging_bytes + with_draft.host_bytes >= 1000 * MIB, "a draft's embeddings and head come as one"
 
 
-def test_logits_come_in_chunks_and_laws_lie_on_the_card() -> None:
+def test_logits_come_in_chunks_and_distributions_lie_on_the_card() -> None:
     """768 x 128256 logits would be 0.6 GB; of the activations only rows grow with the tree."""
     small, large = (plan_of(PAIRS[1], 80 * GB, 256 * GB, num_nodes=size) for size in (MAX_LOGITS_ROWS, 768))
     assert small.num_logits_rows == large.num_logits_rows == MAX_LOGITS_ROWS
@@ -233,8 +233,8 @@ def test_logits_come_in_chunks_and_laws_lie_on_the_card() -> None:
     row_bytes, rows = SHAPES["Llama-3-70B"].row_bytes, 768 - MAX_LOGITS_ROWS
     mask_bytes = [3 * (512 + size) * (512 + 512 + size) for size in (MAX_LOGITS_ROWS, 768)]  # in bf16, and its bits
     assert large.activation_bytes - small.activation_bytes == rows * row_bytes + mask_bytes[1] - mask_bytes[0]
-    keeping = plan_of(PAIRS[1], 80 * GB, 256 * GB, num_nodes=768, keeps_laws=True)
-    assert keeping.law_bytes == 767 * 4 * 128256 + DRAW_BYTES and keeping.total_bytes >= large.total_bytes
+    keeping = plan_of(PAIRS[1], 80 * GB, 256 * GB, num_nodes=768, keeps_distributions=True)
+    assert keeping.distribution_bytes == 767 * 4 * 128256 + DRAW_BYTES and keeping.total_bytes >= large.total_bytes
     check(keeping, SHAPES["Llama-3-70B"])
 
 

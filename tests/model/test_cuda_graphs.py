@@ -15,7 +15,7 @@ from offload.engine.load import resident_model
 from offload.model import cuda_graphs as graphed
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.tree.spec import parse_tree
 from offload.tree.token_tree import ancestors
 
@@ -32,14 +32,14 @@ class Calls:
         return work
 
 
-def models(family: str, directory: Path) -> tuple[BorrowedModel, BorrowedModel, Calls]:
+def models(family: str, directory: Path) -> tuple[StreamedModel, StreamedModel, Calls]:
     checkpoint = open_checkpoint(save(build(FAMILIES[family]()), directory))
     plain, replayed, calls = resident_model(checkpoint, "float32"), resident_model(checkpoint, "float32"), Calls()
     replayed.replay_with(Graphs(replayed, lambda: calls))
     return plain, replayed, calls
 
 
-def passes(model: BorrowedModel, cache: KVCache) -> list[torch.Tensor]:
+def passes(model: StreamedModel, cache: KVCache) -> list[torch.Tensor]:
     """A prompt, then trees grown level by level, of which a path is kept; several widths, and an extent crossed."""
     generator, out = torch.Generator().manual_seed(1), []
     prompt = torch.randint(3, VOCAB_SIZE, (29,), generator=generator)

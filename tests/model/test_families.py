@@ -23,7 +23,7 @@ from transformers import (
 import offload
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.memory.planner import make_plan, model_shape
-from offload.model.meta import build_skeleton
+from offload.model.meta import build_meta_model
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 NUM_NEW = 30  # with the prompt more than twice the sliding window
@@ -159,10 +159,10 @@ def test_a_wrong_model_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert_decodes_like_transformers(directory)
 
 
-def skeleton_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
+def meta_model_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
     """From the config alone; no weights exist."""
     config.save_pretrained(directory)
-    return build_skeleton(Checkpoint(directory, config.to_dict(), (), {}), torch.bfloat16)
+    return build_meta_model(Checkpoint(directory, config.to_dict(), (), {}), torch.bfloat16)
 
 
 REFUSED = {
@@ -197,7 +197,7 @@ def test_families_that_trees_cannot_be_verified_on_are_refused(family: str, tmp_
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     with pytest.raises(offload.UserError, match=f"model type {family} is not supported .*{REFUSED[family]}"):
-        skeleton_of(CONFIG_MAPPING[family](), tmp_path)
+        meta_model_of(CONFIG_MAPPING[family](), tmp_path)
 
 
 def test_convolutions_between_attention_layers_are_refused(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_convolutions_between_attention_layers_are_refused(tmp_path: Path) -> No
         pytest.skip("this transformers has no lfm2")
     config = CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"])
     with pytest.raises(offload.UserError, match="layers of kind conv"):
-        skeleton_of(config, tmp_path)
+        meta_model_of(config, tmp_path)
 
 
 def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
@@ -213,16 +213,16 @@ def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
     config = FAMILIES["gemma3"]()
     config.use_bidirectional_attention = True
     with pytest.raises(offload.UserError, match="attention that looks ahead"):
-        skeleton_of(config, tmp_path)
+        meta_model_of(config, tmp_path)
 
 
-def test_a_skeleton_takes_no_memory(tmp_path: Path) -> None:
+def test_a_meta_model_takes_no_memory(tmp_path: Path) -> None:
     """Experts in one piece of 17 TB: nothing of that size is allocated, not even for a moment."""
     sizes = {**_SIZES, "hidden_size": 4096, "intermediate_size": 1 << 15, "num_hidden_layers": 1}
-    skeleton = skeleton_of(MixtralConfig(**sizes, num_local_experts=1 << 14, num_experts_per_tok=2), tmp_path)
-    assert sum(parameter.nbytes for parameter in skeleton.parameters()) > 10 * 10**12
-    assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
-    assert {buffer.device.type for buffer in skeleton.buffers()} == {"cpu"}, "frequencies are computed, not read"
+    meta_model = meta_model_of(MixtralConfig(**sizes, num_local_experts=1 << 14, num_experts_per_tok=2), tmp_path)
+    assert sum(parameter.nbytes for parameter in meta_model.parameters()) > 10 * 10**12
+    assert {parameter.device.type for parameter in meta_model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in meta_model.buffers()} == {"cpu"}, "frequencies are computed, not read"
 
 
 def text_to_the_brim(config: PreTrainedConfig, directory: Path, context: int) -> tuple[list[int], list[int]]:

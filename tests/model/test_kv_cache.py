@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.load import resident_model
-from offload.kernels.kv_commit import kv_commit_twin
+from offload.kernels.kv_commit import kv_commit_reference
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.tree.token_tree import ancestors
 from offload.tree.topology import Topology
 
@@ -69,7 +69,7 @@ def test_rows_moved_one_after_the_other_would_show() -> None:
         for buffer, (place, row) in product(buffers, enumerate(row_A.tolist(), start=length)):
             buffer[:, :, place] = buffer[:, :, length + row]
 
-    for wrong in (in_turn, lambda buffers, *path: kv_commit_twin(buffers[1:], *path)):
+    for wrong in (in_turn, lambda buffers, *path: kv_commit_reference(buffers[1:], *path)):
         cache = KVCache(NUM_LAYERS, NUM_SLOTS, wrong)
         write(cache, [0, 1, 2, 3])
         cache.commit([3, 0, 1])
@@ -153,12 +153,12 @@ def path_to(topology: Topology, node: int) -> list[int]:
     return path
 
 
-def forward_tree(model: BorrowedModel, cache: KVCache, topology: Topology, token_N: Tensor) -> Tensor:
+def forward_tree(model: StreamedModel, cache: KVCache, topology: Topology, token_N: Tensor) -> Tensor:
     position_N = torch.from_numpy(topology.depth_N.copy()) + cache.length
     return model.forward(token_N, position_N, ancestors(topology), cache)
 
 
-def take_in(model: BorrowedModel, cache: KVCache, ids: Sequence[int]) -> None:
+def take_in(model: StreamedModel, cache: KVCache, ids: Sequence[int]) -> None:
     """A prompt, in two passes."""
     for chunk in torch.tensor(ids).split(29):
         sees_TT = torch.ones(len(chunk), len(chunk), dtype=torch.bool).tril()
@@ -173,7 +173,7 @@ def test_trees_and_commits_equal_plain_decoding(family: str, tmp_path: Path) -> 
     theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ours = resident_model(open_checkpoint(directory), "auto")
     if family == "gemma2":
-        assert ours.skeleton.config._attn_implementation == "eager", "the soft-capped scores are its own code's"
+        assert ours.meta_model.config._attn_implementation == "eager", "the soft-capped scores are its own code's"
     rng, topology = np.random.default_rng(3), Topology.from_parents(PARENTS)
     ids = rng.integers(3, VOCAB_SIZE, 40).tolist()
     cache = KVCache(ours.num_layers, 80)

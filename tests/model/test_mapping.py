@@ -72,7 +72,7 @@ def set_config(directory: Path, **values: object) -> None:
 
 
 def our_state(directory: Path, dtype: str = "float32") -> dict[str, Tensor]:
-    return resident_model(open_checkpoint(directory), dtype).skeleton.state_dict()
+    return resident_model(open_checkpoint(directory), dtype).meta_model.state_dict()
 
 
 def assert_loads_like_transformers(directory: Path, dtype: str = "float32") -> dict[str, Tensor]:
@@ -212,7 +212,7 @@ def test_the_text_part_of_a_model_that_also_sees(tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole = Gemma3ForConditionalGeneration(config).eval()
     whole.save_pretrained(tmp_path)
-    ours = resident_model(open_checkpoint(tmp_path), "float32").skeleton.eval()
+    ours = resident_model(open_checkpoint(tmp_path), "float32").meta_model.eval()
     ids = torch.randint(3, 190, (1, 40), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         wanted = whole(input_ids=ids, attention_mask=torch.ones_like(ids), token_type_ids=torch.zeros_like(ids)).logits

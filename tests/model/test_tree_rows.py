@@ -1,6 +1,7 @@
 """Models that are told in bits what their rows see: the same logits and the same tokens as from dense masks.
 
-The twin of the kernel stands behind the bits here; that the kernel is its twin is shown in test_tree_attention.py.
+The reference of the kernel stands behind the bits here; that the kernel is its reference is shown in
+test_tree_attention.py.
 """
 
 from functools import cache
@@ -20,13 +21,13 @@ from offload.calibration.kernel_selection import KernelChoice
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import load as loading
 from offload.engine.load import resident_model
-from offload.kernels.registry import TWINS
-from offload.kernels.tree_attention import MAX_WIDTH, Sight, tree_attention_twin
+from offload.kernels.registry import REFERENCES
+from offload.kernels.tree_attention import MAX_WIDTH, Sight, tree_attention_reference
 from offload.model import cuda_graphs as graphed
 from offload.model.attention import Attend, folded_attention, is_for_rows, tree_mask, tree_rows
 from offload.model.cuda_graphs import Graphs
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.tree.token_tree import ancestors
 from offload.tree.topology import Topology
 
@@ -34,7 +35,7 @@ CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 
 
 class Spy:
-    """The twin, counting calls; a test may change what it is told."""
+    """The reference, counting calls; a test may change what it is told."""
 
     def __init__(self, **changes: Any) -> None:
         self.num_calls, self.windows, self._changes = 0, set[int | None](), changes
@@ -43,14 +44,14 @@ class Spy:
         self.num_calls += 1
         self.windows.add(sight.window)
         told = sight._replace(window=self._changes.get("window", sight.window))
-        return tree_attention_twin(query, key, value, told, scaling=self._changes.get("scaling", scaling))
+        return tree_attention_reference(query, key, value, told, scaling=self._changes.get("scaling", scaling))
 
 
 def without_an_ancestor(query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, scaling: float) -> Tensor:
     """The first uncommitted row is lost to the last."""
     wrong_TW = sight.seen_TW.clone()
     wrong_TW[-1, 0] &= ~1
-    return tree_attention_twin(query, key, value, sight._replace(seen_TW=wrong_TW), scaling=scaling)
+    return tree_attention_reference(query, key, value, sight._replace(seen_TW=wrong_TW), scaling=scaling)
 
 
 def config_named(family: str) -> Any:
@@ -67,13 +68,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def model_of(family: str, base: Path, attend: Attend | None = None) -> BorrowedModel:
+def model_of(family: str, base: Path, attend: Attend | None = None) -> StreamedModel:
     model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
     model.attend_with(attend)
     return model
 
 
-def logits_of_two_trees(model: BorrowedModel) -> Tensor:
+def logits_of_two_trees(model: StreamedModel) -> Tensor:
     """A prompt longer than every window, and two trees behind it; of the second only the last rows are scored."""
     topology = Topology.from_parents([-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7])
     cache, token_N = KVCache(model.num_layers, 80), torch.arange(10, 21)
@@ -105,7 +106,7 @@ def test_a_model_computes_the_same_from_bits(family: str, base: Path) -> None:
 def test_families_that_bits_would_not_do_for_keep_their_masks(family: str, base: Path) -> None:
     spy = Spy()
     wanted, model = logits_of_two_trees(model_of(family, base)), model_of(family, base, spy)
-    assert not is_for_rows(model.skeleton.config)
+    assert not is_for_rows(model.meta_model.config)
     assert torch.equal(logits_of_two_trees(model), wanted)
     assert spy.num_calls == 0
 
@@ -140,7 +141,7 @@ def test_decoding_from_bits_writes_the_same_tokens(
     target, draft = save_pair(FAMILIES[family](), tmp_path)
     spy, results = Spy(), []
     for attend in (None, spy):
-        kernels = TWINS._replace(tree_attention=attend)
+        kernels = REFERENCES._replace(tree_attention=attend)
         monkeypatch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
         with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
             for sampling in ({}, {"temperature": 0.8, "seed": 2}):

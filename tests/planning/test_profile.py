@@ -27,7 +27,7 @@ from offload.planning.profile import (
     save_profile,
     write_atomically,
 )
-from offload.planning.yields import GrownYield
+from offload.planning.yields import DynamicYield
 
 MACHINE = Machine(cpu="one", num_cores=2, torch="2.9", dtype="float32", device="cpu")
 IDENTITY = Identity(target="a" * 64, draft="b" * 64, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)
@@ -57,7 +57,7 @@ def profile(**changes: Any) -> Profile:
             verify_s=0.001,
             link_bytes_per_s=1e9,
         ),
-        "grown": (GrownYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
+        "grown": (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
         "traces": ((0, 1, -1), (0, 0, 1)),
     }
     return Profile(**{**values, **changes})

@@ -27,7 +27,7 @@ from offload.planning.tree_search import DEPTHS, Candidate, Forest, best_smoothi
 from offload.tree.spec import parse_tree
 from offload.tree.topology import (
     DEFAULT_ACCEPTANCE,
-    Growth,
+    DynamicShape,
     Topology,
     best_first,
     chain,
@@ -274,7 +274,7 @@ def no_profile(*_: object) -> tuple[Profile | None, str]:
 
 def test_trees_without_any_measurement_fall_back_and_say_so() -> None:
     choice = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0)).for_run(Sampling(), RULE)
-    assert choice.shape == Growth(64, 16) and "nothing was measured" in choice.why
+    assert choice.shape == DynamicShape(64, 16) and "nothing was measured" in choice.why
     small = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(0, 0), max_nodes=8)
     assert small.for_run(Sampling(), RULE).shape.num_nodes == 8
 
@@ -284,8 +284,8 @@ def test_scores_shape_a_chosen_tree_where_the_rule_allows_it(measured: Costs | N
     trees = Trees(parse_tree("auto"), no_profile, lambda _: Traffic(10**9, 0), 1e9, measured)
     for rule in RULES:
         choice = trees.for_run(Sampling(), rule)
-        assert choice.is_grown == (rule in ("match", "topk")), rule
-        assert choice.as_dict()["is_grown"] == choice.is_grown
+        assert choice.is_dynamic == (rule in ("match", "topk")), rule
+        assert choice.as_dict()["is_grown"] == choice.is_dynamic
         if choice.candidates:
             best = choice.candidates[0].shape
             assert (choice.shape.num_nodes, choice.shape.depth) == (best.num_nodes, best.depth)
@@ -310,7 +310,7 @@ def test_named_trees_are_as_named() -> None:
 
 
 def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a card it contains a recording, many times as long as what it records."""
+    """On a GPU it contains a recording, many times as long as what it records."""
     now_s, seen = 0.0, set[int]()
 
     def measure(size: int) -> float:

@@ -1,31 +1,36 @@
-"""What grown trees yield: counted over windows, and carried to other bounds by their gain over fixed ones."""
+"""What dynamic trees yield: counted over windows, and carried to other bounds by their gain over fixed ones."""
 
 import pytest
 
 from offload.planning.cost_model import Costs, Curve, Traffic
 from offload.planning.tree_search import Forest, choose
-from offload.planning.yields import Gains, GrownYield, bounds_to_count, yields_of
-from offload.tree.topology import DEFAULT_ACCEPTANCE, Growth, check_acceptance
+from offload.planning.yields import DynamicYield, Gains, bounds_to_count, yields_of
+from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, check_acceptance
 
 P_K = check_acceptance(DEFAULT_ACCEPTANCE)
 
 
-def counted(num_nodes: int, depth: int, tokens: float) -> GrownYield:
-    return GrownYield(num_nodes=num_nodes, depth=depth, tokens_per_sweep=tokens, num_sweeps=100)
+def counted(num_nodes: int, depth: int, tokens: float) -> DynamicYield:
+    return DynamicYield(num_nodes=num_nodes, depth=depth, tokens_per_sweep=tokens, num_sweeps=100)
 
 
 def test_bounds_fit_into_the_largest_tree() -> None:
-    assert bounds_to_count(1) == () and bounds_to_count(8) == (Growth(8, 7),)
-    assert bounds_to_count(100) == (Growth(16, 8), Growth(16, 15), Growth(64, 8), Growth(64, 24))
-    assert bounds_to_count(512)[-1] == Growth(256, 24)
+    assert bounds_to_count(1) == () and bounds_to_count(8) == (DynamicShape(8, 7),)
+    assert bounds_to_count(100) == (
+        DynamicShape(16, 8),
+        DynamicShape(16, 15),
+        DynamicShape(64, 8),
+        DynamicShape(64, 24),
+    )
+    assert bounds_to_count(512)[-1] == DynamicShape(256, 24)
 
 
 def test_a_yield_is_tokens_over_sweeps_of_all_windows() -> None:
-    bounds = (Growth(16, 8), Growth(64, 8), Growth(64, 24))
+    bounds = (DynamicShape(16, 8), DynamicShape(64, 8), DynamicShape(64, 24))
     windows = [[[2, 4], [5], []], [[6], [7, 9], []]]
     assert yields_of(bounds, windows) == (
-        GrownYield(num_nodes=16, depth=8, tokens_per_sweep=4.0, num_sweeps=3),
-        GrownYield(num_nodes=64, depth=8, tokens_per_sweep=7.0, num_sweeps=3),
+        DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=4.0, num_sweeps=3),
+        DynamicYield(num_nodes=64, depth=8, tokens_per_sweep=7.0, num_sweeps=3),
     ), "a mean of sweeps, not of windows; what has no sweep is not there"
     assert yields_of((), [[], []]) == ()
 
@@ -43,18 +48,20 @@ def test_gains_are_exact_where_counted_and_even_between() -> None:
 
 
 def test_the_gain_enters_the_choice() -> None:
-    """Rows cost so much that fixed trees stay small; where larger ones gain by growth, the choice follows."""
+    """Rows cost so much that static trees stay small; where larger ones gain by growth, the choice follows."""
     costs = Costs(
         compute_s=Curve((1, 256), (0.1, 0.5)), draft_step_s=Curve((1,), (0.0,)), verify_s=0.0, link_bytes_per_s=1e9
     )
     plain = Forest(P_K, max_nodes=256)
     sizes = [(64, 16, 1.0), (256, 24, 2.5)]
     better = Forest(P_K, max_nodes=256, counted=[counted(n, d, gain * plain.expected(n, d)) for n, d, gain in sizes])
-    fixed, grown = (choose(better, costs, lambda _: Traffic(0, 0), is_grown=is_grown)[0] for is_grown in (False, True))
-    assert fixed == choose(plain, costs, lambda _: Traffic(0, 0))[0] and not isinstance(fixed.shape, Growth)
-    assert isinstance(grown.shape, Growth) and grown.shape.num_nodes > fixed.shape.num_nodes
-    assert grown.tokens_per_sweep == pytest.approx(better.expected_grown(grown.shape.num_nodes, grown.shape.depth))
-    assert better.expected_grown(256, 24) == pytest.approx(2.5 * plain.expected(256, 24))
+    fixed, grown = (
+        choose(better, costs, lambda _: Traffic(0, 0), is_dynamic=is_dynamic)[0] for is_dynamic in (False, True)
+    )
+    assert fixed == choose(plain, costs, lambda _: Traffic(0, 0))[0] and not isinstance(fixed.shape, DynamicShape)
+    assert isinstance(grown.shape, DynamicShape) and grown.shape.num_nodes > fixed.shape.num_nodes
+    assert grown.tokens_per_sweep == pytest.approx(better.expected_dynamic(grown.shape.num_nodes, grown.shape.depth))
+    assert better.expected_dynamic(256, 24) == pytest.approx(2.5 * plain.expected(256, 24))
 
 
 def test_a_small_budget_does_not_shrink_what_a_gain_is_relative_to() -> None:

@@ -22,12 +22,12 @@ from offload.checkpoint.sizes import model_shape
 from offload.config import Sampling
 from offload.engine import load as loading
 from offload.engine.load import resident_model
-from offload.kernels.match_rows import match_rows_twin
-from offload.kernels.registry import TWINS
+from offload.kernels.match_rows import match_rows_reference
+from offload.kernels.registry import REFERENCES
 from offload.memory.device_planner import MAX_LOGITS_ROWS
 from offload.memory.planner import MemoryPlan
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits, chunk_with
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree, ancestors
@@ -82,15 +82,15 @@ def test_a_chunk_is_let_go_before_the_next_one_is_computed() -> None:
     assert len(alive) == 3
 
 
-def count_scored_rows(model: BorrowedModel) -> list[int]:
+def count_scored_rows(model: StreamedModel) -> list[int]:
     """How many rows the head gets at each call, from now on."""
     scored: list[int] = []
-    head = model.skeleton.get_output_embeddings()
+    head = model.meta_model.get_output_embeddings()
     model._hooks.append(head.register_forward_pre_hook(lambda _, args: scored.append(args[0].shape[-2])))
     return scored
 
 
-def passes(model: BorrowedModel) -> tuple[Tensor, Logits, list[int]]:
+def passes(model: StreamedModel) -> tuple[Tensor, Logits, list[int]]:
     """A tree behind a prompt, taken in by the same pass: all logits at once, then in chunks; rows that heads scored."""
     token_T = torch.randint(3, VOCAB_SIZE, (20 + NUM_NODES,), generator=torch.Generator().manual_seed(3))
     position_T = torch.cat([torch.arange(20), torch.from_numpy(TREE.depth_N.copy()) + 20])
@@ -114,18 +114,18 @@ def test_chunks_hold_what_one_pass_computes(family: str, tmp_path: Path) -> None
         config.final_logit_softcapping = 3.0
     model = resident_model(open_checkpoint(save(tiny_model(config), tmp_path)), "float32")
     whole, logits, scored = passes(model)
-    num_terms = 2 * model.skeleton.config.hidden_size  # of the head, and of the layers that saw the scored rows alone
+    num_terms = 2 * model.meta_model.config.hidden_size  # of the head, and of the layers that saw the scored rows alone
     torch.testing.assert_close(logits.whole(), whole, **sums(whole, num_terms))
     assert scored == [7, 7, 7, 7, 7, 7, 3], "no more rows at once, and none twice"
-    assert "forward" not in vars(model.skeleton.get_decoder()), "the decoder is itself again"
+    assert "forward" not in vars(model.meta_model.get_decoder()), "the decoder is itself again"
     model.close()
 
 
 def test_a_wrong_chunk_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = resident_model(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path)), "float32")
-    score = BorrowedModel._score_hidden
+    score = StreamedModel._score_hidden
     monkeypatch.setattr(
-        BorrowedModel, "_score_hidden", lambda self, out, h, lo, hi: score(self, out, h, lo - 1, hi - 1)
+        StreamedModel, "_score_hidden", lambda self, out, h, lo, hi: score(self, out, h, lo - 1, hi - 1)
     )
     whole, logits, _ = passes(model)
     assert not torch.allclose(logits.whole(), whole, atol=0.1)
@@ -144,8 +144,8 @@ def rows_at_a_time(monkeypatch: pytest.MonkeyPatch, num_rows: int | None) -> Non
 @pytest.mark.parametrize("rule", ["match", "sequoia"])
 def test_chunks_do_not_change_what_is_written(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = save_pair(FAMILIES["llama"](), tmp_path)
-    texts, at_once = [], TWINS._replace(match_rows=match_rows_twin)
-    for num_rows, kernels in ((None, TWINS), (5, TWINS), (5, at_once)):
+    texts, at_once = [], REFERENCES._replace(match_rows=match_rows_reference)
+    for num_rows, kernels in ((None, REFERENCES), (5, REFERENCES), (5, at_once)):
         with monkeypatch.context() as patch:
             rows_at_a_time(patch, num_rows)
             patch.setattr(loading, "_pick_kernels", lambda *_, kernels=kernels: KernelChoice(kernels, ()))
@@ -223,7 +223,9 @@ def test_the_peak_is_the_one_that_was_planned(
     checkpoint = open_checkpoint(save(tiny_model(WIDE), tmp_path))
     model, shape = resident_model(checkpoint, dtype), model_shape(checkpoint, dtype)
     tree = Agreeing(chain(767), torch.zeros(768, dtype=torch.long))
-    sampler = Sampler(Sampling(**settings), WIDE.vocab_size, kernels=TWINS._replace(match_rows=match_rows_twin))
+    sampler = Sampler(
+        Sampling(**settings), WIDE.vocab_size, kernels=REFERENCES._replace(match_rows=match_rows_reference)
+    )
     causal_TT = torch.ones(768, 768, dtype=torch.bool).tril()
     with Peak(WIDE.vocab_size) as peak:
         cache = KVCache(model.num_layers, 768)

@@ -1,4 +1,4 @@
-"""Keyed noise as noise and as a key; and draws against exact laws worked out by hand."""
+"""Keyed noise as noise and as a key; and draws against exact distributions worked out by hand."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch import Tensor
 from offload.config import LEAST_TEMPERATURE, Sampling
 from offload.errors import UserError
 from offload.kernels import keyed_gumbel as noise
-from offload.kernels.keyed_gumbel import keyed_gumbel_twin as keyed_gumbel
-from offload.kernels.registry import TWINS, KernelSet
+from offload.kernels.keyed_gumbel import keyed_gumbel_reference as keyed_gumbel
+from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import noise_bytes
 from offload.sampling.sampler import Sampler
 
@@ -116,7 +116,7 @@ def test_a_weaker_hash_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(abs(score) for score in correlations(noise_table(10, 10, 40)).values()) > 20
 
 
-def law_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
+def distribution_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
     """Temperature, then the k largest, then the smallest set of the most probable with at least p of the mass."""
     chance_V = np.exp(logits_V.double().numpy() / how.temperature)
     chance_V /= chance_V.sum()
@@ -130,11 +130,11 @@ def law_by_hand(logits_V: Tensor, how: Sampling) -> np.ndarray:
     return chance_V / chance_V.sum()
 
 
-def p_value(counts_V: np.ndarray, law_V: np.ndarray) -> float:
+def p_value(counts_V: np.ndarray, probs_V: np.ndarray) -> float:
     """Chi-square; zero where something impossible was drawn."""
-    if counts_V[law_V == 0].any():
+    if counts_V[probs_V == 0].any():
         return 0.0
-    return float(stats.chisquare(counts_V[law_V > 0], law_V[law_V > 0] * counts_V.sum()).pvalue)
+    return float(stats.chisquare(counts_V[probs_V > 0], probs_V[probs_V > 0] * counts_V.sum()).pvalue)
 
 
 SETTINGS = {
@@ -146,40 +146,42 @@ SETTINGS = {
 }
 
 
-def draws_over_seeds(settings: dict[str, float], num_draws: int = 2000, kernels: KernelSet = TWINS) -> np.ndarray:
+def draws_over_seeds(settings: dict[str, float], num_draws: int = 2000, kernels: KernelSet = REFERENCES) -> np.ndarray:
     samplers = (Sampler(Sampling(**settings, seed=seed), 10, kernels=kernels) for seed in range(num_draws))
     return np.bincount([sampler.draw(LOGITS_V, 17) for sampler in samplers], minlength=10)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_draws_follow_the_exact_law_over_seeds(name: str) -> None:
-    law_V = law_by_hand(LOGITS_V, Sampling(**SETTINGS[name]))
-    assert {"T1": 10, "T0.6": 10, "top-k": 4, "top-p": 5, "all": 4}[name] == np.count_nonzero(law_V)
-    assert p_value(draws_over_seeds(SETTINGS[name]), law_V) > P_MIN
+def test_draws_follow_the_exact_distribution_over_seeds(name: str) -> None:
+    probs_V = distribution_by_hand(LOGITS_V, Sampling(**SETTINGS[name]))
+    assert {"T1": 10, "T0.6": 10, "top-k": 4, "top-p": 5, "all": 4}[name] == np.count_nonzero(probs_V)
+    assert p_value(draws_over_seeds(SETTINGS[name]), probs_V) > P_MIN
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_draws_follow_the_exact_law_over_positions(name: str) -> None:
+def test_draws_follow_the_exact_distribution_over_positions(name: str) -> None:
     """One generation: one seed, and every position a fresh draw."""
     how = Sampling(**SETTINGS[name], seed=7)
     sampler = Sampler(how, 10)
     counts_V = np.bincount([sampler.draw(LOGITS_V, position) for position in range(2000)], minlength=10)
-    assert p_value(counts_V, law_by_hand(LOGITS_V, how)) > P_MIN
+    assert p_value(counts_V, distribution_by_hand(LOGITS_V, how)) > P_MIN
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_law_that_is_told_is_the_one_by_hand(name: str) -> None:
+def test_the_distribution_that_is_told_is_the_one_by_hand(name: str) -> None:
     how = Sampling(**SETTINGS[name])
-    np.testing.assert_allclose(Sampler(how, 10).host_law(LOGITS_V), law_by_hand(LOGITS_V, how), atol=1e-7)
+    np.testing.assert_allclose(
+        Sampler(how, 10).host_distribution(LOGITS_V), distribution_by_hand(LOGITS_V, how), atol=1e-7
+    )
 
 
 def test_two_positions_are_drawn_independently() -> None:
-    law_V = law_by_hand(LOGITS_V, Sampling(temperature=1.0))
+    probs_V = distribution_by_hand(LOGITS_V, Sampling(temperature=1.0))
     counts_VV = np.zeros((10, 10))
     for seed in range(1500):
         sampler = Sampler(Sampling(temperature=1.0, seed=seed), 10)
         counts_VV[sampler.draw(LOGITS_V, 4), sampler.draw(LOGITS_V, 5)] += 1
-    joint_VV = np.outer(law_V, law_V)
+    joint_VV = np.outer(probs_V, probs_V)
     is_frequent = joint_VV * 1500 >= 5
     counts = [*counts_VV[is_frequent], counts_VV[~is_frequent].sum()]
     assert (
@@ -198,17 +200,17 @@ def normal(seed: int, position: int, vocab_size: int, device: object) -> Tensor:
 
 @pytest.mark.parametrize("planted", [flatter, normal])
 def test_a_planted_bias_is_detected(planted: Callable[..., Tensor]) -> None:
-    kernels = TWINS._replace(keyed_gumbel=planted)
-    law_V = law_by_hand(LOGITS_V, Sampling(temperature=1.0))
-    assert p_value(draws_over_seeds(SETTINGS["T1"], kernels=kernels), law_V) < 1e-4
+    kernels = REFERENCES._replace(keyed_gumbel=planted)
+    probs_V = distribution_by_hand(LOGITS_V, Sampling(temperature=1.0))
+    assert p_value(draws_over_seeds(SETTINGS["T1"], kernels=kernels), probs_V) < 1e-4
 
 
 def test_filters_in_another_order_would_show() -> None:
-    """top-p of the full law keeps tokens that top-p of the four largest drops."""
+    """top-p of the full distribution keeps tokens that top-p of the four largest drops."""
     how = Sampling(temperature=1.0, top_k=4, top_p=0.8)
-    kept = np.flatnonzero(Sampler(how, 10).host_law(LOGITS_V))
-    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(law_by_hand(LOGITS_V, how)).tolist()
-    assert np.count_nonzero(law_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4
+    kept = np.flatnonzero(Sampler(how, 10).host_distribution(LOGITS_V))
+    assert kept.tolist() == [0, 3, 7] == np.flatnonzero(distribution_by_hand(LOGITS_V, how)).tolist()
+    assert np.count_nonzero(distribution_by_hand(LOGITS_V, Sampling(temperature=1.0, top_p=0.8))[[0, 1, 3, 7]]) == 4
 
 
 def test_the_least_temperature_still_tells_scores_apart() -> None:

@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class PaperCuda:
-    """Stands in for `torch.cuda`: one kind of card, with a log of what was asked on which stream."""
+    """Stands in for `torch.cuda`: one kind of GPU, with a log of what was asked on which stream."""
 
     def __init__(self, count: int, free_bytes: int = 40 * GIB) -> None:
         self.count, self.free_bytes = count, free_bytes
@@ -169,7 +169,7 @@ def test_a_budget_binds_torch_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_budget_that_no_plan_fits_leaves_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused later, and whoever tries again in this process must not find a card without memory."""
+    """It is refused later, and whoever tries again in this process must not find a GPU without memory."""
     cuda = paper_torch(monkeypatch, PaperCuda(1))
     open_device("cuda", "1MiB")
     assert cuda.share == 1

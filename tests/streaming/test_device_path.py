@@ -1,4 +1,4 @@
-"""The whole path of a device without one: arena, tiers, slots, host table, with copies that come late.
+"""The whole path of a device without one: pinned allocator, tiers, slots, host table, with copies that come late.
 
 What must come out is what transformers computes, token for token.
 """
@@ -24,7 +24,7 @@ from offload.config import Sampling
 from offload.engine import load as loading
 from offload.errors import UserError
 from offload.memory.planner import MemoryPlan, Tier
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.streaming.device_stream import DeviceStream
 
 TREES = ("none", "8x3", "64x16")
@@ -127,7 +127,7 @@ def test_sampling_is_the_same_as_on_the_cpu(
 
 
 def test_the_plan_decides_where_layers_lie(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a word from the test: a card with room for everything, and the plan's own sums."""
+    """Without a word from the test: a GPU with room for everything, and the plan's own sums."""
     target, draft, wanted = pair_of("llama", base)
     plan_memory = loading.plan_memory
     monkeypatch.setattr(loading, "plan_memory", lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"}))
@@ -140,7 +140,7 @@ def test_the_plan_decides_where_layers_lie(device: FakeDevice, base: Path, monke
 def test_an_automatic_tree_goes_by_the_link_to_the_card(
     tiers: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy takes a virtual second, however large: the link of the fake card is as slow as that."""
+    """A copy takes a virtual second, however large: the link of the fake GPU is as slow as that."""
     target, draft, wanted = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS[tiers])
     seen: list[float] = []
@@ -180,23 +180,23 @@ def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
     for family in ("llama", "llama-tied", "gemma3"):
         target, _ = save_pair(FAMILIES[family](), tmp_path / family)
         checkpoint = open_checkpoint(target)
-        model = BorrowedModel(checkpoint, place=torch.device("meta"), has_host_table=True)
+        model = StreamedModel(checkpoint, place=torch.device("meta"), has_host_table=True)
         store = HostStore(checkpoint.shards)
         try:
             model.bind_rest(store.fetch(model.rest_layout))
             model.bind_layer(0, store.fetch(model.layer_layouts[0]))
         finally:
             store.close()
-        skeleton = model.skeleton
-        assert skeleton.get_input_embeddings().weight.device.type == "cpu"
-        assert skeleton.get_output_embeddings().weight.device.type == "meta"
-        assert skeleton.get_decoder().norm.weight.device.type == "meta"
-        assert {p.device.type for p in skeleton.get_decoder().layers[0].parameters()} == {"meta"}
-        tables = dict(skeleton.get_input_embeddings().named_buffers())
+        meta_model = model.meta_model
+        assert meta_model.get_input_embeddings().weight.device.type == "cpu"
+        assert meta_model.get_output_embeddings().weight.device.type == "meta"
+        assert meta_model.get_decoder().norm.weight.device.type == "meta"
+        assert {p.device.type for p in meta_model.get_decoder().layers[0].parameters()} == {"meta"}
+        tables = dict(meta_model.get_input_embeddings().named_buffers())
         assert {buffer.device.type for buffer in tables.values()} <= {"cpu"}
-        others = {name: b.device.type for name, b in skeleton.named_buffers() if "embed" not in name}
+        others = {name: b.device.type for name, b in meta_model.named_buffers() if "embed" not in name}
         assert others and set(others.values()) == {"meta"}
-        rows = skeleton.get_input_embeddings()(torch.tensor([[1, 2]]))
+        rows = meta_model.get_input_embeddings()(torch.tensor([[1, 2]]))
         assert rows.device.type == "meta", "rows are gathered on the host and sent"
         model.close()
 
@@ -219,12 +219,12 @@ def test_weights_begin_where_wide_loads_can(
     place_layers(monkeypatch, *TIERS["all three"])
     seen: set[tuple[int, int]] = set()
 
-    def watch(self: BorrowedModel, layer: int, views: dict[str, torch.Tensor]) -> None:
+    def watch(self: StreamedModel, layer: int, views: dict[str, torch.Tensor]) -> None:
         seen.update((layer, view.data_ptr() % 256) for view in views.values())
         bind(self, layer, views)
 
-    bind = BorrowedModel._bind
-    monkeypatch.setattr(BorrowedModel, "_bind", watch)
+    bind = StreamedModel._bind
+    monkeypatch.setattr(StreamedModel, "_bind", watch)
     with offload.load(target, context=64, threads=1, **BUDGETS) as decoder:
         decoder.generate([5, 6, 7], max_new_tokens=3)
         layouts = decoder.target.stream._layouts
@@ -234,14 +234,14 @@ def test_weights_begin_where_wide_loads_can(
 
 @pytest.mark.parametrize("remainder", [0, 8, 248])
 def test_a_layer_that_is_sent_at_once_begins_with_its_first_weight(remainder: int, tmp_path: Path) -> None:
-    """As those of the draft, which a card gets in memory of their own; the others lie there one by one."""
+    """As those of the draft, which a GPU gets in memory of their own; the others lie there one by one."""
     target = save(build(FAMILIES["llama"]()), tmp_path, max_shard_size="1GB")
     begin_behind(target / "model.safetensors", remainder)
     model = loading.resident_model(open_checkpoint(target), "float32", torch.device("meta"))
-    weights = [weight for layer in model.skeleton.get_decoder().layers for weight in layer.parameters()]
+    weights = [weight for layer in model.meta_model.get_decoder().layers for weight in layer.parameters()]
     assert len(weights) == 4 * 9 and all(weight.storage_offset() * 4 % 256 == 0 for weight in weights)
     assert min(weight.storage_offset() for weight in weights) == 0
-    assert model.skeleton.get_output_embeddings().weight.storage_offset() == 0
+    assert model.meta_model.get_output_embeddings().weight.storage_offset() == 0
 
 
 def test_views_of_a_slot_are_made_once(base: Path) -> None:
@@ -249,13 +249,13 @@ def test_views_of_a_slot_are_made_once(base: Path) -> None:
 
     target = pair_of("llama", base)[0]
     checkpoint = open_checkpoint(target)
-    model, store = BorrowedModel(checkpoint), HostStore(checkpoint.shards)
+    model, store = StreamedModel(checkpoint), HostStore(checkpoint.shards)
     layout = model.layer_layouts[0]
     slots = [torch.from_numpy(store.fetch(layout)[layout.sent]) for _ in range(2)]
     bound = []
     for slot in (slots[0], slots[1], slots[0]):
         model.bind_layer(0, slot)
-        bound.append(model.skeleton.get_decoder().layers[0].mlp.up_proj.weight)
+        bound.append(model.meta_model.get_decoder().layers[0].mlp.up_proj.weight)
         model.unbind_layer(0)
     assert bound[0] is bound[2] and bound[0].data_ptr() != bound[1].data_ptr()
     store.close()
@@ -307,7 +307,9 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
     how = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB"}
     with offload.load(target, draft, context=128, tree="64x16", **how) as decoder:
         assert not [note for note in decoder.notes if "O_DIRECT" not in note], "nothing but that was refused"
-        assert decoder.duels and not any(duel.reason for duel in decoder.duels), "every kernel runs and agrees"
+        assert decoder.comparisons and not any(comparison.reason for comparison in decoder.comparisons), (
+            "every kernel runs and agrees"
+        )
         for tree in TREES:
             got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
             assert got.token_ids == wanted, tree

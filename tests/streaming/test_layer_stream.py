@@ -21,7 +21,7 @@ from offload.engine import load as loading
 from offload.errors import ReadError, UserError
 from offload.memory.planner import make_plan, model_shape
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.streaming.disk import HostStore
 from offload.streaming.layer_stream import LayerStream
 
@@ -283,16 +283,16 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def logits_of_a_generation(target: Path, ram: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    seen, forward = [], BorrowedModel.forward
+    seen, forward = [], StreamedModel.forward
 
-    def watch(self: BorrowedModel, token_T: Any, position_U: Any, ancestor_TU: Any, cache: KVCache, **how: Any) -> Any:
+    def watch(self: StreamedModel, token_T: Any, position_U: Any, ancestor_TU: Any, cache: KVCache, **how: Any) -> Any:
         seen.append(forward(self, token_T, position_U, ancestor_TU, cache, **how))
         return seen[-1]
 
-    monkeypatch.setattr(BorrowedModel, "forward", watch)
+    monkeypatch.setattr(StreamedModel, "forward", watch)
     with offload.load(target, ram=ram, context=128, threads=1) as decoder:
         decoder.generate([5, 6, 7], max_new_tokens=12)
-    monkeypatch.setattr(BorrowedModel, "forward", forward)
+    monkeypatch.setattr(StreamedModel, "forward", forward)
     return seen
 
 
@@ -309,10 +309,10 @@ def test_a_generation_never_reads_a_released_slot(tmp_path: Path, monkeypatch: p
 @pytest.mark.usefixtures("poisoned")
 def test_a_layer_used_after_its_release_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, ram = tiny_target(tmp_path)
-    borrow = BorrowedModel.borrow_layers
+    borrow = StreamedModel.stream_layers
 
     def borrow_and_release_early(
-        self: BorrowedModel, acquire: Callable[[int], np.ndarray], release: Callable[[int], None]
+        self: StreamedModel, acquire: Callable[[int], np.ndarray], release: Callable[[int], None]
     ) -> None:
         def hurry(layer: int) -> np.ndarray:
             slab = acquire(layer)
@@ -321,6 +321,6 @@ def test_a_layer_used_after_its_release_shows(tmp_path: Path, monkeypatch: pytes
 
         borrow(self, hurry, lambda layer: None)
 
-    monkeypatch.setattr(BorrowedModel, "borrow_layers", borrow_and_release_early)
+    monkeypatch.setattr(StreamedModel, "borrow_layers", borrow_and_release_early)
     with pytest.raises(UserError, match="scores are not numbers"):
         logits_of_a_generation(target, ram, monkeypatch)

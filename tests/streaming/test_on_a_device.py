@@ -1,4 +1,4 @@
-"""What only a card can show, end to end: tokens, notes, events. Run it with `pytest -m gpu`; speed is for the bench."""
+"""What only a GPU can show, end to end: tokens, notes, events. Run it with `pytest -m gpu`; speed is for the bench."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from offload.config import Sampling
 from offload.engine import load as loading
 from offload.model.cuda_graphs import use_graphs
 from offload.model.kv_cache import KVCache
-from offload.streaming.pinned import Arena, RefusedError, RegisterWay, forget_cuda_error
+from offload.streaming.pinned import PinnedAllocator, RefusedError, RegisterWay, forget_cuda_error
 from offload.tuning.trace_acceptance import given_trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -58,7 +58,7 @@ def test_a_tree_is_chosen_by_what_the_card_takes(pair: tuple[Path, Path, list[in
 def test_memory_that_is_not_locked_will_do(pair: tuple[Path, Path, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, wanted = pair
     place_layers(monkeypatch, *TIERS["all three"])
-    monkeypatch.setattr(loading, "open_arena", lambda place: Arena([], ["told not to"]))
+    monkeypatch.setattr(loading, "open_arena", lambda place: PinnedAllocator([], ["told not to"]))
     with offload.load(target, draft, tree="8x3", **HOW) as decoder:
         assert any("could not be page-locked" in note and "told not to" in note for note in decoder.notes)
         assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW).token_ids == wanted
@@ -153,7 +153,7 @@ def test_the_command_line_writes_on_the_card(pair: tuple[Path, Path, list[int]])
 
 
 def test_the_bench_runs_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever line of it breaks on a card breaks here, in seconds."""
+    """Whatever line of it breaks on a GPU breaks here, in seconds."""
     for name, value in {
         "LARGE": bench.TINY, "LARGE_DRAFT": bench.TINY_DRAFT, "SIZES": (1, 8, 64), "TREES": TREES, "CONTEXT": 512,
     }.items():  # fmt: skip

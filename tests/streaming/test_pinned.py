@@ -11,7 +11,7 @@ import torch
 
 from offload.streaming.disk import allocate
 from offload.streaming.numa import cpus_near, stay_on
-from offload.streaming.pinned import Arena, CupyWay, RefusedError, RegisterWay, forget_cuda_error, touch_pages
+from offload.streaming.pinned import CupyWay, PinnedAllocator, RefusedError, RegisterWay, forget_cuda_error, touch_pages
 
 ODD_BYTES = 3 * 4096 * 5  # no power of two
 
@@ -68,7 +68,7 @@ def no_cupy() -> Any:
 
 def test_cupy_gives_exactly_what_is_asked() -> None:
     cupy = PaperCupy()
-    arena = Arena([CupyWay(1, lambda: cupy, "12.8")])
+    arena = PinnedAllocator([CupyWay(1, lambda: cupy, "12.8")])
     buffer = arena.allocate(ODD_BYTES)
     assert buffer.is_pinned and buffer.array.shape == (ODD_BYTES,) and buffer.array.dtype == np.uint8
     assert cupy.asked == [(ODD_BYTES, 1)] and cupy.devices == [1], "no rounding, and on the card in use"
@@ -93,7 +93,7 @@ def test_cupy_that_cannot_be_used_says_why(build: Any, why: str) -> None:
 def test_a_refusing_cupy_gives_way_to_registered_pages() -> None:
     runtime = PaperRuntime()
     cupy = PaperCupy(error=RuntimeError("cudaErrorMemoryAllocation: out of memory"))
-    arena = Arena([CupyWay(0, lambda: cupy, None), RegisterWay(runtime, runtime.forget)])
+    arena = PinnedAllocator([CupyWay(0, lambda: cupy, None), RegisterWay(runtime, runtime.forget)])
     buffers = [arena.allocate(ODD_BYTES) for _ in range(2)]
     assert all(buffer.is_pinned for buffer in buffers) and arena.note is None
     assert sorted(runtime.registered.values()) == [ODD_BYTES] * 2
@@ -106,7 +106,7 @@ def test_memory_that_does_not_begin_with_a_page_is_not_read_into() -> None:
     """O_DIRECT would refuse it, at the first layer from disk."""
     runtime, cupy = PaperRuntime(), PaperCupy()
     cupy.shift = 512
-    arena = Arena([CupyWay(0, lambda: cupy, None), RegisterWay(runtime, runtime.forget)])
+    arena = PinnedAllocator([CupyWay(0, lambda: cupy, None), RegisterWay(runtime, runtime.forget)])
     buffer = arena.allocate(ODD_BYTES)
     assert buffer.is_pinned and buffer.array.ctypes.data % 4096 == 0 and runtime.registered
     arena.close()
@@ -114,7 +114,7 @@ def test_memory_that_does_not_begin_with_a_page_is_not_read_into() -> None:
 
 def test_a_refused_registration_leaves_no_error_behind() -> None:
     runtime = PaperRuntime(code=2)  # cudaErrorMemoryAllocation
-    arena = Arena([RegisterWay(runtime, runtime.forget)], ["cupy: missing"])
+    arena = PinnedAllocator([RegisterWay(runtime, runtime.forget)], ["cupy: missing"])
     buffer = arena.allocate(ODD_BYTES)
     assert not buffer.is_pinned and len(buffer.array) == ODD_BYTES
     assert runtime.pending_error == 0, "torch would blame the next kernel for it"
@@ -139,7 +139,7 @@ def test_a_way_that_refused_is_asked_again_only_for_less() -> None:
         def free(self, array: np.ndarray) -> None: ...
 
     wall = Wall()
-    arena = Arena([wall])
+    arena = PinnedAllocator([wall])
     assert [arena.allocate(size).is_pinned for size in (100_000, 100_000, 90_000, 4000)] == [False, False, False, True]
     assert wall.asked == [100_000, 4000]
     assert arena.pageable_bytes == 290_000 and arena.pinned_bytes == 4000
@@ -199,9 +199,9 @@ def test_processors_next_to_a_card(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_card_the_arena_is_locked_and_exact() -> None:
-    from offload.streaming.pinned import open_arena
+    from offload.streaming.pinned import open_pinned_allocator
 
-    arena = open_arena(torch.device("cuda", 0))
+    arena = open_pinned_allocator(torch.device("cuda", 0))
     buffer = arena.allocate(ODD_BYTES)
     assert buffer.is_pinned and torch.from_numpy(buffer.array).is_pinned(), arena.note
     arena.close()

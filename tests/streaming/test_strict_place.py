@@ -1,4 +1,4 @@
-"""Everything that a run on a card computes, where tensors of the card and of the host cannot be mixed.
+"""Everything that a run on a GPU computes, where tensors of the GPU and of the host cannot be mixed.
 
 The fake device of the other tests lies in host memory, so that a mask or a number left on the wrong side goes unseen.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
-from strict_place import Card, OnCard, place
+from strict_place import Budgets, OnCard, place
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
 from test_families import config_of, tiny_model
 from test_graphed import passes
@@ -27,11 +27,11 @@ from offload.engine import load as loading
 from offload.engine.load import resident_model
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
-from offload.model.weights import BorrowedModel
+from offload.model.weights import StreamedModel
 from offload.sampling import sampler as sampling
 from offload.stats import Stats
 from offload.streaming.disk import HostStore
-from offload.tree.topology import Growth
+from offload.tree.topology import DynamicShape
 
 __all__ = ["base", "device"]  # fixtures
 LOAD = {"context": 128, "threads": 1, **BUDGETS}
@@ -39,14 +39,14 @@ PER_LAYER = ("gemma3n_text", "gemma4_text")  # have a table of inputs to every l
 
 
 @pytest.fixture
-def card(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Card:
+def card(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Budgets:
     """To be entered once everything else is ready."""
     monkeypatch.setattr(FakeDevice, "place", place())
-    return Card()
+    return Budgets()
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])
-def test_greedy_ids_equal_transformers(family: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_ids_equal_transformers(family: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, wanted = pair_of(family, base)
     place_layers(monkeypatch, *TIERS["all three"])
     with card, offload.load(target, draft, tree="16x6", **LOAD) as decoder:
@@ -55,21 +55,21 @@ def test_greedy_ids_equal_transformers(family: str, card: Card, base: Path, monk
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_draws_on_the_card(rule: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shared noise is the same anywhere; draws from laws come from another generator on a card."""
+def test_every_rule_draws_on_the_card(rule: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared noise is the same anywhere; draws from distributions come from another generator on a GPU."""
     target, draft, _ = pair_of("llama", base)
     how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 4, "max_new_tokens": 8}
     place_layers(monkeypatch, *TIERS["host"])
     with card, offload.load(target, draft, tree="8x3", rule=rule, **LOAD) as decoder:
         ours = decoder.generate(prompts()[1], **how).token_ids
     assert len(ours) == 8
-    if not drafting_of(rule).keeps_laws:
+    if not drafting_of(rule).keeps_distributions:
         monkeypatch.undo()
         with offload.load(target, draft, tree="8x3", rule=rule, context=128, threads=1, ram="1GiB") as decoder:
             assert ours == decoder.generate(prompts()[1], **how).token_ids
 
 
-def test_an_automatic_tree_is_found(card: Card, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automatic_tree_is_found(card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, wanted = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
     monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
@@ -79,9 +79,9 @@ def test_an_automatic_tree_is_found(card: Card, base: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("tree", ["16x6", "grown:16x6"])
 def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
-    tree: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch
+    tree: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once a level for a fixed tree, twice a pass for a grown one; behind the sweep once a token, and to learn."""
+    """Once a level for a static tree, twice a pass for a dynamic one; behind the sweep once a token, and to learn."""
     target, draft, _ = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
     with card, offload.load(target, draft, tree=tree, **LOAD) as decoder:
@@ -99,13 +99,13 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
         tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
         passes, card.looks[:] = 0, []
         new = decoder.step(tokens, shape, decoder.rule, sampler, Stats())
-    per_pass, learning = (2, 2 + len(new)) if isinstance(shape, Growth) else (1, 0)
+    per_pass, learning = (2, 2 + len(new)) if isinstance(shape, DynamicShape) else (1, 0)
     assert passes > 0 and len(card.looks) <= per_pass * passes + len(new) + learning
 
 
-def placed_model(family: str, base: Path) -> BorrowedModel:
-    """All its layers on the card, its tables on the host."""
-    model = BorrowedModel(open_checkpoint(base / family), "float32", place(), has_host_table=True)
+def placed_model(family: str, base: Path) -> StreamedModel:
+    """All its layers on the GPU, its tables on the host."""
+    model = StreamedModel(open_checkpoint(base / family), "float32", place(), has_host_table=True)
     store = HostStore(model.checkpoint.shards)
     model.bind_rest(store.fetch(model.rest_layout))
     for layer, layout in enumerate(model.layer_layouts):
@@ -118,7 +118,7 @@ def placed_model(family: str, base: Path) -> BorrowedModel:
 def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
     save(tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family)), tmp_path / family)
     wanted = logits_of_two_trees(resident_model(open_checkpoint(tmp_path / family), "float32"))
-    with Card():
+    with Budgets():
         for attend in (None, Spy()):
             model = placed_model(family, tmp_path)
             model.attend_with(attend)
@@ -131,10 +131,10 @@ def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
 def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> None:
     save(tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family)), tmp_path / family)
     shape = model_shape(open_checkpoint(tmp_path / family), "float32")
-    with Card():
+    with Budgets():
         model = placed_model(family, tmp_path)
-    inside = {id(one) for one in model.skeleton.get_decoder().layers.parameters()}
-    rest = {id(one): one for one in model.skeleton.parameters() if id(one) not in inside}.values()
+    inside = {id(one) for one in model.meta_model.get_decoder().layers.parameters()}
+    rest = {id(one): one for one in model.meta_model.parameters() if id(one) not in inside}.values()
     num_bytes = {is_here: sum(p.nbytes for p in rest if (p.device == place()) is is_here) for is_here in (True, False)}
     slack = 8 * 4096  # of blocks around what is read
     assert num_bytes[True] <= shape.head_bytes <= num_bytes[True] + slack
@@ -144,7 +144,7 @@ def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> 
 class Recorder:
     """Stands in for a CUDA graph, in which nothing may cross over."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: Budgets) -> None:
         self._card, self.num_recorded = card, 0
 
     def __call__(self, work: Work) -> Work:
@@ -160,7 +160,7 @@ def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(build(FAMILIES[family]()), tmp_path))
     plain = resident_model(checkpoint, "float32")
     wanted = passes(plain, KVCache(plain.num_layers, 29 + 24 + 12))
-    with Card() as card:
+    with Budgets() as card:
         recorder, model = Recorder(card), resident_model(checkpoint, "float32", place())
         model.replay_with(Graphs(model, lambda: recorder))
         got = passes(model, KVCache(model.num_layers, 29 + 24 + 12))
@@ -170,7 +170,7 @@ def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
 
 
 def test_a_recording_that_looks_or_fetches_is_refused(tmp_path: Path) -> None:
-    with Card() as card:
+    with Budgets() as card:
         held = torch.ones(4, device=place())
         for work in (
             lambda: float(held.sum()),
@@ -190,20 +190,20 @@ def noise_of_the_host(seed: int, position: int, vocab_size: int, device: Any) ->
 
 @pytest.mark.parametrize("mistake", ["noise", "masks", "numpy"])
 def test_what_is_left_on_the_wrong_side_is_refused(
-    mistake: str, card: Card, base: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft, _ = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
     if mistake == "noise":
-        monkeypatch.setattr(sampling, "TWINS", sampling.TWINS._replace(keyed_gumbel=noise_of_the_host))
-        monkeypatch.setattr(loading, "NO_KERNELS", loading.NO_KERNELS._replace(kernels=sampling.TWINS))
+        monkeypatch.setattr(sampling, "REFERENCES", sampling.REFERENCES._replace(keyed_gumbel=noise_of_the_host))
+        monkeypatch.setattr(loading, "NO_KERNELS", loading.NO_KERNELS._replace(kernels=sampling.REFERENCES))
     elif mistake == "masks":
-        build_masks = BorrowedModel._build_masks
+        build_masks = StreamedModel._build_masks
 
         def masks_of_the_host(*args: Any) -> Any:
             return {window: None if mask is None else mask.cpu() for window, mask in build_masks(*args).items()}
 
-        monkeypatch.setattr(BorrowedModel, "_build_masks", masks_of_the_host)
+        monkeypatch.setattr(StreamedModel, "_build_masks", masks_of_the_host)
     else:
         monkeypatch.setattr(Tensor, "cpu", lambda tensor: tensor)
     refused = pytest.raises((RuntimeError, TypeError), match=r"(on|of) the card")

@@ -4,7 +4,7 @@ import pytest
 
 from offload.errors import UserError
 from offload.tree.spec import TreeSpec, parse_tree
-from offload.tree.topology import DEFAULT_ACCEPTANCE, Growth, Shape, best_first, chain, sequences
+from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, best_first, chain, sequences
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ from offload.tree.topology import DEFAULT_ACCEPTANCE, Growth, Shape, best_first,
         ("8x999", TreeSpec("best", 8, 999), best_first(DEFAULT_ACCEPTANCE, 8, 7)),
         ("chain:5", TreeSpec("chain", 1, 5), chain(5)),
         ("sequences:3x7", TreeSpec("sequences", 3, 7), sequences(3, 7)),
-        ("grown:48x6", TreeSpec("grown", 48, 6), Growth(48, 6)),
-        ("grown:8x999", TreeSpec("grown", 8, 999), Growth(8, 7)),
+        ("grown:48x6", TreeSpec("grown", 48, 6), DynamicShape(48, 6)),
+        ("grown:8x999", TreeSpec("grown", 8, 999), DynamicShape(8, 7)),
     ],
 )
 def test_tree_specs(text: str, spec: TreeSpec, tree: Shape) -> None:

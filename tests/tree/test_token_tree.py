@@ -64,9 +64,9 @@ def test_two_trees_of_one_shape_keep_their_own_tokens() -> None:
     assert (one.child(0, 1), two.child(0, 1)) == (1, 2)
 
 
-def test_children_without_a_law_are_point_masses() -> None:
+def test_children_without_a_distribution_are_point_masses() -> None:
     tree = TokenTree(k_ary(2, 5), torch.tensor([9, 4, 7, 4, 6]))
-    assert [(o.child, o.token, o.draw, o.law_V) for o in tree.offers(0)] == [
+    assert [(o.child, o.token, o.draw, o.probs_V) for o in tree.offers(0)] == [
         (1, 4, Draw.POINT_MASS, None),
         (2, 7, Draw.POINT_MASS, None),
     ]

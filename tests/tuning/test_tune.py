@@ -25,10 +25,10 @@ from offload.planning.yields import bounds_to_count
 from offload.sampling.sampler import Sampler
 from offload.tree.spec import parse_tree
 from offload.tree.token_tree import TokenTree
-from offload.tree.topology import Growth
+from offload.tree.topology import DynamicShape
 from offload.tuning import trace_acceptance as tracer
 from offload.tuning import tune as room
-from offload.tuning.trace_acceptance import given_trace, grown_again, written_trace
+from offload.tuning.trace_acceptance import dynamic_again, given_trace, written_trace
 from offload.tuning.tune import (
     Question,
     Traced,
@@ -59,7 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(room, "NUM_PROMPT", NUM_PROMPT)
     monkeypatch.setattr(room, "NUM_NEW", NUM_NEW)
-    monkeypatch.setattr(room, "bounds_to_count", lambda max_nodes: (Growth(16, 8),))  # growing takes longest
+    monkeypatch.setattr(room, "bounds_to_count", lambda max_nodes: (DynamicShape(16, 8),))  # growing takes longest
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +113,14 @@ def test_traces_of_given_text_rank_what_the_target_would_write(decoder: Decoder,
 @pytest.mark.parametrize(
     ("bounds", "temperature", "rule"),
     [
-        (Growth(64, 16), 0.0, "match"),
-        (Growth(64, 16), 0.8, "topk"),
-        (Growth(12, 3), 0.8, "match"),
-        (Growth(12, 3), 0.0, "topk"),
+        (DynamicShape(64, 16), 0.0, "match"),
+        (DynamicShape(64, 16), 0.8, "topk"),
+        (DynamicShape(12, 3), 0.8, "match"),
+        (DynamicShape(12, 3), 0.0, "topk"),
     ],
 )
 def test_growing_again_repeats_the_decoder_sweep_by_sweep(
-    bounds: Growth, temperature: float, rule: str, pair: tuple[Path, Path]
+    bounds: DynamicShape, temperature: float, rule: str, pair: tuple[Path, Path]
 ) -> None:
     """In a decoder of its own, because how far the scores are trusted is learned on the way."""
     tree, sampling = f"grown:{bounds.num_nodes}x{bounds.depth}", Sampling(temperature=temperature, seed=3)
@@ -128,7 +128,7 @@ def test_growing_again_repeats_the_decoder_sweep_by_sweep(
         got = decoder.generate(window(1), max_new_tokens=NUM_NEW, temperature=temperature, seed=3)
     sweeps = [got.stats.num_first_tokens, *got.stats.accepted_per_sweep]
     with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
-        again = grown_again(decoder, window(1), got.token_ids, sampling, bounds)
+        again = dynamic_again(decoder, window(1), got.token_ids, sampling, bounds)
     assert again == sweeps[: len(again)] and len(set(again)) > 1
     assert NUM_NEW - bounds.depth <= sum(again) <= NUM_NEW, "all but those that the end may have cut"
 
@@ -141,14 +141,16 @@ def test_a_tune_counts_what_grown_trees_yield(
     counted = tuned.profile.grown
     assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
     assert all(one.num_sweeps > 20 for one in counted)
-    assert all(isinstance(candidate.shape, Growth) or candidate.shape.num_nodes == 1 for candidate in tuned.candidates)
+    assert all(
+        isinstance(candidate.shape, DynamicShape) or candidate.shape.num_nodes == 1 for candidate in tuned.candidates
+    )
     slow = {"link_limit": 2_000_000, "threads": 1}  # and no layer stays: a tree pays whatever else this machine does
     with offload.load(*pair, streaming_ram(*pair, 1), context=256, **slow) as decoder:  # type: ignore[arg-type]
         choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
-        assert choice.is_grown and choice.shape == choice.candidates[0].shape
+        assert choice.is_dynamic and choice.shape == choice.candidates[0].shape
         assert f"growth repeated for {sum(one.num_sweeps for one in counted)} sweeps" in choice.why
     fixed = run(pair, text, rule="sequoia")
-    assert fixed.profile.grown == () and not any(isinstance(one.shape, Growth) for one in fixed.candidates)
+    assert fixed.profile.grown == () and not any(isinstance(one.shape, DynamicShape) for one in fixed.candidates)
 
 
 @pytest.mark.parametrize("rule", ["topk", "sequoia", "specinfer", "spectr"])
@@ -185,14 +187,16 @@ def test_a_rank_is_that_of_the_token_that_was_written() -> None:
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer"])
-def test_one_child_of_a_given_text_is_accepted_as_often_as_the_laws_overlap(pair: tuple[Path, Path], rule: str) -> None:
+def test_one_child_of_a_given_text_is_accepted_as_often_as_the_distributions_overlap(
+    pair: tuple[Path, Path], rule: str
+) -> None:
     """Rank 0 comes true with chance sum(min(p, q)), the optimal transport (Leviathan et al., section 3.3)."""
     sampling, tokens = Sampling(temperature=1.0, seed=1), window(5, 200)
     with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
         found = [given_trace(decoder, tokens, 20, replace(sampling, seed=seed)).count(0) / 180 for seed in range(8)]
         sampler = decoder.begin(sampling, decoder.rule)
-        drafted = [sampler.law(logits_1V)[0] for logits_1V in decoder.drafter.score(tokens, 20)]
-        targeted = [sampler.law(logits_V[None])[0] for logits_V in tracer._target_logits(decoder, tokens, 20)]
+        drafted = [sampler.distribution(logits_1V)[0] for logits_1V in decoder.drafter.score(tokens, 20)]
+        targeted = [sampler.distribution(logits_V[None])[0] for logits_V in tracer._target_logits(decoder, tokens, 20)]
     overlap = sum(float(torch.minimum(p, q).sum()) for p, q in zip(targeted, drafted, strict=True)) / 180
     assert sum(found) / 8 == pytest.approx(overlap, abs=4 * 0.5 / (8 * 180) ** 0.5)
 

@@ -29,9 +29,9 @@ PAPER = ([1.0, 0.0], [0.5, 0.5])  # P, Q
 ALIKE = ([0.6, 0.4], [0.6, 0.4])
 
 
-def accepts(rule: str, laws: tuple[list[float], list[float]], num_children: int) -> float:
+def accepts(rule: str, distributions: tuple[list[float], list[float]], num_children: int) -> float:
     """The exact chance that one of `num_children` children is accepted."""
-    target_V, draft_V = np.float32(laws[0]).astype(float), np.float32(laws[1]).astype(float)
+    target_V, draft_V = np.float32(distributions[0]).astype(float), np.float32(distributions[1]).astype(float)
     target_V, star = target_V / target_V.sum(), k_ary(num_children, 1 + num_children)
     if rule == "topk":
         tree = likeliest_tree(draft_V, num_children)
@@ -47,27 +47,27 @@ def likeliest_tree(draft_V: Floats, num_children: int) -> TokenTree:
     sampler = Sampler(Sampling(temperature=1), len(draft_V), Drafting.TOP_K)
     logits_1V = torch.from_numpy(np.log(draft_V + 1e-30))[None]
     children = draw_children(logits_1V, num_children, sampler, 0)
-    assert children.law_WV is None, "top-k children are point masses, nobody needs their law"
+    assert children.probs_WV is None, "top-k children are point masses, nobody needs their law"
     return TokenTree(k_ary(num_children, 1 + num_children), torch.cat([torch.zeros(1).long(), children.token_WK[0]]))
 
 
-def random_laws(seed: int, size: int = 5, support: int = 5) -> tuple[list[float], list[float]]:
+def random_distributions(seed: int, size: int = 5, support: int = 5) -> tuple[list[float], list[float]]:
     """A target and a draft that has `support` tokens, the target's among them."""
     rng = np.random.default_rng(seed)
-    laws = []
+    distributions = []
     for size_of_support in (max(1, support - 1), support):
-        law_V = np.zeros(size)
-        law_V[:size_of_support] = rng.dirichlet(np.ones(size_of_support))
-        laws.append(law_V.tolist())
-    return laws[0], laws[1]
+        probs_V = np.zeros(size)
+        probs_V[:size_of_support] = rng.dirichlet(np.ones(size_of_support))
+        distributions.append(probs_V.tolist())
+    return distributions[0], distributions[1]
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rule", DRAWN)
 def test_one_child_is_accepted_as_often_as_can_be(rule: str, seed: int) -> None:
     """Optimal transport: 1 - TV(P, Q)."""
-    target, draft = laws = random_laws(seed)
-    assert accepts(rule, laws, 1) == pytest.approx(np.minimum(target, draft).sum(), abs=1e-6)
+    target, draft = distributions = random_distributions(seed)
+    assert accepts(rule, distributions, 1) == pytest.approx(np.minimum(target, draft).sum(), abs=1e-6)
 
 
 def test_likeliest_child_is_no_optimal_transport() -> None:
@@ -78,7 +78,7 @@ def test_likeliest_child_is_no_optimal_transport() -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rule", ["sequoia", "topk"])
 def test_as_many_children_as_the_draft_has_tokens_cover_the_target(rule: str, seed: int) -> None:
-    assert accepts(rule, random_laws(seed, support=3), 3) == pytest.approx(1, abs=1e-12)
+    assert accepts(rule, random_distributions(seed, support=3), 3) == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["sequoia", "topk"])
@@ -98,20 +98,20 @@ def test_counter_examples_of_the_paper() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_spectr_accepts_what_its_formula_says(seed: int) -> None:
     """1 - (1 - beta)^k with the least valid rho, which a fine grid finds as well."""
-    target, draft = laws = random_laws(seed)
+    target, draft = distributions = random_distributions(seed)
     target_V, draft_V = np.array(target), np.array(draft)
     grid = np.linspace(1, 3, 200_001)
     beta = np.minimum(draft_V, target_V / grid[:, None]).sum(1)
     is_valid = 1 - (1 - beta) ** 3 <= grid * beta
     rho = division_factor(target_V, draft_V, 3)
     assert rho == pytest.approx(grid[is_valid][0], abs=2e-5)
-    assert accepts("spectr", laws, 3) == pytest.approx(1 - (1 - beta[is_valid][0]) ** 3, abs=2e-5)
+    assert accepts("spectr", distributions, 3) == pytest.approx(1 - (1 - beta[is_valid][0]) ** 3, abs=2e-5)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_spectr_leaves_no_negative_mass(seed: int) -> None:
-    """The clamp in the rule only removes rounding: what remains is a law by itself."""
-    target, draft = random_laws(seed, size=6, support=6)
+    """The clamp in the rule only removes rounding: what remains is a distribution by itself."""
+    target, draft = random_distributions(seed, size=6, support=6)
     target_V, draft_V = np.array(target), np.array(draft)
     for num_draws in (1, 2, 5, 16):
         rho = division_factor(target_V, draft_V, num_draws)
@@ -124,5 +124,5 @@ def test_spectr_leaves_no_negative_mass(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", DRAWN)
 def test_one_more_child_never_hurts(rule: str, seed: int) -> None:
-    rates_K = [accepts(rule, random_laws(seed, size=4, support=4), k) for k in (1, 2, 3, 4)]
+    rates_K = [accepts(rule, random_distributions(seed, size=4, support=4), k) for k in (1, 2, 3, 4)]
     assert all(more >= less - 1e-9 for less, more in pairwise(rates_K))

@@ -1,4 +1,4 @@
-"""The rules end to end, on streamed models: greedy text, reproducible draws, the right law, and what is refused."""
+"""The rules end to end, on streamed models: greedy text, reproducible draws, distributions, refusals."""
 
 from functools import partial
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tables import laws, p_value
+from tables import distributions, p_value
 from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -61,22 +61,22 @@ def test_one_seed_one_text(rule: str, models: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_first_tokens_have_the_target_law(rule: str, small_models: tuple[Path, Path]) -> None:
-    """The law of both together over some hundred seeds, against `transformers` in float32."""
+def test_first_tokens_have_the_target_distribution(rule: str, small_models: tuple[Path, Path]) -> None:
+    """The distribution of both together over some hundred seeds, against `transformers` in float32."""
     sampling, count_VV = Sampling(temperature=1.0, top_p=0.95), np.zeros((SMALL_VOCAB, SMALL_VOCAB))
     with load(*small_models, rule=rule, tree="8x3", context=32) as decoder:
         runs = [decoder.generate(PROMPT, seed=s, max_new_tokens=2, temperature=1.0, top_p=0.95) for s in range(300)]
     np.add.at(count_VV, tuple(np.array([run.token_ids for run in runs]).T), 1)
     assert sum(run.stats.num_first_tokens > 1 for run in runs) > 75, "the draft hardly ever agreed"
     model = AutoModelForCausalLM.from_pretrained(small_models[0], dtype=torch.float32).eval()
-    first_V = next_laws(model, [PROMPT], sampling)[0]
-    second_VV = next_laws(model, [[*PROMPT, token] for token in range(SMALL_VOCAB)], sampling)
+    first_V = next_distributions(model, [PROMPT], sampling)[0]
+    second_VV = next_distributions(model, [[*PROMPT, token] for token in range(SMALL_VOCAB)], sampling)
     assert p_value(count_VV, first_V[:, None] * second_VV) > 1e-3
 
 
-def next_laws(model: torch.nn.Module, prompts: list[list[int]], sampling: Sampling) -> np.ndarray:
+def next_distributions(model: torch.nn.Module, prompts: list[list[int]], sampling: Sampling) -> np.ndarray:
     with torch.inference_mode():
-        return laws(model(torch.tensor(prompts)).logits[:, -1], sampling)
+        return distributions(model(torch.tensor(prompts)).logits[:, -1], sampling)
 
 
 def test_unknown_rules_are_refused(models: tuple[Path, Path]) -> None:
@@ -89,25 +89,32 @@ def test_unknown_rules_are_refused(models: tuple[Path, Path]) -> None:
 
 def test_rules_beyond_the_plan_are_refused(models: tuple[Path, Path]) -> None:
     with load(*models) as decoder:
-        assert decoder.plan.law_bytes == 0
+        assert decoder.plan.distribution_bytes == 0
         assert decoder.generate(PROMPT, max_new_tokens=4, rule="topk").rule == "topk"
         for rule in ("sequoia", "specinfer", "spectr"):
             with pytest.raises(offload.UserError, match=f'give rule="{rule}" to load'):
                 decoder.generate(PROMPT, rule=rule)
     with load(*models, rule="spectr") as decoder:
-        assert decoder.plan.law_bytes == 15 * VOCAB_SIZE * 4 + DRAW_BYTES
+        assert decoder.plan.distribution_bytes == 15 * VOCAB_SIZE * 4 + DRAW_BYTES
         for rule in RULES:
             decoder.generate(PROMPT, max_new_tokens=4, rule=rule)
     with load(models[0], tree="none", rule="sequoia") as alone:
-        assert alone.plan.law_bytes == 0 and alone.generate(PROMPT, max_new_tokens=4, rule="spectr").rule == "spectr"
+        assert (
+            alone.plan.distribution_bytes == 0
+            and alone.generate(PROMPT, max_new_tokens=4, rule="spectr").rule == "spectr"
+        )
 
 
-def test_laws_take_their_share_of_the_budget(models: tuple[Path, Path]) -> None:
+def test_distributions_take_their_share_of_the_budget(models: tuple[Path, Path]) -> None:
     from offload.checkpoint.safetensors import open_checkpoint
 
     shapes = [model_shape(open_checkpoint(directory)) for directory in models]
-    plans = [make_plan(*shapes, ram_bytes=1 << 30, context=64, num_nodes=64, keeps_laws=keeps) for keeps in (0, 1)]
-    assert plans[1].fixed_bytes - plans[0].fixed_bytes == plans[1].law_bytes == 63 * VOCAB_SIZE * 4 + DRAW_BYTES
+    plans = [
+        make_plan(*shapes, ram_bytes=1 << 30, context=64, num_nodes=64, keeps_distributions=keeps) for keeps in (0, 1)
+    ]
+    assert (
+        plans[1].fixed_bytes - plans[0].fixed_bytes == plans[1].distribution_bytes == 63 * VOCAB_SIZE * 4 + DRAW_BYTES
+    )
 
 
 class BigramModel:
@@ -121,26 +128,26 @@ class BigramModel:
 
 
 @pytest.mark.parametrize("drafting", [Drafting.WITHOUT_REPLACEMENT, Drafting.WITH_REPLACEMENT])
-def test_a_tree_carries_the_laws_of_the_nodes_that_have_children(drafting: Drafting) -> None:
+def test_a_tree_carries_the_distributions_of_the_nodes_that_have_children(drafting: Drafting) -> None:
     topology, sampler = best_first((0.5, 0.3, 0.1), 12, 3), Sampler(Sampling(temperature=0.7), 6, drafting)
     tree = ModelDrafter(BigramModel(), 6, 64).grow(topology, [1, 5], sampler)  # type: ignore[arg-type]
-    assert tree.proposals is not None and tree.proposals.law_EV.dtype == torch.float32
+    assert tree.proposals is not None and tree.proposals.probs_EV.dtype == torch.float32
     expanded = np.flatnonzero(topology.num_children_N)
-    assert tree.proposals.law_EV.shape == (len(expanded), 6)
+    assert tree.proposals.probs_EV.shape == (len(expanded), 6)
     for row, node in enumerate(expanded):
         # What the draft does not know reads as its last token: the root here, and the fall-back's children.
-        wanted_V = sampler.law(BigramModel.logits_VV[min(tree.tokens[node], 3)][None])[0]
+        wanted_V = sampler.distribution(BigramModel.logits_VV[min(tree.tokens[node], 3)][None])[0]
         assert tree.proposals.row_N[node] == row
-        assert torch.equal(tree.proposals.law_EV[row], torch.cat([wanted_V, torch.zeros(2)]))
+        assert torch.equal(tree.proposals.probs_EV[row], torch.cat([wanted_V, torch.zeros(2)]))
     assert {tree.proposals.row_N[node] for node in range(12) if node not in expanded} == {-1}
 
 
 @pytest.mark.parametrize("drafting", [Drafting.COUPLED, Drafting.TOP_K])
-def test_a_tree_of_point_masses_carries_no_law(drafting: Drafting) -> None:
+def test_a_tree_of_point_masses_carries_no_distribution(drafting: Drafting) -> None:
     sampler = Sampler(Sampling(temperature=0.7), 6, drafting)
     tree = ModelDrafter(BigramModel(), 6, 64).grow(k_ary(3, 13), [1, 0], sampler)  # type: ignore[arg-type]
     assert tree.proposals is None
-    assert all(offer.draw is Draw.POINT_MASS and offer.law_V is None for offer in tree.offers(0))
+    assert all(offer.draw is Draw.POINT_MASS and offer.probs_V is None for offer in tree.offers(0))
 
 
 def test_children_beyond_a_narrow_draft_are_drawn_from_the_rest() -> None:
@@ -148,10 +155,10 @@ def test_children_beyond_a_narrow_draft_are_drawn_from_the_rest() -> None:
     sampler = Sampler(Sampling(temperature=0.7), 6, Drafting.WITHOUT_REPLACEMENT)
     tree = ModelDrafter(BigramModel(), 6, 64).grow(k_ary(6, 7), [1, 0], sampler)  # type: ignore[arg-type]
     assert sorted(tree.tokens[1:5]) == [0, 1, 2, 3] and sorted(tree.tokens[5:]) == [4, 5]
-    assert [offer.law_V[offer.token] for offer in tree.offers(0)][4:] == [0.5, 1.0]
+    assert [offer.probs_V[offer.token] for offer in tree.offers(0)][4:] == [0.5, 1.0]
 
 
-def test_a_child_that_its_law_cannot_give_is_a_bug() -> None:
+def test_a_child_that_its_distribution_cannot_give_is_a_bug() -> None:
     proposals = Proposals.blank(k_ary(2, 3), 4, Draw.WITH_REPLACEMENT)
     proposals.write([0], torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     with pytest.raises(AssertionError, match="child 2 cannot have been drawn"):

@@ -1,4 +1,4 @@
-"""The rule `match`: on hand-written scores, against decoding without a tree, and as a law."""
+"""The rule `match`: on hand-written scores, against decoding without a tree, and as a distribution."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,8 +13,8 @@ from torch import Tensor
 from offload.config import Drafting, Sampling
 from offload.drafting.children import draw_children
 from offload.errors import UserError
-from offload.kernels.match_rows import match_rows_twin
-from offload.kernels.registry import TWINS, KernelSet
+from offload.kernels.match_rows import match_rows_reference
+from offload.kernels.registry import REFERENCES, KernelSet
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Proposals
 from offload.tree.token_tree import TokenTree
@@ -56,16 +56,16 @@ def test_the_walk_follows_the_targets_choices(best: list[int], nodes: list[int],
 
 
 def test_of_equal_siblings_the_first_is_taken() -> None:
-    """Its rows are as good as its twin's, and the draft was surer of what stands below it."""
-    twins = [5, 1, 1, 1, 4, 6, 9, 8]
-    assert accept([1, 4, 9, 0, 8, 0, 0, 2], twins) == Acceptance([0, 1, 4, 7], [1, 4, 8, 2])
-    assert accept([1, 9, 9, 0, 8, 0, 0, 2], twins) == Acceptance([0, 1], [1, 9]), "node 6 is a child of the twin"
+    """Its rows are as good as its reference's, and the draft was surer of what stands below it."""
+    references = [5, 1, 1, 1, 4, 6, 9, 8]
+    assert accept([1, 4, 9, 0, 8, 0, 0, 2], references) == Acceptance([0, 1, 4, 7], [1, 4, 8, 2])
+    assert accept([1, 9, 9, 0, 8, 0, 0, 2], references) == Acceptance([0, 1], [1, 9]), "node 6 is a child of the twin"
 
 
-AT_ONCE = TWINS._replace(match_rows=match_rows_twin)
+AT_ONCE = REFERENCES._replace(match_rows=match_rows_reference)
 
 
-@pytest.mark.parametrize("kernels", [TWINS, AT_ONCE], ids=["one by one", "at once"])
+@pytest.mark.parametrize("kernels", [REFERENCES, AT_ONCE], ids=["one by one", "at once"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_scores_that_are_not_numbers_are_refused_on_the_way_and_nowhere_else(
     temperature: float, kernels: KernelSet
@@ -91,13 +91,15 @@ def test_ratio_rules_refuse_them_too(score: float, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("drafting", [Drafting.WITHOUT_REPLACEMENT, Drafting.WITH_REPLACEMENT])
-def test_a_draft_without_numbers_is_refused_when_its_law_is_needed(drafting: Drafting) -> None:
+def test_a_draft_without_numbers_is_refused_when_its_distribution_is_needed(drafting: Drafting) -> None:
     logits_1V, sampler = scores(3), Sampler(Sampling(temperature=1.0), 10, drafting)
     logits_1V[0, 6] = torch.nan
-    token_1K, draw, law_1V = draw_children(logits_1V, 4, sampler, 0)
-    assert law_1V is not None and token_1K.min() >= 0 and token_1K.max() < 10, "the target can look these tokens up"
+    token_1K, draw, distribution_1V = draw_children(logits_1V, 4, sampler, 0)
+    assert distribution_1V is not None and token_1K.min() >= 0 and token_1K.max() < 10, (
+        "the target can look these tokens up"
+    )
     proposals = Proposals.blank(k_ary(4, 5), 10, draw)
-    proposals.write([0], law_1V)
+    proposals.write([0], distribution_1V)
     tree = TokenTree(k_ary(4, 5), torch.cat([torch.tensor([5]), token_1K[0]]), proposals)
     with pytest.raises(UserError, match="scores are not numbers"):
         ratio(tree, scores(1, 2, 3, 4, 5), sampler, 0)
@@ -205,17 +207,17 @@ def test_planted_mistakes_are_caught(planted: Rule) -> None:
     assert tree_text(sampler, (1, 2, 3), 25, SHAPES["sequoia"], planted)[0] != wanted
 
 
-def two_token_law(prompt: tuple[int, ...], temperature: float) -> np.ndarray:
+def two_token_distribution(prompt: tuple[int, ...], temperature: float) -> np.ndarray:
     first_V = (next_logits(prompt) / temperature).softmax(0)
     rows = [(next_logits((*prompt, token)) / temperature).softmax(0) * first_V[token] for token in range(VOCAB_SIZE)]
     return torch.stack(rows).numpy()
 
 
-def p_value(pairs: list[tuple[int, int]], law_VV: np.ndarray) -> float:
+def p_value(pairs: list[tuple[int, int]], probs_VV: np.ndarray) -> float:
     """Chi-square of two-token texts, pairs expected fewer than five times taken together."""
-    count_VV = np.zeros(law_VV.shape)
+    count_VV = np.zeros(probs_VV.shape)
     np.add.at(count_VV, tuple(np.array(pairs).T), 1)
-    wanted_VV = law_VV / law_VV.sum(dtype=np.float64) * len(pairs)
+    wanted_VV = probs_VV / probs_VV.sum(dtype=np.float64) * len(pairs)
     is_rare = wanted_VV < 5
     counts, wanted = [*count_VV[~is_rare], count_VV[is_rare].sum()], [*wanted_VV[~is_rare], wanted_VV[is_rare].sum()]
     return float(chisquare(counts, wanted).pvalue)
@@ -231,14 +233,14 @@ def texts(rule: Rule) -> list[tuple[int, int]]:
     return pairs
 
 
-def test_texts_have_the_targets_law() -> None:
-    assert p_value(texts(match), two_token_law((3, 1), 1.3)) > 1e-3
+def test_texts_have_the_targets_distribution() -> None:
+    assert p_value(texts(match), two_token_distribution((3, 1), 1.3)) > 1e-3
 
 
 def noise_reused_at_the_next_position(
     tree: TokenTree, logits_NV: Tensor, sampler: Sampler, root_position: int
 ) -> Acceptance:
-    """Each token alone has the right law, two together do not."""
+    """Each token alone has the right distribution, two together do not."""
 
     class Stuck:
         draws_rows = False
@@ -250,4 +252,4 @@ def noise_reused_at_the_next_position(
 
 
 def test_noise_that_repeats_is_caught() -> None:
-    assert p_value(texts(noise_reused_at_the_next_position), two_token_law((3, 1), 1.3)) < 1e-6
+    assert p_value(texts(noise_reused_at_the_next_position), two_token_distribution((3, 1), 1.3)) < 1e-6
