@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_device import FakeDevice, fake_arena
 from shell import shell
-from test_plan_cards import CONFIGS, PAIRS, SHAPES
+from test_device_planner import CONFIGS, PAIRS, SHAPES
 from tiny import FAMILIES, build, save, save_pair
 
 import offload

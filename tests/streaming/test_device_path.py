@@ -319,7 +319,7 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_card_recorded_passes_give_the_same_logits(tmp_path: Path) -> None:
-    from test_graphed import passes
+    from test_cuda_graphs import passes
 
     from offload.engine.load import resident_model
     from offload.model.cuda_graphs import use_graphs

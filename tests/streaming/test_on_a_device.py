@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from shell import shell
+from test_cuda_graphs import passes
 from test_device_path import NUM_NEW, TIERS, TREES, pair_of, place_layers
-from test_graphed import passes
 from test_tiny import prompts
 
 import offload
