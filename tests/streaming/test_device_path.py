@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice, fake_arena
-from test_tiny import prompts
+from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
-from transformers import AutoModelForCausalLM
 
 import offload
 from offload.bench.timeline import record_steps
@@ -36,10 +35,7 @@ BUDGETS = {"gpu_memory": "1100MiB", "ram": "2GiB"}
 def pair_of(family: str, base: Path) -> tuple[Path, Path, list[int]]:
     """A target, its draft, and what transformers writes after the prompt; made once per family."""
     target, draft = save_pair(FAMILIES[family](), base / family)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    ids = torch.tensor([prompts()[1]])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
-    return target, draft, out[0, ids.shape[1] :].tolist()
+    return target, draft, reference(target, prompts()[1], NUM_NEW)
 
 
 @pytest.fixture(scope="module")
