@@ -32,7 +32,7 @@ from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.cli.console import Console
 from offload.config import Sampling
 from offload.errors import UserError
-from offload.memory.device_planner import Budgets, make_device_plan
+from offload.memory.planner import Budgets, make_plan
 from offload.planning.cost_model import Traffic, step_time
 from offload.planning.hardware import KNOWN
 from offload.planning.predict import costs_on, traffic_on
@@ -87,10 +87,8 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     """A Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
     card, (target, draft) = KNOWN["l40"], _shapes()
     costs, is_drafted = costs_on(card, target, draft, _CONTEXT), topology.depth > 0
-    budgets = Budgets(card.gpu_bytes, card.ram_bytes)
-    plan = make_device_plan(
-        target, draft if is_drafted else None, budgets, context=_CONTEXT, num_nodes=topology.num_nodes
-    )
+    budgets = Budgets(card.ram_bytes, card.gpu_bytes)
+    plan = make_plan(target, draft if is_drafted else None, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
     here_s = step_time(costs, traffic_on(card, plan), topology).total_s

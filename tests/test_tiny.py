@@ -31,10 +31,10 @@ def reference(directory: Path, prompt: list[int], num_new: int = NUM_NEW) -> lis
 def streaming_ram(directory: Path, draft: Path) -> int:
     """A budget under which one layer stays and the rest is streamed."""
     from offload.checkpoint.safetensors import open_checkpoint
-    from offload.memory.planner import make_plan, model_shape
+    from offload.memory.planner import Budgets, make_plan, model_shape
 
     shapes = [model_shape(open_checkpoint(d)) for d in (directory, draft)]
-    roomy = make_plan(shapes[0], shapes[1], ram_bytes=1 << 40, context=256, num_nodes=64)
+    roomy = make_plan(shapes[0], shapes[1], Budgets(1 << 40), context=256, num_nodes=64)
     return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
 
 

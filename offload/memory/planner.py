@@ -1,18 +1,24 @@
 """Where every byte goes: from headers and budgets to a memory plan, for this machine or any other.
 
-Pure functions of numbers, so that a plan for a 70B model on a machine nobody here owns can be tested. Invariant: the
-items of a plan add up to no more than its budget, and a plan that cannot hold two slots is refused with the least that
-works.
+A machine is an ordered list of places: the memory where layers are computed, pinned memory of the host behind it where
+that is a GPU's, and the disk, which holds whatever is left. Each place takes first what it must hold, then two or three
+slots for the layers that pass through it, then as many layers as fit. Pure functions of numbers, so that a plan for a
+70B model on a machine nobody here owns can be tested.
+
+Loading has an order that the host's budget counts on: what goes to a GPU passes through before memory is pinned, so
+that both never lie there at once. Invariant: the items of a plan add up to no more than its budgets, and a plan that cannot
+hold two slots is refused with the least that works.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
 from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
-from offload.memory.device_planner import HOST_RUNTIME_BYTES, Budgets, make_device_plan
 from offload.memory.plan import (
     MAX_PROMPT_ROWS,
     MIN_SLOTS,
@@ -27,6 +33,14 @@ from offload.memory.plan import (
 )
 
 RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scratch of the matrix library: measured
+# A CUDA context with the kernels of torch is 0.3 to 0.5 GiB, growing with the number of multiprocessors; cuBLAS takes a
+# workspace of 8 MiB (32 MiB on Hopper) per stream that multiplies, cuBLASLt as much again; and torch's allocator hands
+# out segments of 2 or 20 MiB, of which ends stay unused. Usual figures, rounded up; no GPU was at hand to measure one.
+GPU_RUNTIME_BYTES = 1 << 30
+HOST_RUNTIME_BYTES = 1 << 30  # what the driver and its libraries keep on the host beside the program's own
+# The head is read once per chunk. From about this many rows on multiplying takes longer than reading it (110 TFLOP/s
+# over 0.86 TB/s on an L40), so smaller chunks would pay for reading and larger ones only take memory.
+MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
 _RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everything else
 _GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory: what else shows on its screen
@@ -59,70 +73,161 @@ def plan_memory(
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
-    if device == "cpu":
-        return make_plan(
-            *shapes,
-            ram_bytes=ram_bytes,
-            context=positions,
-            num_nodes=num_nodes,
-            keeps_distributions=keeps_distributions,
-        )
-    gpu_bytes = default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`")
-    return make_device_plan(
-        *shapes,
-        Budgets(gpu_bytes, ram_bytes),
-        context=positions,
-        num_nodes=num_nodes,
-        keeps_distributions=keeps_distributions,
-        runtime_bytes=RUNTIME_BYTES + HOST_RUNTIME_BYTES,
-    )
+    budgets = Budgets(ram_bytes)
+    if device != "cpu":
+        budgets = Budgets(ram_bytes, default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`"))
+    return make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
+
+
+class Budgets(NamedTuple):
+    """What a run may take."""
+
+    ram_bytes: int
+    gpu_bytes: int | None = None  # None: layers are computed by the CPU, in the host's memory
+
+
+class _Place(NamedTuple):
+    """One memory that layers may lie in between sweeps."""
+
+    budget_bytes: int
+    fixed_bytes: int  # what it holds before any layer
+    passing_bytes: int  # the largest piece that loading sends through it
+    refusal: Callable[[int], UserError]  # by the least room that works
+
+
+class _Filling(NamedTuple):
+    """What of the layers one place gets."""
+
+    layers: frozenset[int]  # that stay
+    num_slots: int  # for those that pass
 
 
 def make_plan(
     target: ModelShape,
     draft: ModelShape | None,
+    budgets: Budgets,
     *,
-    ram_bytes: int,
     context: int,
     num_nodes: int,
     keeps_distributions: bool = False,
 ) -> MemoryPlan:
-    """Divide the budget of a CPU: what must be there first, then slots, then as many resident layers as fit.
+    """Fill one place after the other.
+
+    Args:
+        num_nodes: N of the largest tree.
+        keeps_distributions: whether the rule of acceptance needs what a tree's tokens were drawn from.
 
     Raises:
-        UserError: not even two slots fit; names the least budget that works.
+        UserError: a place cannot hold two slots; names the least budget that works.
     """
-    prompt_rows = min(MAX_PROMPT_ROWS, context)
-    fixed = {
-        "runtime_bytes": RUNTIME_BYTES,
-        "rest_bytes": target.rest_bytes,
-        "draft_bytes": draft_bytes(draft, context, num_nodes) if draft else 0,
+    is_gpu = budgets.gpu_bytes is not None
+    rows, num_logits = min(MAX_PROMPT_ROWS, context), min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
+    items = {
+        "rest_bytes": target.head_bytes if is_gpu else target.rest_bytes,
+        "draft_bytes": _draft_bytes(draft, context, num_nodes, is_gpu=is_gpu) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
-        "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + prompt_rows),
-        "activation_bytes": activation_bytes(target, prompt_rows + num_nodes, num_nodes, context)
+        "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + rows),
+        "activation_bytes": activation_bytes(target, rows + num_nodes, num_logits, context)
         + target.cast_bytes
         + noise_bytes(target.vocab_size),
     }
-    left_bytes, slot_bytes, layers = ram_bytes - sum(fixed.values()), max(target.layer_bytes), target.layer_bytes
-    if left_bytes >= sum(layers):
-        num_slots, resident = 0, frozenset(range(len(layers)))
-    else:
-        _require_two_slots(ram_bytes, sum(fixed.values()), slot_bytes, context)
-        num_slots = WANTED_SLOTS if left_bytes >= WANTED_SLOTS * slot_bytes else MIN_SLOTS
-        resident = spread(layers, range(len(layers)), left_bytes - num_slots * slot_bytes)
+    runtime_bytes = RUNTIME_BYTES + HOST_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
+    places = [_computing_place(budgets, items, target, context)]
+    if is_gpu:
+        places.append(_feeding_place(budgets.ram_bytes, runtime_bytes + target.table_bytes, target, draft))
+    fillings = _fill_all(places, target.layer_bytes)
+    tier_of = {layer: tier for tier, filling in zip(Tier, fillings, strict=False) for layer in filling.layers}
+    tier_L = tuple(tier_of.get(layer, Tier.DISK) for layer in range(len(target.layer_bytes)))
+    slot_bytes = max(target.layer_bytes) if fillings[0].num_slots else 0
+    host = fillings[1] if is_gpu else _Filling(frozenset(), 0)
+    hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
     return MemoryPlan(
-        device="cpu",
-        ram_bytes=ram_bytes,
+        ram_bytes=budgets.ram_bytes,
+        gpu_bytes=budgets.gpu_bytes,
+        device="cuda" if is_gpu else "cpu",
         context=context,
         num_nodes=num_nodes,
-        max_prompt_rows=prompt_rows,
-        num_logits_rows=num_nodes,
-        slot_bytes=slot_bytes if num_slots else 0,
-        num_slots=num_slots,
-        layer_bytes=layers,
-        tier_L=tuple(Tier.RESIDENT if layer in resident else Tier.DISK for layer in range(len(layers))),
-        **fixed,
+        max_prompt_rows=rows,
+        num_logits_rows=num_logits,
+        runtime_bytes=runtime_bytes,
+        gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
+        table_bytes=target.table_bytes if is_gpu else 0,
+        staging_bytes=max(0, places[1].passing_bytes - hosted_bytes) if is_gpu else 0,
+        num_host_slots=host.num_slots,
+        slot_bytes=slot_bytes,
+        num_slots=fillings[0].num_slots,
+        layer_bytes=target.layer_bytes,
+        tier_L=tier_L,
+        **items,
     )
+
+
+def _fill_all(places: Sequence[_Place], layer_bytes: Sequence[int]) -> list[_Filling]:
+    """Each place takes of the layers that those before it could not keep."""
+    fillings, left = [], list(range(len(layer_bytes)))
+    for place in places:
+        fillings.append(_fill(place, layer_bytes, left))
+        left = [layer for layer in left if layer not in fillings[-1].layers]
+    return fillings
+
+
+def _fill(place: _Place, layer_bytes: Sequence[int], layers: Sequence[int]) -> _Filling:
+    room_bytes, slot_bytes = place.budget_bytes - place.fixed_bytes, max(layer_bytes)
+    if room_bytes >= max(sum(layer_bytes[layer] for layer in layers), place.passing_bytes):
+        return _Filling(frozenset(layers), 0)
+    least_bytes = max(MIN_SLOTS * slot_bytes if layers else 0, place.passing_bytes)
+    if room_bytes < least_bytes:
+        raise place.refusal(least_bytes)
+    num_slots = WANTED_SLOTS if room_bytes >= WANTED_SLOTS * slot_bytes else MIN_SLOTS
+    return _Filling(spread(layer_bytes, layers, room_bytes - num_slots * slot_bytes), num_slots)
+
+
+def _computing_place(budgets: Budgets, items: dict[str, int], target: ModelShape, context: int) -> _Place:
+    """Where layers are computed: a GPU's memory, or the host's."""
+    drafting_bytes = items["draft_bytes"]
+    if budgets.gpu_bytes is None:
+        fixed_bytes, budget_bytes = RUNTIME_BYTES + sum(items.values()), budgets.ram_bytes
+    else:
+        fixed_bytes, budget_bytes = GPU_RUNTIME_BYTES + sum(items.values()), budgets.gpu_bytes
+
+    def refusal(slots_bytes: int) -> UserError:
+        least_mib = math.ceil((fixed_bytes + slots_bytes) / 2**20)
+        where, argument, draft, smaller = "RAM", "ram", "", ""
+        if budgets.gpu_bytes is not None:
+            where, argument = "device memory", "gpu_memory"
+            room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
+            draft = f", {format_bytes(drafting_bytes)} of it for the draft" if drafting_bytes else ""
+            smaller = (
+                f", take a draft of at most {format_bytes(room_bytes)}" if drafting_bytes and room_bytes > 0 else ""
+            )
+        return UserError(
+            f"needs {format_bytes(slots_bytes)} of {where} for two layer slots and {format_bytes(fixed_bytes)} for the "
+            f"rest{draft}, budget is {format_bytes(budget_bytes)}: raise `{argument}` to {least_mib}MiB{smaller} "
+            f"or lower `context` from {context}"
+        )
+
+    return _Place(budget_bytes, fixed_bytes, 0, refusal)
+
+
+def _feeding_place(ram_bytes: int, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> _Place:
+    """Pinned memory of the host, from which a GPU is fed; what loading passes through lies where layers will."""
+    slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes] if draft else []
+
+    def refusal(least_bytes: int) -> UserError:
+        return UserError(
+            f"needs {format_bytes(least_bytes)} of RAM to pass layers on to the GPU and {format_bytes(fixed_bytes)} "
+            f"for embeddings and program, budget is {format_bytes(ram_bytes)}: raise `ram` to "
+            f"{math.ceil((least_bytes + fixed_bytes) / 2**20)}MiB"
+        )
+
+    return _Place(ram_bytes, fixed_bytes, max([*target.layer_bytes, target.head_bytes, *slabs_of_draft]), refusal)
+
+
+def _draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool) -> int:
+    """On a GPU captured graphs keep activations of their own beside those of prompts."""
+    rows = max(MAX_PROMPT_ROWS, num_nodes)
+    captured_bytes = activation_bytes(draft, rows, num_nodes, context) if is_gpu else 0
+    return draft_bytes(draft, context, num_nodes) + captured_bytes
 
 
 def default_ram_bytes() -> int:
@@ -169,13 +274,3 @@ def _turning_point(checkpoint: Checkpoint) -> int | None:
         return None
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
     return original if type(original) is int and original > 0 else None
-
-
-def _require_two_slots(ram_bytes: int, fixed_bytes: int, slot_bytes: int, context: int) -> None:
-    least_bytes = fixed_bytes + MIN_SLOTS * slot_bytes
-    if ram_bytes < least_bytes:
-        raise UserError(
-            f"needs {format_bytes(MIN_SLOTS * slot_bytes)} of RAM for two layer slots and {format_bytes(fixed_bytes)} "
-            f"for the rest, budget is {format_bytes(ram_bytes)}: raise `ram` to {math.ceil(least_bytes / 2**20)}MiB"
-            f" or lower `context` from {context}"
-        )

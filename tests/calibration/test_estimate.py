@@ -21,7 +21,7 @@ from offload.checkpoint.sizes import model_shape
 from offload.config import Sampling, format_bytes
 from offload.errors import UserError
 from offload.memory import planner as plan
-from offload.memory.device_planner import Budgets, make_device_plan
+from offload.memory.planner import Budgets, make_plan
 from offload.planning.cost_model import Curve
 from offload.planning.hardware import KNOWN, Hardware, read_hardware
 from offload.planning.predict import DRAFT_OVERHEAD_S, VERIFY_S, costs_on, is_disk_slower, predict, traffic_on
@@ -105,7 +105,7 @@ def test_experts_are_counted_in_the_headers(family: str, share: float, tmp_path:
 
 def test_a_step_is_drafting_and_the_slower_side() -> None:
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
-    memory = make_device_plan(target, draft, Budgets(TOY.gpu_bytes, TOY.ram_bytes), context=512, num_nodes=64)
+    memory = make_plan(target, draft, Budgets(TOY.ram_bytes, TOY.gpu_bytes), context=512, num_nodes=64)
     costs = costs_on(TOY, target, draft, 256)
     got = predict("64x8", costs, traffic_on(TOY, memory), best_first([0.7, 0.2, 0.05], 64, 8), 4.0)
     slots_s = 3 * memory.slot_bytes / 20e9
@@ -123,7 +123,7 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
 
 def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:
     target = SHAPES["Llama-2-70B"]
-    memory = make_device_plan(target, None, Budgets(TOY.gpu_bytes, 64 * GB), context=512, num_nodes=1)
+    memory = make_plan(target, None, Budgets(64 * GB, TOY.gpu_bytes), context=512, num_nodes=1)
     assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and is_disk_slower(TOY, memory)
     traffic = traffic_on(TOY, memory)
     assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)

@@ -17,9 +17,8 @@ from offload.cli.console import plan_line
 from offload.cli.demo import PAIR
 from offload.errors import UserError
 from offload.memory import planner as plans
-from offload.memory.device_planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, make_device_plan
 from offload.memory.plan import DRAW_BYTES, MemoryPlan, Tier
-from offload.memory.planner import plan_memory
+from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, make_plan, plan_memory
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
 _70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -50,7 +49,7 @@ SHAPES = {name: shape_of(name) for name in CONFIGS}
 def plan_of(pair: tuple[str, str | None], gpu_bytes: int, ram_bytes: int, **sizes: Any) -> MemoryPlan:
     draft = SHAPES[pair[1]] if pair[1] else None
     settings = {"context": 512, "num_nodes": 384, **sizes}
-    return make_device_plan(SHAPES[pair[0]], draft, Budgets(gpu_bytes, ram_bytes), **settings)
+    return make_plan(SHAPES[pair[0]], draft, Budgets(ram_bytes, gpu_bytes), **settings)
 
 
 def on_card(plan: MemoryPlan) -> int:
@@ -212,16 +211,16 @@ def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
     sizes = {"context": 8, "num_nodes": 1}
     card = (GPU_RUNTIME_BYTES + 500 * MIB) + 130 * MIB
     with pytest.raises(UserError, match="raise `ram` to") as refusal:
-        make_device_plan(shape, None, Budgets(card, GIB), **sizes)
+        make_plan(shape, None, Budgets(GIB, card), **sizes)
     least_bytes = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1]) * MIB
-    assert least_bytes == make_device_plan(shape, None, Budgets(card, GIB * 4), **sizes).runtime_bytes + 1000 * MIB
-    least = make_device_plan(shape, None, Budgets(card, least_bytes), **sizes)
+    assert least_bytes == make_plan(shape, None, Budgets(GIB * 4, card), **sizes).runtime_bytes + 1000 * MIB
+    least = make_plan(shape, None, Budgets(least_bytes, card), **sizes)
     assert least.num_layers_in(Tier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.host_bytes > 0
     assert least.total_bytes <= least_bytes
     longer = replace(shape, layer_bytes=(10 * MIB,) * 80, head_bytes=503 * MIB, table_bytes=0)
-    tight = make_device_plan(longer, None, Budgets(card + 3 * MIB, least.runtime_bytes + 505 * MIB), **sizes)
+    tight = make_plan(longer, None, Budgets(least.runtime_bytes + 505 * MIB, card + 3 * MIB), **sizes)
     assert (tight.num_layers_in(Tier.HOST), tight.num_host_slots, tight.staging_bytes) == (47, 3, 3 * MIB)
-    with_draft = make_device_plan(shape, replace(shape, layer_bytes=(MIB,)), Budgets(4 * GIB, least_bytes * 2), **sizes)
+    with_draft = make_plan(shape, replace(shape, layer_bytes=(MIB,)), Budgets(least_bytes * 2, 4 * GIB), **sizes)
     assert with_draft.staging_bytes + with_draft.host_bytes >= 1000 * MIB, "a draft's embeddings and head come as one"
 
 

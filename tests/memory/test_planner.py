@@ -13,7 +13,7 @@ from offload import machine
 from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry
 from offload.errors import UserError
 from offload.memory import planner as plan
-from offload.memory.planner import DEFAULT_CONTEXT, MemoryPlan, ModelShape, make_plan, model_shape, plan_memory
+from offload.memory.planner import DEFAULT_CONTEXT, Budgets, MemoryPlan, ModelShape, make_plan, model_shape, plan_memory
 
 GB, MIB = 10**9, 1 << 20
 SHARD_BYTES = 5 * GB
@@ -133,13 +133,13 @@ def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str
     target, helper = model_shape(checkpoint_of(CONFIGS[name])), model_shape(checkpoint_of(SMALL)) if draft else None
     sizes = {"context": 4096, "num_nodes": 128}
     with pytest.raises(UserError, match="raise `ram` to") as refusal:
-        make_plan(target, helper, ram_bytes=GB, **sizes)
+        make_plan(target, helper, Budgets(GB), **sizes)
     named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
-    least = make_plan(target, helper, ram_bytes=named_mib * MIB, **sizes)
+    least = make_plan(target, helper, Budgets(named_mib * MIB), **sizes)
     assert (least.num_slots, least.num_resident) == (2, 0)
-    assert make_plan(target, helper, ram_bytes=least.total_bytes, **sizes).num_slots == 2
+    assert make_plan(target, helper, Budgets(least.total_bytes), **sizes).num_slots == 2
     with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB or lower `context` from 4096"):
-        make_plan(target, helper, ram_bytes=least.total_bytes - 1, **sizes)
+        make_plan(target, helper, Budgets(least.total_bytes - 1), **sizes)
     assert (named_mib - 1) * MIB < least.total_bytes <= named_mib * MIB
 
 
@@ -147,7 +147,7 @@ def test_the_refusal_says_what_is_needed() -> None:
     shape = ModelShape(layer_bytes=(300 * MIB,) * 4, rest_bytes=100 * MIB, kv_bytes_per_token=0, row_bytes=0,
                        logits_row_bytes=0)  # fmt: skip
     with pytest.raises(UserError) as refusal:
-        make_plan(shape, None, ram_bytes=400 * MIB, context=10, num_nodes=1)
+        make_plan(shape, None, Budgets(400 * MIB), context=10, num_nodes=1)
     assert str(refusal.value) == (
         "needs 600 MiB of RAM for two layer slots and 212 MiB for the rest, budget is 400 MiB: raise `ram` to 813MiB "
         "or lower `context` from 10"
@@ -158,20 +158,20 @@ def test_a_layer_stays_as_soon_as_its_last_byte_fits() -> None:
     shape = ModelShape(layer_bytes=(300 * MIB,) * 9, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0,
                        logits_row_bytes=0)  # fmt: skip
     sizes = {"context": 8, "num_nodes": 1}
-    fixed_bytes = make_plan(shape, None, ram_bytes=1 << 40, **sizes).fixed_bytes
+    fixed_bytes = make_plan(shape, None, Budgets(1 << 40), **sizes).fixed_bytes
     for num_resident in range(1, 6):
         enough_bytes = fixed_bytes + (3 + num_resident) * 300 * MIB
-        assert make_plan(shape, None, ram_bytes=enough_bytes, **sizes).num_resident == num_resident
-        assert make_plan(shape, None, ram_bytes=enough_bytes - 1, **sizes).num_resident == num_resident - 1
-    assert make_plan(shape, None, ram_bytes=fixed_bytes + 9 * 300 * MIB, **sizes).num_slots == 0
-    assert make_plan(shape, None, ram_bytes=fixed_bytes + 9 * 300 * MIB - 1, **sizes).num_slots == 3
+        assert make_plan(shape, None, Budgets(enough_bytes), **sizes).num_resident == num_resident
+        assert make_plan(shape, None, Budgets(enough_bytes - 1), **sizes).num_resident == num_resident - 1
+    assert make_plan(shape, None, Budgets(fixed_bytes + 9 * 300 * MIB), **sizes).num_slots == 0
+    assert make_plan(shape, None, Budgets(fixed_bytes + 9 * 300 * MIB - 1), **sizes).num_slots == 3
 
 
 def test_layers_of_different_size_share_slots_of_the_largest() -> None:
     sizes = tuple((1 + index % 3) * 100 * MIB for index in range(9))
     shape = ModelShape(layer_bytes=sizes, rest_bytes=0, kv_bytes_per_token=0, row_bytes=0, logits_row_bytes=0)
     for ram_mib in range(850, 2000, 130):
-        got = make_plan(shape, None, ram_bytes=ram_mib * MIB, context=8, num_nodes=1)
+        got = make_plan(shape, None, Budgets(ram_mib * MIB), context=8, num_nodes=1)
         assert got.total_bytes <= ram_mib * MIB and (got.slot_bytes == 300 * MIB or got.num_resident == 9)
 
 

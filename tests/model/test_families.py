@@ -23,7 +23,7 @@ from transformers import (
 
 import offload
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
-from offload.memory.planner import make_plan, model_shape
+from offload.memory.planner import Budgets, make_plan, model_shape
 from offload.model.meta import build_meta_model
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -114,7 +114,7 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 def streaming_ram(directory: Path) -> int:
     """Room for three slots and no resident layer, the draft being the model itself."""
     shape = model_shape(open_checkpoint(directory))
-    roomy = make_plan(shape, shape, ram_bytes=1 << 40, context=128, num_nodes=8)
+    roomy = make_plan(shape, shape, Budgets(1 << 40), context=128, num_nodes=8)
     return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
 
 

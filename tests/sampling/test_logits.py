@@ -24,8 +24,7 @@ from offload.engine import load as loading
 from offload.engine.load import resident_model
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.registry import REFERENCES
-from offload.memory.device_planner import MAX_LOGITS_ROWS
-from offload.memory.planner import MemoryPlan
+from offload.memory.planner import MAX_LOGITS_ROWS, MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits, chunk_with

@@ -19,7 +19,7 @@ from offload.checkpoint.layout import BLOCK_BYTES, Part, Placed, SlabLayout, sla
 from offload.checkpoint.safetensors import open_checkpoint, read_header
 from offload.engine import load as loading
 from offload.errors import ReadError, UserError
-from offload.memory.planner import make_plan, model_shape
+from offload.memory.planner import Budgets, make_plan, model_shape
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.streaming.disk import HostStore
@@ -249,7 +249,7 @@ def tiny_target(directory: Path) -> tuple[Path, int]:
     """A checkpoint and a budget under which its four layers stream through three slots."""
     target = save(build(FAMILIES["llama"]()), directory / "target")
     shape = model_shape(open_checkpoint(target))
-    roomy = make_plan(shape, None, ram_bytes=1 << 40, context=128, num_nodes=1)
+    roomy = make_plan(shape, None, Budgets(1 << 40), context=128, num_nodes=1)
     return target, roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
 
 

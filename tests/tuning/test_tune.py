@@ -17,7 +17,7 @@ from offload.config import Drafting, Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.memory.planner import make_plan, model_shape, plan_memory
+from offload.memory.planner import Budgets, make_plan, model_shape, plan_memory
 from offload.planning.profile import Identity, Machine, profiles_folder
 from offload.planning.traces import bursts
 from offload.planning.tree_policy import tree_for
@@ -76,7 +76,7 @@ def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
 def streaming_ram(target: Path, draft: Path, num_nodes: int) -> int:
     """A budget in which, with trees of this size, every layer is streamed."""
     shapes = [model_shape(open_checkpoint(path)) for path in (target, draft)]
-    roomy = make_plan(*shapes, ram_bytes=1 << 40, context=256, num_nodes=num_nodes)
+    roomy = make_plan(*shapes, Budgets(1 << 40), context=256, num_nodes=num_nodes)
     return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
 
 

@@ -15,7 +15,7 @@ import offload
 from offload.config import RULES, Drafting, Sampling
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
-from offload.memory.planner import make_plan, model_shape
+from offload.memory.planner import Budgets, make_plan, model_shape
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw, Proposals
 from offload.tree.topology import best_first, k_ary
@@ -110,7 +110,7 @@ def test_distributions_take_their_share_of_the_budget(models: tuple[Path, Path])
 
     shapes = [model_shape(open_checkpoint(directory)) for directory in models]
     plans = [
-        make_plan(*shapes, ram_bytes=1 << 30, context=64, num_nodes=64, keeps_distributions=keeps) for keeps in (0, 1)
+        make_plan(*shapes, Budgets(1 << 30), context=64, num_nodes=64, keeps_distributions=keeps) for keeps in (0, 1)
     ]
     assert (
         plans[1].fixed_bytes - plans[0].fixed_bytes == plans[1].distribution_bytes == 63 * VOCAB_SIZE * 4 + DRAW_BYTES
