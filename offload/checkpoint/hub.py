@@ -4,14 +4,12 @@
 weights, and what comes back is a `Checkpoint` whose shards need not exist; whoever wants to read asks `is_here` first.
 """
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.safetensors import (
-    ITEM_BYTES,
     Checkpoint,
     TensorEntry,
     checked_entry,
@@ -21,9 +19,9 @@ from offload.checkpoint.safetensors import (
     open_checkpoint,
     read_config,
 )
+from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
 
-_FORMATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # one block, but for biases and norms of heads
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -76,12 +74,12 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
         if type(config.get(name)) is not int or config[name] < 1:
             raise UserError(f"{path}: {name} must be a whole number above 0, got {config.get(name)!r}: fix it")
     named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if named not in _FORMATS:
+    if named not in PLAIN_OF:
         raise UserError(f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be")
     tensors, at = {}, 0
     for name, shape in _shapes(config).items():
-        num_bytes = math.prod(shape) * ITEM_BYTES[_FORMATS[named]]
-        tensors[name] = TensorEntry(0, _FORMATS[named], shape, at, at + num_bytes)
+        num_bytes = PLAIN_OF[named].stored_bytes(shape)
+        tensors[name] = TensorEntry(0, PLAIN_OF[named].name, shape, at, at + num_bytes)
         at += num_bytes
     return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), tensors)
 

@@ -28,8 +28,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, open_checkpoint, read_json
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_json
 from offload.config import format_bytes
+from offload.encoding.registry import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
 
 MANIFEST_NAME = "inflation.json"
@@ -39,7 +40,6 @@ _LAYER = "model.layers.{}."
 _BALLAST_STD = 0.02
 # What writes into the hidden state adds nothing to new coordinates, and nothing from new heads or ffn rows.
 _HIDDEN_WRITERS = frozenset({"model.embed_tokens", "self_attn.o_proj", "mlp.down_proj"})
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # in headers, in config.json and torch
 _COPIED = ("generation_config.json", "*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "chat_template*")
 _BLOCK_BYTES = 4 << 20  # written at once: large for the disk, small beside a layer
 _POOL_SLACK = 65_537  # how far the view on the random pool may be shifted from block to block
@@ -76,8 +76,8 @@ def plan_inflation(
     """
     small = _complete(config)
     big = {**small, **_widened(small, width_factor)}
-    _require(small["dtype"] in _DTYPES.values(), f"dtype must be bfloat16, float16 or float32, got {small['dtype']}")
-    item_bytes = getattr(torch, small["dtype"]).itemsize
+    _require(small["dtype"] in PLAIN_OF, f"dtype must be bfloat16, float16 or float32, got {small['dtype']}")
+    item_bytes = PLAIN_OF[small["dtype"]].align_bytes
     outer_bytes = _num_bytes(_outer_axes(big).values(), item_bytes)
     fixed_bytes = _num_bytes(_layer_axes({**big, "intermediate_size": 0}).values(), item_bytes)
     step_bytes = _num_bytes(_layer_axes({**big, "intermediate_size": _FFN_STEP}).values(), item_bytes) - fixed_bytes
@@ -117,7 +117,7 @@ def inflate(
     small = open_checkpoint(source)
     old = _complete(small.config)
     dtype = _check_tensors(small, old)
-    old["dtype"] = _DTYPES[dtype]  # as stored, whatever the config wants it cast to
+    old["dtype"] = ENCODINGS[dtype].dtype  # as stored, whatever the config wants it cast to
     plan = plan_inflation(old, target_bytes, width_factor=width_factor, layer_bytes=layer_bytes)
     changes = dict(_widened(old, width_factor), intermediate_size=plan.ffn_size, num_hidden_layers=plan.num_layers)
     with _workspace(destination) as folder:
@@ -219,7 +219,7 @@ def _check_tensors(small: Checkpoint, config: dict[str, Any]) -> str:
         is_right = found == wanted.get(name)
         _require(is_right, f"{small.directory}: {name} is {found}, config.json implies {wanted.get(name)}: mend either")
     names = ", ".join(sorted({entry.dtype for entry in entries.values()}))
-    _require(names in _DTYPES, f"all tensors must share BF16, F16 or F32, got {names}: convert {small.directory}")
+    _require(names in ENCODINGS, f"all tensors must share BF16, F16 or F32, got {names}: convert {small.directory}")
     return names
 
 
@@ -270,12 +270,12 @@ class _BlockMaker:
         self.dtype, self._small = dtype, small
         self._random = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        self._pool = torch.empty(0, dtype=getattr(torch, _DTYPES[dtype]))
+        self._pool = torch.empty(0, dtype=getattr(torch, ENCODINGS[dtype].dtype))
 
     def blocks(self, piece: _Piece) -> Iterator[Tensor]:
         """The piece from its first element to its last, to be read only."""
         num_rows, *row = chain(*piece.axes)
-        step = max(1, _BLOCK_BYTES // (math.prod(row) * ITEM_BYTES[self.dtype]))
+        step = max(1, _BLOCK_BYTES // (ENCODINGS[self.dtype].stored_bytes(row)))
         for lo in range(0, num_rows, step):
             hi, small_hi = min(lo + step, num_rows), min(lo + step, piece.corner[0])
             block = self._padding((hi - lo) * math.prod(row), piece.is_ballast).view(hi - lo, *row)
@@ -297,7 +297,7 @@ class _BlockMaker:
         """Rows [lo, hi) of the small tensor, along the piece's first axis."""
         assert piece.source, "an inserted layer has nothing to read"
         entry = self._small.tensors[piece.source]
-        row_bytes = math.prod(piece.corner[1:]) * ITEM_BYTES[self.dtype]
+        row_bytes = ENCODINGS[self.dtype].stored_bytes(piece.corner[1:])
         data = bytearray((hi - lo) * row_bytes)
         with self._small.shards[entry.shard].open("rb") as file:
             file.seek(entry.lo + lo * row_bytes)
@@ -317,7 +317,7 @@ def _write_shards(folder: Path, shards: list[list[_Piece]], maker: _BlockMaker) 
         yield from _write_shard(folder / name, pieces, maker)
         weight_map |= dict.fromkeys((piece.name for piece in pieces), name)
     if len(shards) > 1:
-        total_bytes = _num_bytes((piece.axes for piece in chain(*shards)), ITEM_BYTES[maker.dtype])
+        total_bytes = _num_bytes((piece.axes for piece in chain(*shards)), ENCODINGS[maker.dtype].align_bytes)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
 
@@ -327,7 +327,7 @@ def _write_shard(path: Path, pieces: list[_Piece], maker: _BlockMaker) -> Iterat
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
-        lo, end = end, end + _num_bytes([piece.axes], ITEM_BYTES[maker.dtype])
+        lo, end = end, end + _num_bytes([piece.axes], ENCODINGS[maker.dtype].align_bytes)
         header[piece.name] = {"dtype": maker.dtype, "shape": _stored_shape(piece.axes), "data_offsets": (lo, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % BLOCK_BYTES)  # so that tensors begin where wide loads can

@@ -9,14 +9,14 @@ bytes, so a weight may begin anywhere. A device, whose wide loads want 16 bytes 
 weight on. Invariant: pieces never leave the slab, and a parameter's bytes are covered exactly once.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry
+from offload.checkpoint.safetensors import Checkpoint, TensorEntry
+from offload.encoding.registry import ENCODINGS
 
 BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
 _PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
@@ -50,7 +50,7 @@ class Placed(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the parameter."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return ENCODINGS[self.dtype].stored_bytes(self.shape)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SlabLayout:
     def lead_bytes(self) -> int:
         """What lies before the first weight, as far as weights of the widest type keep their own alignment without."""
         placed = self.parameters.values()
-        widest = max((ITEM_BYTES[one.dtype] for one in placed), default=1)
+        widest = max((ENCODINGS[one.dtype].align_bytes for one in placed), default=1)
         return min((one.slab_lo for one in placed), default=0) // widest * widest
 
     @property
@@ -79,7 +79,7 @@ def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]
     """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else scattered."""
     entries = [part.entry for _, parts in parameters.values() for part in parts]
     whole = all(len(parts) == 1 for _, parts in parameters.values())
-    if whole and all(entry.lo % ITEM_BYTES[entry.dtype] == 0 for entry in entries):
+    if whole and all(entry.lo % ENCODINGS[entry.dtype].align_bytes == 0 for entry in entries):
         return _direct(parameters, entries)
     return _scattered(parameters)
 

@@ -5,7 +5,6 @@ here, once, and everything downstream works with `TensorEntry` values that are k
 """
 
 import json
-import math
 import os
 import re
 from collections import Counter
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.encoding.registry import ENCODINGS, PLAIN_OF
 from offload.errors import UserError, reason
 
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
 _TEXT_PART = "language_model."
@@ -98,10 +96,14 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
     stored = Counter[str]()
     for entry in checkpoint.tensors.values():
         stored[entry.dtype] += entry.hi - entry.lo
-    usual = stored.most_common(1)[0][0] if stored else "F32"
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or _NAMES.get(usual, usual)
+    usual = ENCODINGS.get(stored.most_common(1)[0][0]) if stored else PLAIN_OF["float32"]
+    named = (
+        checkpoint.config.get("dtype")
+        or checkpoint.config.get("torch_dtype")
+        or (usual.dtype if usual else "no type known here")
+    )
     name = str(named).removeprefix("torch.")
-    if name not in _NAMES.values():
+    if name not in PLAIN_OF:
         raise UserError(
             f"{checkpoint.directory.name}: cannot compute in {name}: give `dtype` bfloat16, float16 or float32"
         )
@@ -170,8 +172,8 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
         sound = False
     if not sound:
         raise UserError(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}: {_AGAIN}")
-    wanted = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
-    if dtype in ITEM_BYTES and wanted != hi - lo:
+    wanted = ENCODINGS[dtype].stored_bytes(shape) if dtype in ENCODINGS else hi - lo
+    if wanted != hi - lo:
         raise UserError(
             f"{path.name}: {name} of shape {shape} and {dtype} needs {wanted} bytes, has {hi - lo}: {_AGAIN}"
         )

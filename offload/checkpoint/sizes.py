@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
-from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry, compute_dtype_name
+from offload.checkpoint.safetensors import Checkpoint, TensorEntry, compute_dtype_name
+from offload.encoding.base import Encoding
+from offload.encoding.registry import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
 
-_STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
 _PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
 _TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte)\.weight$")
@@ -64,20 +65,20 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     empty = next((index for index, entries in enumerate(layers) if not entries), None)
     if empty is not None:
         raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_layers}: {_LOOK}")
-    dtype = _STORED_AS[compute_dtype_name(checkpoint, dtype)]
+    computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
     routed = [entry for name, entry in checkpoint.tensors.items() if _ROUTED_NAME.search(name)]
-    item_bytes, (table, head) = ITEM_BYTES[dtype], _table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
+    item_bytes, (table, head) = computed.align_bytes, _table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
     return ModelShape(
         layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers),
-        rest_bytes=_rest_bytes(rest, dtype),
+        rest_bytes=_rest_bytes(rest, computed),
         kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes)) * item_bytes,
         row_bytes=_row_bytes(sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
         pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),
         vocab_size=sizes.get("vocab_size", 0),
-        cast_bytes=max(_cast_bytes(entries, dtype) for entries in layers),
-        table_bytes=_rest_bytes(table, dtype),
-        head_bytes=_rest_bytes(head, dtype),
+        cast_bytes=max(_cast_bytes(entries, computed) for entries in layers),
+        table_bytes=_rest_bytes(table, computed),
+        head_bytes=_rest_bytes(head, computed),
         num_weights=sum(math.prod(entry.shape) for entries in (*layers, head) for entry in entries),
         routed_weights=sum(math.prod(entry.shape) for entry in routed),
         routed_bytes=sum(entry.hi - entry.lo for entry in routed),
@@ -131,14 +132,14 @@ def _routed_share(sizes: dict[str, int]) -> float:
     return min(1.0, num_chosen / num_experts) if num_experts else 1.0
 
 
-def _rest_bytes(entries: list[TensorEntry], dtype: str) -> int:
-    return slab_bytes_bound(entries) + _cast_bytes(entries, dtype)
+def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
+    return slab_bytes_bound(entries) + _cast_bytes(entries, computed)
 
 
-def _cast_bytes(entries: Iterable[TensorEntry], dtype: str) -> int:
+def _cast_bytes(entries: Iterable[TensorEntry], computed: Encoding) -> int:
     """What the copies of these tensors take that are not stored in the compute type."""
-    others = (entry for entry in entries if entry.dtype != dtype and entry.dtype in ITEM_BYTES)
-    return sum(math.prod(entry.shape) * ITEM_BYTES[dtype] for entry in others)
+    others = (entry for entry in entries if entry.dtype != computed.name and entry.dtype in ENCODINGS)
+    return sum(computed.stored_bytes(entry.shape) for entry in others)
 
 
 def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:

@@ -5,7 +5,6 @@ conversion table says how; stacking and row-wise joining are placements of bytes
 would have to compute is refused.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,8 @@ from transformers.core_model_loading import (
 )
 
 from offload.checkpoint.layout import Part
-from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry
+from offload.checkpoint.safetensors import Checkpoint, TensorEntry
+from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
 Shape = tuple[int, ...]
@@ -87,7 +87,7 @@ def _parts(
 ) -> list[Part]:
     if not found:
         raise UserError(f"{where}: tensor {parameter} is missing: download the checkpoint again")
-    unknown = next((f"{name} is {e.dtype}" for _, name, e in found if e.dtype not in ITEM_BYTES), None)
+    unknown = next((f"{name} is {e.dtype}" for _, name, e in found if e.dtype not in ENCODINGS), None)
     if unknown:
         raise UserError(f"{where}: weights must be bf16, fp16 or fp32, {unknown}: use an unquantised checkpoint")
     pattern = found[0][0]
@@ -101,7 +101,7 @@ def _parts(
         parts = _fused(where, parameter, found, by_pattern[pattern])
         fits = all(part.entry.shape[-1:] == shape[-1:] for part in parts)
     num_bytes = sum(part.entry.hi - part.entry.lo for part in parts)
-    if not fits or num_bytes != math.prod(shape) * ITEM_BYTES[parts[0].entry.dtype]:
+    if not fits or num_bytes != ENCODINGS[parts[0].entry.dtype].stored_bytes(shape):
         shapes = sorted({str(list(part.entry.shape)) for part in parts})
         raise UserError(f"{where}: {parameter} must have shape {list(shape)}, the file has {' and '.join(shapes)}: "
                         "config.json and weights do not belong together")  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.layout import SlabLayout, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.encoding.registry import ENCODINGS
 from offload.model import attention
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
@@ -28,7 +29,6 @@ Masks = Mapping[int | None, Tensor | attention.TreeRows | None]  # by window; No
 # token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
-_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class _Place(NamedTuple):
@@ -331,4 +331,4 @@ def _view(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
     dtype, shape, slab_lo = layout.parameters[name]
     lo = slab_lo - layout.lead_bytes
     flat = sent[lo : lo + layout.parameters[name].num_bytes]
-    return flat.view(_TORCH_DTYPES[dtype]).view(shape)
+    return ENCODINGS[dtype].decode(flat, shape)

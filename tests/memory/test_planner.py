@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from offload import machine
-from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, TensorEntry
+from offload.checkpoint.safetensors import Checkpoint, TensorEntry
+from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 from offload.memory import planner as plan
 from offload.memory.planner import DEFAULT_CONTEXT, Budgets, MemoryPlan, ModelShape, make_plan, model_shape, plan_memory
@@ -53,7 +54,7 @@ def checkpoint_of(config: dict[str, Any], dtype: str | None = None, **more: tupl
     kind = dtype or {"float16": "F16", "bfloat16": "BF16"}[config["torch_dtype"]]
     tensors, shard, at = {}, 0, 40_016
     for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * ITEM_BYTES[kind]
+        num_bytes = ENCODINGS[kind].stored_bytes(shape)
         if at + num_bytes > SHARD_BYTES:
             shard, at = shard + 1, 40_016
         tensors[name] = TensorEntry(shard, kind, shape, at, at + num_bytes)

@@ -1,0 +1,1 @@
+"""How stored bytes become numbers. No torch until they do."""
