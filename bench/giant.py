@@ -21,7 +21,8 @@ import torch
 
 from offload.checkpoint import inflate as inflation  # whose pieces and blocks these are, files left out
 from offload.checkpoint.layout import Piece, SlabLayout
-from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, open_checkpoint
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.encoding.registry import ENCODINGS
 from offload.engine import load as loading
 from offload.streaming.disk import HostStore
 
@@ -120,7 +121,7 @@ class GiantStore(HostStore):
 def _inflated(small: Checkpoint, shape: Shape) -> tuple[dict[str, Any], dict[str, Any], Any, Any]:
     """Configs before and after, the plan, and the pieces shard by shard."""
     old = inflation._complete(small.config)
-    old["dtype"] = inflation._DTYPES[inflation._check_tensors(small, old)]
+    old["dtype"] = ENCODINGS[inflation._check_tensors(small, old)].dtype
     how = {"width_factor": shape.width_factor, "layer_bytes": shape.layer_bytes}
     roomy = inflation.plan_inflation(old, 1000 * shape.layer_bytes, **how)  # layers come in steps of their own
     outer_bytes = roomy.total_bytes - roomy.num_layers * roomy.layer_bytes
@@ -138,7 +139,7 @@ def _write_holes(path: Path, pieces: Any, dtype: str) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
-        lo, end = end, end + inflation._num_bytes([piece.axes], ITEM_BYTES[dtype])
+        lo, end = end, end + inflation._num_bytes([piece.axes], ENCODINGS[dtype].align_bytes)
         header[piece.name] = {
             "dtype": dtype,
             "shape": inflation._stored_shape(piece.axes),

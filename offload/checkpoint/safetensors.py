@@ -96,12 +96,9 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
     stored = Counter[str]()
     for entry in checkpoint.tensors.values():
         stored[entry.dtype] += entry.hi - entry.lo
-    usual = ENCODINGS.get(stored.most_common(1)[0][0]) if stored else PLAIN_OF["float32"]
-    named = (
-        checkpoint.config.get("dtype")
-        or checkpoint.config.get("torch_dtype")
-        or (usual.dtype if usual else "no type known here")
-    )
+    usual = stored.most_common(1)[0][0] if stored else "F32"
+    decoded = ENCODINGS[usual].dtype if usual in ENCODINGS else usual
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or decoded
     name = str(named).removeprefix("torch.")
     if name not in PLAIN_OF:
         raise UserError(

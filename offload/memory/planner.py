@@ -6,8 +6,8 @@ slots for the layers that pass through it, then as many layers as fit. Pure func
 70B model on a machine nobody here owns can be tested.
 
 Loading has an order that the host's budget counts on: what goes to a GPU passes through before memory is pinned, so
-that both never lie there at once. Invariant: the items of a plan add up to no more than its budgets, and a plan that cannot
-hold two slots is refused with the least that works.
+that both never lie there at once. Invariant: the items of a plan add up to no more than its budgets, and
+a plan that cannot hold two slots is refused with the least that works.
 """
 
 import math
