@@ -3,18 +3,20 @@
 #   make test    linters, then tests
 #   make test-isa   what computes, as processors with fewer instructions compute it
 #   make check   linters only
-#   make clean   remove the virtual environment, caches and builds
+#   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own
+#   make clean   remove the virtual environments, caches and builds
 # `make PYTHON=python3.12 test` names another interpreter.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+FLOOR := .venv-floor
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-isa check clean
+.PHONY: demo test test-isa test-floor check clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -45,8 +47,13 @@ check: $(VENV)/.installed-dev
 	@rm -rf $(CONTRACT) && mkdir -p $(CONTRACT) && cp -r offload $(CONTRACT) && cp -r bench kernels $(CONTRACT)/offload
 	@cd $(CONTRACT) && PYTHONPATH=. $(CURDIR)/$(BIN)/lint-imports --no-logo --no-cache --config $(CURDIR)/pyproject.toml
 
+# Warnings are no errors there: old libraries use what newer ones beside them, or a newer Python, have deprecated.
+test-floor: $(FLOOR)/.installed
+	@echo "== pytest with $$($(FLOOR)/bin/python -V) and the versions of constraints-floor.txt"
+	@$(FLOOR)/bin/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o filterwarnings=default
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) $(FLOOR) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find offload kernels bench tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are newer than what decides their content; a development install serves `make demo` too.
@@ -60,8 +67,15 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed-run $@
 
-$(BIN)/pip:
+# Of torch's oldest version an index may have builds for some Pythons only, or none without CUDA: pip says which it misses.
+$(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip
+	@echo "== installing the oldest versions into $(FLOOR) (once; torch may come as its CUDA build of some 3 GB)"
+	@$(FLOOR)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-floor.txt -e '.[bench,test]' \
+	  || { echo "the oldest versions cannot be installed here, see above: NOT tested with $$($(FLOOR)/bin/python -V)" >&2; exit 1; }
+	@touch $@
+
+%/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "offload needs Python 3.11 or newer, and there is no $(PYTHON): install it or name another with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c '$(IS_NEW_ENOUGH)' || { echo "offload needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1): name another with make PYTHON=python3.12" >&2; exit 1; }
-	@echo "== creating $(VENV) with $$($(PYTHON) -V)"
-	@$(PYTHON) -m venv $(VENV)
+	@echo "== creating $* with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $*

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -36,6 +37,26 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Profiles and inflated models of whoever runs the tests are neither seen nor added to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _old_triton_beside_new_numpy() -> Iterator[None]:
+    """Triton 3.6 interprets a loop's bounds as NumPy before 2.5 let it: an array of one number was a number."""
+    from offload.kernels.jit import HAS_TRITON
+
+    with pytest.MonkeyPatch.context() as patch:
+        if HAS_TRITON:
+            from triton.runtime import interpreter
+
+            rest = interpreter._patch_lang_tensor
+
+            def patch_tensor(tensor: Any, *scope: Any) -> None:
+                rest(tensor, *scope)
+                for undone_later in scope:  # Triton 3.5 has none, nor did it meet NumPy 2.5
+                    undone_later.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+            patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor)
         yield
 
 

@@ -1,9 +1,11 @@
 """What only shows from outside: other packages beside ours, the folders of the wheel, the weight of an import."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,12 @@ def assert_runs(code: str, *search_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+as_of_today = pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < (5, 23),
+    reason="older transformers take other versions of Hugging Face's kernels, and other names from it",
+)
+
+
 @pytest.fixture
 def hf_kernels(tmp_path: Path) -> Path:
     """A folder for the search path that holds a distribution `kernels` 0.18.2, with the names transformers asks for."""
@@ -47,12 +55,14 @@ def hf_kernels(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@as_of_today
 def test_our_kernels_leave_room_for_hugging_faces(hf_kernels: Path) -> None:
     is_in_use = "from transformers.utils import is_kernels_available; assert is_kernels_available(), 'not found'"
     is_theirs = f"import kernels; assert kernels.__file__.startswith({str(hf_kernels)!r}), kernels.__file__"
     assert_runs(f"{is_in_use}\n{is_theirs}\nfrom transformers import LlamaForCausalLM", hf_kernels)
 
 
+@as_of_today
 def test_a_package_named_kernels_would_break_transformers(hf_kernels: Path, tmp_path: Path) -> None:
     """The control: the test above can fail, so the stand-in is really asked."""
     ours = tmp_path / "shadow" / "kernels"
@@ -69,6 +79,17 @@ def test_folders_of_the_wheel_exist() -> None:
     assert set(folders) == {"offload", "kernels", "bench"}
     assert [f for f in folders if not (ROOT / f).is_dir()] == []
     assert [f for f in folders if f"/{f}" not in targets["sdist"]["include"]] == []
+
+
+def test_make_test_floor_installs_every_floor() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    admitted = "\n".join(
+        project["dependencies"] + project["optional-dependencies"]["bench"] + project["optional-dependencies"]["test"]
+    )
+    floors = re.findall(r"^([a-z]+)>=([0-9.]+)", admitted, re.MULTILINE)
+    assert len(floors) >= 10
+    pinned = re.findall(r"^([a-z]+)==([0-9.]+)$", (ROOT / "constraints-floor.txt").read_text(), re.MULTILINE)
+    assert sorted(floors) == sorted(pinned)
 
 
 @pytest.mark.parametrize("folder", ["kernels", "bench"])

@@ -86,7 +86,9 @@ def _instantiate(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     with init_empty_weights(), _EmptyOnMeta():
         meta_model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
-    meta_model.set_attn_implementation(attention.NAME if meta_model._supports_sdpa else "eager")
+    # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would go uncapped.
+    is_capped = bool(getattr(config, "attn_logit_softcapping", None))
+    meta_model.set_attn_implementation("eager" if is_capped or not meta_model._supports_sdpa else attention.NAME)
     return meta_model
 
 

@@ -166,21 +166,21 @@ def meta_model_of(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
     return build_meta_model(Checkpoint(directory, config.to_dict(), (), {}), torch.bfloat16)
 
 
-REFUSED = {
-    "mamba": "linear_attention, whose state cannot be rolled back",
-    "falcon_mamba": "linear_attention, whose state cannot be rolled back",
-    "recurrent_gemma": "linear_attention, whose state cannot be rolled back",
+REFUSED = {  # "|" where older transformers call a kind of layer otherwise
+    "mamba": "(linear_attention|mamba), whose state cannot be rolled back",
+    "falcon_mamba": "(linear_attention|mamba), whose state cannot be rolled back",
+    "recurrent_gemma": "(linear_attention, whose state cannot be rolled back|no layers.i. with rotary positions)",
     "minimax": "linear_attention, whose state cannot be rolled back",
     "qwen3_next": "linear_attention, whose state cannot be rolled back",
-    "jamba": "linear_attention, whose state cannot be rolled back",
-    "bamba": "linear_attention, whose state cannot be rolled back",
-    "granitemoehybrid": "linear_attention, whose state cannot be rolled back",
+    "jamba": "(linear_attention|mamba), whose state cannot be rolled back",
+    "bamba": "(linear_attention|mamba), whose state cannot be rolled back",
+    "granitemoehybrid": "(linear_attention|mamba), whose state cannot be rolled back",
     "olmo_hybrid": "linear_attention, whose state cannot be rolled back",
     "falcon_h1": "hybrid, whose state cannot be rolled back",
-    "zamba2": "linear_attention, whose state cannot be rolled back",
-    "nemotron_h": "linear_attention, mlp, moe, whose state cannot be rolled back",
+    "zamba2": "(linear_attention|hybrid, mamba), whose state cannot be rolled back",
+    "nemotron_h": "(attention, mamba|linear_attention), mlp, moe, whose state cannot be rolled back",
     "llama4_text": "chunked_attention",
-    "deepseek_v32": "indexed_attention",
+    "deepseek_v32": "(indexed|deepseek_sparse)_attention",
     "opt": "no layers.i. with rotary positions",
     "gpt2": "no layers.i. with rotary positions",
     "bloom": "no layers.i. with rotary positions",
