@@ -7,12 +7,15 @@ The same comparisons that a run fights at its start (offload/calibration/kernel_
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from offload.bench.gpu.row_log import add_row
 from offload.calibration.kernel_comparison import Outcome, rows_of, verdicts
 from offload.calibration.kernel_selection import Shapes, choose_kernels
 from offload.errors import UserError
@@ -28,14 +31,22 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def main() -> None:
+def main(
+    rows: Annotated[Path | None, typer.Option(metavar="FILE", help="append each row as it is known, as JSON")] = None,
+) -> None:
     """Every kernel against what runs without it; the exit status is 1 where one of them is wrong."""
     if not torch.cuda.is_available():
         raise UserError("bench kernels needs a CUDA device, this machine shows none: run it where there is one")
     if not HAS_TRITON:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
-    _, outcomes = choose_kernels(Shapes(), device)
+
+    def keep(one: Outcome) -> None:
+        if rows is not None:
+            name = f"kernel {one.kernel} at {one.shape}"
+            add_row(rows, {"row": name, "is_met": not one.reason, "ratio": one.ratio, **one._asdict()})
+
+    _, outcomes = choose_kernels(Shapes(), device, on_outcome=keep)
     Console().print(_table(outcomes))
     found = {kernel: verdict._asdict() for kernel, verdict in verdicts(outcomes).items()}
     typer.echo(json.dumps({"bench": "kernels", "device": device.name, "verdicts": found, "rows": rows_of(outcomes)}))

@@ -7,6 +7,7 @@ Invariant: every row is read before any is written, so sources and destinations 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> N
     first, num_rows = buffers[0], len(row_A)
     if num_rows > MAX_ROWS or not are_alike(buffers):
         return kv_commit_reference(buffers, length, row_A)
-    address_L = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64).to(first.device)
+    address_L = _addresses(tuple(buffer.data_ptr() for buffer in buffers), first.device)
     is_aligned = all(buffer.data_ptr() % 16 == 0 for buffer in buffers)
     block_rows = triton.next_power_of_2(max(1, num_rows))
     block_width = min(triton.next_power_of_2(first.shape[3]), _TILE // block_rows)
@@ -58,6 +59,11 @@ def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> N
         TYPE=_TYPES[first.dtype],
         IS_ALIGNED=is_aligned,
     )
+
+
+@lru_cache(maxsize=4)  # a cache keeps its buffers, and a copy to the device may wait behind layers
+def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(pointers, dtype=torch.int64).to(device)
 
 
 @jit(do_not_specialize=["num_rows", "length"])

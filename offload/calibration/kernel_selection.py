@@ -98,14 +98,23 @@ class KernelChoice(NamedTuple):
 NO_KERNELS = KernelChoice(REFERENCES, ())
 
 
-def choose_kernels(shapes: Shapes, device: Device, timer: Timer | None = None) -> KernelChoice:
-    """Let each kernel fight once per shape; those that win take the place of what runs without them."""
+def choose_kernels(
+    shapes: Shapes, device: Device, timer: Timer | None = None, on_outcome: Callable[[Outcome], None] = lambda _: None
+) -> KernelChoice:
+    """Let each kernel fight once per shape; those that win take the place of what runs without them.
+
+    Args:
+        on_outcome: hears of each as soon as it is known.
+    """
     timer = timer or device_timer(device)
 
     def settle() -> None:
         device.synchronize(device.record(device.compute))
 
-    outcomes = [fight(comparison, timer, settle) for comparison in comparisons(shapes, str(device.place))]
+    outcomes = list[Outcome]()
+    for comparison in comparisons(shapes, str(device.place)):
+        outcomes.append(fight(comparison, timer, settle))
+        on_outcome(outcomes[-1])
     winners = {kernel for kernel, verdict in verdicts(outcomes).items() if verdict.beats_rival}
     return KernelChoice(
         REFERENCES._replace(**{kernel: getattr(KERNELS, kernel) for kernel in winners}), tuple(outcomes)

@@ -31,7 +31,7 @@ class Draft:
 
     def __init__(self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES) -> None:
         self._model, self._vocab_size = model, vocab_size
-        self._cache = KVCache(model.num_layers, num_slots, kernels.kv_commit)
+        self._cache = KVCache(model.num_layers, num_slots, kernels.kv_commit, model.send)
 
     @property
     def vocab_size(self) -> int:

@@ -70,7 +70,7 @@ class Decoder:
         """
         self._keep(keep)
         self._num_runs += 1
-        return Sampler(sampling, self._vocab_size, rule.drafting, self._kernels)
+        return Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
 
     def step(self, tokens: Sequence[int], shape: Shape, rule: Rule, sampler: Sampler, stats: Stats) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.calibration.copy_choice import choose_copies
 from offload.calibration.device_link import card_link_bytes_per_s
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import Situation, look_around, make_trees, pick_num_threads
@@ -34,7 +35,7 @@ from offload.model.cuda_graphs import use_graphs
 from offload.model.target import Layers, Target
 from offload.model.weights import StreamedModel
 from offload.planning.tree_policy import Trees
-from offload.streaming.device import Device, open_device
+from offload.streaming.device import CudaDevice, Device, open_device
 from offload.streaming.device_stream import DeviceStream
 from offload.streaming.disk import HostStore
 from offload.streaming.layer_stream import LayerStream
@@ -97,7 +98,7 @@ def load(
         pair = _open_pair(files, dtype, limit, resources, card, ram)
         if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
-        _read_pair(pair, on_bytes)  # the first weights: what can be refused has been
+        _read_pair(pair, plan_for(1), on_bytes, resources)  # the first weights: what can be refused has been
         choice = _pick_kernels(pair, trees, plan_for, situation.sampling)
         plan, num_threads = _plan_tree(trees, pair, situation, plan_for, choice.kernels)
         stream = _start_stream(pair, plan, on_bytes, resources)
@@ -162,8 +163,9 @@ def _open_pair(
     return _Pair(target, draft, store, tokenizer, end_ids, card, notes)
 
 
-def _read_pair(pair: _Pair, on_bytes: Progress) -> None:
+def _read_pair(pair: _Pair, least: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> None:
     """All of the draft, and of the target what lies around its layers."""
+    _pick_copies(pair, least, resources)
     layouts = [pair.target.rest_layout]
     if pair.draft is not None:
         layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts]
@@ -220,6 +222,20 @@ def _pick_kernels(pair: _Pair, trees: Trees, plan_for: Callable[[int], MemoryPla
         return NO_KERNELS
     plan = plan_for(trees.most_nodes)
     return choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.card)
+
+
+def _pick_copies(pair: _Pair, plan: MemoryPlan, resources: ExitStack) -> None:
+    """On a GPU that layers are streamed to: how they leave room for what is small, and how that is sent."""
+    card = pair.card
+    if not isinstance(card, CudaDevice) or not plan.streamed_bytes:
+        return
+    arena = open_pinned_allocator(card.place)
+    resources.callback(arena.close)
+    resources.callback(card.stage_uploads, None)
+    choose_copies(card, arena)
+    for model in (pair.target, pair.draft):
+        if model is not None:
+            model.send_with(card.upload)
 
 
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:

@@ -156,9 +156,12 @@ class MemoryPlan:
 
 
 def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int) -> frozenset[int]:
-    """As many of `layers` as the budget holds, evenly spread: the stream never has to hurry through a long gap."""
+    """As many of `layers` as the budget holds, evenly spread: the stream never has to hurry through a long gap.
+
+    Gaps at both ends are half as long: layers that wait in slots when a sweep begins are the first that it needs.
+    """
     for count in range(len(layers), 0, -1):
-        chosen = frozenset(layers[index * len(layers) // count] for index in range(count))
+        chosen = frozenset(layers[(2 * index + 1) * len(layers) // (2 * count)] for index in range(count))
         if sum(layer_bytes[layer] for layer in chosen) <= budget_bytes:
             return chosen
     return frozenset()

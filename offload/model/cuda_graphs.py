@@ -10,8 +10,10 @@ key is NaN in some attention kernels.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,9 +113,9 @@ class Graphs:
             (recording.slot_W, row_T, padding),
         ):
             held_W.fill_(rest)
-            held_W[:num_rows].copy_(value_T)
-        place, least = self._model.place, torch.finfo(self._model.dtype).min
-        position_U, ancestor_TU = position_U.to(place), ancestor_TU.to(place)
+            held_W[:num_rows].copy_(self._model.send(value_T))
+        least = torch.finfo(self._model.dtype).min
+        position_U, ancestor_TU = self._model.send(position_U), self._model.send(ancestor_TU)
         for window, mask in recording.masks.items():
             seen = tree_mask(cache.length, position_U, ancestor_TU, window, self._model.dtype)
             mask[:, :, :num_rows].fill_(least)
@@ -141,14 +143,22 @@ class CudaRecorder:
             work()
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads copy layers meanwhile, and must be let.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
-                work()
-        finally:
-            torch.cuda.set_stream(current)  # a recording that fails leaves its own one current
+        with torch.cuda.stream(self._side):
+            self._capture(graph, work)
         graph.replay()
         return graph.replay
+
+    def _capture(self, graph: Any, work: Work) -> None:
+        """Without `torch.cuda.graph`, which waits for the whole device, hence for all layers on their way to it."""
+        # Other threads copy layers meanwhile, and must be let.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # says again that it failed, and less of why
+                graph.capture_end()
+            raise
+        graph.capture_end()
 
 
 def use_graphs(model: StreamedModel) -> str | None:

@@ -66,10 +66,17 @@ class KVCache(Cache):
         num_layers: decoder layers.
         num_slots: S, committed positions plus the rows of the largest forward pass.
         gather: moves the rows of a path, in all buffers; see `kv_commit_reference`.
+        send: brings a tensor of the host where the buffers are; it may be faster than a copy.
     """
 
-    def __init__(self, num_layers: int, num_slots: int, gather: Callable[..., None] = kv_commit_reference) -> None:
-        self._gather, self._window = gather, _Window()
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        gather: Callable[..., None] = kv_commit_reference,
+        send: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._gather, self._send, self._window = gather, send, _Window()
         self._slot_layers = [_SlotLayer(self._window, num_slots) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
         self.num_slots = num_slots
@@ -103,7 +110,8 @@ class KVCache(Cache):
         if list(rows) != list(range(len(rows))):
             # In some families the last layers share the keys and values of earlier ones and have none of their own.
             filled = [layer for layer in self._slot_layers if layer.is_initialized]
-            row_A = torch.tensor(rows, device=filled[0].keys.device)
+            row_A = torch.tensor(rows)
+            row_A = row_A.to(filled[0].keys.device) if self._send is None else self._send(row_A)
             self._gather([buffer for layer in filled for buffer in (layer.keys, layer.values)], self.length, row_A)
         self.length += len(rows)
         self._window.lo = self.length

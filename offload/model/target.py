@@ -76,7 +76,7 @@ class Target:
     ) -> None:
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
         self._last_position, self._max_logits = plan.context - 1, plan.num_logits_rows
-        self._cache = KVCache(model.num_layers, plan.cache_slots, kernels.kv_commit)
+        self._cache = KVCache(model.num_layers, plan.cache_slots, kernels.kv_commit, model.send)
         self._num_pending = 0
         self._device, self._on_layer = device, on_layer
         model.stream_layers(stream.acquire, self._release)
@@ -86,6 +86,11 @@ class Target:
     def vocab_size(self) -> int:
         """V, width of the logits."""
         return self._model.vocab_size
+
+    @property
+    def send(self) -> Callable[[Tensor], Tensor]:
+        """Brings tensors of the host where this model computes."""
+        return self._model.send
 
     @property
     def num_cached(self) -> int:

@@ -60,6 +60,7 @@ class StreamedModel:
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
         self.checkpoint, self.place = checkpoint, place
         self._table_place = _HOST if has_host_table else place
+        self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
         self.meta_model = build_meta_model(checkpoint, self.dtype)
         self._layers: nn.ModuleList = self.meta_model.get_decoder().layers
         self._tables = _tables(self.meta_model, self._layers) if has_host_table else []
@@ -87,7 +88,7 @@ class StreamedModel:
         ]
         for table in self._tables:
             self._hooks.append(table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:])))
-            self._hooks.append(table.register_forward_hook(lambda _, __, rows: rows.to(self.place)))
+            self._hooks.append(table.register_forward_hook(lambda _, __, rows: self.send(rows)))
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
@@ -182,7 +183,7 @@ class StreamedModel:
             if logits is not None:
                 return logits
         num_rows, num_uncommitted = ancestor_TU.shape
-        position_U, ancestor_TU = position_U.to(self.place), ancestor_TU.to(self.place)
+        position_U, ancestor_TU = self.send(position_U), self.send(ancestor_TU)
         cache.place(num_uncommitted - num_rows, num_rows)
         masks = self._build_masks(position_U, ancestor_TU, cache.length)
         return self.run(token_T, position_U[-num_rows:], masks, cache, num_logits=num_logits)
@@ -236,7 +237,7 @@ class StreamedModel:
         """
         self._masks, first = masks, masks[self._windows[0]]
         out = self.meta_model(
-            input_ids=token_T.to(self._table_place)[None],
+            input_ids=(token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
             attention_mask=first if isinstance(first, Tensor) else None,  # layers get their own from `_give_mask`
             position_ids=position_T[None],
             past_key_values=cache,
@@ -253,6 +254,14 @@ class StreamedModel:
     def replay_with(self, replay: Replay) -> None:
         """From now on ask `replay` for each pass first; what it declines is computed as ever."""
         self._replay = replay
+
+    def send_with(self, send: Callable[[Tensor], Tensor]) -> None:
+        """From now on `send` brings tensors of the host where this model computes; others it hands back."""
+        self._send_by = send
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """A small tensor where this model computes; itself where it is there already."""
+        return self._send_by(tensor)
 
     def attend_with(self, attend: attention.Attend | None) -> None:
         """From now on tell rows in bits to this kernel of tree attention, if the family lets us."""

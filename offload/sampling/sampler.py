@@ -13,7 +13,7 @@ is biased.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -47,6 +47,9 @@ class Sampler:
         is_greedy: whether no chance enters at all.
         drafting: how drafters choose children, which the rule of verification decides.
         kernels: how noise and draws are made on a device.
+
+    Args:
+        send: brings small tensors to where scores are; it may be faster than a copy.
     """
 
     def __init__(
@@ -55,9 +58,10 @@ class Sampler:
         vocab_size: int,
         drafting: Drafting = Drafting.COUPLED,
         kernels: KernelSet = REFERENCES,
+        send: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.kernels, self.sampling, self._vocab_size = kernels, sampling, vocab_size
-        self.is_greedy, self.drafting = sampling.is_greedy, drafting
+        self.is_greedy, self.drafting, self._send = sampling.is_greedy, drafting, send
         self._warpers = _warpers(sampling)
         self._is_filtered = len(self._warpers) > 1  # by more than a temperature
         self._noise: dict[int, Tensor] = {}
@@ -80,10 +84,14 @@ class Sampler:
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
         """`draw` for many rows at once, each at its own position: tokens (int64, N) on the device of the logits.
 
+        Args:
+            position_N: on the host or with the logits.
+
         A row that holds a NaN draws `NO_TOKEN`: it need not be one that is ever looked at.
         """
         draw = self.kernels.match_rows
         assert draw is not None and self.draws_rows, "rows are drawn one by one here"
+        position_N = position_N.to(logits_NV.device) if self._send is None else self._send(position_N)
         token_N = draw(logits_NV, position_N, self.sampling.seed, temperature=self.sampling.temperature)
         return or_no_token(token_N, logits_NV)
 

@@ -8,11 +8,14 @@ another stream inside a `with` block and in another thread. Invariant: nothing h
 import re
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from offload.config import format_bytes, parse_size
 from offload.errors import UserError, reason
+from offload.streaming.copy_policy import AT_ONCE, CopyPolicy
+from offload.streaming.staging import StagingRing
 
 Event = Any  # a mark in a stream, reached or not yet
 Stream = Any  # work that is done in order
@@ -58,14 +61,20 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """One CUDA device; compute runs on the stream that was current where this was built."""
+    """One CUDA device; compute runs on the stream that was current where this was built.
+
+    Attributes:
+        policy: how bytes get there; whoever measures (`copy_choice.py`) sets it.
+    """
 
     def __init__(self, index: int, limit_bytes: int | None = None) -> None:
         self.place = torch.device("cuda", index)
         self.name = str(torch.cuda.get_device_name(self.place))
         torch.cuda.set_device(self.place)  # graphs are recorded on the current one
         self.compute = torch.cuda.current_stream(self.place)
-        self.copies = torch.cuda.Stream(self.place)
+        self.copies = torch.cuda.Stream(self.place, priority=-1)  # of kernels between copies, which must not wait long
+        self.policy: CopyPolicy = AT_ONCE
+        self._ring: StagingRing | None = None
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew, tens of milliseconds each
         torch.cuda.reset_peak_memory_stats(self.place)
         self._context_bytes = self._own_context_bytes()
@@ -74,6 +83,7 @@ class CudaDevice:
         if limit_bytes is not None and limit_bytes > beside_bytes:  # with less no plan works, and that says so better
             share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.place)[1]
         torch.cuda.set_per_process_memory_fraction(share, self.place)
+        self._tick = self.allocate(1)
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
@@ -81,8 +91,31 @@ class CudaDevice:
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy; from page-locked memory the host does not wait for it."""
+        step = self.policy.chunk_bytes
         with torch.cuda.stream(stream):
-            to.copy_(source, non_blocking=True)
+            if step is None:
+                to.copy_(source, non_blocking=True)
+                return
+            for lo in range(0, len(to), step):
+                if lo:
+                    self._tick.add_(1)  # until this has run, the engine takes copies of other streams
+                to[lo : lo + step].copy_(source[lo : lo + step], non_blocking=True)
+
+    def stage_uploads(self, array: np.ndarray | None) -> None:
+        """Let uploads pass through `array`, page-locked memory that stays until None takes its place."""
+        if array is None:
+            self._ring = None
+            return
+        seen = torch.as_tensor(_SeenByKernels(array), device=self.place)
+        self._ring = StagingRing(array, seen, lambda: self.record(self.compute), self.synchronize)
+
+    def upload(self, source: Tensor) -> Tensor:
+        """A tensor of the host for what computes; one that is here already is itself."""
+        ring = self._ring if self.policy.stages_uploads and source.device.type == "cpu" else None
+        if ring is None or not ring.has_room_for(source):
+            return source.to(self.place)
+        with torch.cuda.stream(self.compute):
+            return ring.send(source)
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
         """Enqueue setting every byte."""
@@ -119,6 +152,14 @@ class CudaDevice:
 
     def _own_context_bytes(self) -> int:
         return min(_MAX_CONTEXT_BYTES, self.bytes_beside_torch())
+
+
+class _SeenByKernels:
+    """Page-locked memory by the address that a kernel reads it at, which is the host's own."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        address = {"data": (array.ctypes.data, False), "shape": (len(array) // 8,), "typestr": "<i8"}
+        self.__cuda_array_interface__ = {**address, "version": 3}
 
 
 def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None:

@@ -166,6 +166,11 @@ class PinnedAllocator:
         return " and ".join(sorted({way.name for way, _ in self._owners})) or "not locked"
 
     @property
+    def ways_open(self) -> tuple[Way, ...]:
+        """To lock memory, best first."""
+        return tuple(self._ways)
+
+    @property
     def note(self) -> str | None:
         """A line for the user when memory could not be locked, with every way's reason."""
         if not self.pageable_bytes:

@@ -43,5 +43,5 @@ def _draw_chunk(tree: TokenTree, lo: int, logits_CV: Tensor, sampler: Sampler, r
     """The target's draw after every node of a chunk, brought to the host at once."""
     depth_C = tree.topology.depth_N[lo : lo + len(logits_CV)]
     position_C = torch.from_numpy(depth_C.copy()).long() + (root_position + 1)
-    token_C = sampler.draw_rows(logits_CV, position_C.to(logits_CV.device))
+    token_C = sampler.draw_rows(logits_CV, position_C)
     return dict(enumerate(map(int, token_C.tolist()), lo))

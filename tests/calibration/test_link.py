@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_device import FakeDevice
 
 from offload.calibration import link as calibrate
-from offload.calibration.link import link_bytes_per_s
-from offload.streaming.disk import HostStore
+from offload.calibration.link import copy_bytes_per_s, link_bytes_per_s
+from offload.streaming.disk import HostStore, allocate
 
 
 def test_the_link_is_measured_for_so_long_and_all_over_the_file(
@@ -36,3 +37,12 @@ def test_a_limited_link_is_measured_as_limited(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(bytes(8 << 20))
     measured = link_bytes_per_s(tmp_path / "shard", limit_bytes_per_s=50e6)
     assert 25e6 < measured < 55e6, "no more than that, and less only where the readers are kept waiting"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_slot_is_written_after_whoever_had_its_memory(seed: int) -> None:
+    device, copied = FakeDevice(seed, is_compute_late=True, haste=0.0, compute_share=0.1), list[int]()
+    device.launch(lambda: copied.append(device.num_copies))
+    copy_bytes_per_s(device, allocate(4096))
+    device.finish()
+    assert copied == [0]

@@ -34,7 +34,7 @@ CASES = [(GREEDY, Drafting.COUPLED), (WARM, Drafting.COUPLED), (NUCLEUS, Draftin
 class BigramModel:
     """Scores after a token, whatever came before it."""
 
-    num_layers, vocab_size = 1, NUM_TOKENS
+    num_layers, vocab_size, send = 1, NUM_TOKENS, None
     logits_VV = 2 * torch.randn(NUM_TOKENS, NUM_TOKENS, generator=torch.Generator().manual_seed(3))
 
     def __init__(self) -> None:

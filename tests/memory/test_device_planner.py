@@ -151,10 +151,11 @@ def test_a_card_of_24_gb_holds_the_draft_and_slots_and_little_else() -> None:
 def test_layers_from_disk_are_spread_evenly_among_those_that_move() -> None:
     plan = plan_of(PAIRS[0], 48 * GB, 96 * GB)
     moving = [tier for tier in plan.tier_L if tier is not Tier.RESIDENT]
-    gaps = [len(list(run)) for tier, run in groupby(moving) if tier is Tier.HOST]
+    _, *gaps, _ = [len(list(run)) for tier, run in groupby(moving) if tier is Tier.HOST]
     assert len(gaps) > 3 and max(gaps) - min(gaps) <= 1
-    stays = [len(list(run)) for stays, run in groupby(plan.is_resident) if not stays]
+    first, *stays, last = [len(list(run)) for stays, run in groupby(plan.is_resident) if not stays]
     assert len(stays) > 3 and max(stays) - min(stays) <= 1
+    assert abs(first - stays[0] / 2) <= 1 and abs(last - stays[0] / 2) <= 1, "a sweep begins half a gap before one"
 
 
 @pytest.mark.parametrize("pair", [*PAIRS, ("Llama-2-70B", None)], ids=str)

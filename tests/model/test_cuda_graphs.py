@@ -174,27 +174,28 @@ class PaperCuda:
     def current_stream(self, place: object) -> "Side":
         return self.now
 
-    def set_stream(self, stream: "Side") -> None:
-        self.now = stream
-
     @contextmanager
     def stream(self, stream: "Side") -> Iterator[None]:
         before, self.now = self.now, stream
-        yield
-        self.now = before
-
-    @contextmanager
-    def graph(self, graph: object, *, pool: int, stream: "Side", capture_error_mode: str) -> Iterator[None]:
-        self.log.append(f"begin {capture_error_mode} pool {pool}")
-        before, self.now = self.now, stream
-        yield
-        if self.fails:
-            raise RuntimeError("operation would make the legacy stream depend on a capturing one")
-        self.now = before
-        self.log.append("end")
+        try:
+            yield
+        finally:
+            self.now = before
 
     def CUDAGraph(self) -> SimpleNamespace:
-        return SimpleNamespace(replay=lambda: self.log.append(f"replay on {self.now.name}"))
+        return SimpleNamespace(
+            capture_begin=lambda pool, capture_error_mode: self.begin(f"{capture_error_mode} pool {pool}"),
+            capture_end=self.end,
+            replay=lambda: self.log.append(f"replay on {self.now.name}"),
+        )
+
+    def begin(self, how: str) -> None:
+        self.log.append(f"begin {how} on {self.now.name}")
+
+    def end(self) -> None:
+        self.log.append("end")
+        if self.fails:
+            raise RuntimeError("operation would make the legacy stream depend on a capturing one")
 
 
 class Side:
@@ -216,14 +217,33 @@ def test_recordings_share_a_stream_and_are_warmed_up_there(monkeypatch: pytest.M
     replay = record(lambda: cuda.log.append(f"work on {cuda.now.name}"))
     replay()
     wanted = ["side waits for main", "work on side", "main waits for side"]
-    wanted += ["begin thread_local pool 1", "work on side", "end", "replay on main", "replay on main"]
+    wanted += ["begin thread_local pool 1 on side", "work on side", "end", "replay on main", "replay on main"]
     assert cuda.log == wanted
 
 
-def test_a_failed_recording_does_not_keep_its_stream_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own context leaves it so, and all that is computed later would miss the events of the other stream."""
-    cuda = PaperCuda(fails=True)
+def test_a_recording_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.graph` would wait for all layers that are on their way; this paper has neither it nor a wait."""
+    cuda = PaperCuda()
     monkeypatch.setattr(torch, "cuda", cuda)
-    with pytest.raises(RuntimeError, match="legacy stream"):
-        graphed.CudaRecorder(cuda.side)(lambda: None)
-    assert cuda.now is cuda.main
+    assert not hasattr(cuda, "synchronize") and not hasattr(cuda, "graph") and not hasattr(cuda, "empty_cache")
+    graphed.CudaRecorder(cuda.side)(lambda: None)
+    assert cuda.log[-2:] == ["end", "replay on main"]
+
+
+@pytest.mark.parametrize("when", ["while it ends", "while it runs"])
+def test_a_failed_recording_says_why_and_does_not_keep_its_stream_current(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is computed later would miss the events of the other stream."""
+    cuda, runs = PaperCuda(fails=True), list[int]()
+    monkeypatch.setattr(torch, "cuda", cuda)
+
+    def work() -> None:
+        runs.append(1)
+        if when == "while it runs" and len(runs) == 2:
+            raise ValueError("this family looks at a number")
+
+    words = "legacy stream" if when == "while it ends" else "looks at a number"
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        graphed.CudaRecorder(cuda.side)(work)
+    assert cuda.now is cuda.main and cuda.log[-1] == "end"

@@ -11,6 +11,7 @@ import torch
 
 from offload.errors import UserError
 from offload.streaming import device
+from offload.streaming.copy_policy import CopyPolicy
 from offload.streaming.device import CudaDevice, open_device
 
 GIB = 1 << 30
@@ -28,8 +29,8 @@ class PaperCuda:
         paper = self
 
         class Stream:
-            def __init__(self, place: Any = None) -> None:
-                self.place = place
+            def __init__(self, place: Any = None, priority: int = 0) -> None:
+                self.place, self.priority = place, priority
 
             def wait_event(self, event: Any) -> None:
                 paper.log.append(("wait", self, event))
@@ -198,6 +199,7 @@ def test_every_call_names_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = paper_torch(monkeypatch, PaperCuda(1))
     card = CudaDevice(0)
     assert card.compute is cuda.default and card.copies is not card.compute
+    assert card.copies.priority < card.compute.priority, "kernels between copies would wait for those of a layer"
 
     class Target:
         def copy_(self, source: Any, non_blocking: bool) -> None:
@@ -234,3 +236,41 @@ def _in_thread(work: Any) -> None:
 def _inside(cuda: PaperCuda, stream: Any, work: Any) -> None:
     with cuda.stream(stream):
         work()
+
+
+def test_a_large_copy_leaves_gaps_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces cover it once, in order; between two of them there is one kernel, on the stream of the copies."""
+    cuda = paper_torch(monkeypatch, PaperCuda(1))
+    card = CudaDevice(0)
+    to, source, ticks = torch.zeros(1000, dtype=torch.uint8), torch.arange(1000).to(torch.uint8), list[Any]()
+
+    class Tick:
+        def add_(self, one: int) -> None:
+            ticks.append((cuda.current_stream(None), int((to != 0).sum())))
+
+    card._tick, card.policy = Tick(), CopyPolicy(chunk_bytes=300)  # type: ignore[assignment]
+    source[source == 0] = 1
+    card.copy(to, source, card.copies)
+    assert torch.equal(to, source) and ticks == [(card.copies, done) for done in (300, 600, 900)]
+    card.copy(to[:300], source[:300], card.copies)
+    assert len(ticks) == 3, "what is one piece has no gap"
+
+
+def test_uploads_go_through_the_ring_only_where_the_policy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper_torch(monkeypatch, PaperCuda(1))
+    card, sent = CudaDevice(0), list[int]()
+
+    class Ring:
+        def has_room_for(self, source: torch.Tensor) -> bool:
+            return len(source) < 10
+
+        def send(self, source: torch.Tensor) -> torch.Tensor:
+            sent.append(len(source))
+            return source
+
+    card.place, card._ring = torch.device("cpu"), Ring()  # type: ignore[assignment]
+    for policy in (CopyPolicy(), CopyPolicy(stages_uploads=True)):
+        card.policy = policy
+        for size in (3, 11):
+            assert len(card.upload(torch.zeros(size))) == size
+    assert sent == [3]

@@ -120,7 +120,7 @@ def test_distributions_take_their_share_of_the_budget(models: tuple[Path, Path])
 class BigramModel:
     """A draft of four tokens beside a target of six."""
 
-    num_layers, vocab_size = 1, 4
+    num_layers, vocab_size, send = 1, 4, None
     logits_VV = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
 
     def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:

@@ -1,0 +1,83 @@
+"""One step as a child in a process group of its own: asked to stop when its time is over, then made to.
+
+Invariant: when `run_child` returns or raises, nothing of the group runs any more; when this process is killed, the
+child is killed with it.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+GRACE_S = 5.0  # between asking and making
+_PR_SET_PDEATHSIG, _LIBC = 1, ctypes.CDLL(None)
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class Ending(NamedTuple):
+    """How a child has ended."""
+
+    exit_status: int | None  # negative: a signal; None: not even SIGKILL has ended it, as in a stuck driver
+    is_over_budget: bool
+
+
+def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> Ending:
+    """Run to the end or the limit.
+
+    Raises:
+        KeyboardInterrupt: whoever waits was interrupted; the child has been ended as at its limit.
+    """
+    with _group(command, log) as child:
+        try:
+            child.wait(limit_s)
+            return Ending(child.returncode, False)
+        except subprocess.TimeoutExpired:
+            return Ending(_end(child), True)
+        except KeyboardInterrupt:
+            _end(child)
+            raise
+
+
+@contextmanager
+def beside(command: Sequence[str], log: BinaryIO) -> Iterator[None]:
+    """Meanwhile a second child runs; none for an empty command."""
+    if not command:
+        yield
+        return
+    with _group(command, log):
+        yield
+
+
+@contextmanager
+def _group(command: Sequence[str], log: BinaryIO) -> "Iterator[subprocess.Popen[bytes]]":
+    """A child and all that it starts; on leaving they are gone."""
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=_CHECKOUT, env=environment,
+        start_new_session=True, preexec_fn=_die_with_parent,
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+
+
+def _end(child: "subprocess.Popen[bytes]") -> int | None:
+    """Ask, wait, make; a second Ctrl-C shortens the wait."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            return child.wait(GRACE_S)
+    return None
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,39 @@
+"""Rows of measurements in one file: a line of JSON each, on disk before the next one is measured.
+
+Several processes may append. Invariant: whatever a process is killed at, all rows before are read again.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def add_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one row, and return when the disk has it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # whoever wrote last was killed within a line
+        os.write(file, ("\n" * is_torn + json.dumps(row, default=str) + "\n").encode())
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All whole rows; what a killed process left of its last line is none."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

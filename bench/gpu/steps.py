@@ -1,0 +1,65 @@
+"""What a few minutes with a GPU are spent on, in order of value: the first steps prove most per second."""
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """One child process; `{rows}` and `{out}` in its command are the file of rows and the folder."""
+
+    name: str
+    command: tuple[str, ...]  # behind the interpreter
+    budget_s: float  # its share; what earlier steps left unused comes on top
+    least_s: float  # with less it is not begun
+    skips_after: tuple[str, ...] = ()  # steps whose wrong token makes this one pointless
+    beside: tuple[str, ...] = ()  # a second child that uses the time; ended with the first
+
+
+def _bench(name: str, *flags: str) -> tuple[str, ...]:
+    return ("-m", "offload.bench.suite", name, "--rows", "{rows}", *flags)
+
+
+def _tests(names: str, *flags: str) -> tuple[str, ...]:
+    """Those that only a device can run, named file by file: one of the others registers a device of its own."""
+    usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors -p no:cacheprovider"
+    rows = "-p offload.bench.gpu.pytest_rows --rows {rows}"
+    return (*usual.split(), *rows.split(), *flags, *(f"tests/test_{name}.py" for name in names.split()))
+
+
+def _parts(names: str) -> tuple[str, ...]:
+    return tuple(word for name in names.split() for word in ("--part", name))
+
+
+def steps_on(*place: str, layers: tuple[str, str], has_workers: bool, has_pictures: bool) -> tuple[Step, ...]:
+    """The table.
+
+    Args:
+        place: flags that name the device and how much of the machine is used.
+        layers: of the synthetic model, in the first call and in what is left of the second.
+    """
+    few, many = (("--layers", count) for count in layers)
+    pictures = ("--trace", "{out}/trace.json") if has_pictures else ()
+    workers = ("-p", "xdist", "-n", "8") if has_workers else ()
+    promised = _parts("link sweeps drafting trees trace soak memory accelerate")
+    compiling = ("-m", "offload.bench.gpu.compile_kernels")
+    return (
+        Step("facts", ("-m", "offload.bench.gpu.machine_facts", "--rows", "{rows}"), 25, 5),
+        Step("copies", ("-m", "offload.bench.gpu.copies", "--rows", "{rows}"), 45, 15),
+        Step("gate", _bench("device", *_parts("gate"), *place, *few), 90, 40, beside=compiling),
+        Step("device", _bench("device", *promised, *pictures, *place, *few), 260, 120, ("gate",)),
+        Step("tests", _tests("on_a_card copies_on_gpu device_path arena sampling"), 90, 30),
+        Step("kernel-tests", _tests("kernels tree_attention duels", *workers), 120, 40),
+        Step("kernels", _bench("kernels"), 80, 30, ("gate",)),
+        Step("large", _bench("device", *_parts("link sweeps trees"), *place, *many), 330, 200, ("gate",)),
+    )
+
+
+ON_GPU = ("--device", "cuda", "--gpu-mem", "24GiB", "--ram", "100GiB")
+
+
+def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
+    """On this machine; matplotlib and pytest-xdist are used where they are."""
+    found = {"has_workers": find_spec("xdist") is not None, "has_pictures": find_spec("matplotlib") is not None}
+    if is_rehearsal:
+        return steps_on("--device", "pretend", layers=("8", "8"), **found)
+    return steps_on(*ON_GPU, layers=("18", "40"), **found)

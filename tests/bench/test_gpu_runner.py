@@ -1,0 +1,253 @@
+"""The runner of steps with a GPU, on steps that are tiny processes: each is killed once, and nothing that was measured
+is lost.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import ROOT
+
+from offload.bench.gpu import child, runner
+from offload.bench.gpu.__main__ import main
+from offload.bench.gpu.attempts import rows_of, statuses
+from offload.bench.gpu.row_log import add_row, read_rows
+from offload.bench.gpu.runner import Files
+from offload.bench.gpu.steps import Step, all_steps
+
+ADD = "from offload.bench.gpu.row_log import add_row; from pathlib import Path; import os, signal, sys, time\n"
+ADD += "def add(name, **more):\n"
+ADD += " add_row(Path('{rows}'), {'row': name, 'value': 1.0, 'unit': 's', 'ratio': None, **more})\n"
+HANG = "\nwhile True: time.sleep(60)"
+DEAF = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+
+
+def step(name: str, code: str, budget_s: float = 20.0, **more: Any) -> Step:
+    return Step(name, ("-c", ADD + code), budget_s, 0.0, **more)
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(child, "GRACE_S", 0.4)
+    monkeypatch.setattr(runner, "GRACE_S", 0.0)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def run(folder: Path, *steps: Step, budget_s: float | None = None, resume: Path | None = None) -> int:
+    """With as much time as all of them want; more would be given to them."""
+    budget_s = sum(one.budget_s for one in steps) if budget_s is None else budget_s
+    options = ["--out", str(folder), "--budget", str(budget_s), *(["--resume", str(resume)] if resume else [])]
+    return main(options, lambda is_rehearsal: steps)
+
+
+def names_in(folder: Path, name: str) -> list[str]:
+    return [one["row"] for one in rows_of(read_rows(Files(folder).rows), name)]
+
+
+def status(folder: Path, name: str) -> str:
+    return statuses(read_rows(Files(folder).rows))[name][0]
+
+
+SAYS_MORE = "try: time.sleep(60)\nexcept KeyboardInterrupt: add('late')"
+ENDS = {  # what a step does after its first row, its budget, and what is then said of it
+    "is over": ("", 20.0, "done"),
+    "misses a promise": ("add('two', is_met=False); sys.exit(1)", 20.0, "done"),
+    "cannot be imported": ("import nothing_of_the_kind", 20.0, "failed with 1"),
+    "is refused": ("sys.exit(2)", 20.0, "failed with 2"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", 20.0, "failed with -9"),
+    "is killed within a line": ("open('{rows}', 'ab', 0).write(b'{\"row\": \"ha'); os._exit(9)", 20.0, "failed with 9"),
+    "hangs": (HANG, 1.0, "over its budget"),
+    "hangs and is deaf": (DEAF + HANG, 1.0, "over its budget"),
+    "says more when it is interrupted": (SAYS_MORE, 1.0, "over its budget"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_a_step_that_ends_in_any_way_keeps_its_rows_and_stops_no_other(what: str, tmp_path: Path) -> None:
+    code, budget_s, said = ENDS[what]
+    steps = step("first", "add('one')\n" + code, budget_s), step("second", "add('other')")
+    assert run(tmp_path / "out", *steps) == 0
+    out = tmp_path / "out"
+    assert names_in(out, "first")[0] == "one" and names_in(out, "second") == ["other"]
+    assert status(out, "first") == said and status(out, "second") == "done"
+    assert ("late" in names_in(out, "first")) == ("interrupted" in what)
+    assert f"{said}\n" in Files(out).summary.read_text() and len(list(out.iterdir())) <= 8
+    again = tmp_path / "again"
+    assert run(again, *steps, budget_s=budget_s, resume=out / "rows.jsonl") == 0
+    begun = [row["step"] for row in read_rows(Files(again).rows) if row.get("event") == "begin"]
+    assert begun == ["first", "second", *(["first"] if said != "done" else [])], "what is done is not repeated"
+
+
+def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
+    """Not even what a step has started and forgotten."""
+    code = "import subprocess\npid = subprocess.Popen(['sleep', '60']).pid; add('pid', pid=pid)"
+    run(tmp_path / "out", step("hangs", code + HANG, 1.0), step("ends", code))
+    pids = [row["pid"] for row in read_rows(Files(tmp_path / "out").rows) if "pid" in row]
+    assert len(pids) == 2 and all(is_gone(pid) for pid in pids)
+
+
+def test_a_child_beside_a_step_ends_with_it(tmp_path: Path) -> None:
+    beside = ("-c", ADD + "add('beside', pid=os.getpid())" + HANG)
+    run(tmp_path / "out", step("gate", "add('one'); time.sleep(1.5)", beside=beside))
+    (pid,) = [row["pid"] for row in read_rows(Files(tmp_path / "out").rows) if "pid" in row]
+    assert is_gone(pid) and status(tmp_path / "out", "gate") == "done"
+
+
+def test_a_wrong_token_skips_timings_and_nothing_else(tmp_path: Path) -> None:
+    wrong = "add('gate: failed', promise='exact', is_met=False, error='wrong'); sys.exit(2)"
+    others = step("timing", "add('fast')", skips_after=("gate",)), step("tests", "add('green')")
+    out = tmp_path / "out"
+    run(out, step("gate", wrong), *others)
+    assert status(out, "timing") == "skipped: wrong tokens in gate" and not names_in(out, "timing")
+    assert names_in(out, "tests") == ["green"] and "MISSED exact" in Files(out).summary.read_text()
+    run(out, step("gate", "add('gate: equal', promise='exact', is_met=True)"), *others, resume=out / "rows.jsonl")
+    assert names_in(out, "timing") == ["fast"] and "met    exact" in Files(out).summary.read_text()
+    begun = [row["step"] for row in read_rows(Files(out).rows) if row.get("event") == "begin"]
+    assert begun == ["gate", "tests", "gate", "timing"]
+
+
+def test_time_that_is_left_is_the_next_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    limits, takes = [], {"a": 4.0, "b": 21.0, "c": 30.0, "d": 5.0, "e": 6.0}
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now)
+
+    def pretend(one: Step, files: Files, limit_s: float, log: object) -> float:
+        nonlocal now
+        limits.append((one.name, limit_s))
+        now += takes[one.name]
+        return takes[one.name]
+
+    monkeypatch.setattr(runner, "_run_step", pretend)
+    budgets_s = {"a": 10, "b": 15, "c": 30, "d": 20, "e": 20, "f": 20}
+    steps = [Step(name, (), budget_s, 10.0) for name, budget_s in budgets_s.items()]
+    run(tmp_path / "out", *steps, budget_s=75.0 + runner.GRACE_S)
+    assert limits == [("a", 10), ("b", 21), ("c", 30), ("d", 20), ("e", 15)], "no more than is left of the whole"
+    assert status(tmp_path / "out", "f") == "skipped: 9 s are left"
+
+
+@contextmanager
+def running(out: Path, code: str) -> "Iterator[tuple[subprocess.Popen[bytes], int]]":
+    """The runner as a process of its own with one step that hangs, and the id of that step's process."""
+    script = f"""
+import sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+from offload.bench.gpu.__main__ import main
+from offload.bench.gpu.steps import Step
+code = {ADD + "add('pid', pid=os.getpid());" + code!r}
+steps = [Step("hangs", ("-c", code), 60.0, 0.0), Step("later", ("-c", code), 60.0, 0.0)]
+sys.exit(main(["--out", {str(out)!r}], lambda _: steps))
+"""
+    ran = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        pid = wait_for(lambda: next((row["pid"] for row in read_rows(Files(out).rows) if "pid" in row), None))
+        yield ran, pid
+    finally:
+        ran.kill()
+        ran.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_ends_all_of_it(number: signal.Signals, tmp_path: Path) -> None:
+    with running(tmp_path / "out", "time.sleep(60)") as (ran, pid):
+        ran.send_signal(number)
+        out, err = ran.communicate(timeout=20)
+    assert ran.returncode == 130 and not err, err
+    assert is_gone(pid) and status(tmp_path / "out", "hangs") == "interrupted"
+    assert b"interrupted" in out and b"open   exact" in out
+    assert b"not begun" in out and "later" not in statuses(read_rows(Files(tmp_path / "out").rows))
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_deaf_step(tmp_path: Path) -> None:
+    with running(tmp_path / "out", DEAF + "time.sleep(60)") as (ran, pid):
+        started = time.monotonic()
+        ran.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        ran.send_signal(signal.SIGINT)
+        ran.communicate(timeout=20)
+    assert time.monotonic() - started < 4 and is_gone(pid)
+
+
+def test_a_runner_that_is_killed_takes_its_step_along(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with running(out, DEAF + "time.sleep(60)") as (ran, pid):
+        ran.kill()
+        ran.wait()
+        assert is_gone(pid)
+    assert status(out, "hangs") == "killed with the runner" and names_in(out, "hangs") == ["pid"]
+    run(out, step("hangs", "add('more')"), resume=out / "rows.jsonl")
+    assert names_in(out, "hangs") == ["pid", "more"] and status(out, "hangs") == "done"
+
+
+def test_rows_of_another_run_are_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, step("one", "add('a')")) == 0
+    assert run(tmp_path, step("one", "add('a')")) == 2
+    assert "holds the rows of another run" in capsys.readouterr().err
+    assert run(tmp_path / "new", step("one", ""), resume=tmp_path / "nothing") == 2
+    assert "is no file: name the rows.jsonl" in capsys.readouterr().err
+
+
+def test_a_line_that_was_cut_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    add_row(path, {"row": "a"})
+    path.write_bytes(path.read_bytes() + b'{"row": "b", "val')
+    add_row(path, {"row": "c", "at": Path("/x")})
+    assert [row["row"] for row in read_rows(path)] == ["a", "c"]
+
+
+def test_tests_become_rows(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\n@pytest.mark.skip\ndef test_c(): pass\n"
+    )
+    (tmp_path / "test_broken.py").write_text("import nothing_of_the_kind\n")
+    flags = ["-q", "-p", "offload.bench.gpu.pytest_rows", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, "--rows", tmp_path / "rows.jsonl", tmp_path], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True,
+    )  # fmt: skip
+    found = {row["row"].split("::")[-1]: row for row in read_rows(tmp_path / "rows.jsonl")}
+    assert {name: row["is_met"] for name, row in found.items()} == {
+        "test_a": True, "test_b": False, "test_c": None, "test test_broken.py": False,
+    }  # fmt: skip
+    assert "nothing_of_the_kind" in found["test test_broken.py"]["error"] and found["test_b"]["error"]
+
+
+def test_what_the_table_names_is_there() -> None:
+    from importlib.util import find_spec
+
+    for one in (*all_steps(True), *all_steps(False)):
+        modules = [word for flag, word in zip(one.command, one.command[1:], strict=False) if flag in ("-m", "-p")]
+        assert all(find_spec(name) for name in modules if name.startswith("offload.")), one
+        assert all((ROOT / word).is_file() for word in one.command if word.startswith("tests/")), one
+        assert all(name in [other.name for other in all_steps(False)] for name in one.skips_after)
+    assert json.dumps([one._asdict() for one in all_steps(False)]).count("{rows}") == len(all_steps(False))
+
+
+def is_gone(pid: int) -> bool:
+    """Within a second, for a signal takes a moment."""
+    return bool(wait_for(lambda: not _runs(pid), 1.0))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"  # dead, and nobody has asked
+
+
+def wait_for(ask: Callable[[], Any], most_s: float = 20.0) -> Any:
+    give_up = time.monotonic() + most_s
+    while not (found := ask()) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    return found
