@@ -4,6 +4,13 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 
+_ON_DEVICE = (
+    "streaming/test_on_a_device streaming/test_copies_on_gpu streaming/test_device_path streaming/test_pinned "
+    "sampling/test_sampler"
+)
+_OF_KERNELS = "kernels/test_kernels kernels/test_tree_attention calibration/test_kernel_selection"
+
+
 class Step(NamedTuple):
     """One child process; `{rows}` and `{out}` in its command are the file of rows and the folder."""
 
@@ -23,7 +30,7 @@ def _tests(names: str, *flags: str) -> tuple[str, ...]:
     """Those that only a device can run, named file by file: one of the others registers a device of its own."""
     usual = "-m pytest -q -m gpu -o filterwarnings=default --continue-on-collection-errors -p no:cacheprovider"
     rows = "-p offload.bench.gpu.pytest_rows --rows {rows}"
-    return (*usual.split(), *rows.split(), *flags, *(f"tests/test_{name}.py" for name in names.split()))
+    return (*usual.split(), *rows.split(), *flags, *(f"tests/{name}.py" for name in names.split()))
 
 
 def _parts(names: str) -> tuple[str, ...]:
@@ -47,8 +54,8 @@ def steps_on(*place: str, layers: tuple[str, str], has_workers: bool, has_pictur
         Step("copies", ("-m", "offload.bench.gpu.copies", "--rows", "{rows}"), 45, 15),
         Step("gate", _bench("device", *_parts("gate"), *place, *few), 90, 40, beside=compiling),
         Step("device", _bench("device", *promised, *pictures, *place, *few), 260, 120, ("gate",)),
-        Step("tests", _tests("on_a_card copies_on_gpu device_path arena sampling"), 90, 30),
-        Step("kernel-tests", _tests("kernels tree_attention duels", *workers), 120, 40),
+        Step("tests", _tests(_ON_DEVICE), 90, 30),
+        Step("kernel-tests", _tests(_OF_KERNELS, *workers), 120, 40),
         Step("kernels", _bench("kernels"), 80, 30, ("gate",)),
         Step("large", _bench("device", *_parts("link sweeps trees"), *place, *many), 330, 200, ("gate",)),
     )

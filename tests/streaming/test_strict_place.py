@@ -109,7 +109,7 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
 
 @pytest.mark.parametrize("tree", ["16x6", "grown:16x6"])
 def test_small_tensors_take_the_way_that_was_chosen(
-    tree: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch
+    tree: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that does not would wait behind all layers that are queued; but for what a dynamic tree learns from."""
     target, draft, _ = pair_of("llama", base)
@@ -122,7 +122,7 @@ def test_small_tensors_take_the_way_that_was_chosen(
             if isinstance(tensor, OnCard):
                 return tensor
             sent.append(tensor.numel())
-            return tensor.to(PLACE)
+            return tensor.to(place())
 
         for model in (decoder.target._model, decoder.drafter._draft._model):
             model.send_with(send)
