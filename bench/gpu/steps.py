@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 from typing import NamedTuple
 
-
 _ON_DEVICE = (
     "streaming/test_on_a_device streaming/test_copies_on_gpu streaming/test_device_path streaming/test_pinned "
     "sampling/test_sampler"
