@@ -36,13 +36,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):  # numpy's whole numbers overflow where Python's do not
-            object.__setattr__(self, name, whole_number(getattr(self, name), f"--{name.replace('_', '-')}"))
-        require(0 <= self.temperature < float("inf"), "--temp must be 0 or more", self.temperature, "0 is greedy")
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"`{name}`"))
+        require(
+            0 <= self.temperature < float("inf"), "`temperature` must be 0 or more", self.temperature, "0 is greedy"
+        )
         is_safe = self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE
-        require(is_safe, f"--temp must be 0, or at least {LEAST_TEMPERATURE:g}", self.temperature, "0 is greedy")
-        require(0 < self.top_p <= 1, "--top-p must lie in (0, 1]", self.top_p, "1 keeps every token")
-        require(self.top_k >= 0, "--top-k must be 0 or more", self.top_k, "0 keeps every token")
-        require(0 <= self.seed < 2**63, "--seed must lie in [0, 2^63)", self.seed, "choose a smaller one")
+        require(is_safe, f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}", self.temperature, "0 is greedy")
+        require(0 < self.top_p <= 1, "`top_p` must lie in (0, 1]", self.top_p, "1 keeps every token")
+        require(self.top_k >= 0, "`top_k` must be 0 or more", self.top_k, "0 keeps every token")
+        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "choose a smaller one")
 
     @property
     def is_greedy(self) -> bool:
@@ -77,7 +79,7 @@ RULES: dict[str, Drafting] = {
 def drafting_of(rule: str) -> Drafting:
     """The drafting distribution that goes with a rule. Raises `UserError` for a name that is none."""
     if rule not in RULES:
-        raise UserError(f"--rule must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match")
+        raise UserError(f"`rule` must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match")
     return RULES[rule]
 
 

@@ -167,7 +167,7 @@ def _find_card(wish: Wish) -> "Device | None":
     """The GPU of this machine that a run would take; none for other machines, and for a budget on a GPU elsewhere."""
     if wish.hardware is not None:
         if wish.device != "auto":
-            raise UserError(f"--device {wish.device} is of this machine, --hardware names another: give one of them")
+            raise UserError(f"`device` {wish.device} is of this machine, `hardware` names another: give one of them")
         return None
     if (wish.device == "auto" and not has_cuda_driver()) or (wish.device == "cpu" and wish.gpu is None):
         return None
@@ -184,11 +184,11 @@ def _check(case: _Case) -> None:
     given = case.wish.tokens_per_sweep
     if given is None:
         return
-    require(given >= 1, "--tokens-per-sweep must be 1 or more", given, "a sweep yields one token at least")
+    require(given >= 1, "`tokens_per_sweep` must be 1 or more", given, "a sweep yields one token at least")
     if case.tree.kind in ("auto", "none"):
-        raise UserError(f"--tokens-per-sweep {given:g} belongs to one tree: name it, such as --tree 128x20")
+        raise UserError(f"`tokens_per_sweep` {given:g} belongs to one tree: name it, such as `tree` 128x20")
     if case.machine is None:
-        raise UserError("--tokens-per-sweep goes with --hardware; on this machine offload tune measures it")
+        raise UserError("`tokens_per_sweep` goes with `hardware`; on this machine offload tune measures it")
 
 
 def _profile(case: _Case) -> tuple[Profile | None, str]:
@@ -315,7 +315,7 @@ def _card_note(case: _Case) -> str | None:
         return None
     gpu_bytes = case.plan(1).gpu_bytes
     assert gpu_bytes is not None, "a plan for a card has a budget on it"
-    return f"{case.card.place} is a {case.card.name}, {format_bytes(gpu_bytes)} of it to use; --device cpu does without"
+    return f"{case.card.place} is a {case.card.name}, {format_bytes(gpu_bytes)} of it to use; `device` cpu does without"
 
 
 _AS_FIXED = (

@@ -103,7 +103,7 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
     name = str(named).removeprefix("torch.")
     if name not in _NAMES.values():
         raise UserError(
-            f"{checkpoint.directory.name}: cannot compute in {name}: give --dtype bfloat16, float16 or float32"
+            f"{checkpoint.directory.name}: cannot compute in {name}: give `dtype` bfloat16, float16 or float32"
         )
     return name
 

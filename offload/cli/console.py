@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from offload.calibration.kernel_comparison import Outcome, verdicts
+from offload.cli.flags import as_flags
 from offload.config import format_bytes
 from offload.memory.plan import MemoryPlan, Tier
 from offload.stats import Stats
@@ -42,7 +43,7 @@ class Console:
         """A line for the user."""
         if not self._is_quiet:
             self.clear()
-            print(line, file=sys.stderr)
+            print(as_flags(line), file=sys.stderr)
 
     def wait(self, label: str) -> None:
         """Something is under way of which nobody knows how much is left."""
@@ -268,7 +269,8 @@ def turn_line(stats: Stats, finish_reason: str) -> str:
 
 def error_line(message: str) -> str:
     """One line; what it quotes from a stranger's file must not steer the terminal."""
-    return "offload: " + "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
+    line = " ".join(as_flags(message).split())
+    return "offload: " + "".join(char if char.isprintable() else "?" for char in line)
 
 
 def _speed_row(label: str, stats: Stats) -> str:

@@ -1,5 +1,6 @@
 """Flags that several commands share: one name, one meaning, one line of help. Nothing heavy is imported."""
 
+import re
 from typing import Annotated
 
 import typer
@@ -40,3 +41,16 @@ Seed = Annotated[
     int, typer.Option(metavar="N", help="same seed, same text; with the rules match and topk for any tree")
 ]
 NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0, help="at most so many new tokens")]
+
+# The library's errors name arguments, in backticks; a person at the command line knows them by these names.
+_FLAG_OF = {
+    "context": "--context", "device": "--device", "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem",
+    "hardware": "--hardware", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw",
+    "rule": "--rule", "seed": "--seed", "temperature": "--temp", "threads": "--threads",
+    "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
+}  # fmt: skip
+
+
+def as_flags(message: str) -> str:
+    """A line of the library with the flags that its arguments are given by."""
+    return re.sub(r"`(\w+)`", lambda match: _FLAG_OF.get(match[1], match[0]), message)

@@ -207,8 +207,8 @@ def plan(
     from offload.calibration.estimate import Wish, estimate
 
     wish = Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep, device)
-    estimate_module = estimate(model, draft, wish)
-    print(json.dumps(estimate_module.as_dict()) if as_json else estimate_lines(estimate_module))
+    found = estimate(model, draft, wish)
+    print(flags.as_flags(json.dumps(found.as_dict()) if as_json else estimate_lines(found)))
 
 
 @app.command(

@@ -84,7 +84,7 @@ def load(
     wish = check_options(
         draft is not None, tree, rule, ram=ram, dtype=dtype, context=context, threads=threads, profile=profile
     )
-    card, limit = open_device(device, gpu_memory), parse_rate(link_limit, "--link-limit")
+    card, limit = open_device(device, gpu_memory), parse_rate(link_limit, "`link_limit`")
     situation = Situation(request.sampling if request else Sampling(), rule, threads)
     plan_of = _planner(ram, card, gpu_memory, dtype=dtype, context=context, rule=rule)
     names, least_nodes = [model] if draft is None else [model, draft], 1 if wish.kind == "auto" else wish.num_nodes

@@ -30,11 +30,11 @@ def check_options(
     drafting_of(rule)
     wish = tree_to_fill(tree, rule, has_draft=has_draft)
     if ram is not None:
-        parse_size(ram, "--ram")
-    require(dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}", repr(dtype), "try --dtype auto")
+        parse_size(ram, "`ram`")
+    require(dtype in DTYPES, f"`dtype` must be one of {', '.join(DTYPES)}", repr(dtype), "try `dtype` auto")
     if context is not None:
         require_positions(context)
-    require(threads is None or threads >= 1, "--threads must be 1 or more", threads, "leave it out to have it measured")
+    require(threads is None or threads >= 1, "`threads` must be 1 or more", threads, "leave it out to have it measured")
     if profile is not None and str(profile) != "none":
         parse_profile(Path(profile))
     return wish

@@ -59,7 +59,7 @@ class Request:
         if len(ids) + num_new > context:
             raise UserError(
                 f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "
-                f"{context}: raise --context, shorten the prompt or lower -n"
+                f"{context}: raise `context`, shorten the prompt or lower `max_new_tokens`"
             )
         return ids
 

@@ -56,7 +56,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
         raise UserError("the prompt is empty: give some text with -p, -f or on standard input")
     if raw or not tokenizer.chat_template:
         return list(tokenizer(prompt)["input_ids"])
-    return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with --raw")
+    return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with `raw`")
 
 
 def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:

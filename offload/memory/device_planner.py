@@ -165,14 +165,14 @@ def _card_too_small(gpu_bytes: int, fixed_bytes: int, drafting_bytes: int, slot_
     smaller = f", take a draft of at most {format_bytes(room_bytes)}" if drafting_bytes and room_bytes > 0 else ""
     return UserError(
         f"needs {format_bytes(slots_bytes)} of device memory for two layer slots and {format_bytes(fixed_bytes)} for "
-        f"the rest{draft}, budget is {format_bytes(gpu_bytes)}: raise --gpu-mem to "
-        f"{math.ceil((fixed_bytes + slots_bytes) / 2**20)}MiB{smaller} or lower --context from {context}"
+        f"the rest{draft}, budget is {format_bytes(gpu_bytes)}: raise `gpu_memory` to "
+        f"{math.ceil((fixed_bytes + slots_bytes) / 2**20)}MiB{smaller} or lower `context` from {context}"
     )
 
 
 def _host_too_small(left_bytes: int, least_bytes: int, other_bytes: int) -> UserError:
     return UserError(
         f"needs {format_bytes(least_bytes)} of RAM to pass layers on to the card and {format_bytes(other_bytes)} for "
-        f"embeddings and program, budget is {format_bytes(left_bytes + other_bytes)}: raise --ram to "
+        f"embeddings and program, budget is {format_bytes(left_bytes + other_bytes)}: raise `ram` to "
         f"{math.ceil((least_bytes + other_bytes) / 2**20)}MiB"
     )

@@ -55,9 +55,9 @@ def plan_memory(
         device: `cpu`, `cuda` or `cuda:N`.
         gpu: budget on the GPU; None takes what is free on it now, less a reserve.
     """
-    require(dtype in DTYPES, f"--dtype must be one of {', '.join(DTYPES)}", repr(dtype), "try --dtype auto")
+    require(dtype in DTYPES, f"`dtype` must be one of {', '.join(DTYPES)}", repr(dtype), "try `dtype` auto")
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
-    ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "--ram")
+    ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
     if device == "cpu":
         return make_plan(
@@ -67,7 +67,7 @@ def plan_memory(
             num_nodes=num_nodes,
             keeps_distributions=keeps_distributions,
         )
-    gpu_bytes = default_gpu_bytes(device) if gpu is None else parse_size(gpu, "--gpu-mem")
+    gpu_bytes = default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`")
     return make_device_plan(
         *shapes,
         Budgets(gpu_bytes, ram_bytes),
@@ -133,10 +133,10 @@ def default_ram_bytes() -> int:
 
 def ram_warning(ram: str | int) -> str | None:
     """A line for the user who allows more than there is."""
-    wanted_bytes, free_bytes = parse_size(ram, "--ram"), available_ram_bytes()
+    wanted_bytes, free_bytes = parse_size(ram, "`ram`"), available_ram_bytes()
     if wanted_bytes <= free_bytes:
         return None
-    return f"--ram {format_bytes(wanted_bytes)} is more than the {format_bytes(free_bytes)} free here: it may not hold"
+    return f"`ram` {format_bytes(wanted_bytes)} is more than the {format_bytes(free_bytes)} free here: it may not hold"
 
 
 def default_gpu_bytes(device: str) -> int:
@@ -146,7 +146,7 @@ def default_gpu_bytes(device: str) -> int:
 
 def require_positions(context: int) -> None:
     """Raises `UserError` where nothing can be written into so many positions, whatever the model."""
-    require(context >= 1, "--context must be 1 or more", context, "prompt and new tokens have to fit")
+    require(context >= 1, "`context` must be 1 or more", context, "prompt and new tokens have to fit")
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
@@ -157,7 +157,7 @@ def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
     require_positions(context)
     if limit and context > limit:
         why = "beyond which longrope turns all positions anew" if turning_point else "which this model was made for"
-        raise UserError(f"--context must be at most {limit}, {why}, got {context}: lower it")
+        raise UserError(f"`context` must be at most {limit}, {why}, got {context}: lower it")
     return context
 
 
@@ -176,6 +176,6 @@ def _require_two_slots(ram_bytes: int, fixed_bytes: int, slot_bytes: int, contex
     if ram_bytes < least_bytes:
         raise UserError(
             f"needs {format_bytes(MIN_SLOTS * slot_bytes)} of RAM for two layer slots and {format_bytes(fixed_bytes)} "
-            f"for the rest, budget is {format_bytes(ram_bytes)}: raise --ram to {math.ceil(least_bytes / 2**20)}MiB"
-            f" or lower --context from {context}"
+            f"for the rest, budget is {format_bytes(ram_bytes)}: raise `ram` to {math.ceil(least_bytes / 2**20)}MiB"
+            f" or lower `context` from {context}"
         )

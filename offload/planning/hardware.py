@@ -104,7 +104,7 @@ def find_hardware(name: str) -> Hardware:
         return KNOWN[name.lower()]
     if not name.endswith(".json"):
         raise UserError(
-            f"--hardware must be one of {', '.join(KNOWN)} or a FILE.json, got {name!r}: describe it in a file"
+            f"`hardware` must be one of {', '.join(KNOWN)} or a FILE.json, got {name!r}: describe it in a file"
         )
     return read_hardware(Path(name))
 

@@ -174,7 +174,7 @@ class Trees:
         if self.context is not None and shape.depth >= self.context:
             raise UserError(
                 f"the tree is {shape.depth} deep, the context has {self.context} positions: "
-                "raise --context or name a tree that is less deep"
+                "raise `context` or name a tree that is less deep"
             )
 
 

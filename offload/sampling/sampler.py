@@ -32,7 +32,7 @@ from offload.kernels.registry import REFERENCES, KernelSet
 
 _NOT_NUMBERS = (
     "a model's scores are not numbers, its values exceed the type that it computes in or its weights are damaged: "
-    "try --dtype bfloat16 or float32, or download it again"
+    "try `dtype` bfloat16 or float32, or download it again"
 )
 NO_TOKEN = -1  # in place of a token that was drawn from scores that are not numbers
 _NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which none of our adjustments looks at

@@ -131,26 +131,26 @@ def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None
         UserError: no such name, no driver, no such GPU, or a budget where there is none or larger than the GPU.
     """
     if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
-        raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}: try --device auto")
+        raise UserError(f"`device` must be auto, cpu, cuda or cuda:N, got {name!r}: try `device` auto")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         if gpu_memory is not None:
-            parse_size(gpu_memory, "--gpu-mem")
-            raise UserError("--gpu-mem limits a CUDA device, and this run uses the CPU: leave it out and use --ram")
+            parse_size(gpu_memory, "`gpu_memory`")
+            raise UserError("`gpu_memory` limits a CUDA device, and this run uses the CPU: leave it out and use `ram`")
         return None
     if not torch.cuda.is_available():
-        raise UserError(f"--device {name} {_what_lacks()}: use --device cpu")
+        raise UserError(f"`device` {name} {_what_lacks()}: use `device` cpu")
     index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
     if index >= count:
-        raise UserError(f"--device {name} does not exist, this machine shows {count} of them: use cuda:0")
-    limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "--gpu-mem")
+        raise UserError(f"`device` {name} does not exist, this machine shows {count} of them: use cuda:0")
+    limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "`gpu_memory`")
     try:
         torch.cuda.empty_cache()  # of an earlier decoder in this process
         free_bytes = torch.cuda.mem_get_info(index)[0]
     except RuntimeError as error:  # busy, in a bad state, or without room for a context
-        raise UserError(f"--device {name} cannot be opened ({reason(error)}): free it, or use --device cpu") from None
+        raise UserError(f"`device` {name} cannot be opened ({reason(error)}): free it, or use `device` cpu") from None
     if limit_bytes is not None and limit_bytes > free_bytes:
         wish, free = format_bytes(limit_bytes), format_bytes(free_bytes)
-        raise UserError(f"--gpu-mem must be at most what is free on {name}, {free}, got {wish}: lower it")
+        raise UserError(f"`gpu_memory` must be at most what is free on {name}, {free}, got {wish}: lower it")
     return CudaDevice(index, limit_bytes)
 
 

@@ -172,7 +172,7 @@ class PinnedAllocator:
             return None
         sizes = f"{format_bytes(self.pageable_bytes)} of {format_bytes(self.pinned_bytes + self.pageable_bytes)}"
         why = "; ".join(self._refusals) or "no way to lock pages"
-        remedy = "let more be locked, or lower --ram"
+        remedy = "let more be locked, or lower `ram`"
         return f"{sizes} host memory could not be page-locked, copies from it are slower ({why}): {remedy}"
 
     def release(self, buffer: HostBuffer) -> None:

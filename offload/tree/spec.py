@@ -73,8 +73,8 @@ class TreeSpec:
         if self.kind == "grown" and drafting_of(rule).keeps_distributions:
             size = f"{self.count}x{self.depth}"
             raise UserError(
-                f"--tree grown:{size} looks at the tokens it proposes and rule {rule} is exact only without that: "
-                f"use --tree {size} or --rule match"
+                f"`tree` grown:{size} looks at the tokens it proposes and rule {rule} is exact only without that: "
+                f"use `tree` {size} or `rule` match"
             )
 
 
@@ -91,15 +91,15 @@ def parse_tree(text: str) -> TreeSpec:
         if match := re.fullmatch(form, text, re.ASCII):
             numbers = [int(group) for group in match.groups()]
             spec = TreeSpec(kind, *(1, *numbers)[-2:])
-            rule = f"--tree must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
-            require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try --tree 64x16")
+            rule = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"
+            require(all(numbers) and spec.num_nodes <= MAX_TREE_NODES, rule, repr(text), "try `tree` 64x16")
             return spec
-    raise UserError(f"--tree must be {_IN_WORDS}, got {text!r}: try --tree 64x16")
+    raise UserError(f"`tree` must be {_IN_WORDS}, got {text!r}: try `tree` 64x16")
 
 
 def tree_to_fill(text: str, rule: str, *, has_draft: bool) -> TreeSpec:
     """The tree that `text` asks for; without a draft that can only be the root alone. Raises `UserError`."""
     spec = parse_tree(text)
-    require(has_draft or spec.kind in ("auto", "none"), "--tree needs a draft to fill it", repr(text), "give --draft")
+    require(has_draft or spec.kind in ("auto", "none"), "`tree` needs a draft to fill it", repr(text), "give `draft`")
     spec.check_rule(rule)
     return spec if has_draft else TreeSpec("none")

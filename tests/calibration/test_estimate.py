@@ -236,7 +236,7 @@ def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
     [
         (Wish(tokens_per_sweep=4.0, hardware="l40"), "belongs to one tree"),
         (Wish(tokens_per_sweep=0.5, hardware="l40", tree="64x8"), "must be 1 or more, got 0.5"),
-        (Wish(tokens_per_sweep=4.0, tree="64x8"), "goes with --hardware"),
+        (Wish(tokens_per_sweep=4.0, tree="64x8"), "goes with `hardware`"),
         (Wish(hardware="rtx4090", gpu="12GiB"), "take a draft of at most"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_plan_is_of_the_card_that_a_run_would_take(tmp_path: Path, card: list[
     roomy = estimate(*pair, Wish(ram="2GiB", context=128, tree="8x3"))
     assert card == [("auto", None)] and roomy.plan.device == "cuda"
     assert 2.9 * 2**30 < roomy.plan.gpu_bytes < 3 * 2**30 and roomy.plan.num_slots == 0
-    assert "cuda:1 is a Paper 9000, 2.94 GiB of it to use; --device cpu does without" in roomy.notes
+    assert "cuda:1 is a Paper 9000, 2.94 GiB of it to use; `device` cpu does without" in roomy.notes
     tight = Wish(ram="2GiB", context=128, tree="8x3", gpu=roomy.plan.gpu_total_bytes - 1, device="cuda:1")
     found = estimate(*pair, tight)
     assert card[1:] == [("cuda:1", tight.gpu)] and found.plan.gpu_bytes == tight.gpu and found.plan.streamed_bytes

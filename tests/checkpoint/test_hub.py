@@ -141,6 +141,6 @@ def test_what_does_not_fit_is_not_fetched(
     ask: Callable[[], object], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(UserError, match="raise --ram to"):
+    with pytest.raises(UserError, match="raise `ram` to"):
         ask()
     assert hub.asked == ["config.json", "headers"] * 2

@@ -52,15 +52,15 @@ def test_the_first_request_is_checked_by_load(request_: Request, words: str, sou
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("tree", "oak", "--tree must be"),
+        ("tree", "oak", "`tree` must be"),
         ("tree", "grown:8x3", "rule sequoia is exact only without that"),
-        ("rule", "luck", "--rule must be one of"),
-        ("ram", "lots", "--ram must be a size"),
-        ("dtype", "int3", "--dtype must be one of"),
-        ("context", 0, "--context must be 1 or more"),
-        ("threads", 0, "--threads must be 1 or more"),
-        ("link_limit", "fast", "--link-limit must be a size"),
-        ("device", "tpu", "--device must be"),
+        ("rule", "luck", "`rule` must be one of"),
+        ("ram", "lots", "`ram` must be a size"),
+        ("dtype", "int3", "`dtype` must be one of"),
+        ("context", 0, "`context` must be 1 or more"),
+        ("threads", 0, "`threads` must be 1 or more"),
+        ("link_limit", "fast", "`link_limit` must be a size"),
+        ("device", "tpu", "`device` must be"),
         ("profile", "nowhere.json", "cannot read the profile"),
     ],
 )

@@ -160,21 +160,21 @@ def test_layers_from_disk_are_spread_evenly_among_those_that_move() -> None:
 
 @pytest.mark.parametrize("pair", [*PAIRS, ("Llama-2-70B", None)], ids=str)
 def test_the_least_card_that_is_named_works_and_a_byte_less_does_not(pair: tuple[str, str | None]) -> None:
-    with pytest.raises(UserError, match="raise --gpu-mem to") as refusal:
+    with pytest.raises(UserError, match="raise `gpu_memory` to") as refusal:
         plan_of(pair, GB, 256 * GB)
-    named_mib = int(re.search(r"raise --gpu-mem to (\d+)MiB", str(refusal.value))[1])
+    named_mib = int(re.search(r"raise `gpu_memory` to (\d+)MiB", str(refusal.value))[1])
     least = plan_of(pair, named_mib * MIB, 256 * GB)
     assert (least.num_slots, least.num_resident) == (2, 0)
     assert (named_mib - 1) * MIB < least.gpu_total_bytes <= named_mib * MIB
     assert plan_of(pair, least.gpu_total_bytes, 256 * GB).num_slots == 2
-    with pytest.raises(UserError, match=f"raise --gpu-mem to {named_mib}MiB"):
+    with pytest.raises(UserError, match=f"raise `gpu_memory` to {named_mib}MiB"):
         plan_of(pair, least.gpu_total_bytes - 1, 256 * GB)
 
 
 def test_a_card_too_small_for_the_draft_hears_what_would_fit() -> None:
     with pytest.raises(UserError) as refusal:
         plan_of(PAIRS[0], 12 * GB, 256 * GB)
-    room = re.search(r"take a draft of at most ([\d.]+) GiB or lower --context from 512$", str(refusal.value))
+    room = re.search(r"take a draft of at most ([\d.]+) GiB or lower `context` from 512$", str(refusal.value))
     assert "3.19 GiB of device memory for two layer slots" in str(refusal.value) and "of it for the draft" in str(
         refusal.value
     )
@@ -188,13 +188,13 @@ def test_a_card_too_small_for_the_draft_hears_what_would_fit() -> None:
 
 
 def test_the_least_host_that_is_named_works_and_a_byte_less_does_not() -> None:
-    with pytest.raises(UserError, match="raise --ram to") as refusal:
+    with pytest.raises(UserError, match="raise `ram` to") as refusal:
         plan_of(PAIRS[1], 48 * GB, 2 * GB)
-    named_mib = int(re.search(r"raise --ram to (\d+)MiB", str(refusal.value))[1])
+    named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
     least = plan_of(PAIRS[1], 48 * GB, named_mib * MIB)
     assert (least.num_host_slots, least.num_layers_in(Tier.HOST)) == (2, 0) and least.num_layers_in(Tier.DISK) > 60
     assert plan_of(PAIRS[1], 48 * GB, least.total_bytes).num_host_slots == 2
-    with pytest.raises(UserError, match=f"raise --ram to {named_mib}MiB"):
+    with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB"):
         plan_of(PAIRS[1], 48 * GB, least.total_bytes - 1)
 
 
@@ -211,9 +211,9 @@ def test_a_head_larger_than_the_arena_still_has_room_to_pass() -> None:
                        logits_row_bytes=0, table_bytes=500 * MIB, head_bytes=500 * MIB)  # fmt: skip
     sizes = {"context": 8, "num_nodes": 1}
     card = (GPU_RUNTIME_BYTES + 500 * MIB) + 130 * MIB
-    with pytest.raises(UserError, match="raise --ram to") as refusal:
+    with pytest.raises(UserError, match="raise `ram` to") as refusal:
         make_device_plan(shape, None, Budgets(card, GIB), **sizes)
-    least_bytes = int(re.search(r"raise --ram to (\d+)MiB", str(refusal.value))[1]) * MIB
+    least_bytes = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1]) * MIB
     assert least_bytes == make_device_plan(shape, None, Budgets(card, GIB * 4), **sizes).runtime_bytes + 1000 * MIB
     least = make_device_plan(shape, None, Budgets(card, least_bytes), **sizes)
     assert least.num_layers_in(Tier.DISK) == 0 and least.staging_bytes == 500 * MIB - least.host_bytes > 0

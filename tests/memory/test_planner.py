@@ -132,13 +132,13 @@ def test_resident_layers_are_spread_evenly() -> None:
 def test_the_least_budget_that_is_named_works_and_a_byte_less_does_not(name: str, draft: bool) -> None:
     target, helper = model_shape(checkpoint_of(CONFIGS[name])), model_shape(checkpoint_of(SMALL)) if draft else None
     sizes = {"context": 4096, "num_nodes": 128}
-    with pytest.raises(UserError, match="raise --ram to") as refusal:
+    with pytest.raises(UserError, match="raise `ram` to") as refusal:
         make_plan(target, helper, ram_bytes=GB, **sizes)
-    named_mib = int(re.search(r"raise --ram to (\d+)MiB", str(refusal.value))[1])
+    named_mib = int(re.search(r"raise `ram` to (\d+)MiB", str(refusal.value))[1])
     least = make_plan(target, helper, ram_bytes=named_mib * MIB, **sizes)
     assert (least.num_slots, least.num_resident) == (2, 0)
     assert make_plan(target, helper, ram_bytes=least.total_bytes, **sizes).num_slots == 2
-    with pytest.raises(UserError, match=f"raise --ram to {named_mib}MiB or lower --context from 4096"):
+    with pytest.raises(UserError, match=f"raise `ram` to {named_mib}MiB or lower `context` from 4096"):
         make_plan(target, helper, ram_bytes=least.total_bytes - 1, **sizes)
     assert (named_mib - 1) * MIB < least.total_bytes <= named_mib * MIB
 
@@ -149,8 +149,8 @@ def test_the_refusal_says_what_is_needed() -> None:
     with pytest.raises(UserError) as refusal:
         make_plan(shape, None, ram_bytes=400 * MIB, context=10, num_nodes=1)
     assert str(refusal.value) == (
-        "needs 600 MiB of RAM for two layer slots and 212 MiB for the rest, budget is 400 MiB: raise --ram to 813MiB "
-        "or lower --context from 10"
+        "needs 600 MiB of RAM for two layer slots and 212 MiB for the rest, budget is 400 MiB: raise `ram` to 813MiB "
+        "or lower `context` from 10"
     )
 
 
@@ -192,9 +192,9 @@ def test_more_context_costs_cache_and_layers() -> None:
     short, long = (plan_for("Qwen2.5-72B", 64 * GB, context=context) for context in (4096, 32768))
     assert long.kv_bytes - short.kv_bytes == (32768 - 4096) * 80 * 2 * 8 * 128 * 2
     assert long.num_resident < short.num_resident
-    with pytest.raises(UserError, match="--context must be at most 32768, which this model was made for, got 32769"):
+    with pytest.raises(UserError, match="`context` must be at most 32768, which this model was made for, got 32769"):
         plan_for("Qwen2.5-72B", 64 * GB, context=32769)
-    with pytest.raises(UserError, match="--context must be 1 or more, got 0"):
+    with pytest.raises(UserError, match="`context` must be 1 or more, got 0"):
         plan_for("Qwen2.5-72B", 64 * GB, context=0)
 
 

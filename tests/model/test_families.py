@@ -270,5 +270,5 @@ def test_frequencies_that_change_would_show(kind: str, tmp_path: Path, monkeypat
 
 def test_a_context_beyond_the_turning_point_is_refused(tmp_path: Path) -> None:
     directory = save(tiny_model(CHANGING["longrope"]()), tmp_path)
-    with pytest.raises(offload.UserError, match="--context must be at most 64, beyond which longrope turns"):
+    with pytest.raises(offload.UserError, match="`context` must be at most 64, beyond which longrope turns"):
         offload.load(directory, ram="1GiB", context=65)

@@ -216,7 +216,7 @@ def test_filters_in_another_order_would_show() -> None:
 def test_the_least_temperature_still_tells_scores_apart() -> None:
     logits_V = torch.tensor([900.0, 1000.0, 999.0])
     assert Sampler(Sampling(temperature=LEAST_TEMPERATURE), 3).draw(logits_V, 0) == 1
-    with pytest.raises(UserError, match="--temp must be 0, or at least 1e-30, got 1e-40: 0 is greedy"):
+    with pytest.raises(UserError, match="`temperature` must be 0, or at least 1e-30, got 1e-40: 0 is greedy"):
         Sampling(temperature=1e-40)
     assert (logits_V / 1e-40).isinf().all(), "this is why"
 

@@ -106,14 +106,14 @@ def paper_torch(monkeypatch: pytest.MonkeyPatch, cuda: PaperCuda, version: str |
 @pytest.mark.parametrize(
     ("count", "name", "gpu_memory", "words"),
     [
-        (0, "cuda", None, "--device cuda needs a CUDA device and driver, this machine shows none: use --device cpu"),
-        (0, "cuda:3", "4GiB", "--device cuda:3 needs a CUDA device"),
-        (2, "cuda:2", None, "--device cuda:2 does not exist, this machine shows 2 of them: use cuda:0"),
-        (2, "cuda:-1", None, "--device must be auto, cpu, cuda or cuda:N"),
-        (1, "cuda", "64GiB", "--gpu-mem must be at most what is free on cuda, 40 GiB, got 64 GiB: lower it"),
-        (1, "cuda", "much", "--gpu-mem must be a size"),
-        (1, "cpu", "4GiB", "--gpu-mem limits a CUDA device, and this run uses the CPU"),
-        (0, "auto", "4GiB", "--gpu-mem limits a CUDA device, and this run uses the CPU"),
+        (0, "cuda", None, "`device` cuda needs a CUDA device and driver, this machine shows none: use `device` cpu"),
+        (0, "cuda:3", "4GiB", "`device` cuda:3 needs a CUDA device"),
+        (2, "cuda:2", None, "`device` cuda:2 does not exist, this machine shows 2 of them: use cuda:0"),
+        (2, "cuda:-1", None, "`device` must be auto, cpu, cuda or cuda:N"),
+        (1, "cuda", "64GiB", "`gpu_memory` must be at most what is free on cuda, 40 GiB, got 64 GiB: lower it"),
+        (1, "cuda", "much", "`gpu_memory` must be a size"),
+        (1, "cpu", "4GiB", "`gpu_memory` limits a CUDA device, and this run uses the CPU"),
+        (0, "auto", "4GiB", "`gpu_memory` limits a CUDA device, and this run uses the CPU"),
     ],
 )
 def test_what_cannot_be_opened_is_refused(
@@ -139,7 +139,7 @@ def test_auto_takes_a_card_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_torch_for_the_cpu_is_told_from_a_missing_card(monkeypatch: pytest.MonkeyPatch) -> None:
     paper_torch(monkeypatch, PaperCuda(0), version=None)
-    with pytest.raises(UserError, match=r"cuda needs a CUDA device, and a torch .* built for CUDA.*: use --device cpu"):
+    with pytest.raises(UserError, match=r"cuda needs a CUDA device, and a torch .* built for CUDA.*: use `device` cpu"):
         open_device("cuda")
 
 

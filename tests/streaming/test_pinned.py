@@ -119,7 +119,7 @@ def test_a_refused_registration_leaves_no_error_behind() -> None:
     assert not buffer.is_pinned and len(buffer.array) == ODD_BYTES
     assert runtime.pending_error == 0, "torch would blame the next kernel for it"
     assert arena.note and "cupy: missing; cudaHostRegister returned 2" in arena.note and "\n" not in arena.note
-    assert arena.note.endswith("let more be locked, or lower --ram")
+    assert arena.note.endswith("let more be locked, or lower `ram`")
     arena.close()
 
 

@@ -57,8 +57,8 @@ ABSURD = [
 ]
 
 
-FORMS = "--tree must be auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
-BOUNDS = "--tree must have numbers of 1 or more and at most 65536 nodes"
+FORMS = "`tree` must be auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
+BOUNDS = "`tree` must have numbers of 1 or more and at most 65536 nodes"
 REFUSED = [*((text, FORMS) for text in MALFORMED), *((text, BOUNDS) for text in ABSURD)]
 
 
@@ -66,7 +66,7 @@ REFUSED = [*((text, FORMS) for text in MALFORMED), *((text, BOUNDS) for text in 
 def test_what_is_refused_is_told_the_forms_or_the_bounds(text: str, rule: str) -> None:
     with pytest.raises(UserError) as error:
         parse_tree(text)
-    assert str(error.value) == f"{rule}, got {text!r}: try --tree 64x16"
+    assert str(error.value) == f"{rule}, got {text!r}: try `tree` 64x16"
 
 
 def test_largest_trees_are_let_through() -> None:

@@ -351,7 +351,7 @@ def test_a_tune_is_of_the_device_that_is_named(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "load", None)
-    with pytest.raises(UserError, match="--gpu-mem limits a CUDA device"):
+    with pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
         tune(str(pair[0]), str(pair[1]), [text], Sampling(), device="cpu", gpu_memory="4GiB", **SETTINGS)
 
 
@@ -375,5 +375,5 @@ def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path
     with offload.load(*pair, streaming_ram(*pair, 1), context=256, threads=1, link_limit=limit) as decoder:
         candidates = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.candidates
     assert {candidate.limit for candidate in candidates} == {"link"}
-    with pytest.raises(UserError, match="--link-limit must be a size"):
+    with pytest.raises(UserError, match="`link_limit` must be a size"):
         offload.load(*pair, ram, link_limit="fast")

@@ -80,7 +80,7 @@ def next_distributions(model: torch.nn.Module, prompts: list[list[int]], samplin
 
 
 def test_unknown_rules_are_refused(models: tuple[Path, Path]) -> None:
-    wanted = "--rule must be one of match, sequoia, specinfer, spectr, topk, got 'tree'"
+    wanted = "`rule` must be one of match, sequoia, specinfer, spectr, topk, got 'tree'"
     with pytest.raises(offload.UserError, match=wanted):
         load(*models, rule="tree")
     with load(*models) as decoder, pytest.raises(offload.UserError, match=wanted):
