@@ -22,7 +22,7 @@ class CachePool:
         """
         before = self.take_back()
         self._caches.clear(num_shared(before, sequence.tokens[:-1]) if keeps else 0)
-        sequence.lend(self._caches)
+        sequence.hold(self._caches)
         sequence.stats.num_kept_tokens = self._caches.target.length
         self._holder = sequence
 
@@ -31,7 +31,7 @@ class CachePool:
         holder, self._holder = self._holder, None
         if holder is None:
             return []
-        holder.lend(None)
+        holder.hold(None)
         return holder.tokens
 
 

@@ -203,9 +203,7 @@ class Decoder:
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         limits = Limits(max_new_tokens, self._end_ids)
-        sequence = self.begin(
-            prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues
-        )
+        sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         text = TextStream(self.tokenizer, prompt_ids, request.stops)
         return Run(self.step, sequence, text, Setup(self.plan, choice, self.comparisons))
 

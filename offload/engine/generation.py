@@ -71,9 +71,7 @@ class Run:
         setup: for the result.
     """
 
-    def __init__(
-        self, step: Callable[[Sequence], object], sequence: Sequence, text: TextStream, setup: Setup
-    ) -> None:
+    def __init__(self, step: Callable[[Sequence], object], sequence: Sequence, text: TextStream, setup: Setup) -> None:
         self._step, self.sequence, self._text, self._setup = step, sequence, text, setup
         self.finish_reason: FinishReason = "interrupted"
         self._elapsed_s = 0.0

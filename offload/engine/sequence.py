@@ -6,9 +6,8 @@ one clears that away.
 """
 
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from offload.drafting.base import DraftState
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
@@ -21,7 +20,7 @@ class Caches(NamedTuple):
     """What the two models keep of one text."""
 
     target: KVCache
-    draft: DraftState
+    draft: Any  # `DraftState`, of a kind that its drafter alone knows
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text but for its first tokens."""
@@ -55,11 +54,14 @@ class Sequence:
 
     def set_shape(self, shape: Shape) -> Stats:
         """Later trees have this one; returns the figures of their steps, which begin anew."""
-        self.shape, self.stats = shape, Stats(
-            num_prompt_tokens=self.num_prompt_tokens,
-            tree_num_nodes=shape.num_nodes,
-            tree_depth=shape.depth,
-            is_tree_dynamic=isinstance(shape, DynamicShape),
+        self.shape, self.stats = (
+            shape,
+            Stats(
+                num_prompt_tokens=self.num_prompt_tokens,
+                tree_num_nodes=shape.num_nodes,
+                tree_depth=shape.depth,
+                is_tree_dynamic=isinstance(shape, DynamicShape),
+            ),
         )
         return self.stats
 
@@ -70,7 +72,7 @@ class Sequence:
             raise UserError("this decoder has begun another generation or was closed: finish one before the next")
         return self._caches
 
-    def lend(self, caches: Caches | None) -> None:
+    def hold(self, caches: Caches | None) -> None:
         """From now on these are its caches; None takes them away."""
         self._caches = caches
 

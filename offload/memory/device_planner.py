@@ -108,7 +108,7 @@ def _fixed_on_card(
     return {
         "rest_bytes": target.head_bytes,
         "draft_bytes": _draft_on_card(draft, context, num_nodes) if draft else 0,
-        "law_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
+        "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + rows),
         "activation_bytes": activations + target.cast_bytes + noise_bytes(target.vocab_size),
     }

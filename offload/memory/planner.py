@@ -97,7 +97,7 @@ def make_plan(
         "runtime_bytes": RUNTIME_BYTES,
         "rest_bytes": target.rest_bytes,
         "draft_bytes": draft_bytes(draft, context, num_nodes) if draft else 0,
-        "law_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
+        "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + prompt_rows),
         "activation_bytes": activation_bytes(target, prompt_rows + num_nodes, num_nodes, context)
         + target.cast_bytes

@@ -10,7 +10,8 @@ its ranks depend on how many there are and no single trace can tell them; the ra
 Invariant: with a rule that repeats the target's draws, a trace of written text tells sweep by sweep what decoding does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from offload.config import Sampling
 from offload.drafting.children import draw_children
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
+from offload.engine.sequence import Sequence
 from offload.planning.traces import NUM_RANKS
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Proposals
@@ -33,7 +35,7 @@ _MAX_DRAWS = 64  # an unlikely token may take many; after so many the last outco
 DrawStar = Callable[[], TokenTree]
 
 
-def write(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+def write(decoder: Decoder, prompt: abc.Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
     """What the target writes behind a prompt.
 
     Args:
@@ -46,47 +48,52 @@ def write(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: 
     return run.result().token_ids
 
 
-def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+def written_trace(
+    decoder: Decoder, prompt: abc.Sequence[int], sampling: Sampling, num_new: int, tree: str
+) -> list[int]:
     """Ranks of the tokens that the target writes behind a prompt; the arguments are those of `write`."""
     return ranks_of(decoder, prompt, write(decoder, prompt, sampling, num_new, tree), sampling)
 
 
-def ranks_of(decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling) -> list[int]:
+def ranks_of(decoder: Decoder, prompt: abc.Sequence[int], written: abc.Sequence[int], sampling: Sampling) -> list[int]:
     """Ranks of what the target has written behind a prompt, -1 where a token is not a child's."""
-    tokens, sampler = [*prompt, *written], decoder.begin(sampling, decoder.rule)
-    stars = _stars(decoder, tokens, len(prompt), sampler)
+    sequence = decoder.begin([*prompt, *written], sampling)
+    stars = _stars(decoder, sequence, len(prompt))
     if decoder.rule.repeats_draws:
         return [_rank_of(draw(), token) for draw, token in zip(stars, written, strict=True)]
-    logits = _target_logits(decoder, tokens, len(prompt))
+    logits = _target_logits(decoder, sequence, len(prompt))
     known = zip(stars, logits, written, strict=True)
-    return [_accepted_rank(draw, logits_V, sampler, token) for draw, logits_V, token in known]
+    return [_accepted_rank(draw, logits_V, sequence.sampler, token) for draw, logits_V, token in known]
 
 
 def dynamic_again(
-    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, bounds: DynamicShape
+    decoder: Decoder, prompt: abc.Sequence[int], written: abc.Sequence[int], sampling: Sampling, bounds: DynamicShape
 ) -> list[int]:
     """Tokens of the sweeps that would have written this, with trees grown within `bounds`; no sweep is run.
 
     Only of those that cannot reach the end of what is known: each is whole then, and their mean is not biased (Wald).
     """
     assert decoder.rule.repeats_draws, "what a rule of fresh draws accepts is not known from the text"
-    tokens, sampler, bursts = [*prompt, *written], decoder.begin(sampling, decoder.rule), list[int]()
-    at = len(prompt)
+    sequence, at, bursts = decoder.begin([*prompt, *written], sampling), len(prompt), list[int]()
+    tokens, sampler, state = sequence.tokens, sequence.sampler, sequence.caches.draft
     while at + bounds.depth < len(tokens):
-        tree, nodes = decoder.drafter.grow(bounds, tokens[:at], sampler), [0]
-        while (child := tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
+        drafted, nodes = decoder.drafter.grow(bounds, tokens[:at], sampler, state), [0]
+        while (child := drafted.tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
             nodes.append(child)
-        decoder.drafter.commit(nodes, tokens[at : at + len(nodes)])
+        decoder.drafter.commit(drafted, nodes, tokens[at : at + len(nodes)], sampler, state)
         bursts.append(len(nodes))
         at += len(nodes)
     return bursts
 
 
-def given_trace(decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling) -> list[int]:
+def given_trace(decoder: Decoder, tokens: abc.Sequence[int], start: int, sampling: Sampling) -> list[int]:
     """Ranks of what the target would emit at `start` and every later position of a text that is not its own."""
-    sampler = decoder.begin(sampling, decoder.rule)
-    ranks = []
-    stars, logits = _stars(decoder, tokens, start, sampler), _target_logits(decoder, tokens, start)
+    sequence, ranks = decoder.begin(tokens, sampling), []
+    stars, logits, sampler = (
+        _stars(decoder, sequence, start),
+        _target_logits(decoder, sequence, start),
+        sequence.sampler,
+    )
     for position, (draw, logits_V) in enumerate(zip(stars, logits, strict=True), start):
         if decoder.rule.repeats_draws:
             ranks.append(_rank_of(draw(), sampler.draw(logits_V, position)))
@@ -110,11 +117,11 @@ def _accepted_rank(draw: DrawStar, logits_V: Tensor, sampler: Sampler, token: in
     return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1
 
 
-def _stars(decoder: Decoder, tokens: Sequence[int], start: int, sampler: Sampler) -> Iterator[DrawStar]:
+def _stars(decoder: Decoder, text: Sequence, start: int) -> Iterator[DrawStar]:
     """For every position from `start` on, a way to draw the draft's children of the token before it."""
     assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
-    for position, logits_1V in enumerate(decoder.drafter.score(tokens, start), start):
-        yield partial(_draw_star, logits_1V, sampler, position, decoder.target.vocab_size)
+    for position, logits_1V in enumerate(decoder.drafter.score(text.tokens, start, text.caches.draft), start):
+        yield partial(_draw_star, logits_1V, text.sampler, position, decoder.target.vocab_size)
 
 
 def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: int) -> TokenTree:
@@ -127,11 +134,11 @@ def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: i
     return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
 
 
-def _target_logits(decoder: Decoder, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
+def _target_logits(decoder: Decoder, text: Sequence, start: int) -> Iterator[Tensor]:
     """The target's logits (V) for every token from `start` on: the text is scored as a tree that is one path."""
-    num_rows = decoder.plan.num_nodes
+    tokens, cache, num_rows = text.tokens, text.caches.target, decoder.plan.num_nodes
     for lo in range(start, len(tokens), num_rows):
         token_N = torch.tensor(tokens[lo - 1 : lo - 1 + min(num_rows, len(tokens) - lo)])
         path = TokenTree(chain(len(token_N) - 1), token_N)
-        yield from decoder.target.score(path, tokens[:lo])
-        decoder.target.commit(range(path.num_nodes))
+        yield from decoder.target.score(path, tokens[:lo], cache)
+        decoder.target.commit(range(path.num_nodes), tokens[:lo], cache)
