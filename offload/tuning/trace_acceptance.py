@@ -89,16 +89,12 @@ def dynamic_again(
 def given_trace(decoder: Decoder, tokens: abc.Sequence[int], start: int, sampling: Sampling) -> list[int]:
     """Ranks of what the target would emit at `start` and every later position of a text that is not its own."""
     sequence, ranks = decoder.begin(tokens, sampling), []
-    stars, logits, sampler = (
-        _stars(decoder, sequence, start),
-        _target_logits(decoder, sequence, start),
-        sequence.sampler,
-    )
+    stars, logits = _stars(decoder, sequence, start), _target_logits(decoder, sequence, start)
     for position, (draw, logits_V) in enumerate(zip(stars, logits, strict=True), start):
         if decoder.rule.repeats_draws:
-            ranks.append(_rank_of(draw(), sampler.draw(logits_V, position)))
+            ranks.append(_rank_of(draw(), sequence.sampler.draw(logits_V, position)))
         else:
-            ranks.append(_accepted_rank(draw, logits_V, sampler))
+            ranks.append(_accepted_rank(draw, logits_V, sequence.sampler))
     return ranks
 
 
