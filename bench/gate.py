@@ -54,7 +54,7 @@ class Proof(NamedTuple):
 
     num_exact: int  # tokens that are the reference's own draw
     num_near: int  # ... that miss it by no more than rounding
-    num_by_distribution: int  # ... of rules that promise a distribution only
+    num_by_law: int  # ... of rules that promise a distribution only
     sigmas: float  # by how much the surprise of the latter misses its mean; 0 where there are none
 
 
@@ -68,7 +68,9 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
     drawn = [run for run in written if not _repeats_draws(run)]
     sigmas = distribution_sigmas([_distribution(run, score) for run in drawn])
     if abs(sigmas) > MOST_SIGMAS:
-        raise UserError(f"tokens miss the target's law by {sigmas:.1f} standard errors: no speed is worth printing")
+        raise UserError(
+            f"tokens miss the target's distribution by {sigmas:.1f} standard errors: no speed is worth printing"
+        )
     num_near = sum(gap > 0 for gap in gaps)
     return Proof(len(gaps) - num_near, num_near, sum(len(run.new_ids) for run in drawn), sigmas)
 

@@ -140,8 +140,8 @@ def proof_line(proof: Proof) -> str:
     """What the gate found."""
     told = f"{proof.num_exact} tokens are the reference's own draw in float32, {proof.num_near} within bf16 rounding"
     by_distribution = (
-        f"; {proof.num_by_distribution} follow its law, {proof.sigmas:+.1f} standard errors off"
-        if proof.num_by_distribution
+        f"; {proof.num_by_law} follow its distribution, {proof.sigmas:+.1f} standard errors off"
+        if proof.num_by_law
         else ""
     )
     return f"gate: {told}{by_distribution}"

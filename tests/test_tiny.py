@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rounding import beyond_doubt
 from tiny import FAMILIES, VOCAB_SIZE, build, save_pair
 from transformers import AutoModelForCausalLM
 
@@ -22,8 +23,9 @@ def prompts() -> list[list[int]]:
 def reference(directory: Path, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    how = {"max_new_tokens": num_new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    return beyond_doubt(torch.cat(out.logits)).tolist()
 
 
 def streaming_ram(directory: Path, draft: Path) -> int:

@@ -135,7 +135,7 @@ def plan_picture(plan: MemoryPlan) -> str:
         (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
         ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
         ("draft with its cache", plan.draft_bytes),
-        ("laws of the draft's guesses", plan.distribution_bytes),
+        ("distributions of the draft's guesses", plan.distribution_bytes),
         (f"keys and values, {plan.context} positions", plan.kv_bytes),
         (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
     ]
@@ -295,5 +295,5 @@ def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -
     ]
     proof = f"{num_exact} of {num_exact + num_near} tokens are the original model's own draw in float32{near}"
     if not num_exact + num_near:
-        proof = "this rule draws afresh, so only the law of the tokens is the original model's"
+        proof = "this rule draws afresh, so only the distribution of the tokens is the original model's"
     return "\n".join([head, *rows, f"{tree.tokens_per_s / plain.tokens_per_s:.1f} times as fast; {proof}"])

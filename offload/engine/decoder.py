@@ -233,7 +233,7 @@ class Decoder:
         rule = find_rule(name)
         if rule.drafting.keeps_distributions and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
             raise UserError(
-                f"rule {name} keeps the draft's laws, memory was planned without them for {self.rule.name}: "
+                f"rule {name} keeps the draft's distributions, memory was planned without them for {self.rule.name}: "
                 f'give rule="{name}" to load()'
             )
         return rule

@@ -83,12 +83,14 @@ class Proposals:
             draw = Draw(int(self.draw_N[child]))
             probs_V = None if draw is Draw.POINT_MASS else full_V
             if draw is Draw.WITHOUT_REPLACEMENT:
-                assert full_V is not None, f"node {parent} has no law, and its child {child} was drawn from one"
+                assert full_V is not None, (
+                    f"node {parent} has no distribution, and its child {child} was drawn from one"
+                )
                 probs_V = _without(full_V, list(tokens[:rank]))
                 if not probs_V.any():
                     return
             assert probs_V is None or probs_V[token] > 0, (
-                f"child {child} cannot have been drawn from the law it came with"
+                f"child {child} cannot have been drawn from the distribution it came with"
             )
             yield Offer(child, token, draw, probs_V)
 

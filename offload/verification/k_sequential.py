@@ -50,7 +50,7 @@ def k_sequential_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[T
 def _group_trials(target_V: Floats, group: list[Offer]) -> Iterator[Trial]:
     """All trials of k draws from one distribution carry what remains after the last of them."""
     probs_V = group[0].probs_V
-    assert probs_V is not None, "a draw with replacement has a law"
+    assert probs_V is not None, "a draw with replacement has a distribution"
     rho = division_factor(target_V, probs_V, len(group))
     common_V = np.minimum(probs_V, target_V / rho)
     left_V = np.maximum(target_V - common_V * _num_deliveries(float(common_V.sum()), len(group)), 0)

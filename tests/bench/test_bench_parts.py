@@ -59,10 +59,10 @@ def test_gate_of_rules_that_draw_afresh_is_the_distribution(rule: str) -> None:
     generator, sampling = torch.Generator().manual_seed(5), Sampling(temperature=0.6)
     drawn = torch.multinomial((logits_TV / 0.6).softmax(1), 1, generator=generator)[:, 0].tolist()
     proof = prove([Written([1], drawn, sampling, rule)], score)
-    assert proof.num_by_distribution == 400 and abs(proof.sigmas) < 3.5
+    assert proof.num_by_law == 400 and abs(proof.sigmas) < 3.5
     warmer = torch.multinomial(logits_TV.softmax(1), 1, generator=generator)[:, 0].tolist()
     for wrong in (warmer, logits_TV.argmax(1).tolist(), random.Random(0).choices(range(V), k=400)):
-        with pytest.raises(UserError, match="miss the target's law"):
+        with pytest.raises(UserError, match="miss the target's distribution"):
             prove([Written([1], wrong, sampling, rule)], score)
 
 

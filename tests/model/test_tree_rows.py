@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_cuda_graphs import Calls, passes
 from test_families import config_of, tiny_model
-from test_graphed import Calls, passes
 from test_tiny import prompts
 from tiny import FAMILIES, build, save, save_pair
 from torch import Tensor, nn

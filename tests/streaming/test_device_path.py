@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice, fake_arena
-from test_tiny import prompts
+from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
-from transformers import AutoModelForCausalLM
 
 import offload
 from offload.bench.timeline import record_steps
@@ -36,10 +35,7 @@ BUDGETS = {"gpu_memory": "1100MiB", "ram": "2GiB"}
 def pair_of(family: str, base: Path) -> tuple[Path, Path, list[int]]:
     """A target, its draft, and what transformers writes after the prompt; made once per family."""
     target, draft = save_pair(FAMILIES[family](), base / family)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    ids = torch.tensor([prompts()[1]])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False)
-    return target, draft, out[0, ids.shape[1] :].tolist()
+    return target, draft, reference(target, prompts()[1], NUM_NEW)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +53,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 
     monkeypatch.setattr(loading, "open_device", lambda name, gpu_memory: fake)
     for module in (loading, card_link):
-        monkeypatch.setattr(module, "open_arena", lambda place: fake_arena())
+        monkeypatch.setattr(module, "open_pinned_allocator", lambda place: fake_arena())
     monkeypatch.setattr(loading, "DeviceStream", poisoned)
     monkeypatch.setattr(FakeDevice, "place", torch.device("cpu"))
     yield fake
@@ -319,7 +315,7 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_card_recorded_passes_give_the_same_logits(tmp_path: Path) -> None:
-    from test_graphed import passes
+    from test_cuda_graphs import passes
 
     from offload.engine.load import resident_model
     from offload.model.cuda_graphs import use_graphs

@@ -10,9 +10,9 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from strict_place import Budgets, OnCard, place
+from test_cuda_graphs import passes
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
 from test_families import config_of, tiny_model
-from test_graphed import passes
 from test_tiny import prompts
 from test_tree_rows import CLOSE, Spy, logits_of_two_trees
 from tiny import FAMILIES, build, save

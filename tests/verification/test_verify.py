@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from test_tree import random_topology
+from test_token_tree import random_topology
 from torch import Tensor
 
 from offload.config import Drafting, Sampling
