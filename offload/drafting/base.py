@@ -5,7 +5,7 @@ text's sequence owns and lends it for every call.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,9 +21,6 @@ class DraftState(Protocol):
         """Forget the text but for its first tokens."""
 
 
-State = TypeVar("State", bound=DraftState)
-
-
 class Drafted(NamedTuple):
     """A tree, and what its drafter has to know again when a path of it is accepted."""
 
@@ -32,18 +29,18 @@ class Drafted(NamedTuple):
     score_of_node: dict[int, Tensor]  # of a dynamic tree: u_V of every node that was run, the root included
 
 
-class Drafter(Protocol[State]):
-    """What a decoder asks of a drafter."""
+class Drafter(Protocol):
+    """What a decoder asks of a drafter. A `state` is one of its own, of a kind that it alone knows."""
 
-    def new_state(self) -> State:
+    def new_state(self) -> DraftState:
         """That of a text of which nothing is known yet."""
         ...
 
-    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: State) -> Drafted:
+    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: Any) -> Drafted:
         """Propose a tree of this shape, or within these bounds, below the last of the committed `tokens`."""
         ...
 
     def commit(
-        self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: State
+        self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: Any
     ) -> None:
         """The accepted path of a tree, root first, and the token emitted after each of its nodes."""

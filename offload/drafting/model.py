@@ -24,7 +24,7 @@ from offload.tree.topology import DynamicShape, Shape
 
 
 class ModelDrafter:
-    """Grows trees with a resident model.
+    """Grows trees with a resident model; what it keeps of a text is a cache of keys and values.
 
     Args:
         model: its weights are bound for good.

@@ -1,7 +1,7 @@
 """Drafters by name. A new one is a file of its own and a line here."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.drafting.base import Drafter
 from offload.drafting.model import ModelDrafter
@@ -25,4 +25,4 @@ def _of_model(materials: Materials) -> ModelDrafter:
     return ModelDrafter(draft, *others)
 
 
-DRAFTERS: dict[str, Callable[[Materials], Drafter[Any]]] = {"model": _of_model, "none": lambda _: NoDrafter()}
+DRAFTERS: dict[str, Callable[[Materials], Drafter]] = {"model": _of_model, "none": lambda _: NoDrafter()}

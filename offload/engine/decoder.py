@@ -9,7 +9,6 @@ import time
 from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
 from offload.config import Sampling
@@ -48,7 +47,7 @@ class Decoder:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter[Any],
+        drafter: Drafter,
         *,
         plan: MemoryPlan,
         trees: Trees,
@@ -85,9 +84,11 @@ class Decoder:
             limits: what ends it; `step` itself asks for none.
             keeps: the keys and values of all tokens that it shares with the sequence before, but for its last.
         """
+        if self._is_closed:
+            raise UserError("this decoder is closed: load the model again")
         rule = rule or self.rule
         sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels)
-        sequence = Sequence(list(tokens), sampler, rule, shape, limits)
+        sequence = Sequence(tokens, sampler, rule, shape, limits)
         self._pool.lend(sequence, keeps=keeps)
         return sequence
 
@@ -196,8 +197,6 @@ class Decoder:
             continues: keep the keys and values of all tokens that the prompt shares with the run before. They were
                 computed in passes of other sizes than a prompt's, and so may differ from its own by rounding.
         """
-        if self._is_closed:
-            raise UserError("this decoder is closed: load the model again")
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
         prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context)
         acceptance = self.rule if rule is None else self._other_rule(rule)

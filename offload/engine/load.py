@@ -124,7 +124,7 @@ class _Pair(NamedTuple):
     card: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
 
-    def drafter(self, plan: MemoryPlan, kernels: KernelSet) -> Drafter[Any]:
+    def drafter(self, plan: MemoryPlan, kernels: KernelSet) -> Drafter:
         """What grows the trees."""
         make = DRAFTERS["none" if self.draft is None else "model"]
         return make(Materials(self.draft, self.target.vocab_size, plan.cache_slots, kernels))

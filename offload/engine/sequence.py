@@ -6,6 +6,7 @@ one clears that away.
 """
 
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from offload.errors import UserError
@@ -20,7 +21,7 @@ class Caches(NamedTuple):
     """What the two models keep of one text."""
 
     target: KVCache
-    draft: Any  # `DraftState`, of a kind that its drafter alone knows
+    draft: Any  # a `DraftState`, of a kind that its drafter alone knows
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text but for its first tokens."""
@@ -46,23 +47,17 @@ class Sequence:
         stats: of its steps since the shape was set.
     """
 
-    def __init__(self, tokens: list[int], sampler: Sampler, rule: Rule, shape: Shape, limits: Limits) -> None:
-        self.tokens, self.num_prompt_tokens = list(tokens), len(tokens)
-        self.sampler, self.rule, self._limits = sampler, rule, limits
+    def __init__(self, tokens: Iterable[int], sampler: Sampler, rule: Rule, shape: Shape, limits: Limits) -> None:
+        self.tokens, self.sampler, self.rule, self._limits = list(tokens), sampler, rule, limits
+        self.num_prompt_tokens = len(self.tokens)
         self._caches: Caches | None = None
         self.set_shape(shape)
 
     def set_shape(self, shape: Shape) -> Stats:
         """Later trees have this one; returns the figures of their steps, which begin anew."""
-        self.shape, self.stats = (
-            shape,
-            Stats(
-                num_prompt_tokens=self.num_prompt_tokens,
-                tree_num_nodes=shape.num_nodes,
-                tree_depth=shape.depth,
-                is_tree_dynamic=isinstance(shape, DynamicShape),
-            ),
-        )
+        self.shape, self.stats = shape, Stats(num_prompt_tokens=self.num_prompt_tokens)
+        self.stats.tree_num_nodes, self.stats.tree_depth = shape.num_nodes, shape.depth
+        self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
         return self.stats
 
     @property

@@ -10,8 +10,7 @@ its ranks depend on how many there are and no single trace can tell them; the ra
 Invariant: with a rule that repeats the target's draws, a trace of written text tells sweep by sweep what decoding does.
 """
 
-from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ from offload.config import Sampling
 from offload.drafting.children import draw_children
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
-from offload.engine.sequence import Sequence
+from offload.engine.sequence import Sequence as Text
 from offload.planning.traces import NUM_RANKS
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Proposals
@@ -35,7 +34,7 @@ _MAX_DRAWS = 64  # an unlikely token may take many; after so many the last outco
 DrawStar = Callable[[], TokenTree]
 
 
-def write(decoder: Decoder, prompt: abc.Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+def write(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
     """What the target writes behind a prompt.
 
     Args:
@@ -48,14 +47,12 @@ def write(decoder: Decoder, prompt: abc.Sequence[int], sampling: Sampling, num_n
     return run.result().token_ids
 
 
-def written_trace(
-    decoder: Decoder, prompt: abc.Sequence[int], sampling: Sampling, num_new: int, tree: str
-) -> list[int]:
+def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
     """Ranks of the tokens that the target writes behind a prompt; the arguments are those of `write`."""
     return ranks_of(decoder, prompt, write(decoder, prompt, sampling, num_new, tree), sampling)
 
 
-def ranks_of(decoder: Decoder, prompt: abc.Sequence[int], written: abc.Sequence[int], sampling: Sampling) -> list[int]:
+def ranks_of(decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling) -> list[int]:
     """Ranks of what the target has written behind a prompt, -1 where a token is not a child's."""
     sequence = decoder.begin([*prompt, *written], sampling)
     stars = _stars(decoder, sequence, len(prompt))
@@ -67,7 +64,7 @@ def ranks_of(decoder: Decoder, prompt: abc.Sequence[int], written: abc.Sequence[
 
 
 def dynamic_again(
-    decoder: Decoder, prompt: abc.Sequence[int], written: abc.Sequence[int], sampling: Sampling, bounds: DynamicShape
+    decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling, bounds: DynamicShape
 ) -> list[int]:
     """Tokens of the sweeps that would have written this, with trees grown within `bounds`; no sweep is run.
 
@@ -86,7 +83,7 @@ def dynamic_again(
     return bursts
 
 
-def given_trace(decoder: Decoder, tokens: abc.Sequence[int], start: int, sampling: Sampling) -> list[int]:
+def given_trace(decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling) -> list[int]:
     """Ranks of what the target would emit at `start` and every later position of a text that is not its own."""
     sequence, ranks = decoder.begin(tokens, sampling), []
     stars, logits = _stars(decoder, sequence, start), _target_logits(decoder, sequence, start)
@@ -113,7 +110,7 @@ def _accepted_rank(draw: DrawStar, logits_V: Tensor, sampler: Sampler, token: in
     return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1
 
 
-def _stars(decoder: Decoder, text: Sequence, start: int) -> Iterator[DrawStar]:
+def _stars(decoder: Decoder, text: Text, start: int) -> Iterator[DrawStar]:
     """For every position from `start` on, a way to draw the draft's children of the token before it."""
     assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
     for position, logits_1V in enumerate(decoder.drafter.score(text.tokens, start, text.caches.draft), start):
@@ -130,7 +127,7 @@ def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: i
     return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
 
 
-def _target_logits(decoder: Decoder, text: Sequence, start: int) -> Iterator[Tensor]:
+def _target_logits(decoder: Decoder, text: Text, start: int) -> Iterator[Tensor]:
     """The target's logits (V) for every token from `start` on: the text is scored as a tree that is one path."""
     tokens, cache, num_rows = text.tokens, text.caches.target, decoder.plan.num_nodes
     for lo in range(start, len(tokens), num_rows):
