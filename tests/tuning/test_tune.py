@@ -231,8 +231,8 @@ class Words:
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for room_of_it in ("loading", "tune"):
-        monkeypatch.setattr(f"offload.{room_of_it}.load_tokenizer", lambda directory: Words())
+    for module in ("engine.load", "tuning.tune"):
+        monkeypatch.setattr(f"offload.{module}.load_tokenizer", lambda directory: Words())
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))
     return path
