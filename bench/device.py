@@ -113,14 +113,13 @@ def sweep_s(decoder: Decoder, num_nodes: int) -> float:
     """A sweep in a row of sweeps: the first of them finds slots that were filled before."""
     topology = best_first(DEFAULT_ACCEPTANCE, num_nodes, 24)
     tree = TokenTree(topology, torch.arange(num_nodes) % 1000 + 3)
-    decoder.begin(Sampling(), decoder.rule)
     tokens, seconds = [5, 6, 7], []
+    cache = decoder.begin(tokens, Sampling()).caches.target
     for _ in range(_ROUNDS + 1):
         started = time.perf_counter()
-        decoder.target.score(tree, tokens)
+        decoder.target.score(tree, tokens, cache)  # nothing is committed: each takes all of them in
         decoder.target.wait()
         seconds.append(time.perf_counter() - started)
-        decoder.target.reset()
     return statistics.median(seconds[1:])
 
 
@@ -133,8 +132,8 @@ def moved_bytes(decoder: Decoder) -> int:
 
 def sweep_s_once(decoder: Decoder) -> None:
     """One sweep of one row."""
-    decoder.begin(Sampling(), decoder.rule)
-    decoder.target.score(TokenTree(best_first(DEFAULT_ACCEPTANCE, 1, 1), torch.tensor([5])), [5])
+    cache = decoder.begin([5], Sampling()).caches.target
+    decoder.target.score(TokenTree(best_first(DEFAULT_ACCEPTANCE, 1, 1), torch.tensor([5])), [5], cache)
     decoder.target.wait()
 
 
@@ -142,8 +141,9 @@ def drafting(setting: Setting, decoder: Decoder, rates: Rates) -> list[Row]:
     """A draft step against its width, beside reading the draft's weights once."""
     drafter = decoder.drafter
     assert isinstance(drafter, ModelDrafter), "the bench has a draft"
-    curve = draft_curve(drafter, decoder.begin(Sampling(), decoder.rule), [5] * 32, budget_s=setting.draft_s)
-    weights = sum(layout.slab_bytes for layout in drafter._draft._model.layer_layouts)
+    text = decoder.begin([5] * 32, Sampling())
+    curve = draft_curve(drafter, text.sampler, text.tokens, text.caches.draft, budget_s=setting.draft_s)
+    weights = sum(layout.slab_bytes for layout in drafter.model.layer_layouts)
     least_s = weights / rates.memory_bytes_per_s
     return [
         row(
@@ -156,11 +156,9 @@ def drafting(setting: Setting, decoder: Decoder, rates: Rates) -> list[Row]:
 
 def warm_up(decoder: Decoder) -> None:
     """Let the draft take in bursts of all sizes: the first run of a width is recorded, which takes long."""
-    sampler = decoder.begin(Sampling(), decoder.rule)
     for width in _BURSTS:
-        decoder.drafter.reset()
-        decoder.drafter.grow(chain(1), [5] * width, sampler)
-    decoder.drafter.reset()
+        text = decoder.begin([5] * width, Sampling())
+        decoder.drafter.grow(chain(1), text.tokens, text.sampler, text.caches.draft)
 
 
 def trees(setting: Setting, decoder: Decoder, rates: Rates) -> Iterator[Row]:
@@ -205,12 +203,12 @@ def soak(setting: Setting, decoder: Decoder) -> list[Row]:
     stream._poison_released = True
     size = setting.sizes[1]
     tree = TokenTree(best_first(DEFAULT_ACCEPTANCE, size, 12), torch.arange(size) + 3)
-    decoder.begin(Sampling(), decoder.rule)
-    wanted = decoder.target.score(tree, [5, 6, 7]).whole()
+    tokens = [5, 6, 7]
+    cache = decoder.begin(tokens, Sampling()).caches.target
+    wanted = decoder.target.score(tree, tokens, cache).whole()
     num_same, before_bytes = 0, held_bytes(setting.card)
     for _ in range(setting.num_soak):
-        decoder.target.reset()
-        num_same += int(torch.equal(decoder.target.score(tree, [5, 6, 7]).whole(), wanted))
+        num_same += int(torch.equal(decoder.target.score(tree, tokens, cache).whole(), wanted))
     stream._poison_released = False
     assert not wanted.isnan().any(), "a slot was read before its layer had arrived"
     drift_mib = (held_bytes(setting.card) - before_bytes) / 2**20

@@ -129,12 +129,12 @@ def _resident_scores(model: StreamedModel, ids: list[int], start: int) -> Tensor
 
 def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
     """The text is scored as trees that are one path, a sweep each."""
-    decoder.target.reset()
     ids, rows = [*prompt_ids, *new_ids], []
+    cache = decoder.begin(ids, Sampling()).caches.target
     for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
         path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
-        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo]).whole())
-        decoder.target.commit(range(len(path_N)))
+        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo], cache).whole())
+        decoder.target.commit(range(len(path_N)), ids[:lo], cache)
     return torch.cat(rows)
 
 

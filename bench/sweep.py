@@ -82,13 +82,13 @@ def _round(
     decoder: Decoder, prompt_ids: list[int], trees: Sequence[Topology], num_steps: int
 ) -> tuple[list[Step], list[int]]:
     """A few steps with every tree on one text, after one that takes the prompt in and one that finds full slots."""
-    sampler, tokens, steps = decoder.begin(Sampling(), decoder.rule), list(prompt_ids), []
+    sequence, steps = decoder.begin(prompt_ids, Sampling()), []
     for index, tree in enumerate([chain(0), chain(0), *(tree for tree in trees for _ in range(num_steps))]):
-        stats, started = Stats(), time.perf_counter()
-        tokens += decoder.step(tokens, tree, decoder.rule, sampler, stats)
+        stats, started = sequence.set_shape(tree), time.perf_counter()
+        decoder.step(sequence)
         if index > 1:
             steps.append(Step(tree.num_nodes, time.perf_counter() - started, stats))
-    return steps, tokens[len(prompt_ids) :]
+    return steps, sequence.new_ids
 
 
 def rows_of(measured: Measured) -> list[Row]:

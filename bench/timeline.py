@@ -68,24 +68,23 @@ def record_steps(
     import time
 
     from offload.config import Sampling
-    from offload.stats import Stats
 
     stream, timeline = decoder.target.stream, Timeline()
     shape = decoder.run(prompt_ids, Sampling(), max_new_tokens=1, tree=tree).tree_choice.shape
-    sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompt_ids)
-    tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
+    sequence = decoder.begin(prompt_ids, Sampling(), shape=shape)
+    decoder.step(sequence)
     stream.record = timeline.add
     try:
         for _ in range(num_steps):
-            stats, started = Stats(), time.perf_counter()
-            tokens += decoder.step(tokens, shape, decoder.rule, sampler, stats)
+            stats, started = sequence.set_shape(shape), time.perf_counter()
+            decoder.step(sequence)
             drafted, swept = started + stats.draft_s, started + stats.draft_s + stats.sweep_s
             timeline.add("draft", -1, started, drafted)
             timeline.add("sweep", -1, drafted, swept)
             timeline.add("verify", -1, swept, swept + stats.verify_s)
     finally:
         stream.record = None
-    return timeline, tokens[len(prompt_ids) :]
+    return timeline, sequence.new_ids
 
 
 def require_pictures() -> None:

@@ -42,7 +42,6 @@ from offload.errors import UserError
 from offload.planning.profile import Profile
 from offload.planning.traces import acceptance, bursts, tokens_per_sweep
 from offload.planning.tree_policy import tree_for
-from offload.stats import Stats
 from offload.tree.topology import DynamicShape, Shape, chain, expected_tokens, isotonic
 from offload.tuning.audit import draw_gaps
 from offload.tuning.trace_acceptance import dynamic_again, ranks_of, write, written_trace
@@ -214,13 +213,13 @@ def _step_times(
     for index in range(num_rounds):
         prompt = prompts[index % len(prompts)][:NUM_PROMPT]
         for shape, tree in cells.items():
-            sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompt)
+            sequence = decoder.begin(prompt, Sampling(), shape=tree)
             for step in range(num_sweeps + 2):
                 started = time.perf_counter()
-                tokens += decoder.step(tokens, tree, decoder.rule, sampler, Stats())
+                decoder.step(sequence)
                 if step > 1:  # the first takes the prompt in, the second finds slots that were filled meanwhile
                     seconds[shape].append(time.perf_counter() - started)
-            _prove(prompt, tokens[len(prompt) :], Sampling())
+            _prove(prompt, sequence.new_ids, Sampling())
     return seconds
 
 

@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 from operator import index
+from typing import NamedTuple
 
 from offload.errors import UserError
 
@@ -66,13 +67,20 @@ class Drafting(Enum):
         return self in (Drafting.WITHOUT_REPLACEMENT, Drafting.WITH_REPLACEMENT)
 
 
-# The rules of verification by name. Their functions need torch, this table does not.
-RULES: dict[str, Drafting] = {
-    "match": Drafting.COUPLED,
-    "sequoia": Drafting.WITHOUT_REPLACEMENT,
-    "specinfer": Drafting.WITH_REPLACEMENT,
-    "spectr": Drafting.WITH_REPLACEMENT,
-    "topk": Drafting.TOP_K,
+class RuleTerms(NamedTuple):
+    """The two halves of a rule, which must fit."""
+
+    drafting: Drafting
+    test: str  # name of the function in `offload.verification` that judges the children
+
+
+# All rules of verification by name. The functions need torch, this table does not.
+RULES: dict[str, RuleTerms] = {
+    "match": RuleTerms(Drafting.COUPLED, "match"),
+    "sequoia": RuleTerms(Drafting.WITHOUT_REPLACEMENT, "ratio"),
+    "specinfer": RuleTerms(Drafting.WITH_REPLACEMENT, "ratio"),
+    "spectr": RuleTerms(Drafting.WITH_REPLACEMENT, "k_sequential"),
+    "topk": RuleTerms(Drafting.TOP_K, "match"),
 }
 
 
@@ -80,7 +88,7 @@ def drafting_of(rule: str) -> Drafting:
     """The drafting distribution that goes with a rule. Raises `UserError` for a name that is none."""
     if rule not in RULES:
         raise UserError(f"`rule` must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match")
-    return RULES[rule]
+    return RULES[rule].drafting
 
 
 def parse_size(text: str | int, flag: str) -> int:

@@ -43,17 +43,25 @@ def sweep_curve(model: StreamedModel, first_layer: np.ndarray, *, budget_s: floa
         model.unbind_layer(0)
 
 
-def draft_curve(drafter: ModelDrafter, sampler: Sampler, prompt: Sequence[int], *, budget_s: float = 0.4) -> Curve:
-    """Time of one draft step against its rows, behind `prompt`; leaves the drafter reset."""
+def draft_curve(
+    drafter: ModelDrafter, sampler: Sampler, prompt: Sequence[int], cache: KVCache, *, budget_s: float = 0.4
+) -> Curve:
+    """Time of one draft step against its rows, behind `prompt`; leaves `cache`, one of the drafter's, empty."""
+
+    def grow_s(topology: Topology) -> float:
+        cache.clear()
+        drafter.grow(chain(1), prompt, sampler, cache)  # reads the prompt
+        tokens = [*prompt, *[prompt[-1]] * _TOKENS_PER_STEP]
+        return timed(lambda: drafter.grow(topology, tokens, sampler, cache))
 
     def step_s(width: int) -> float:
-        first_s = _grow_s(drafter, sampler, prompt, chain(1))
-        return (_grow_s(drafter, sampler, prompt, sequences(width, _DRAFT_STEPS)) - first_s) / (_DRAFT_STEPS - 1)
+        first_s = grow_s(chain(1))
+        return (grow_s(sequences(width, _DRAFT_STEPS)) - first_s) / (_DRAFT_STEPS - 1)
 
     try:
         return fill_curve(step_s, DRAFT_WIDTHS, budget_s)
     finally:
-        drafter.reset()
+        cache.clear()
 
 
 def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: float) -> Curve:
@@ -93,13 +101,6 @@ def _forward_s(model: StreamedModel, num_rows: int, num_layers: int) -> float:
         cache = KVCache(max(1, num_layers), num_rows)
         # A number on the host is the sign that a device is done as well.
         return timed(lambda: float(model.forward(torch.zeros_like(row_T), row_T, sees_TT, cache)[-1, 0]))
-
-
-def _grow_s(drafter: ModelDrafter, sampler: Sampler, prompt: Sequence[int], topology: Topology) -> float:
-    drafter.reset()
-    drafter.grow(chain(1), prompt, sampler)  # reads the prompt
-    tokens = [*prompt, *[prompt[-1]] * _TOKENS_PER_STEP]
-    return timed(lambda: drafter.grow(topology, tokens, sampler))
 
 
 def timed(work: Callable[[], object]) -> float:

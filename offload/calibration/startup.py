@@ -102,7 +102,7 @@ def look_around(
         sampler = Sampler(situation.sampling, target.vocab_size, drafting_of(situation.rule), kernels)
         trees.costs = Costs(
             compute_s=sweep_curve(target, slab),
-            draft_step_s=draft_curve(drafter, sampler, [0] * _PROBE_PROMPT),
+            draft_step_s=draft_curve(drafter, sampler, [0] * _PROBE_PROMPT, drafter.new_state()),
             verify_s=0.0,
             link_bytes_per_s=trees.link_bytes_per_s,
         )

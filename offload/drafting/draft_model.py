@@ -1,4 +1,4 @@
-"""The draft model and its cache: what every way of growing a tree runs.
+"""The draft model over the cache of one text: what every way of growing a tree runs.
 
 Committed tokens are taken in when they are needed, the root of the next tree with them, for its scores come from the
 same pass. Behind them lie the rows of the tree being grown, in the order in which they were run.
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 
@@ -20,27 +19,21 @@ _SCORED_CHUNK = 64  # ... when every row is scored
 
 
 class Draft:
-    """A resident model with a cache of its own.
+    """A resident model and the cache of one text.
 
     Args:
         model: its weights are bound for good.
         vocab_size: V of the target; a draft may pad its vocabulary further, what lies beyond is never proposed.
-        num_slots: capacity of its cache, committed positions plus nodes of the largest tree.
-        kernels: of which the cache takes its own.
+        cache: of committed positions, with room for the nodes of a tree.
     """
 
-    def __init__(self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES) -> None:
-        self._model, self._vocab_size = model, vocab_size
-        self._cache = KVCache(model.num_layers, num_slots, kernels.kv_commit, model.send)
+    def __init__(self, model: StreamedModel, vocab_size: int, cache: KVCache) -> None:
+        self._model, self._vocab_size, self._cache = model, vocab_size, cache
 
     @property
     def vocab_size(self) -> int:
         """V, width of the scores."""
         return self._vocab_size
-
-    def reset(self, num_kept: int = 0) -> None:
-        """Forget the sequence but for its first tokens."""
-        self._cache.clear(num_kept)
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
         """Run the committed tokens that the cache lacks, the root last; returns the root's scores (1, V)."""
@@ -60,13 +53,9 @@ class Draft:
         """
         return self._as_wide_as_target(self._model.forward(self._known(token_W), position_U, ancestor_WU, self._cache))
 
-    def commit(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the tree, in this order; everything else is forgotten."""
-        self._cache.commit(rows)
-
     def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
         """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many positions per pass."""
-        self.reset()
+        self._cache.clear()
         for chunk in torch.tensor(tokens[:-1]).split(_SCORED_CHUNK):
             lo = self._cache.length
             for row, logits_V in enumerate(self._run_committed(chunk, num_logits=len(chunk))):

@@ -13,13 +13,14 @@ the root is row 0 and the W of a pass are the last.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offload.drafting.base import Drafted
 from offload.drafting.children import point_mass_scores
 from offload.drafting.draft_model import Draft
 from offload.sampling.sampler import Sampler
@@ -42,24 +43,14 @@ _CANDIDATE = np.dtype(
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
-class DynamicTree(NamedTuple):
-    """A tree, and where its nodes are in the draft's cache."""
-
-    tree: TokenTree
-    row_of_node: dict[int, int]  # cache row, counted from the committed length, of every node that was run
-    score_of_node: dict[int, Tensor]  # u_V of every node that was run, the root included
-
-
-def grow_best(
-    draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, exponent: float
-) -> DynamicTree:
+def grow_best(draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, exponent: float) -> Drafted:
     """The tree of the best paths below `tokens[-1]`, within `bounds`.
 
     Args:
         exponent: beta, see `Sharpness`.
     """
     if bounds.depth == 0:
-        return DynamicTree(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
+        return Drafted(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
     root, rows, best = len(tokens) - 1, _Rows(bounds.num_nodes), _Best(bounds)
     picked, logits_WV = np.zeros(1, dtype=_CANDIDATE), draft.catch_up(tokens)
     while picked.size:
@@ -124,7 +115,7 @@ def _children(parents: Candidates, score_WV: Tensor, exponent: float) -> Candida
     return children_WK[children_WK["log_f"] > -np.inf]
 
 
-def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> DynamicTree:
+def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> Drafted:
     """The candidates in level order below the root."""
     was_run = np.flatnonzero(found["row"] != _NOT_RUN)
     found_of_row = {0: 0, **dict(zip(found["row"][was_run].tolist(), (was_run + 1).tolist(), strict=True))}
@@ -133,7 +124,7 @@ def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> Dy
     token_N = torch.from_numpy(np.concatenate([[root_token], found["token"]])[order])
     node_of_found = {one: node for node, one in enumerate(order)}
     node_of_row = {row: node_of_found[one] for row, one in found_of_row.items()}
-    return DynamicTree(
+    return Drafted(
         TokenTree(in_level_order(parents), token_N),
         {node: row - 1 for row, node in node_of_row.items() if row},
         {node: scores[row] for row, node in node_of_row.items()},

@@ -1,7 +1,6 @@
-"""A resident draft model that grows token trees: of a fixed shape (`filled`) or as its scores suggest (`grown`).
+"""A resident draft model that grows token trees: static ones of a fixed shape, or dynamic ones as its scores suggest.
 
-Both ways share one model and one cache, so that trees of both kinds may alternate. Invariant: between steps the cache
-holds committed tokens only, in their order.
+Both ways share one model and one cache, so that trees of both kinds may alternate.
 """
 
 from collections import defaultdict
@@ -12,64 +11,61 @@ import torch
 from torch import Tensor
 
 from offload.config import Drafting, Sampling
+from offload.drafting.base import Drafted
 from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import grow_best
 from offload.drafting.static import fill
 from offload.kernels.registry import REFERENCES, KernelSet
+from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
-from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DynamicShape, Shape
 
 
 class ModelDrafter:
-    """Grows trees with a resident model.
+    """Grows trees with a resident model; what it keeps of a text is a cache of keys and values.
 
     Args:
         model: its weights are bound for good.
         vocab_size: V of the target; a draft may pad its vocabulary further, what lies beyond is never proposed.
-        num_slots: capacity of its cache, committed positions plus nodes of the largest tree.
-        kernels: of which the cache takes its own.
+        num_slots: capacity of a cache, committed positions plus nodes of the largest tree.
+        kernels: of which a cache takes its own.
     """
 
     def __init__(self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES) -> None:
-        self._draft = Draft(model, vocab_size, num_slots, kernels)
-        self._row_of_node: dict[int, int] = {}
-        self._score_of_node: dict[int, Tensor] = {}  # of a dynamic tree, to learn from
+        self.model, self._vocab_size, self._num_slots, self._gather = model, vocab_size, num_slots, kernels.kv_commit
         self._sharpness: defaultdict[tuple[Sampling, Drafting], Sharpness] = defaultdict(Sharpness)
-        self._learner = Sharpness()  # the one of the tree grown last
 
-    def reset(self, num_kept: int = 0) -> None:
-        """Forget the sequence but for its first tokens."""
-        self._draft.reset(num_kept)
+    def new_state(self) -> KVCache:
+        """An empty cache."""
+        return KVCache(self.model.num_layers, self._num_slots, self._gather, self.model.send)
 
-    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
+    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: KVCache) -> Drafted:
         """A tree below `tokens[-1]`, of this very shape or within these bounds."""
+        draft = Draft(self.model, self._vocab_size, state)
         if isinstance(shape, DynamicShape):
-            self._learner = self._sharpness[replace(sampler.sampling, seed=0), sampler.drafting]
-            tree, self._row_of_node, self._score_of_node = grow_best(
-                self._draft, shape, tokens, sampler, self._learner.exponent
-            )
-            return tree
-        tree, self._row_of_node = fill(self._draft, shape, tokens, sampler)
-        self._score_of_node = {}
-        return tree
+            return grow_best(draft, shape, tokens, sampler, self._learner(sampler).exponent)
+        return fill(draft, shape, tokens, sampler)
 
-    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+    def commit(
+        self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: KVCache
+    ) -> None:
         """Keep the rows of the accepted path as far as it was run; the rest is run again as committed tokens.
 
         Args:
             tokens: what was emitted after each of `nodes`, from which the shape of later trees is learned.
         """
-        self._draft.commit([self._row_of_node[node] for node in nodes[1:] if node in self._row_of_node])
+        state.commit([drafted.row_of_node[node] for node in nodes[1:] if node in drafted.row_of_node])
         emitted_after = dict(zip(nodes, tokens, strict=True))
-        seen = [node for node in nodes if node in self._score_of_node]
+        seen = [node for node in nodes if node in drafted.score_of_node]
         if seen:
-            scores_TV = torch.stack([self._score_of_node[node] for node in seen])
-            self._learner.learn(scores_TV, [emitted_after[node] for node in seen])
-        self._score_of_node = {}
+            scores_TV = torch.stack([drafted.score_of_node[node] for node in seen])
+            self._learner(sampler).learn(scores_TV, [emitted_after[node] for node in seen])
 
-    def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
+    def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
         """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many positions per pass."""
-        return self._draft.score(tokens, start)
+        return Draft(self.model, self._vocab_size, state).score(tokens, start)
+
+    def _learner(self, sampler: Sampler) -> Sharpness:
+        return self._sharpness[replace(sampler.sampling, seed=0), sampler.drafting]

@@ -4,21 +4,32 @@ from collections.abc import Sequence
 
 import torch
 
+from offload.drafting.base import Drafted
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import Shape, chain
 
 
+class NoState:
+    """Nothing is kept of a text."""
+
+    def clear(self, num_kept: int = 0) -> None:
+        """There is nothing to forget."""
+
+
 class NoDrafter:
     """Proposes nothing; its trees are the root alone."""
 
-    def reset(self, num_kept: int = 0) -> None:
-        """Nothing is kept."""
+    def new_state(self) -> NoState:
+        """Nothing."""
+        return NoState()
 
-    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler) -> TokenTree:
+    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: NoState) -> Drafted:
         """The root; a shape with more nodes cannot be filled."""
         assert shape.num_nodes == 1, "there is no drafter to fill a tree"
-        return TokenTree(chain(0), torch.tensor([tokens[-1]]))
+        return Drafted(TokenTree(chain(0), torch.tensor([tokens[-1]])), {}, {})
 
-    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+    def commit(
+        self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: NoState
+    ) -> None:
         """Nothing is kept."""

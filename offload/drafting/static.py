@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.drafting.base import Drafted
 from offload.drafting.children import draw_children
 from offload.drafting.draft_model import Draft
 from offload.sampling.sampler import Sampler
@@ -19,14 +20,7 @@ from offload.tree.token_tree import TokenTree, ancestors
 from offload.tree.topology import Topology
 
 
-class StaticTree(NamedTuple):
-    """A tree, and where its nodes are in the draft's cache."""
-
-    tree: TokenTree
-    row_of_node: dict[int, int]  # cache row, counted from the committed length, of every node that was run
-
-
-def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> StaticTree:
+def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> Drafted:
     """A tree of this shape below `tokens[-1]`: each node's children are its candidates in the order of their draws.
 
     A node with more children than there are tokens repeats the last one.
@@ -41,7 +35,7 @@ def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampl
         if probs_WV is not None:
             proposals = proposals or Proposals.blank(topology, draft.vocab_size, draw, probs_WV.device)
             proposals.write(level.node_W.numpy(), probs_WV)
-    return StaticTree(TokenTree(topology, token_N, proposals), schedule.row_of_node)
+    return Drafted(TokenTree(topology, token_N, proposals), schedule.row_of_node, {})
 
 
 class _Level:

@@ -6,29 +6,33 @@ too.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
 from offload.config import Sampling
 from offload.drafting.base import Drafter
+from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.request import Prompt, Request, encode
+from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.text import TextStream, Tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.tree_policy import TreeChoice, Trees
 from offload.sampling.sampler import Sampler
-from offload.stats import Stats
-from offload.tree.topology import Shape
+from offload.tree.topology import Shape, chain
 from offload.verification.rules import Rule, find_rule
+
+_ROOT, _UNLIMITED = chain(0), Limits()
 
 
 class Decoder:
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
 
-    It writes one text at a time, for one thread: a run that is begun overtakes the one before. Several prompts are
+    It writes one text at a time, for one thread: a sequence that is begun overtakes the one before. Several prompts are
     several calls, for which the weights that stay in memory stay there.
 
     Attributes:
@@ -52,57 +56,73 @@ class Decoder:
         end_ids: frozenset[int],
         num_threads: int,
         resources: ExitStack,
-        notes: Sequence[str] = (),
+        notes: abc.Sequence[str] = (),
         choice: KernelChoice = NO_KERNELS,
     ) -> None:
         self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
         self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
-        self._num_runs, self._kernels, self.comparisons = 0, choice.kernels, choice.comparisons
-        self._held: list[int] = []  # caches hold keys and values of these tokens, or of the first of them
+        self._kernels, self.comparisons = choice.kernels, choice.comparisons
+        self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
         self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
 
-    def begin(self, sampling: Sampling, rule: Rule, keep: Sequence[int] = ()) -> Sampler:
-        """A new sequence begins and overtakes the one before; returns the sampler that `step` draws with.
+    def begin(
+        self,
+        tokens: abc.Sequence[int],
+        sampling: Sampling,
+        *,
+        rule: Rule | None = None,
+        shape: Shape = _ROOT,
+        limits: Limits = _UNLIMITED,
+        keeps: bool = False,
+    ) -> Sequence:
+        """A new sequence begins and overtakes the one before.
 
         Args:
-            keep: tokens that it begins with; of these the keys and values that the sequence before has left are kept.
+            tokens: of the prompt.
+            rule, shape: those of the decoder, and no tree, where they are left out.
+            limits: what ends it; `step` itself asks for none.
+            keeps: the keys and values of all tokens that it shares with the sequence before, but for its last.
         """
-        self._keep(keep)
-        self._num_runs += 1
-        return Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
+        if self._is_closed:
+            raise UserError("this decoder is closed: load the model again")
+        rule = rule or self.rule
+        sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
+        sequence = Sequence(tokens, sampler, rule, shape, limits)
+        self._pool.lend(sequence, keeps=keeps)
+        return sequence
 
-    def step(self, tokens: Sequence[int], shape: Shape, rule: Rule, sampler: Sampler, stats: Stats) -> list[int]:
+    def step(self, sequence: Sequence) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.
 
-        Args:
-            tokens: what is committed so far; the last of them is the root of the tree.
-            rule: whose drafting distribution `sampler` carries.
-
         Returns:
-            the newly accepted tokens, at least one.
+            the newly accepted tokens as far as they count, at least one; the sequence has them.
+
+        Raises:
+            UserError: the sequence was overtaken, or the decoder closed.
         """
+        caches, tokens, sampler = sequence.caches, sequence.tokens, sequence.sampler
+        caches.clear(len(tokens) - 1)  # of a step that was cut short they may hold more
         stream, started = self.target.stream, time.perf_counter()
         moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
-        self._held = list(tokens)
-        tree = self.drafter.grow(shape, tokens, sampler)
+        drafted = self.drafter.grow(sequence.shape, tokens, sampler, caches.draft)
         grown = time.perf_counter()
-        logits = self.target.score(tree, tokens)
+        logits = self.target.score(drafted.tree, tokens, caches.target)
         self.target.wait()
         scored = time.perf_counter()
-        accepted = rule.verify(tree, logits, sampler, len(tokens) - 1)
-        self._held += accepted.tokens[:-1]  # before caches hold them: cut short in between, they hold fewer
-        self.target.commit(accepted.nodes)
-        self.drafter.commit(accepted.nodes, accepted.tokens)
-        stats.add_step(
+        accepted = sequence.rule.verify(drafted.tree, logits, sampler, len(tokens) - 1)
+        self.target.commit(accepted.nodes, tokens, caches.target)
+        self.drafter.commit(drafted, accepted.nodes, accepted.tokens, sampler, caches.draft)
+        counted = sequence.accept(accepted.tokens)
+        sequence.stats.add_step(
             draft_s=grown - started,
             sweep_s=scored - grown,
             verify_s=time.perf_counter() - scored,
             stall_s=stream.stall_s - stalled_s,
             num_bytes=stream.bytes_read - moved_bytes,
         )
-        stats.peak_device_bytes = self.target.peak_device_bytes
-        return accepted.tokens
+        sequence.stats.peak_device_bytes = self.target.peak_device_bytes
+        return counted
 
     def generate(
         self,
@@ -113,7 +133,7 @@ class Decoder:
         top_p: float = 1.0,
         top_k: int = 0,
         seed: int = 0,
-        stop: str | Sequence[str] | None = None,
+        stop: str | abc.Sequence[str] | None = None,
         raw: bool = False,
         tree: str | None = None,
         rule: str | None = None,
@@ -149,7 +169,7 @@ class Decoder:
         top_p: float = 1.0,
         top_k: int = 0,
         seed: int = 0,
-        stop: str | Sequence[str] | None = None,
+        stop: str | abc.Sequence[str] | None = None,
         raw: bool = False,
         tree: str | None = None,
         rule: str | None = None,
@@ -164,7 +184,7 @@ class Decoder:
         sampling: Sampling,
         *,
         max_new_tokens: int,
-        stop: str | Sequence[str] | None = None,
+        stop: str | abc.Sequence[str] | None = None,
         raw: bool = False,
         tree: str | None = None,
         rule: str | None = None,
@@ -177,38 +197,14 @@ class Decoder:
             continues: keep the keys and values of all tokens that the prompt shares with the run before. They were
                 computed in passes of other sizes than a prompt's, and so may differ from its own by rounding.
         """
-        if self._is_closed:
-            raise UserError("this decoder is closed: load the model again")
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
         prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
-        shape = choice.shape
-        stats = Stats(tree_num_nodes=shape.num_nodes, tree_depth=shape.depth, is_tree_dynamic=choice.is_dynamic)
-        sampler = self.begin(sampling, acceptance, prompt_ids[:-1] if continues else ())
-        stats.num_kept_tokens = self.target.num_cached
-        number, num_known = self._num_runs, len(prompt_ids)
-
-        def step(tokens: Sequence[int]) -> list[int]:
-            nonlocal num_known
-            if number != self._num_runs:
-                raise UserError("this decoder has begun another generation or was closed: finish one before the next")
-            if len(tokens) != num_known:  # a step was cut short, of which one model may know more than the other
-                self._keep(tokens[:-1])
-            num_known = 0
-            accepted = self.step(tokens, shape, acceptance, sampler, stats)
-            num_known = len(tokens) + len(accepted)
-            return accepted
-
-        return Run(
-            step,
-            prompt_ids,
-            TextStream(self.tokenizer, prompt_ids, request.stops),
-            Setup(sampling, acceptance.name, self.plan, choice, self.comparisons),
-            max_new_tokens=max_new_tokens,
-            end_ids=self._end_ids,
-            stats=stats,
-        )
+        limits = Limits(max_new_tokens, self._end_ids)
+        sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
+        text = TextStream(self.tokenizer, prompt_ids, request.stops)
+        return Run(self.step, sequence, text, Setup(self.plan, choice, self.comparisons))
 
     def tree_choice(self, sampling: Sampling) -> TreeChoice:
         """The tree that a run with these settings gets, and why."""
@@ -219,8 +215,8 @@ class Decoder:
         self._resources.close()
         if not self._is_closed:
             self._is_closed = True
-            self._num_runs += 1
-            del self.target, self.drafter
+            self._pool.take_back()
+            del self.target, self.drafter, self._pool
 
     def __enter__(self) -> "Decoder":
         return self
@@ -232,12 +228,6 @@ class Decoder:
         """Token ids of a prompt as `generate` takes it, checked. Raises `UserError`."""
         return encode(self.tokenizer, prompt, self._vocab_size, raw=raw)
 
-    def _keep(self, tokens: Sequence[int]) -> None:
-        """Both models forget everything but the first of these tokens, as far as they have taken them in."""
-        del self._held[num_shared(self._held, tokens) :]
-        self.target.reset(len(self._held))
-        self.drafter.reset(len(self._held))
-
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name)
         if rule.drafting.keeps_distributions and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
@@ -246,9 +236,3 @@ class Decoder:
                 f'give rule="{name}" to load()'
             )
         return rule
-
-
-def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Tokens at the beginning that two sequences have in common."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

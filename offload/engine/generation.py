@@ -5,12 +5,13 @@ inside a burst; what was accepted beyond it is dropped and never counted.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from offload.calibration.kernel_comparison import Outcome, rows_of
 from offload.config import Sampling
+from offload.engine.sequence import Sequence
 from offload.engine.text import TextStream
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
@@ -21,10 +22,8 @@ FinishReason = Literal["stop", "length", "interrupted"]
 
 
 class Setup(NamedTuple):
-    """How a text is written: all of a result that is known before its first token."""
+    """What a text is written with: the part of a result that its sequence does not know."""
 
-    sampling: Sampling
-    rule: str
     plan: MemoryPlan
     tree_choice: TreeChoice
     comparisons: tuple[Outcome, ...]  # of kernels, where it runs on a GPU
@@ -67,30 +66,15 @@ class Run:
     A run that was left or interrupted goes on when it is iterated again; one that is finished gives nothing more.
 
     Args:
-        step: takes the committed tokens, returns those that one more sweep has accepted.
+        step: one more sweep for the sequence.
+        text: of the sequence's new tokens; it also knows the stop strings.
         setup: for the result.
-        end_ids: tokens that end the sequence; they are part of it but not of its text.
-        stats: filled by `step` and here.
     """
 
-    def __init__(
-        self,
-        step: Callable[[list[int]], list[int]],
-        prompt_ids: Sequence[int],
-        text: TextStream,
-        setup: Setup,
-        *,
-        max_new_tokens: int,
-        end_ids: frozenset[int],
-        stats: Stats,
-    ) -> None:
-        self._step, self._text, self._setup = step, text, setup
-        self._max_new_tokens, self._end_ids, self._stats = max_new_tokens, end_ids, stats
-        self._prompt_ids = list(prompt_ids)
-        self._new_ids: list[int] = []
+    def __init__(self, step: Callable[[Sequence], object], sequence: Sequence, text: TextStream, setup: Setup) -> None:
+        self._step, self.sequence, self._text, self._setup = step, sequence, text, setup
         self.finish_reason: FinishReason = "interrupted"
         self._elapsed_s = 0.0
-        stats.num_prompt_tokens = len(prompt_ids)
 
     @property
     def tree_choice(self) -> TreeChoice:
@@ -99,41 +83,46 @@ class Run:
 
     def __iter__(self) -> Iterator[str]:
         started = time.perf_counter() - self._elapsed_s
-        while self.finish_reason == "interrupted" and len(self._new_ids) < self._max_new_tokens:
-            num_before = len(self._new_ids)
-            piece = self._take(self._step(self._prompt_ids + self._new_ids))
-            self._count(len(self._new_ids) - num_before, time.perf_counter() - started)
+        while self.finish_reason == "interrupted":
+            num_before = len(self._text.tokens)
+            if not self.sequence.has_ended:
+                self._step(self.sequence)
+            piece = self._take()
+            if self.finish_reason != "length":
+                self._count(len(self.sequence.new_ids) - num_before, time.perf_counter() - started)
             yield piece
-        if self.finish_reason == "interrupted":
-            self.finish_reason = "length"
-            yield self._text.finish()
 
     def result(self) -> Generation:
         """What has been generated so far."""
-        self._stats.num_new_tokens, self._stats.peak_rss_bytes = len(self._new_ids), peak_rss_bytes()
+        stats, token_ids = self.sequence.stats, self.sequence.new_ids
+        stats.num_new_tokens, stats.peak_rss_bytes = len(token_ids), peak_rss_bytes()
         return Generation(
-            token_ids=list(self._new_ids),
+            token_ids=token_ids,
             text=self._text.text if self.finish_reason == "stop" else self._text.whole(),
             finish_reason=self.finish_reason,
-            stats=self._stats,
+            sampling=self.sequence.sampler.sampling,
+            rule=self.sequence.rule.name,
+            stats=stats,
             **self._setup._asdict(),
         )
 
-    def _take(self, burst: list[int]) -> str:
-        """Add what counts of a burst, and note if the text stops in it; returns its piece of the text."""
-        burst = burst[: self._max_new_tokens - len(self._new_ids)]
-        end = next((index for index, token in enumerate(burst) if token in self._end_ids), None)
-        burst = burst if end is None else burst[: end + 1]
-        piece, has_stopped = self._text.push(burst if end is None else burst[:-1])
-        self._new_ids = self._text.tokens if has_stopped else self._new_ids + burst
-        if has_stopped or end is not None:
+    def _take(self) -> str:
+        """The text of what the sequence has by now, as far as it was not taken before; notes if it stops there."""
+        missing, is_at_end = self.sequence.new_ids[len(self._text.tokens) :], self.sequence.is_at_end_token
+        piece, has_stopped = self._text.push(missing[:-1] if is_at_end else missing)
+        if has_stopped:
+            self.sequence.cut(len(self._text.tokens))
+        if has_stopped or is_at_end:
             self.finish_reason = "stop"
-        return piece + (self._text.finish() if end is not None and not has_stopped else "")
+        elif not missing:
+            self.finish_reason = "length"
+        is_whole = self.finish_reason != "interrupted" and not has_stopped
+        return piece + (self._text.finish() if is_whole else "")
 
     def _count(self, num_accepted: int, elapsed_s: float) -> None:
-        self._elapsed_s = elapsed_s
-        if self._stats.num_first_tokens == 0:
-            self._stats.begin_decoding(num_accepted, elapsed_s)
+        stats, self._elapsed_s = self.sequence.stats, elapsed_s
+        if stats.num_first_tokens == 0:
+            stats.begin_decoding(num_accepted, elapsed_s)
         else:
-            self._stats.accepted_per_sweep.append(num_accepted)
-            self._stats.decode_s = elapsed_s - self._stats.ttft_s
+            stats.accepted_per_sweep.append(num_accepted)
+            stats.decode_s = elapsed_s - stats.ttft_s

@@ -20,8 +20,7 @@ from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import Checkpoint, read_json
 from offload.config import Sampling, parse_rate
 from offload.drafting.base import Drafter
-from offload.drafting.model import ModelDrafter
-from offload.drafting.none import NoDrafter
+from offload.drafting.registry import DRAFTERS, Materials
 from offload.engine.decoder import Decoder
 from offload.engine.options import check_options
 from offload.engine.request import Request
@@ -128,9 +127,8 @@ class _Pair(NamedTuple):
 
     def drafter(self, plan: MemoryPlan, kernels: KernelSet) -> Drafter:
         """What grows the trees."""
-        if self.draft is None:
-            return NoDrafter()
-        return ModelDrafter(self.draft, self.target.vocab_size, plan.cache_slots, kernels)
+        make = DRAFTERS["none" if self.draft is None else "model"]
+        return make(Materials(self.draft, self.target.vocab_size, plan.cache_slots, kernels))
 
 
 def _planner(

@@ -1,4 +1,7 @@
-"""The streamed model: one sweep over its layers scores a whole token tree."""
+"""The streamed model: one sweep over its layers scores a whole token tree.
+
+It holds weights and no text: the cache of the text's keys and values is lent to it for every call.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -56,11 +59,11 @@ class Target:
         model: embeddings and head are bound for good.
         stream: its layers.
         device: that it computes on; None is the CPU.
-        plan: gives the capacity of the cache, how many rows are scored at once, and how many committed tokens one
+        plan: gives the capacity of a cache, how many rows are scored at once, and how many committed tokens one
             sweep may take in beside the tree; a longer prompt takes several. Positions beyond its context are never
             emitted: nodes that lie there are computed as if at the last one, because some rotary embeddings (dynamic,
             longrope) turn every row by the largest position of a pass.
-        kernels: for its attention and its cache.
+        kernels: for its attention and its caches.
         on_layer: hears of every layer that has run.
     """
 
@@ -76,8 +79,7 @@ class Target:
     ) -> None:
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
         self._last_position, self._max_logits = plan.context - 1, plan.num_logits_rows
-        self._cache = KVCache(model.num_layers, plan.cache_slots, kernels.kv_commit, model.send)
-        self._num_pending = 0
+        self._cache_slots, self._gather = plan.cache_slots, kernels.kv_commit
         self._device, self._on_layer = device, on_layer
         model.stream_layers(stream.acquire, self._release)
         model.attend_with(kernels.tree_attention)
@@ -92,32 +94,27 @@ class Target:
         """Brings tensors of the host where this model computes."""
         return self._model.send
 
-    @property
-    def num_cached(self) -> int:
-        """Tokens whose keys and values are there."""
-        return self._cache.length
+    def new_cache(self) -> KVCache:
+        """An empty one, for one sequence."""
+        return KVCache(self._model.num_layers, self._cache_slots, self._gather, self._model.send)
 
-    def reset(self, num_kept: int = 0) -> None:
-        """A new sequence begins, with the same `num_kept` tokens as the one before."""
-        self._cache.clear(num_kept)
-
-    def score(self, tree: TokenTree, tokens: Sequence[int]) -> Logits:
+    def score(self, tree: TokenTree, tokens: Sequence[int], cache: KVCache) -> Logits:
         """Logits after every node, from one sweep; they are valid until the next.
 
         Args:
             tokens: the committed ids; the tree's root is the last. Those whose keys and values are not cached yet (the
                 prompt, at first) are taken in by the same sweep.
+            cache: of these tokens, or of the first of them.
         """
-        pending = torch.tensor(tokens[self._cache.length : -1], dtype=torch.long)
+        pending = torch.tensor(tokens[cache.length : -1], dtype=torch.long)
         while len(pending) > self._max_rows:
-            self._sweep(pending[: self._max_rows], _causal(self._max_rows), torch.arange(self._max_rows), 1)
-            self._cache.commit(range(self._max_rows))
+            self._sweep(pending[: self._max_rows], _causal(self._max_rows), torch.arange(self._max_rows), 1, cache)
+            cache.commit(range(self._max_rows))
             pending = pending[self._max_rows :]
-        self._num_pending = len(pending)
         depth_N = torch.from_numpy(tree.topology.depth_N.copy())
         offset_T = torch.cat([torch.arange(len(pending)), depth_N + len(pending)])
         sees_TT = _chain_then_tree(len(pending), ancestors(tree.topology))
-        return self._sweep(torch.cat([pending, tree.token_N]), sees_TT, offset_T, tree.num_nodes)
+        return self._sweep(torch.cat([pending, tree.token_N]), sees_TT, offset_T, tree.num_nodes, cache)
 
     def wait(self) -> None:
         """Return when the last sweep is over, which on a device goes on after `score` has returned."""
@@ -129,16 +126,15 @@ class Target:
         """The most memory that this process has taken on the device; 0 on a CPU."""
         return 0 if self._device is None else self._device.peak_bytes()
 
-    def commit(self, nodes: Sequence[int]) -> None:
-        """Keep what was taken in and the accepted path, root first."""
-        self._cache.commit([*range(self._num_pending), *(self._num_pending + node for node in nodes)])
+    def commit(self, nodes: Sequence[int], tokens: Sequence[int], cache: KVCache) -> None:
+        """Keep what the last sweep over `tokens` has taken in, and of its tree the accepted path, root first."""
+        num_pending = len(tokens) - 1 - cache.length
+        cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
 
-    def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int) -> Logits:
+    def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
         self.stream.begin_sweep()
-        position_T = (offset_T + self._cache.length).clamp(max=self._last_position)
-        return self._model.score(
-            token_T, position_T, sees_TT, self._cache, num_logits=num_logits, max_rows=self._max_logits
-        )
+        position_T = (offset_T + cache.length).clamp(max=self._last_position)
+        return self._model.score(token_T, position_T, sees_TT, cache, num_logits=num_logits, max_rows=self._max_logits)
 
     def _release(self, layer: int) -> None:
         self.stream.release(layer)

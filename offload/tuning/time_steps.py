@@ -50,7 +50,8 @@ def measure_costs(
     by_size = [plain, *zip(*rounds, strict=True)]
     compute_s = np.maximum.accumulate([median(step.sweep_s - step.stall_s for step in steps) for steps in by_size])
     draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
-    curve = draft_curve(_drafter(decoder), decoder.begin(sampling, decoder.rule), prompt)
+    sequence = decoder.begin(prompt, sampling)
+    curve = draft_curve(_drafter(decoder), sequence.sampler, prompt, sequence.caches.draft)
     costs = Costs(
         compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),
         draft_step_s=_scaled(curve, topologies, draft_s),
@@ -63,11 +64,10 @@ def measure_costs(
 
 def _steps(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologies: Sequence[Topology]) -> list[Stats]:
     """The figures of one step per topology, in their order, on one sequence; the first takes the prompt in."""
-    sampler, tokens, figures = decoder.begin(sampling, decoder.rule), list(prompt), []
+    sequence, figures = decoder.begin(prompt, sampling), []
     for topology in topologies:
-        stats = Stats()
-        tokens += decoder.step(tokens, topology, decoder.rule, sampler, stats)
-        figures.append(stats)
+        figures.append(sequence.set_shape(topology))
+        decoder.step(sequence)
     return figures
 
 

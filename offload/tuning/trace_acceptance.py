@@ -20,6 +20,7 @@ from offload.config import Sampling
 from offload.drafting.children import draw_children
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
+from offload.engine.sequence import Sequence as Text
 from offload.planning.traces import NUM_RANKS
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Proposals
@@ -53,13 +54,13 @@ def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, n
 
 def ranks_of(decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling) -> list[int]:
     """Ranks of what the target has written behind a prompt, -1 where a token is not a child's."""
-    tokens, sampler = [*prompt, *written], decoder.begin(sampling, decoder.rule)
-    stars = _stars(decoder, tokens, len(prompt), sampler)
+    sequence = decoder.begin([*prompt, *written], sampling)
+    stars = _stars(decoder, sequence, len(prompt))
     if decoder.rule.repeats_draws:
         return [_rank_of(draw(), token) for draw, token in zip(stars, written, strict=True)]
-    logits = _target_logits(decoder, tokens, len(prompt))
+    logits = _target_logits(decoder, sequence, len(prompt))
     known = zip(stars, logits, written, strict=True)
-    return [_accepted_rank(draw, logits_V, sampler, token) for draw, logits_V, token in known]
+    return [_accepted_rank(draw, logits_V, sequence.sampler, token) for draw, logits_V, token in known]
 
 
 def dynamic_again(
@@ -70,13 +71,13 @@ def dynamic_again(
     Only of those that cannot reach the end of what is known: each is whole then, and their mean is not biased (Wald).
     """
     assert decoder.rule.repeats_draws, "what a rule of fresh draws accepts is not known from the text"
-    tokens, sampler, bursts = [*prompt, *written], decoder.begin(sampling, decoder.rule), list[int]()
-    at = len(prompt)
+    sequence, at, bursts = decoder.begin([*prompt, *written], sampling), len(prompt), list[int]()
+    tokens, sampler, state = sequence.tokens, sequence.sampler, sequence.caches.draft
     while at + bounds.depth < len(tokens):
-        tree, nodes = decoder.drafter.grow(bounds, tokens[:at], sampler), [0]
-        while (child := tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
+        drafted, nodes = decoder.drafter.grow(bounds, tokens[:at], sampler, state), [0]
+        while (child := drafted.tree.child(nodes[-1], tokens[at + len(nodes) - 1])) is not None:
             nodes.append(child)
-        decoder.drafter.commit(nodes, tokens[at : at + len(nodes)])
+        decoder.drafter.commit(drafted, nodes, tokens[at : at + len(nodes)], sampler, state)
         bursts.append(len(nodes))
         at += len(nodes)
     return bursts
@@ -84,14 +85,13 @@ def dynamic_again(
 
 def given_trace(decoder: Decoder, tokens: Sequence[int], start: int, sampling: Sampling) -> list[int]:
     """Ranks of what the target would emit at `start` and every later position of a text that is not its own."""
-    sampler = decoder.begin(sampling, decoder.rule)
-    ranks = []
-    stars, logits = _stars(decoder, tokens, start, sampler), _target_logits(decoder, tokens, start)
+    sequence, ranks = decoder.begin(tokens, sampling), []
+    stars, logits = _stars(decoder, sequence, start), _target_logits(decoder, sequence, start)
     for position, (draw, logits_V) in enumerate(zip(stars, logits, strict=True), start):
         if decoder.rule.repeats_draws:
-            ranks.append(_rank_of(draw(), sampler.draw(logits_V, position)))
+            ranks.append(_rank_of(draw(), sequence.sampler.draw(logits_V, position)))
         else:
-            ranks.append(_accepted_rank(draw, logits_V, sampler))
+            ranks.append(_accepted_rank(draw, logits_V, sequence.sampler))
     return ranks
 
 
@@ -110,11 +110,11 @@ def _accepted_rank(draw: DrawStar, logits_V: Tensor, sampler: Sampler, token: in
     return outcome.nodes[1] - 1 if len(outcome.nodes) > 1 else -1
 
 
-def _stars(decoder: Decoder, tokens: Sequence[int], start: int, sampler: Sampler) -> Iterator[DrawStar]:
+def _stars(decoder: Decoder, text: Text, start: int) -> Iterator[DrawStar]:
     """For every position from `start` on, a way to draw the draft's children of the token before it."""
     assert isinstance(decoder.drafter, ModelDrafter), "only a model ranks candidates"
-    for position, logits_1V in enumerate(decoder.drafter.score(tokens, start), start):
-        yield partial(_draw_star, logits_1V, sampler, position, decoder.target.vocab_size)
+    for position, logits_1V in enumerate(decoder.drafter.score(text.tokens, start, text.caches.draft), start):
+        yield partial(_draw_star, logits_1V, text.sampler, position, decoder.target.vocab_size)
 
 
 def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: int) -> TokenTree:
@@ -127,11 +127,11 @@ def _draw_star(logits_1V: Tensor, sampler: Sampler, position: int, vocab_size: i
     return TokenTree(topology, torch.cat([token_1K.new_zeros(1), token_1K[0]]), proposals)
 
 
-def _target_logits(decoder: Decoder, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
+def _target_logits(decoder: Decoder, text: Text, start: int) -> Iterator[Tensor]:
     """The target's logits (V) for every token from `start` on: the text is scored as a tree that is one path."""
-    num_rows = decoder.plan.num_nodes
+    tokens, cache, num_rows = text.tokens, text.caches.target, decoder.plan.num_nodes
     for lo in range(start, len(tokens), num_rows):
         token_N = torch.tensor(tokens[lo - 1 : lo - 1 + min(num_rows, len(tokens) - lo)])
         path = TokenTree(chain(len(token_N) - 1), token_N)
-        yield from decoder.target.score(path, tokens[:lo])
-        decoder.target.commit(range(path.num_nodes))
+        yield from decoder.target.score(path, tokens[:lo], cache)
+        decoder.target.commit(range(path.num_nodes), tokens[:lo], cache)

@@ -34,6 +34,7 @@ from offload.kernels.registry import KERNELS, REFERENCES
 from offload.kernels.tree_attention import MAX_WIDTH, tree_attention_reference
 from offload.memory.planner import plan_memory
 from offload.model.attention import is_for_rows
+from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve, Traffic
 from offload.planning.tree_policy import Trees
@@ -257,9 +258,9 @@ def test_a_run_reports_its_kernels_and_writes_the_same_tokens(
             result = decoder.generate(prompts()[1], max_new_tokens=6)
             assert result.token_ids == wanted[:6]
             wanted_set = KERNELS if is_used else REFERENCES
-            assert decoder.begin(Sampling(), decoder.rule).kernels == wanted_set
-            caches = (decoder.target._cache, decoder.drafter._draft._cache)
-            assert {cache._gather for cache in caches} == {wanted_set.kv_commit}
+            text = decoder.begin([5], Sampling())
+            assert text.sampler.kernels == wanted_set
+            assert {cache._gather for cache in text.caches} == {wanted_set.kv_commit}
             assert decoder.target._model._attend is wanted_set.tree_attention
         rows = result.as_dict()["kernels"]
         assert {row["kernel"] for row in rows} == set(KERNELS._fields)
@@ -285,8 +286,8 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
         order.append("sweeps with these" if model._attend is chosen.tree_attention else "sweeps with others")
         return Curve((1, 64), (1e-3, 2e-3))
 
-    def draft_curve(drafter: ModelDrafter, sampler: Sampler, prompt: Any) -> Curve:
-        is_chosen = drafter._draft._cache._gather is chosen.kv_commit and sampler.kernels == chosen
+    def draft_curve(drafter: ModelDrafter, sampler: Sampler, prompt: Any, cache: KVCache) -> Curve:
+        is_chosen = cache._gather is chosen.kv_commit and sampler.kernels == chosen
         order.append("drafts with these" if is_chosen else "drafts with others")
         return Curve((1, 64), (1e-4, 2e-4))
 
@@ -315,7 +316,7 @@ def test_without_a_card_nothing_is_compared(tmp_path: Path) -> None:
     assert not is_for_kernels("cpu")
     with offload.load(target, ram="1GiB", context=64, threads=1) as decoder:
         assert decoder.comparisons == () and "kernels" not in decoder.generate([5], max_new_tokens=1).as_dict()
-        assert decoder.begin(Sampling(), decoder.rule).kernels == REFERENCES
+        assert decoder.begin([5], Sampling()).sampler.kernels == REFERENCES
 
 
 def test_the_bench_shows_both_times_or_why_there_are_none() -> None:

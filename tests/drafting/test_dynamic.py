@@ -14,12 +14,14 @@ from offload import load
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Drafting, Sampling
 from offload.drafting import dynamic as grown
+from offload.drafting.base import Drafted
 from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import DynamicTree, grow_best
+from offload.drafting.dynamic import grow_best
 from offload.drafting.model import ModelDrafter
 from offload.engine.load import resident_model
 from offload.errors import UserError
+from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
@@ -45,8 +47,9 @@ class BigramModel:
         return self.logits_VV[token_T][-num_logits:]
 
 
-def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> DynamicTree:
-    return grow_best(Draft(model, NUM_TOKENS, 512), bounds, [4, 0], sampler, exponent)  # type: ignore[arg-type]
+def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> Drafted:
+    draft = Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
+    return grow_best(draft, bounds, [4, 0], sampler, exponent)
 
 
 def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
@@ -129,14 +132,18 @@ def model(models: tuple[Path, Path]) -> Iterator[StreamedModel]:
     model.close()
 
 
+def draft_of(model: StreamedModel, cache: KVCache | None = None) -> Draft:
+    return Draft(model, VOCAB_SIZE, cache or KVCache(model.num_layers, 256))
+
+
 def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
     """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
-    tree, rows, scores = grow_best(Draft(model, VOCAB_SIZE, 256), DynamicShape(48, 8), PROMPT, sampler, 4.0)
+    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, 4.0)
     assert tree.topology.depth >= 4 and len(rows) > 8
     gaps = []
     for node, score_V in scores.items():
         path = [*PROMPT, *path_of(tree, node)]
-        alone_1V = sampler.perturbed(Draft(model, VOCAB_SIZE, 256).catch_up(path), len(path))
+        alone_1V = sampler.perturbed(draft_of(model).catch_up(path), len(path))
         gaps.append((alone_1V[0] - score_V).abs().max())
     return float(max(gaps))
 
@@ -160,18 +167,18 @@ def test_rows_that_do_not_see_their_path_are_caught(model: StreamedModel, monkey
 def gap_after_commit(model: StreamedModel, *, takes_another: bool) -> float:
     """Between what the draft says next after a dynamic tree's deepest path was kept, and what a fresh one says."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
-    tree = drafter.grow(DynamicShape(48, 8), PROMPT, sampler)
+    cache = drafter.new_state()
+    drafted = drafter.grow(DynamicShape(48, 8), PROMPT, sampler, cache)
+    tree, rows, _ = drafted
     nodes = [tree.num_nodes - 1]
     while nodes[0]:
         nodes.insert(0, int(tree.topology.parent_N[nodes[0]]))
-    rows = drafter._row_of_node
     assert [rows[node] for node in nodes[1:] if node in rows] != list(range(len(nodes) - 1)), "no row has to move"
     if takes_another:
         rows[nodes[1]] = next(row for node, row in rows.items() if node not in nodes)
-    drafter.commit(nodes, [*(tree.tokens[node] for node in nodes[1:]), 9])
+    drafter.commit(drafted, nodes, [*(tree.tokens[node] for node in nodes[1:]), 9], sampler, cache)
     text = [*PROMPT, *path_of(tree, nodes[-1]), 9]
-    fresh_1V = Draft(model, VOCAB_SIZE, 256).catch_up(text)
-    return float((drafter._draft.catch_up(text) - fresh_1V).abs().max())
+    return float((draft_of(model, cache).catch_up(text) - draft_of(model).catch_up(text)).abs().max())
 
 
 def test_commit_keeps_the_accepted_path(model: StreamedModel) -> None:
@@ -183,12 +190,12 @@ def test_wrong_rows_are_caught(model: StreamedModel) -> None:
 
 
 def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None:
-    """Both kinds share one cache and one map of rows."""
+    """Both kinds share one cache."""
     sampler, drafter = Sampler(GREEDY, VOCAB_SIZE), ModelDrafter(model, VOCAB_SIZE, 256)
-    drafter.grow(DynamicShape(32, 6), PROMPT, sampler)
-    drafter.commit([0], [9])
-    again = drafter.grow(k_ary(2, 31), [*PROMPT, 9], sampler)
-    assert again.tokens == ModelDrafter(model, VOCAB_SIZE, 256).grow(k_ary(2, 31), [*PROMPT, 9], sampler).tokens
+    used, tree = drafter.new_state(), k_ary(2, 31)
+    drafter.commit(drafter.grow(DynamicShape(32, 6), PROMPT, sampler, used), [0], [9], sampler, used)
+    again, fresh = (drafter.grow(tree, [*PROMPT, 9], sampler, cache) for cache in (used, drafter.new_state()))
+    assert again.tree.tokens == fresh.tree.tokens
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5])
@@ -256,13 +263,13 @@ def test_the_bench_compares_both_kinds_on_the_same_text() -> None:
     "bounds",
     [DynamicShape(16, 8), DynamicShape(64, 8), DynamicShape(64, 24), DynamicShape(128, 20), DynamicShape(300, 16)],
 )
-def test_a_growth_takes_the_draft_steps_that_are_planned_for(bounds: DynamicShape, models: tuple[Path, Path]) -> None:
+def test_a_growth_takes_the_draft_steps_that_are_planned_for(
+    bounds: DynamicShape, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     widths: list[int] = []
     with load(*models, "1GiB", f"grown:{bounds.num_nodes}x{bounds.depth}", context=64, threads=1) as decoder:
-        sampler, drafter = decoder.begin(Sampling(), decoder.rule), decoder.drafter
-        assert isinstance(drafter, ModelDrafter)
-        run = drafter._draft.run
-        drafter._draft.run = lambda *rows: widths.append(len(rows[0])) or run(*rows)  # type: ignore[method-assign,func-returns-value]
-        drafter.grow(bounds, PROMPT, sampler)
+        text, run = decoder.begin(PROMPT, Sampling()), Draft.run
+        monkeypatch.setattr(Draft, "run", lambda self, *rows: widths.append(len(rows[0])) or run(self, *rows))
+        decoder.drafter.grow(bounds, text.tokens, text.sampler, text.caches.draft)
     assert len(widths) + 1 == pytest.approx(len(bounds.draft_widths), abs=3)
     assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.2)

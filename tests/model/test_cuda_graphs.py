@@ -115,7 +115,7 @@ def test_a_draft_that_replays_writes_the_same_text(tmp_path: Path, monkeypatch: 
     for is_replaying in (False, True):
         with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
             if is_replaying:
-                model = decoder.drafter._draft._model
+                model = decoder.drafter.model
                 model.replay_with(Graphs(model, Calls))
             results.append(decoder.generate([5, 6, 7] * 9, max_new_tokens=80))
     assert results[0].token_ids == results[1].token_ids

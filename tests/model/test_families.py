@@ -23,6 +23,7 @@ from transformers import (
 
 import offload
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.config import Sampling
 from offload.memory.planner import Budgets, make_plan, model_shape
 from offload.model.meta import build_meta_model
 
@@ -134,7 +135,8 @@ def assert_decodes_like_transformers(directory: Path) -> None:
     ram = streaming_ram(directory)
     with offload.load(directory, directory, ram=ram, dtype="float32", context=128, tree="8x3", threads=1) as decoder:
         got = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
-        layers = [layer for layer in decoder.target._cache.layers if layer.is_initialized]
+        cache = decoder.begin(PROMPT, Sampling()).caches.target  # the one that was written with
+        layers = [layer for layer in cache.layers if layer.is_initialized]
         kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert got.token_ids == greedy_choices(theirs.eval(), got.token_ids, PROMPT)
     assert got.plan.num_slots == 3 and got.plan.num_resident == 0

@@ -29,7 +29,6 @@ from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling import sampler as sampling
-from offload.stats import Stats
 from offload.streaming.disk import HostStore
 from offload.tree.topology import DynamicShape
 
@@ -90,19 +89,18 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
     place_layers(monkeypatch, *TIERS["host"])
     with card, offload.load(target, draft, tree=tree, **LOAD) as decoder:
         shape = decoder._trees.for_run(Sampling(), "match").shape
-        sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompts()[1])
-        passes = 0
-        run = decoder.drafter._draft._model.forward
+        text, passes = decoder.begin(prompts()[1], Sampling(), shape=shape), 0
+        run = decoder.drafter.model.forward
 
         def counted(*args: Any, **options: Any) -> Tensor:
             nonlocal passes
             passes += 1
             return run(*args, **options)
 
-        decoder.drafter._draft._model.forward = counted
-        tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
+        decoder.drafter.model.forward = counted
+        decoder.step(text)
         passes, card.looks[:] = 0, []
-        new = decoder.step(tokens, shape, decoder.rule, sampler, Stats())
+        new = decoder.step(text)
     per_pass, learning = (2, 2 + len(new)) if isinstance(shape, DynamicShape) else (1, 0)
     assert passes > 0 and len(card.looks) <= per_pass * passes + len(new) + learning
 
@@ -124,12 +122,12 @@ def test_small_tensors_take_the_way_that_was_chosen(
             sent.append(tensor.numel())
             return tensor.to(place())
 
-        for model in (decoder.target._model, decoder.drafter._draft._model):
+        for model in (decoder.target._model, decoder.drafter.model):
             model.send_with(send)
-        sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompts()[1])
+        text = decoder.begin(prompts()[1], Sampling(), shape=shape)
         for _ in range(3):
             card.sends[:], sent[:] = [], []
-            tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
+            decoder.step(text)
             small = [size for size in card.sends if size < slab_bytes // 2]  # layers are copies
             assert len(sent) > 3 and len(small) - len(sent) <= isinstance(shape, DynamicShape), (small, sent)
 

@@ -194,9 +194,12 @@ def test_one_child_of_a_given_text_is_accepted_as_often_as_the_distributions_ove
     sampling, tokens = Sampling(temperature=1.0, seed=1), window(5, 200)
     with offload.load(*pair, "1GiB", "64x16", rule, context=256, threads=1, profile="none") as decoder:
         found = [given_trace(decoder, tokens, 20, replace(sampling, seed=seed)).count(0) / 180 for seed in range(8)]
-        sampler = decoder.begin(sampling, decoder.rule)
-        drafted = [sampler.distribution(logits_1V)[0] for logits_1V in decoder.drafter.score(tokens, 20)]
-        targeted = [sampler.distribution(logits_V[None])[0] for logits_V in tracer._target_logits(decoder, tokens, 20)]
+        text = decoder.begin(tokens, sampling)
+        scores = decoder.drafter.score(tokens, 20, text.caches.draft)
+        drafted = [text.sampler.distribution(logits_1V)[0] for logits_1V in scores]
+        targeted = [
+            text.sampler.distribution(logits_V[None])[0] for logits_V in tracer._target_logits(decoder, text, 20)
+        ]
     overlap = sum(float(torch.minimum(p, q).sum()) for p, q in zip(targeted, drafted, strict=True)) / 180
     assert sum(found) / 8 == pytest.approx(overlap, abs=4 * 0.5 / (8 * 180) ** 0.5)
 

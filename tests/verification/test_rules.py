@@ -1,5 +1,6 @@
 """The rules end to end, on streamed models: greedy text, reproducible draws, distributions, refusals."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from offload.memory.plan import DRAW_BYTES
 from offload.memory.planner import Budgets, make_plan, model_shape
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw, Proposals
-from offload.tree.topology import best_first, k_ary
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import Topology, best_first, k_ary
+from offload.verification import rules
 from offload.verification.rules import find_rule
 
 TREES = ("none", "16x4", "chain:6", "sequences:3x3")
@@ -117,6 +120,16 @@ def test_distributions_take_their_share_of_the_budget(models: tuple[Path, Path])
     )
 
 
+def test_rules_stand_in_one_table() -> None:
+    """The functions are those that it names, no more; what users read names the same rules."""
+    assert {terms.test for terms in RULES.values()} == set(rules._TESTS)
+    for name, terms in RULES.items():
+        rule = find_rule(name)
+        assert (rule.name, rule.drafting, rule.verify.__name__) == (name, terms.drafting, terms.test)
+    named = re.findall(r"^\| (\w+) \|", str(rules.__doc__), flags=re.MULTILINE)
+    assert sorted(named[1:]) == sorted(RULES), "the table in the docstring"
+
+
 class BigramModel:
     """A draft of four tokens beside a target of six."""
 
@@ -127,10 +140,15 @@ class BigramModel:
         return self.logits_VV[token_T][-num_logits:]
 
 
+def grow_bigrams(topology: Topology, tokens: list[int], sampler: Sampler, vocab_size: int = 6) -> TokenTree:
+    drafter = ModelDrafter(BigramModel(), vocab_size, 64)  # type: ignore[arg-type]
+    return drafter.grow(topology, tokens, sampler, drafter.new_state()).tree
+
+
 @pytest.mark.parametrize("drafting", [Drafting.WITHOUT_REPLACEMENT, Drafting.WITH_REPLACEMENT])
 def test_a_tree_carries_the_distributions_of_the_nodes_that_have_children(drafting: Drafting) -> None:
     topology, sampler = best_first((0.5, 0.3, 0.1), 12, 3), Sampler(Sampling(temperature=0.7), 6, drafting)
-    tree = ModelDrafter(BigramModel(), 6, 64).grow(topology, [1, 5], sampler)  # type: ignore[arg-type]
+    tree = grow_bigrams(topology, [1, 5], sampler)
     assert tree.proposals is not None and tree.proposals.probs_EV.dtype == torch.float32
     expanded = np.flatnonzero(topology.num_children_N)
     assert tree.proposals.probs_EV.shape == (len(expanded), 6)
@@ -145,7 +163,7 @@ def test_a_tree_carries_the_distributions_of_the_nodes_that_have_children(drafti
 @pytest.mark.parametrize("drafting", [Drafting.COUPLED, Drafting.TOP_K])
 def test_a_tree_of_point_masses_carries_no_distribution(drafting: Drafting) -> None:
     sampler = Sampler(Sampling(temperature=0.7), 6, drafting)
-    tree = ModelDrafter(BigramModel(), 6, 64).grow(k_ary(3, 13), [1, 0], sampler)  # type: ignore[arg-type]
+    tree = grow_bigrams(k_ary(3, 13), [1, 0], sampler)
     assert tree.proposals is None
     assert all(offer.draw is Draw.POINT_MASS and offer.probs_V is None for offer in tree.offers(0))
 
@@ -153,7 +171,7 @@ def test_a_tree_of_point_masses_carries_no_distribution(drafting: Drafting) -> N
 def test_children_beyond_a_narrow_draft_are_drawn_from_the_rest() -> None:
     """Six children of a draft of four tokens: the last two are those that only the target has (Alg. 1)."""
     sampler = Sampler(Sampling(temperature=0.7), 6, Drafting.WITHOUT_REPLACEMENT)
-    tree = ModelDrafter(BigramModel(), 6, 64).grow(k_ary(6, 7), [1, 0], sampler)  # type: ignore[arg-type]
+    tree = grow_bigrams(k_ary(6, 7), [1, 0], sampler)
     assert sorted(tree.tokens[1:5]) == [0, 1, 2, 3] and sorted(tree.tokens[5:]) == [4, 5]
     assert [offer.probs_V[offer.token] for offer in tree.offers(0)][4:] == [0.5, 1.0]
 
@@ -168,7 +186,7 @@ def test_a_child_that_its_distribution_cannot_give_is_a_bug() -> None:
 def test_more_children_than_tokens_are_never_needed() -> None:
     """Seven children of four tokens: the four draws are offered, and the fourth is accepted for certain."""
     sampler = Sampler(Sampling(temperature=0.7), 4, Drafting.WITHOUT_REPLACEMENT)
-    tree = ModelDrafter(BigramModel(), 4, 64).grow(k_ary(7, 8), [1, 0], sampler)  # type: ignore[arg-type]
+    tree = grow_bigrams(k_ary(7, 8), [1, 0], sampler, 4)
     assert sorted(tree.tokens[1:5]) == [0, 1, 2, 3] and [offer.child for offer in tree.offers(0)] == [1, 2, 3, 4]
     for _ in range(200):
         accepted = find_rule("sequoia").verify(tree, torch.zeros(8, 4), sampler, 0)

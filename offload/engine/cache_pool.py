@@ -1,0 +1,41 @@
+"""Who has the caches of a decoder. Memory is planned for one text at a time, so there is one set of them.
+
+They go from one sequence to the next as they are, never others in their place: recordings of passes lie on their
+buffers, and a text that begins as the one before did need not be computed with again so far.
+"""
+
+from offload.engine.sequence import Caches, Sequence
+
+
+class CachePool:
+    """Lends one set of caches to one sequence at a time."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = caches
+        self._holder: Sequence | None = None
+
+    def lend(self, sequence: Sequence, *, keeps: bool) -> None:
+        """`sequence` has the caches from now on; whichever had them refuses to go on.
+
+        Args:
+            keeps: what was computed for the tokens that both begin with.
+        """
+        before = self.take_back()
+        self._caches.clear(num_shared(before, sequence.tokens[:-1]) if keeps else 0)
+        sequence.hold(self._caches)
+        sequence.stats.num_kept_tokens = self._caches.target.length
+        self._holder = sequence
+
+    def take_back(self) -> list[int]:
+        """No sequence has the caches; returns the tokens of the last that had: their content begins with these."""
+        holder, self._holder = self._holder, None
+        if holder is None:
+            return []
+        holder.hold(None)
+        return holder.tokens
+
+
+def num_shared(first: list[int], second: list[int]) -> int:
+    """Tokens at the beginning that two texts have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,0 +1,99 @@
+"""One text being written: all that is known of it and of how it goes on, while models hold weights alone.
+
+Invariant: what its caches hold are keys and values of its tokens, from the first on. A step adds tokens after both
+caches have taken in what was accepted, so a step that was cut short leaves caches that hold too much at most; the next
+one clears that away.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from offload.errors import UserError
+from offload.model.kv_cache import KVCache
+from offload.sampling.sampler import Sampler
+from offload.stats import Stats
+from offload.tree.topology import DynamicShape, Shape
+from offload.verification.rules import Rule
+
+
+class Caches(NamedTuple):
+    """What the two models keep of one text."""
+
+    target: KVCache
+    draft: Any  # a `DraftState`, of a kind that its drafter alone knows
+
+    def clear(self, num_kept: int = 0) -> None:
+        """Forget the text but for its first tokens."""
+        self.target.clear(num_kept)
+        self.draft.clear(num_kept)
+
+
+class Limits(NamedTuple):
+    """What ends a text."""
+
+    max_new_tokens: int = sys.maxsize
+    end_ids: frozenset[int] = frozenset()  # that of the end is part of the sequence, but not of its text
+
+
+class Sequence:
+    """One text, with the caches that were lent to it.
+
+    Attributes:
+        tokens: of the prompt, then all that were accepted; the last is the root of the next tree.
+        sampler: what its tokens are drawn with.
+        rule: of acceptance, whose drafting distribution the sampler carries.
+        shape: of the next tree.
+        stats: of its steps since the shape was set.
+    """
+
+    def __init__(self, tokens: Iterable[int], sampler: Sampler, rule: Rule, shape: Shape, limits: Limits) -> None:
+        self.tokens, self.sampler, self.rule, self._limits = list(tokens), sampler, rule, limits
+        self.num_prompt_tokens = len(self.tokens)
+        self._caches: Caches | None = None
+        self.set_shape(shape)
+
+    def set_shape(self, shape: Shape) -> Stats:
+        """Later trees have this one; returns the figures of their steps, which begin anew."""
+        self.shape, self.stats = shape, Stats(num_prompt_tokens=self.num_prompt_tokens)
+        self.stats.tree_num_nodes, self.stats.tree_depth = shape.num_nodes, shape.depth
+        self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
+        return self.stats
+
+    @property
+    def caches(self) -> Caches:
+        """What the models keep of it. Raises `UserError` when they were taken away, by another one or for good."""
+        if self._caches is None:
+            raise UserError("this decoder has begun another generation or was closed: finish one before the next")
+        return self._caches
+
+    def hold(self, caches: Caches | None) -> None:
+        """From now on these are its caches; None takes them away."""
+        self._caches = caches
+
+    @property
+    def new_ids(self) -> list[int]:
+        """Tokens behind the prompt."""
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def is_at_end_token(self) -> bool:
+        """Whether the model has ended the text."""
+        return len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self._limits.end_ids
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is to be written, as far as tokens tell."""
+        return self.is_at_end_token or len(self.tokens) >= self.num_prompt_tokens + self._limits.max_new_tokens
+
+    def accept(self, tokens: list[int]) -> list[int]:
+        """Add newly accepted tokens up to where the text ends; returns those."""
+        num_left = self.num_prompt_tokens + self._limits.max_new_tokens - len(self.tokens)
+        end = next((index for index, token in enumerate(tokens) if token in self._limits.end_ids), len(tokens))
+        counted = tokens[: min(end + 1, num_left)]
+        self.tokens += counted
+        return counted
+
+    def cut(self, num_new: int) -> None:
+        """Drop all but so many of its new tokens: behind them a stop string is complete."""
+        del self.tokens[self.num_prompt_tokens + num_new :]

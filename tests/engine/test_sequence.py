@@ -1,0 +1,191 @@
+"""Sequences: all that is known of a text is theirs, models are lent it, and a step that is cut short is no step."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from reciting import at_call, interrupt
+from tiny import FAMILIES, save_pair
+
+import offload
+from offload.config import Sampling
+from offload.drafting.model import ModelDrafter
+from offload.engine.cache_pool import CachePool
+from offload.engine.decoder import Decoder
+from offload.engine.sequence import Caches, Limits, Sequence
+from offload.engine.text import TextStream
+from offload.model.kv_cache import KVCache
+from offload.model.target import Target
+from offload.sampling.sampler import Sampler
+from offload.tree.topology import DynamicShape, Shape, chain, k_ary
+from offload.verification.rules import find_rule
+
+PROMPT, OTHER = [7, 11, 3, 42, 5], [9, 2, 77]
+WARM = Sampling(temperature=0.8, seed=3)
+SHAPES = (k_ary(2, 15), DynamicShape(16, 4))
+NUM_STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
+    models = save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"), noise=0.005)
+    with offload.load(*models, "1GiB", "16x4", context=160, dtype="float32", threads=1, profile="none") as decoder:
+        yield decoder
+
+
+def written(decoder: Decoder, prompt: list[int], sampling: Sampling, shape: Shape) -> Sequence:
+    sequence = decoder.begin(prompt, sampling, shape=shape)
+    for _ in range(NUM_STEPS):
+        decoder.step(sequence)
+    return sequence
+
+
+def text_of(tokens: list[int], limits: Limits | None = None) -> Sequence:
+    return Sequence(tokens, Sampler(Sampling(), 10), find_rule("match"), chain(0), limits or Limits())
+
+
+def test_two_sequences_in_turn_know_nothing_of_each_other(decoder: Decoder) -> None:
+    alone = [decoder.generate(prompt, max_new_tokens=60, temperature=0.8, seed=3) for prompt in (PROMPT, OTHER)]
+    both = [written(decoder, prompt, WARM, SHAPES[0]) for prompt in (PROMPT, OTHER)]
+    for sequence, wanted in zip(both, alone, strict=True):
+        assert len(sequence.new_ids) > NUM_STEPS, "no guess was right"
+        assert sequence.new_ids == wanted.token_ids[: len(sequence.new_ids)]
+        assert sequence.stats.num_sweeps == NUM_STEPS
+
+
+def test_models_hold_no_text(decoder: Decoder) -> None:
+    before = [dict(vars(model)) for model in (decoder.target, decoder.drafter)]
+    written(decoder, PROMPT, Sampling(), SHAPES[0])
+    assert before == [vars(model) for model in (decoder.target, decoder.drafter)]
+    assert not any(isinstance(value, KVCache) for attributes in before for value in attributes.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["static", "dynamic"])
+def test_caches_hold_all_but_the_root(decoder: Decoder, shape: Shape) -> None:
+    sequence = decoder.begin(PROMPT, Sampling(), shape=shape)
+    for _ in range(NUM_STEPS):
+        before = len(sequence.tokens)
+        accepted = decoder.step(sequence)
+        assert sequence.tokens[before:] == accepted != []
+        assert sequence.caches.target.length == len(sequence.tokens) - 1
+        assert before <= sequence.caches.draft.length < len(sequence.tokens)
+
+
+def test_an_overtaken_sequence_refuses_and_loses_nothing_else(decoder: Decoder) -> None:
+    overtaken = written(decoder, PROMPT, Sampling(), SHAPES[0])
+    caches, tokens = overtaken.caches, list(overtaken.tokens)
+    last = decoder.begin(OTHER, Sampling())
+    assert last.caches is caches, "recordings lie on the buffers of these very caches"
+    with pytest.raises(offload.UserError, match="has begun another generation or was closed: finish one before"):
+        decoder.step(overtaken)
+    assert overtaken.tokens == tokens and caches.target.length == 0
+    decoder.step(last)
+
+
+def test_a_sequence_of_a_closed_decoder_refuses(looper: Path) -> None:
+    with offload.load(looper, None, "1GiB", context=64, threads=1) as decoder:
+        sequence = decoder.begin([1, 2], Sampling())
+        decoder.step(sequence)
+    with pytest.raises(offload.UserError, match="was closed"):
+        decoder.step(sequence)
+
+
+def resumed(decoder: Decoder, shape: Shape, owner: type, method: str, number: int) -> list[int]:
+    """What is written when the so-many-th call of a method is cut short and its step run again."""
+    sequence = decoder.begin(PROMPT, WARM, shape=shape)
+    with at_call(owner, method, number, interrupt), pytest.raises(KeyboardInterrupt):
+        while True:
+            decoder.step(sequence)
+    caches, num_known = sequence.caches, len(sequence.tokens) - 1
+    assert max(caches.target.length, caches.draft.length) > num_known, "nothing has to be cleared away"
+    while len(sequence.new_ids) < 40:
+        decoder.step(sequence)
+    return sequence.new_ids[:40]
+
+
+MOMENTS = [(Target, "commit", 2), (ModelDrafter, "commit", 1), (ModelDrafter, "commit", 3), (Sequence, "accept", 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["static", "dynamic"])
+@pytest.mark.parametrize(("owner", "method", "number"), MOMENTS)
+def test_a_step_that_was_cut_short_is_run_again(
+    decoder: Decoder, shape: Shape, owner: type, method: str, number: int
+) -> None:
+    """Between the commits of both models one knows more than the other, behind them both know more than the text."""
+    wanted = decoder.generate(PROMPT, max_new_tokens=40, temperature=0.8, seed=3).token_ids
+    assert resumed(decoder, shape, owner, method, number) == wanted
+
+
+@pytest.mark.parametrize(("owner", "method", "number"), MOMENTS)
+def test_caches_that_are_not_cleared_would_show(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, number: int
+) -> None:
+    """The control: without it the same interruptions spoil the text, or the next step fails."""
+    wanted = decoder.generate(PROMPT, max_new_tokens=40, temperature=0.8, seed=3).token_ids
+    clear = Caches.clear
+    monkeypatch.setattr(Caches, "clear", lambda caches, num_kept=0: None if num_kept else clear(caches))
+    got: list[int] = []
+    with suppress(AssertionError):
+        got = resumed(decoder, SHAPES[0], owner, method, number)
+    assert got != wanted
+
+
+def test_a_text_that_begins_like_the_one_before_keeps_what_was_computed(decoder: Decoder) -> None:
+    first = written(decoder, PROMPT, Sampling(), SHAPES[0])
+    known = first.tokens[:-1]
+    fork = [*known[:9], 1 + known[9] % 100, 5]
+    for tokens, keeps, wanted in ((fork, True, 9), (fork, False, 0)):
+        written(decoder, PROMPT, Sampling(), SHAPES[0])
+        sequence = decoder.begin(tokens, Sampling(), keeps=keeps)
+        assert sequence.stats.num_kept_tokens == sequence.caches.target.length == wanted
+    again = decoder.begin(known, Sampling(), shape=SHAPES[0], keeps=True)
+    assert again.caches.target.length == 0, "the one before took nothing in"
+    assert decoder.step(again)[0] == first.tokens[-1]
+
+
+def test_a_text_keeps_its_last_token_to_begin_with() -> None:
+    """The root of the first tree is computed with the tree, whatever the caches hold."""
+    cache = SimpleNamespace(length=0, clear=lambda num_kept: setattr(cache, "length", min(num_kept, cache.length)))
+    caches: Any = Caches(cache, cache)  # type: ignore[arg-type]
+    pool = CachePool(caches)
+    pool.lend(text_of([1, 2, 3, 4]), keeps=True)
+    cache.length = 4
+    pool.lend(text_of([1, 2, 3]), keeps=True)
+    assert cache.length == 2
+    assert pool.take_back() == [1, 2, 3] and pool.take_back() == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "bursts", "wanted", "has_ended"),
+    [
+        (Limits(), [[5, 9], [5]], [5, 9, 5], False),
+        (Limits(3), [[5, 9], [4]], [5, 9, 4], True),
+        (Limits(3), [[5, 9], [4, 6, 6]], [5, 9, 4], True),
+        (Limits(9, frozenset({9})), [[5], [4, 9, 6]], [5, 4, 9], True),
+        (Limits(2, frozenset({9})), [[5], [4, 9, 6]], [5, 4], True),
+        (Limits(0), [], [], True),
+        (Limits(9, frozenset({2})), [], [], False),
+    ],
+)
+def test_limits(limits: Limits, bursts: list[list[int]], wanted: list[int], has_ended: bool) -> None:
+    """What lies behind the end was accepted in vain; an end token in the prompt ends nothing."""
+    sequence = text_of([1, 2], limits)
+    counted = [token for burst in bursts for token in sequence.accept(burst)]
+    assert sequence.new_ids == counted == wanted and sequence.has_ended == has_ended
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_burst_that_did_not_become_text_becomes_it_later(looper: Path, number: int) -> None:
+    """Cut short between a step and its text: the tokens are there, so the text must follow."""
+    with offload.load(looper, looper, "1GiB", "8x3", context=256, threads=1) as decoder:
+        wanted = decoder.generate("Say:", max_new_tokens=30)
+        run = decoder.run("Say:", Sampling(), max_new_tokens=30)
+        with at_call(TextStream, "push", number, interrupt), pytest.raises(KeyboardInterrupt):
+            list(run)
+        list(run)
+        result = run.result()
+    assert (result.token_ids, result.text, result.finish_reason) == (wanted.token_ids, wanted.text, "length")
+    assert sum(result.stats.accepted_per_sweep) + result.stats.num_first_tokens == 30
