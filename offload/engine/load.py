@@ -31,14 +31,13 @@ from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.model.cuda_graphs import use_graphs
-from offload.model.target import Layers, Target
+from offload.model.target import Target
 from offload.model.weights import StreamedModel
 from offload.planning.tree_policy import Trees
 from offload.streaming.device import Device, open_device
-from offload.streaming.device_stream import DeviceStream
-from offload.streaming.disk import HostStore
-from offload.streaming.layer_stream import LayerStream
-from offload.streaming.pinned import open_pinned_allocator
+from offload.streaming.disk import DiskReader
+from offload.streaming.layers import Layers, open_layers
+from offload.streaming.source import ByteSource
 from offload.verification.rules import Rule, find_rule
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
@@ -119,7 +118,7 @@ class _Pair(NamedTuple):
 
     target: StreamedModel  # embeddings and head are bound
     draft: StreamedModel | None  # all of it is
-    store: HostStore  # of the target
+    store: ByteSource  # of the target
     tokenizer: Tokenizer | None
     end_ids: frozenset[int]
     card: Device | None  # that both compute on; None is the CPU
@@ -157,7 +156,7 @@ def _open_pair(
         draft = StreamedModel(files.draft, dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
-    store = HostStore(files.target.shards, rate_limit_bytes_per_s=limit_bytes_per_s)
+    store = DiskReader(files.target.shards, rate_limit_bytes_per_s=limit_bytes_per_s)
     resources.callback(store.close)
     return _Pair(target, draft, store, tokenizer, end_ids, card, notes)
 
@@ -230,7 +229,7 @@ def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HO
 
 
 def _fill(model: StreamedModel, checkpoint: Checkpoint, count: Callable[[int], None] = lambda _: None) -> None:
-    store = HostStore(checkpoint.shards)
+    store = DiskReader(checkpoint.shards)
     try:
         model.bind_rest(store.fetch(model.rest_layout))
         count(model.rest_layout.slab_bytes)
@@ -270,32 +269,9 @@ def _start_stream(pair: _Pair, plan: MemoryPlan, on_bytes: Progress, resources: 
         for layout, tier in zip(model.layer_layouts, plan.tier_L, strict=True)
         if tier is not Tier.DISK
     ]
-    if pair.card is None:
-        stream: LayerStream | DeviceStream = LayerStream(
-            pair.store, model.layer_layouts, plan.is_resident, plan.num_slots
-        )
-    else:
-        stream = _device_stream(pair, plan, pair.card, resources)
-    stream.load_resident(_counter(sum(stays), on_bytes))
-    return stream
-
-
-def _device_stream(pair: _Pair, plan: MemoryPlan, card: Device, resources: ExitStack) -> DeviceStream:
-    if card.place.type == "cuda":
-        torch.cuda.empty_cache()  # slots will not fit into what was left behind by measuring
-    arena = open_pinned_allocator(card.place)
-    resources.callback(arena.close)
-    stream = DeviceStream(
-        pair.store,
-        pair.target.layer_layouts,
-        plan.tier_L,
-        plan.num_slots,
-        device=card,
-        arena=arena,
-        num_host_slots=plan.num_host_slots,
-    )
-    resources.callback(stream.close)
-    return stream
+    layers = open_layers(pair.store, model.layer_layouts, plan, pair.card, resources)
+    layers.load_resident(_counter(sum(stays), on_bytes))
+    return layers
 
 
 def _check_vocabulary(

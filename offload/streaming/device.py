@@ -13,6 +13,7 @@ from torch import Tensor
 
 from offload.config import format_bytes, parse_size
 from offload.errors import UserError, reason
+from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
 
 Event = Any  # a mark in a stream, reached or not yet
 Stream = Any  # work that is done in order
@@ -30,6 +31,10 @@ class Device(Protocol):
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
+        ...
+
+    def open_allocator(self) -> PinnedAllocator:
+        """Of host memory that copies to this device can be made from; whoever opens it closes it."""
         ...
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
@@ -78,6 +83,10 @@ class CudaDevice:
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+
+    def open_allocator(self) -> PinnedAllocator:
+        """Of page-locked memory, as far as this machine has it."""
+        return open_pinned_allocator(self.place)
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy; from page-locked memory the host does not wait for it."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ from tiny import FAMILIES, build, save
 import offload
 from offload.checkpoint.layout import BLOCK_BYTES, Part, Placed, SlabLayout, slab_layout
 from offload.checkpoint.safetensors import open_checkpoint, read_header
-from offload.engine import load as loading
 from offload.errors import ReadError, UserError
 from offload.memory.planner import make_plan, model_shape
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
-from offload.streaming.disk import HostStore
-from offload.streaming.layer_stream import LayerStream
+from offload.streaming.disk import DiskReader
+from offload.streaming.host_carrier import HostCarrier
+from offload.streaming.host_device import HostDevice
+from offload.streaming.layers import Layers
+from offload.streaming.source import finish
 
 NUM_LAYERS = 5
 LAYOUTS = [SlabLayout((), {"w": Placed("F32", (4,), 0)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)]
@@ -56,13 +58,15 @@ class ToldStore:
             future.set_result(None)
 
 
-def stream_over(store: Any, resident: set[int], num_slots: int, **options: bool) -> LayerStream:
-    stream = LayerStream(store, LAYOUTS, [layer in resident for layer in range(NUM_LAYERS)], num_slots, **options)
+def stream_over(
+    store: Any, resident: set[int], num_slots: int, layouts: Sequence[SlabLayout] = tuple(LAYOUTS)
+) -> Layers:
+    stream = Layers(HostCarrier(store, layouts, sorted(resident), HostDevice()), num_slots)
     stream.load_resident()
     return stream
 
 
-def sweep(stream: LayerStream) -> None:
+def sweep(stream: Layers) -> None:
     stream.begin_sweep()
     for layer in range(NUM_LAYERS):
         assert (stream.acquire(layer) == layer).all(), f"layer {layer} is not what arrived"
@@ -98,7 +102,7 @@ def test_a_slot_is_refilled_only_after_its_release(num_slots: int) -> None:
     store = ToldStore()
     stream = stream_over(store, set(), num_slots)
     held = [stream.acquire(layer) for layer in range(num_slots)]
-    assert len({slab.ctypes.data for slab in held}) == num_slots
+    assert len({slab.data_ptr() for slab in held}) == num_slots
     assert store.asked == list(range(num_slots)), "a read was started into a slot that is in use"
     assert [int(slab[0]) for slab in held] == list(range(num_slots))
     stream.release(0)
@@ -108,12 +112,13 @@ def test_a_slot_is_refilled_only_after_its_release(num_slots: int) -> None:
 
 def test_a_released_slot_can_be_poisoned() -> None:
     store = ToldStore(at_once=False)
-    stream = stream_over(store, set(), 2, poison_released=True)
+    stream = stream_over(store, set(), 2)
+    stream.poison_released = True
     store.finish(0)
     slab = stream.acquire(0)
     stream.release(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.from_numpy(slab).view(dtype).isnan().all()
+        assert slab.view(dtype).isnan().all()
 
 
 def test_a_layer_is_handed_out_only_when_it_has_arrived() -> None:
@@ -206,13 +211,12 @@ def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
 
 def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[SlabLayout]]) -> None:
     path, layouts = layer_file
-    store = HostStore([path])
+    store = DiskReader([path])
     try:
-        stream = LayerStream(store, layouts, [False] * NUM_LAYERS, 2)
-        stream.load_resident()
+        stream = stream_over(store, set(), 2, layouts)
         stream.begin_sweep()
         stream.acquire(0)
-        for future in stream._pending[0][2]:
+        for future in stream.stage._transfers[0].parts:
             future.result()
         with failing_reads(1):
             stream.release(0)
@@ -230,10 +234,9 @@ def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[Slab
 
 def test_stall_counts_the_wait_for_a_slow_link(layer_file: tuple[Path, list[SlabLayout]]) -> None:
     path, layouts = layer_file
-    store = HostStore([path], rate_limit_bytes_per_s=2e6)
+    store = DiskReader([path], rate_limit_bytes_per_s=2e6)
     try:
-        stream = LayerStream(store, layouts, [False] * NUM_LAYERS, 2)
-        stream.load_resident()
+        stream = stream_over(store, set(), 2, layouts)
         started = time.perf_counter()
         for layer in range(NUM_LAYERS):
             stream.acquire(layer)
@@ -258,28 +261,20 @@ def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
     with offload.load(target, ram=ram, context=128, threads=1) as decoder:
         plan, stream = decoder.plan, decoder.target.stream
         assert plan.num_slots == 3 and plan.num_resident == 0
-        num_runs = sum(len(layout.pieces) for layout in stream._layouts)
-        moved = []
+        num_runs = sum(len(layout.pieces) for layout in stream.carrier.layouts)
+        moved, counted = [], []
         for _ in range(2):
             for num_new in (4, 9):
                 decoder.generate([5, 6, 7], max_new_tokens=num_new)
-                for _, _, futures in stream._pending:
-                    for future in futures:
-                        future.result()
-                moved.append(stream.bytes_read)
+                for transfer in stream.stage._transfers:
+                    finish(transfer.parts)
+                moved.append(stream.source.bytes_read)
+                counted.append(stream.bytes_read)
     # every token but the last needs one sweep of its own, and read-ahead is the same after each generation
-    for more, num_sweeps in zip(np.diff(moved).tolist(), (9, 4, 9), strict=True):
-        assert more % num_sweeps == 0
-        assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= more / num_sweeps <= plan.streamed_bytes
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def build_stream(*args: Any, **options: Any) -> LayerStream:
-        return LayerStream(*args, **options, poison_released=True)
-
-    monkeypatch.setattr(loading, "LayerStream", build_stream)
-    yield
+    for figures in (moved, counted):
+        for more, num_sweeps in zip(np.diff(figures).tolist(), (9, 4, 9), strict=True):
+            assert more % num_sweeps == 0
+            assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= more / num_sweeps <= plan.streamed_bytes
 
 
 def logits_of_a_generation(target: Path, ram: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -291,12 +286,12 @@ def logits_of_a_generation(target: Path, ram: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(StreamedModel, "forward", watch)
     with offload.load(target, ram=ram, context=128, threads=1) as decoder:
+        decoder.target.stream.poison_released = True
         decoder.generate([5, 6, 7], max_new_tokens=12)
     monkeypatch.setattr(StreamedModel, "forward", forward)
     return seen
 
 
-@pytest.mark.usefixtures("poisoned")
 def test_a_generation_never_reads_a_released_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, ram = tiny_target(tmp_path)
     streamed = logits_of_a_generation(target, ram, monkeypatch)
@@ -306,7 +301,6 @@ def test_a_generation_never_reads_a_released_slot(tmp_path: Path, monkeypatch: p
         assert torch.equal(ours, theirs) and not ours.isnan().any()
 
 
-@pytest.mark.usefixtures("poisoned")
 def test_a_layer_used_after_its_release_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, ram = tiny_target(tmp_path)
     borrow = StreamedModel.stream_layers
@@ -321,6 +315,6 @@ def test_a_layer_used_after_its_release_shows(tmp_path: Path, monkeypatch: pytes
 
         borrow(self, hurry, lambda layer: None)
 
-    monkeypatch.setattr(StreamedModel, "borrow_layers", borrow_and_release_early)
+    monkeypatch.setattr(StreamedModel, "stream_layers", borrow_and_release_early)
     with pytest.raises(UserError, match="scores are not numbers"):
         logits_of_a_generation(target, ram, monkeypatch)
