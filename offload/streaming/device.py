@@ -130,15 +130,18 @@ class CudaDevice:
         return min(_MAX_CONTEXT_BYTES, self.bytes_beside_torch())
 
 
-def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None:
-    """The device that `--device` names; None is the CPU.
+def open_device(name: str | Device, gpu_memory: str | int | None = None) -> Device | None:
+    """The device that `device` names, or is; None is the CPU.
 
     Args:
+        name: `auto`, `cpu`, `cuda` or `cuda:N`; a device that is open already is returned as it is.
         gpu_memory: of which this process takes no more than that.
 
     Raises:
         UserError: no such name, no driver, no such GPU, or a budget where there is none or larger than the GPU.
     """
+    if not isinstance(name, str):
+        return name
     if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
         raise UserError(f"`device` must be auto, cpu, cuda or cuda:N, got {name!r}: try `device` auto")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

@@ -1,8 +1,8 @@
 """The layers of a model, in the order in which a sweep needs them: some stay, the others pass through a few slots.
 
-What is written here holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent: `acquire`
-lets what computes wait until a layer is there, `release` says that all of its use has been enqueued. Where a layer lives
-is fixed for the run, because a cyclic scan through an LRU cache would never hit.
+This holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent: `acquire` lets what computes
+wait until a layer is there, `release` says that all of its use has been enqueued. Where a layer lives is fixed for the
+run, because a cyclic scan through an LRU cache would never hit.
 
 Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read before the event that
 says it is there; and the host waits nowhere but where a disk has not delivered.

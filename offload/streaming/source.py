@@ -41,6 +41,9 @@ class ByteSource(Protocol):
         """Drop queued reads and wait for running ones."""
 
 
+OpenSource = Callable[..., ByteSource]  # of shards, and of `rate_limit_bytes_per_s` where it is slowed down
+
+
 def finish(reads: Iterable[Future[None]]) -> None:
     """Return once all of these reads have arrived. Raises `ReadError`."""
     for read in reads:
