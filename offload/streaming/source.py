@@ -61,8 +61,10 @@ def read_all(
     source: ByteSource, slabs: Iterable[tuple[SlabLayout, np.ndarray]], on_bytes: Callable[[int], None]
 ) -> None:
     """Fill all of these slabs; `on_bytes` hears of each that has landed. Raises `ReadError`."""
-    reads = [(layout.slab_bytes, source.read(layout, slab)) for layout, slab in slabs]
+    reads = list[tuple[int, list[Future[None]]]]()
     try:
+        for layout, slab in slabs:
+            reads.append((layout.slab_bytes, source.read(layout, slab)))
         for num_bytes, futures in reads:
             finish(futures)
             on_bytes(num_bytes)

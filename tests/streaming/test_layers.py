@@ -2,10 +2,11 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from offload.streaming.disk import DiskReader
 from offload.streaming.host_carrier import HostCarrier
 from offload.streaming.host_device import HostDevice
 from offload.streaming.layers import Layers
-from offload.streaming.source import finish
+from offload.streaming.source import ByteSource, finish
 
 NUM_LAYERS = 5
 LAYOUTS = [SlabLayout((), {"w": Placed("F32", (4,), 0)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)]
@@ -201,6 +202,30 @@ def test_queued_reads_are_cancelled_by_a_new_beginning() -> None:
     assert queued and all(future.cancelled() for future in queued)
 
 
+def test_closing_drops_what_is_queued_and_the_memory() -> None:
+    store = ToldStore(at_once=False)
+    stream = stream_over(store, set(), 2)
+    slots = [weakref.ref(transfer.slot) for transfer in stream.stage._transfers]
+    queued = [future for _, _, future in store.waiting]
+    store.waiting.clear()
+    stream.close()
+    assert len(queued) == 2 and all(future.cancelled() for future in queued)
+    assert all(slot() is None for slot in slots)
+
+
+def test_every_copy_wait_and_use_is_told() -> None:
+    store, told = ToldStore(), list[tuple[str, int]]()
+    stream = stream_over(store, {3}, 2)
+    sweep(stream)
+    stream.record = lambda kind, layer, start_s, end_s: told.append((kind, layer)) if start_s <= end_s else None
+    sweep(stream)
+    assert not told, "nothing is told before it is asked for"
+    stream.record = None
+    sweep(stream)
+    layers = {kind: [layer for own, layer in told if own == kind] for kind, _ in told}
+    assert layers == {"copy": [2, 4, 0, 1], "wait": [0, 1, 2, 4], "compute": [0, 1, 2, 3, 4]}
+
+
 @pytest.fixture
 def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
     """Five layers of 64 KiB, one tensor each."""
@@ -275,6 +300,52 @@ def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
         for more, num_sweeps in zip(np.diff(figures).tolist(), (9, 4, 9), strict=True):
             assert more % num_sweeps == 0
             assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= more / num_sweeps <= plan.streamed_bytes
+
+
+class MemorySource(ByteSource):
+    """Files that were read beforehand."""
+
+    opened: ClassVar[list["MemorySource"]] = []
+
+    def __init__(self, paths: Sequence[Path], rate_limit_bytes_per_s: float | None = None) -> None:
+        self.paths, self.rate_limit_bytes_per_s, self.num_reads = paths, rate_limit_bytes_per_s, 0
+        self._files = [np.fromfile(path, np.uint8) for path in paths]
+        self.opened.append(self)
+
+    @property
+    def note(self) -> str | None:
+        return None
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        self.num_reads += 1
+        for shard, lo, hi, slab_lo in layout.pieces:
+            slab[slab_lo : slab_lo + hi - lo] = self._files[shard][lo:hi]
+        done = Future[None]()
+        done.set_result(None)
+        return [done]
+
+    def fetch(self, layout: SlabLayout) -> np.ndarray:
+        slab = np.empty(layout.slab_bytes, np.uint8)
+        self.read(layout, slab)
+        return slab
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_bytes_may_come_from_anywhere(tmp_path: Path) -> None:
+    """A model and its draft, without one read from the disk."""
+    target, _ = tiny_target(tmp_path)
+    MemorySource.opened.clear()
+    with offload.load(
+        target, target, 1 << 30, "2x1", context=128, threads=1, open_source=MemorySource, link_limit="1GB"
+    ) as decoder:
+        assert len(decoder.generate([5, 6, 7], max_new_tokens=3).token_ids) == 3
+    source, draft = MemorySource.opened
+    assert source.num_reads == draft.num_reads == 1 + 4, "embeddings and head, and the layers"
+    assert (source.rate_limit_bytes_per_s, draft.rate_limit_bytes_per_s) == (10**9, None)
+    assert not source._files and not draft._files, "both are closed"
 
 
 def logits_of_a_generation(target: Path, ram: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
