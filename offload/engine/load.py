@@ -70,14 +70,11 @@ def load(
         ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
         tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
-        device, gpu_memory: `auto`, `cpu`, `cuda` or `cuda:N`, and a budget on it; default: what is free there. A
-            device that is open already may be given instead of its name.
+        device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default: what is free there.
         dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's.
-        threads: compute threads; default: the fastest.
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
-        profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
-        link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
-        open_source: opens the weight files of a model.
+        threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
+        open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it slows the target's to.
         on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.
 
@@ -96,8 +93,7 @@ def load(
     trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
     trees.check(situation.sampling, rule)
     with ExitStack() as resources:
-        source = partial(open_source, rate_limit_bytes_per_s=limit)
-        pair = _open_pair(files, dtype, source, resources, card, ram)
+        pair = _open_pair(files, dtype, partial(open_source, rate_limit_bytes_per_s=limit), resources, card, ram)
         if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
         _read_pair(pair, on_bytes)  # the first weights: what can be refused has been
