@@ -75,7 +75,7 @@ class Stage:
 
     def acquire(self, block: int) -> Arrived:
         """The slot of the next block, valid until its release. Raises what moving it has raised, `ReadError` mostly."""
-        assert self._transfers and self._transfers[0].block == block, f"layer {block} acquired out of order"
+        assert self._transfers and self._transfers[0].block == block, f"block {block} acquired out of order"
         transfer, ready = self._transfers[0], None
         for part in transfer.parts:
             ready = part.result()

@@ -197,6 +197,25 @@ def test_a_slow_disk_does_not_hold_up_layers_behind_it() -> None:
         assert not sweeps(stream, device, count=1)
 
 
+def test_a_layer_from_disk_is_handed_out_before_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sends it waits for the copy, to use the buffer again; whoever computes does not."""
+    is_acquired, in_time, synchronize = threading.Event(), list[bool](), FakeDevice.synchronize
+
+    def wait(self: FakeDevice, event: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            in_time.append(is_acquired.wait(2))
+        synchronize(self, event)
+
+    monkeypatch.setattr(FakeDevice, "synchronize", wait)
+    with streaming(TIERS["disk"], haste=0.0) as (stream, device, _):
+        stream.acquire(0)
+        assert device.num_copies == 0
+        is_acquired.set()
+        stream.release(0)
+        assert not sweeps(stream, device, count=2)
+    assert in_time and all(in_time)
+
+
 def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_carrier, "_BOUNCE_BYTES", 1000)
     for limit_bytes in (0, 2500, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 3000):

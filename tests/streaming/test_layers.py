@@ -140,7 +140,7 @@ def test_a_layer_is_handed_out_only_when_it_has_arrived() -> None:
 
 def test_layers_out_of_order_are_our_own_bug() -> None:
     stream = stream_over(ToldStore(), set(), 2)
-    with pytest.raises(AssertionError, match="layer 1 acquired out of order"):
+    with pytest.raises(AssertionError, match="block 1 acquired out of order"):
         stream.acquire(1)
 
 
