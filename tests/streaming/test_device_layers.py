@@ -232,11 +232,12 @@ def test_a_piece_overwritten_before_its_copy_is_done_shows(monkeypatch: pytest.M
         assert sweeps(stream, device, pause=lambda: time.sleep(0.001))
 
 
-def test_a_failed_read_reaches_whoever_wants_the_layer() -> None:
-    with streaming(TIERS["mixed"]) as (stream, device, store):
+@pytest.mark.parametrize(("kind", "layer"), [("mixed", 5), ("disk", 0)])
+def test_a_failed_read_reaches_whoever_wants_the_layer(kind: str, layer: int) -> None:
+    with streaming(TIERS[kind]) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
-        store.failing = {5}
-        with pytest.raises(ReadError, match="layer 5 cannot be read"):
+        store.failing = {layer}
+        with pytest.raises(ReadError, match=f"layer {layer} cannot be read"):
             sweeps(stream, device, count=2)
         store.failing = set()
         assert not sweeps(stream, device, count=2), "the stream must recover with the next sweep"
@@ -338,6 +339,22 @@ def test_closing_while_the_disk_reads_leaves_no_thread() -> None:
         store.delay_s = 0.1
         stream.acquire(0)
     assert threading.active_count() <= before
+
+
+def test_closing_does_not_wait_for_reads_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, queued = ThreadStore(), list[Future[None]]()
+    monkeypatch.setattr(store, "read", lambda *_: queued.append(Future()) or queued[-1:])
+    stream = layers_over(store, TIERS["disk"], 2, FakeDevice())
+    stream.load_resident()
+    closing = threading.Thread(target=stream.close)
+    closing.start()
+    closing.join(5)
+    is_over = not closing.is_alive()
+    for read in queued:
+        if not read.cancel() and not read.done():
+            read.set_result(None)
+    closing.join()
+    assert is_over and len(queued) == 2
 
 
 def test_a_reader_thread_that_breaks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
