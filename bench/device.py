@@ -13,11 +13,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from unittest import mock
 
 import torch
 import typer
@@ -25,8 +24,7 @@ import typer
 from offload.bench.device_gate import gates
 from offload.bench.device_rates import Rates, ceilings
 from offload.bench.gate import WrongTokenError, draws_hold
-from offload.bench.giant import Shape, giants, sketch
-from offload.bench.host_device import HostDevice, PlainWay
+from offload.bench.giant import Shape, open_giant, sketch
 from offload.bench.peers_on_device import accelerate_s
 from offload.bench.promises import Row, attempt, failure, row, row_line, verdict_lines, verdicts
 from offload.bench.timeline import record_steps, require_pictures, write_trace
@@ -40,8 +38,8 @@ from offload.engine.decoder import Decoder
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.streaming.device import CudaDevice, Device, open_device
-from offload.streaming.device_stream import DeviceStream
-from offload.streaming.pinned import PinnedAllocator
+from offload.streaming.device_carrier import DeviceCarrier
+from offload.streaming.host_device import HostDevice
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first, chain
 from offload.tuning.audit import draw_gaps
@@ -79,8 +77,9 @@ class Setting:
     @contextmanager
     def open(self, target: Path, draft: Path, **options: Any) -> Iterator[Decoder]:
         """A decoder on the GPU."""
-        how: dict[str, Any] = {"ram": self.ram_bytes, "profile": "none", "context": CONTEXT, **options}
-        with giants(), loading.load(target, draft, gpu_memory=self.gpu_memory, **how) as decoder:
+        place = {"device": self.card, "gpu_memory": self.gpu_memory, "ram": self.ram_bytes}
+        how: dict[str, Any] = {**place, "profile": "none", "context": CONTEXT, "open_source": open_giant, **options}
+        with loading.load(target, draft, **how) as decoder:
             yield decoder
 
 
@@ -199,8 +198,7 @@ def traced(setting: Setting, decoder: Decoder, path: Path) -> Iterator[Row]:
 def soak(setting: Setting, decoder: Decoder) -> list[Row]:
     """Sweep after sweep with NaN in every slot that is free: the same scores each time, and no more memory."""
     stream = decoder.target.stream
-    assert isinstance(stream, DeviceStream), "the bench streams to a device"
-    stream._poison_released = True
+    stream.poison_released = True
     size = setting.sizes[1]
     tree = TokenTree(best_first(DEFAULT_ACCEPTANCE, size, 12), torch.arange(size) + 3)
     tokens = [5, 6, 7]
@@ -209,7 +207,7 @@ def soak(setting: Setting, decoder: Decoder) -> list[Row]:
     num_same, before_bytes = 0, held_bytes(setting.card)
     for _ in range(setting.num_soak):
         num_same += int(torch.equal(decoder.target.score(tree, tokens, cache).whole(), wanted))
-    stream._poison_released = False
+    stream.poison_released = False
     assert not wanted.isnan().any(), "a slot was read before its layer had arrived"
     drift_mib = (held_bytes(setting.card) - before_bytes) / 2**20
     name = "soak: sweeps with poisoned slots that repeat their scores"
@@ -226,10 +224,10 @@ def held_bytes(card: Device) -> int:
 
 def memory(setting: Setting, decoder: Decoder) -> list[Row]:
     """Peaks beside budgets; nothing else may use the GPU, for all that CUDA keeps there is taken to be ours."""
-    stream, plan, gib = decoder.target.stream, decoder.plan, 2**30
-    assert isinstance(stream, DeviceStream), "the bench streams to a device"
-    held = sum(stream._layouts[layer].slab_bytes for layer in stream._of_host)
-    pinned, budget = stream._arena.pinned_bytes, parse_size(setting.gpu_memory, "--gpu-mem")
+    carrier, plan, gib = decoder.target.stream.carrier, decoder.plan, 2**30
+    assert isinstance(carrier, DeviceCarrier), "the bench streams to a device"
+    held = sum(carrier.layouts[layer].slab_bytes for layer in carrier.hosted)
+    pinned, budget = carrier.pinned.pinned_bytes, parse_size(setting.gpu_memory, "--gpu-mem")
     reserved, allocated, beside = peaks(setting.card)
     counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
     name = "device memory at its peak against --gpu-mem"
@@ -309,10 +307,10 @@ def main(
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="two steps for ui.perfetto.dev, and .svg")] = None,
 ) -> None:
     """What a CUDA device gives, each promise beside its ceiling; the exit status is 1 where one is missed."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         if trace is not None:
             require_pictures()
-        setting = _setting(Path(folder), stack, is_quick=quick, is_tiny=tiny, gpu_memory=gpu_mem, device=device)
+        setting = _setting(Path(folder), is_quick=quick, is_tiny=tiny, gpu_memory=gpu_mem, device=device)
         rows = list[Row]()
         try:
             for one in measure(setting, (TINY if tiny else LARGE).layer_bytes, trace):
@@ -332,21 +330,13 @@ def main(
         raise typer.Exit(1)
 
 
-def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, gpu_memory: str, device: str) -> Setting:
+def _setting(folder: Path, *, is_quick: bool, is_tiny: bool, gpu_memory: str, device: str) -> Setting:
     if is_tiny:
         card: Device | None = HostDevice()
-        stack.enter_context(mock.patch.object(loading, "open_device", lambda name, gpu: card))
-        stack.enter_context(
-            mock.patch.object(loading, "open_pinned_allocator", lambda place: PinnedAllocator([PlainWay()]))
-        )
-        plan_memory = loading.plan_memory
-        as_cuda = lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"})  # noqa: E731
-        stack.enter_context(mock.patch.object(loading, "plan_memory", as_cuda))
     else:
         if not torch.cuda.is_available():
             raise UserError("bench device needs a CUDA device, this machine shows none: run it where there is one")
         card = open_device(device, gpu_memory)
-        stack.enter_context(mock.patch.object(loading, "open_device", lambda name, gpu: card))
     assert card is not None, "a device was named"
     free_bytes = available_ram_bytes()
     shape, draft = (TINY, TINY_DRAFT) if is_tiny else (LARGE, LARGE_DRAFT)

@@ -11,7 +11,6 @@ import torch
 from offload.calibration.link import copy_bytes_per_s
 from offload.checkpoint.safetensors import read_json
 from offload.config import format_bytes
-from offload.engine import load as loading
 from offload.streaming.device import Device
 
 _NUM_RUNS, _NUM_WARM = 8, 3
@@ -38,7 +37,7 @@ def ceilings(card: Device, target: Path, layer_bytes: int) -> tuple[str, Rates]:
 
 
 def _copy_rates(card: Device, num_bytes: int) -> tuple[str, float, float]:
-    arena = loading.open_pinned_allocator(card.place)
+    arena = card.open_allocator()
     array = arena.allocate(num_bytes).array
     rates = copy_bytes_per_s(card, array), copy_bytes_per_s(card, array[_ODD_BYTES:])
     name = f"copies of {format_bytes(num_bytes)}: {arena.note or f'page-locked ({arena.ways})'}"

@@ -10,11 +10,9 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -23,8 +21,7 @@ from offload.checkpoint import inflate as inflation  # whose pieces and blocks t
 from offload.checkpoint.layout import Piece, SlabLayout
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.encoding.registry import ENCODINGS
-from offload.engine import load as loading
-from offload.streaming.disk import HostStore
+from offload.streaming.disk import DiskReader
 
 NUM_MAKERS = 16
 _SHARD_BYTES = 1 << 34
@@ -62,19 +59,13 @@ def sketch(source: Path, folder: Path, shape: Shape) -> Path:
     return folder
 
 
-@contextmanager
-def giants() -> Iterator[None]:
-    """Meanwhile checkpoints that were made by `sketch` can be loaded."""
-
-    def open_store(shards: Sequence[Path], **options: Any) -> HostStore:
-        is_giant = (shards[0].parent / _NOTE).is_file()
-        return GiantStore(shards) if is_giant else HostStore(shards, **options)
-
-    with mock.patch.object(loading, "HostStore", open_store):
-        yield
+def open_giant(shards: Sequence[Path], **options: Any) -> DiskReader:
+    """The source of a checkpoint that may have been made by `sketch`: what `load` takes as `open_source`."""
+    is_giant = (shards[0].parent / _NOTE).is_file()
+    return GiantStore(shards) if is_giant else DiskReader(shards, **options)
 
 
-class GiantStore(HostStore):
+class GiantStore(DiskReader):
     """Gives the bytes that an inflation would have written where the files of a sketch have holes."""
 
     def __init__(self, shards: Sequence[Path]) -> None:
@@ -93,7 +84,7 @@ class GiantStore(HostStore):
         self._pool = ThreadPoolExecutor(NUM_MAKERS)  # making bytes takes processors, where reading takes few
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start making a slab; see `HostStore.read`."""
+        """Start making a slab; see `ByteSource.read`."""
         return [
             self._pool.submit(self._make, name, slab[at : at + num_bytes])
             for piece in layout.pieces

@@ -23,8 +23,11 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.console import Console
 from offload.errors import UserError
 from offload.model.weights import StreamedModel
-from offload.streaming.disk import HostStore
-from offload.streaming.layer_stream import LayerStream
+from offload.streaming.disk import DiskReader
+from offload.streaming.host_carrier import HostCarrier
+from offload.streaming.host_device import HostDevice
+from offload.streaming.layers import Layers
+from offload.streaming.source import ByteSource
 
 _MIB = 1 << 20
 _COPY_BYTES = 64 * _MIB
@@ -102,9 +105,9 @@ class _Stream:
 
     def __init__(self, setting: Setting) -> None:
         checkpoint = open_checkpoint(setting.target)
-        self._store = HostStore(checkpoint.shards)
+        self._store = DiskReader(checkpoint.shards)
         self._layouts = StreamedModel(checkpoint).layer_layouts
-        self._stream = LayerStream(self._store, self._layouts, [False] * len(self._layouts), self.num_slots)
+        self._stream = Layers(HostCarrier(self._store, self._layouts, (), HostDevice()), self.num_slots)
         self._stream.load_resident()
 
     def rate(self, num_bytes: int) -> float:
@@ -129,6 +132,7 @@ class _Stream:
         self._stream.release(layer)
 
     def close(self) -> None:
+        self._stream.close()
         self._store.close()
 
     def _pass(self, num_layers: int) -> None:
@@ -140,11 +144,12 @@ class _Stream:
         self._stream.release(layer)
 
 
-def _is_the_file(store: HostStore, layout: SlabLayout, slab: np.ndarray) -> bool:
+def _is_the_file(source: ByteSource, layout: SlabLayout, weights: torch.Tensor) -> bool:
     for piece in layout.pieces:
         size = piece.hi - piece.lo
-        wanted = np.fromfile(store.paths[piece.shard], np.uint8, size, offset=piece.lo)
-        if not np.array_equal(wanted, slab[piece.slab_lo : piece.slab_lo + size]):
+        wanted = np.fromfile(source.paths[piece.shard], np.uint8, size, offset=piece.lo)
+        lo = piece.slab_lo - layout.lead_bytes
+        if not np.array_equal(wanted, weights[lo : lo + size]):
             return False
     return True
 

@@ -20,7 +20,7 @@ from offload.memory.plan import Tier
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.streaming.device import Device
-from offload.streaming.device_stream import DeviceStream
+from offload.streaming.device_carrier import DeviceCarrier
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import RegisterWay
 
@@ -36,17 +36,18 @@ def accelerate_s(decoder: Decoder, card: Device, *, is_pinned: bool) -> float | 
         is_pinned: whether its weights are page-locked; ask for that first, since unlocking may be for good.
     """
     stream, ours = decoder.target.stream, decoder.target._model
-    assert isinstance(stream, DeviceStream), "the bench streams to a device"
-    stream._stop()
-    slab_of = _slabs(stream) if is_pinned else _ordinary_slabs(stream)
+    carrier = stream.carrier
+    assert isinstance(carrier, DeviceCarrier), "the bench streams to a device"
+    stream.stop()
+    slab_of = _slabs(carrier) if is_pinned else _ordinary_slabs(carrier)
     if slab_of is None:
         return None
     ours._views.clear()
-    stream._slots.clear()  # their room is what a layer at a time needs
+    stream.stage.slots.clear()  # their room is what a layer at a time needs
     model = _reference(ours)
     for layer, module in enumerate(model.meta_model.get_decoder().layers):
-        if layer in stream._resident:
-            model.bind_layer(layer, stream._resident[layer])
+        if layer in carrier.resident:
+            model.bind_layer(layer, carrier.resident[layer])
             continue
         assert decoder.plan.tier_L[layer] is Tier.HOST, "side by side needs layers in host memory"
         _give_weights(model, layer, module, slab_of(layer))
@@ -65,17 +66,17 @@ def _give_weights(model: StreamedModel, layer: int, module: nn.Module, slab: Ten
         module.get_submodule(owner)._parameters[key] = nn.Parameter(weight, requires_grad=False)
 
 
-def _slabs(stream: DeviceStream) -> SlabOf:
-    return lambda layer: torch.from_numpy(stream._hosted[layer].array[stream._layouts[layer].sent])
+def _slabs(carrier: DeviceCarrier) -> SlabOf:
+    return lambda layer: torch.from_numpy(carrier.hosted[layer].array[carrier.layouts[layer].sent])
 
 
-def _ordinary_slabs(stream: DeviceStream) -> SlabOf | None:
+def _ordinary_slabs(carrier: DeviceCarrier) -> SlabOf | None:
     """In memory that is not locked: the same pages where they can be unlocked, else a copy, if there is room."""
-    slab_of = _slabs(stream)
-    if stream._arena.ways == RegisterWay.name:
-        stream._arena.close()
+    slab_of = _slabs(carrier)
+    if carrier.pinned.ways == RegisterWay.name:
+        carrier.pinned.close()
         return slab_of
-    if sum(len(buffer.array) for buffer in stream._hosted.values()) > _SHARE * available_ram_bytes():
+    if sum(len(buffer.array) for buffer in carrier.hosted.values()) > _SHARE * available_ram_bytes():
         return None
     return lambda layer: torch.from_numpy(allocate(slab_of(layer).nbytes)).copy_(slab_of(layer))
 

@@ -98,7 +98,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("weights are read although the command cannot run")
 
-    monkeypatch.setattr("offload.streaming.disk.HostStore.read", forbidden)
+    monkeypatch.setattr("offload.streaming.disk.DiskReader.read", forbidden)
 
 
 @pytest.fixture

@@ -57,6 +57,10 @@ class FakeDevice:
         """It begins with a page, as that of a GPU begins at a multiple of 256 bytes."""
         return torch.from_numpy(allocate(num_bytes)).fill_(0xFF).to(self.place)
 
+    def open_allocator(self) -> PinnedAllocator:
+        """As much as there is; a test that wants less replaces it."""
+        return fake_arena()
+
     def copy(self, to: Tensor, source: Tensor, stream: FakeStream) -> None:
         def work() -> None:
             to.copy_(source)

@@ -16,6 +16,7 @@ MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 6
 MAX_KEYWORD_ONLY = 10
+ENTRANCES = ("load", "generate")  # whose parameters are what a user may choose
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[PurePosixPath, str], Iterator[str]]
@@ -35,12 +36,12 @@ def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
-    """The parameters of a command are its flags, and a program may have many; a kernel takes its sizes one by one."""
+    """A command's parameters are its flags, and a program may have many; a kernel takes its sizes one by one."""
     for function in functions(source):
         positional = [a.arg for a in function.args.posonlyargs + function.args.args if a.arg not in ("self", "cls")]
         num_keyword_only = len(function.args.kwonlyargs)
         too_many = len(positional) > MAX_POSITIONAL or num_keyword_only > MAX_KEYWORD_ONLY
-        if too_many and not decorators(function) & {"command", "callback", "jit"}:
+        if too_many and function.name not in ENTRANCES and not decorators(function) & {"command", "callback", "jit"}:
             limits = f"at most {MAX_POSITIONAL} and {MAX_KEYWORD_ONLY}"
             counts = f"{len(positional)} positional and {num_keyword_only} keyword-only parameters"
             yield f"{path}:{function.lineno} {function.name} takes {counts}, {limits}"

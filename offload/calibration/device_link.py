@@ -10,7 +10,6 @@ from pathlib import Path
 from offload.calibration.link import LOCAL_BYTES_PER_S, copy_bytes_per_s, link_bytes_per_s
 from offload.memory.plan import MemoryPlan
 from offload.streaming.device import Device
-from offload.streaming.pinned import open_pinned_allocator
 
 _COPY_BYTES = 64 << 20
 
@@ -26,7 +25,7 @@ def card_link_bytes_per_s(
     """
     if not plan.streamed_bytes:
         return LOCAL_BYTES_PER_S
-    arena = open_pinned_allocator(card.place)
+    arena = card.open_allocator()
     try:
         seconds = plan.streamed_bytes / copy_bytes_per_s(card, arena.allocate(_COPY_BYTES).array)
     finally:

@@ -8,7 +8,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
-from offload.streaming.disk import HostStore, allocate, finish
+from offload.streaming.disk import DiskReader, allocate
+from offload.streaming.source import finish
 
 if TYPE_CHECKING:  # what measures a disk does without torch
     import numpy as np
@@ -36,7 +37,7 @@ def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: f
     slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
     for slab in slabs:
         slab.fill(0)  # pages are given on first touch, which is no matter of the link
-    store = HostStore([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
+    store = DiskReader([shard], rate_limit_bytes_per_s=limit_bytes_per_s)
     in_flight: deque[list[Future[None]]] = deque()
     started, index = time.perf_counter(), 0
     try:

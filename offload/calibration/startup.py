@@ -27,7 +27,7 @@ from offload.planning.cost_model import Costs, Traffic
 from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.planning.tree_policy import FindProfile, Trees
 from offload.sampling.sampler import Sampler
-from offload.streaming.disk import HostStore
+from offload.streaming.source import ByteSource
 from offload.tree.spec import TreeSpec
 
 _TYPICAL_NODES = 64
@@ -77,7 +77,7 @@ def look_around(
     trees: Trees,
     target: StreamedModel,
     draft: StreamedModel,
-    store: HostStore,
+    store: ByteSource,
     situation: Situation,
     *,
     link: Callable[[], float] | None = None,
@@ -115,7 +115,7 @@ def pick_num_threads(target: StreamedModel, num_rows: int) -> int:
     return fastest_num_threads(num_rows, min(width, 4096), str(target.dtype).removeprefix("torch."))
 
 
-def _link_bytes_per_s(trees: Trees, store: HostStore) -> float:
+def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:
     traffic = trees.traffic_of(_TYPICAL_NODES) or trees.traffic_of(1)
     if traffic is None or not traffic.streamed_bytes:
         return LOCAL_BYTES_PER_S

@@ -31,14 +31,13 @@ from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import default_gpu_bytes, default_ram_bytes, plan_memory, ram_warning
 from offload.model.cuda_graphs import use_graphs
-from offload.model.target import Layers, Target
+from offload.model.target import Target
 from offload.model.weights import StreamedModel
 from offload.planning.tree_policy import Trees
 from offload.streaming.device import CudaDevice, Device, open_device
-from offload.streaming.device_stream import DeviceStream
-from offload.streaming.disk import HostStore
-from offload.streaming.layer_stream import LayerStream
-from offload.streaming.pinned import open_pinned_allocator
+from offload.streaming.disk import DiskReader
+from offload.streaming.layers import Layers, open_layers
+from offload.streaming.source import ByteSource, OpenSource
 from offload.verification.rules import Rule, find_rule
 
 Progress = Callable[[int, int], None]  # bytes landed, bytes in all
@@ -52,7 +51,7 @@ def load(
     tree: str = "auto",
     rule: str = "match",
     *,
-    device: str = "auto",
+    device: str | Device = "auto",
     gpu_memory: str | int | None = None,
     dtype: str = "auto",
     context: int | None = None,
@@ -60,6 +59,7 @@ def load(
     request: Request | None = None,
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
+    open_source: OpenSource = DiskReader,
     on_bytes: Progress = lambda done, total: None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> Decoder:
@@ -70,12 +70,11 @@ def load(
         ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
         tree: `auto`, `none`, `NxD`, `grown:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
-        device, gpu_memory: `auto`, `cpu`, `cuda` or `cuda:N`, and a budget on it; default: what is free there.
+        device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default: what is free there.
         dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's.
-        threads: compute threads; default: the fastest.
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
-        profile: file written by `offload tune`, or `none`; default: the one in the cache that holds.
-        link_limit: bytes per second, such as `400MB`, that the stream is slowed down to, for studies.
+        threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
+        open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it slows the target's to.
         on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.
 
@@ -94,7 +93,7 @@ def load(
     trees = make_trees(wish, *files, dtype, profile, plan_for, device=card.name if card else "cpu")
     trees.check(situation.sampling, rule)
     with ExitStack() as resources:
-        pair = _open_pair(files, dtype, limit, resources, card, ram)
+        pair = _open_pair(files, dtype, partial(open_source, rate_limit_bytes_per_s=limit), resources, card, ram)
         if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
         _read_pair(pair, plan_for(1), on_bytes, resources)  # the first weights: what can be refused has been
@@ -119,7 +118,8 @@ class _Pair(NamedTuple):
 
     target: StreamedModel  # embeddings and head are bound
     draft: StreamedModel | None  # all of it is
-    store: HostStore  # of the target
+    store: ByteSource  # of the target
+    open_source: OpenSource
     tokenizer: Tokenizer | None
     end_ids: frozenset[int]
     card: Device | None  # that both compute on; None is the CPU
@@ -137,13 +137,12 @@ def _planner(
     """Plans for trees of any size against one budget: what is free must not be asked again while loading takes some."""
     settings["ram"] = default_ram_bytes() if ram is None else ram
     if card is not None:
-        name = str(card.place)
-        settings |= {"device": name, "gpu": default_gpu_bytes(name) if gpu is None else gpu}
+        settings |= {"device": "cuda", "gpu": default_gpu_bytes(str(card.place)) if gpu is None else gpu}
     return lambda files, num_nodes: plan_memory(*files, num_nodes=num_nodes, **settings)
 
 
 def _open_pair(
-    files: _Files, dtype: str, limit_bytes_per_s: int | None, resources: ExitStack, card: Device | None,
+    files: _Files, dtype: str, open_source: OpenSource, resources: ExitStack, card: Device | None,
     ram: str | int | None,
 ) -> _Pair:  # fmt: skip
     place = _HOST if card is None else card.place
@@ -156,9 +155,9 @@ def _open_pair(
         draft = StreamedModel(files.draft, dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
-    store = HostStore(files.target.shards, rate_limit_bytes_per_s=limit_bytes_per_s)
+    store = open_source(files.target.shards)
     resources.callback(store.close)
-    return _Pair(target, draft, store, tokenizer, end_ids, card, notes)
+    return _Pair(target, draft, store, open_source, tokenizer, end_ids, card, notes)
 
 
 def _read_pair(pair: _Pair, least: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> None:
@@ -169,7 +168,7 @@ def _read_pair(pair: _Pair, least: MemoryPlan, on_bytes: Progress, resources: Ex
         layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts]
     count = _counter(sum(layout.slab_bytes for layout in layouts), on_bytes)
     if pair.draft is not None:
-        _fill(pair.draft, pair.draft.checkpoint, count)
+        _fill(pair.draft, pair.open_source(pair.draft.checkpoint.shards, rate_limit_bytes_per_s=None), count)
         note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
     pair.target.bind_rest(pair.store.fetch(pair.target.rest_layout))
@@ -227,7 +226,7 @@ def _pick_copies(pair: _Pair, plan: MemoryPlan, resources: ExitStack) -> None:
     card = pair.card
     if not isinstance(card, CudaDevice) or not plan.streamed_bytes:
         return
-    arena = open_pinned_allocator(card.place)
+    arena = card.open_allocator()
     resources.callback(arena.close)
     resources.callback(card.stage_uploads, None)
     choose_copies(card, arena)
@@ -239,12 +238,12 @@ def _pick_copies(pair: _Pair, plan: MemoryPlan, resources: ExitStack) -> None:
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
     """A small model with all its weights in memory, bound for good."""
     model = StreamedModel(checkpoint, dtype, place)
-    _fill(model, checkpoint)
+    _fill(model, DiskReader(checkpoint.shards))
     return model
 
 
-def _fill(model: StreamedModel, checkpoint: Checkpoint, count: Callable[[int], None] = lambda _: None) -> None:
-    store = HostStore(checkpoint.shards)
+def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] = lambda _: None) -> None:
+    """Bind all weights; the source is closed."""
     try:
         model.bind_rest(store.fetch(model.rest_layout))
         count(model.rest_layout.slab_bytes)
@@ -284,32 +283,9 @@ def _start_stream(pair: _Pair, plan: MemoryPlan, on_bytes: Progress, resources: 
         for layout, tier in zip(model.layer_layouts, plan.tier_L, strict=True)
         if tier is not Tier.DISK
     ]
-    if pair.card is None:
-        stream: LayerStream | DeviceStream = LayerStream(
-            pair.store, model.layer_layouts, plan.is_resident, plan.num_slots
-        )
-    else:
-        stream = _device_stream(pair, plan, pair.card, resources)
-    stream.load_resident(_counter(sum(stays), on_bytes))
-    return stream
-
-
-def _device_stream(pair: _Pair, plan: MemoryPlan, card: Device, resources: ExitStack) -> DeviceStream:
-    if card.place.type == "cuda":
-        torch.cuda.empty_cache()  # slots will not fit into what was left behind by measuring
-    arena = open_pinned_allocator(card.place)
-    resources.callback(arena.close)
-    stream = DeviceStream(
-        pair.store,
-        pair.target.layer_layouts,
-        plan.tier_L,
-        plan.num_slots,
-        device=card,
-        arena=arena,
-        num_host_slots=plan.num_host_slots,
-    )
-    resources.callback(stream.close)
-    return stream
+    layers = open_layers(pair.store, model.layer_layouts, plan, pair.card, resources)
+    layers.load_resident(_counter(sum(stays), on_bytes))
+    return layers
 
 
 def _check_vocabulary(

@@ -4,7 +4,6 @@ It holds weights and no text: the cache of the text's keys and values is lent to
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,44 +11,11 @@ from torch import Tensor
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
-from offload.model.weights import Slab, StreamedModel
+from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits
 from offload.streaming.device import Device
-from offload.streaming.disk import HostStore
-from offload.streaming.layer_stream import Record
+from offload.streaming.layers import Layers
 from offload.tree.token_tree import TokenTree, ancestors
-
-
-class Layers(Protocol):
-    """What a target asks of the stream of its layers: `LayerStream` on a CPU, `DeviceStream` on a device."""
-
-    store: HostStore
-    record: Record | None  # hears of copies, waits and uses of layers
-
-    @property
-    def bytes_read(self) -> int:
-        """Everything that has come over the link so far."""
-        ...
-
-    @property
-    def stall_s(self) -> float:
-        """For how long compute has waited for the link so far."""
-        ...
-
-    @property
-    def note(self) -> str | None:
-        """A line for the user when the fast way is not open."""
-        ...
-
-    def begin_sweep(self) -> None:
-        """Make the first layer the next to arrive."""
-
-    def acquire(self, layer: int) -> Slab:
-        """The slab of `layer`; valid until its release."""
-        ...
-
-    def release(self, layer: int) -> None:
-        """Nothing will be computed with the slab of `layer` any more."""
 
 
 class Target:

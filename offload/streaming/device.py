@@ -15,6 +15,7 @@ from torch import Tensor
 from offload.config import format_bytes, parse_size
 from offload.errors import UserError, reason
 from offload.streaming.copy_policy import AT_ONCE, CopyPolicy
+from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
 from offload.streaming.staging import StagingRing
 
 Event = Any  # a mark in a stream, reached or not yet
@@ -33,6 +34,10 @@ class Device(Protocol):
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
+        ...
+
+    def open_allocator(self) -> PinnedAllocator:
+        """Of host memory that copies to this device can be made from; whoever opens it closes it."""
         ...
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
@@ -88,6 +93,10 @@ class CudaDevice:
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+
+    def open_allocator(self) -> PinnedAllocator:
+        """Of page-locked memory, as far as this machine has it."""
+        return open_pinned_allocator(self.place)
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy; from page-locked memory the host does not wait for it."""
@@ -162,15 +171,18 @@ class _SeenByKernels:
         self.__cuda_array_interface__ = {**address, "version": 3}
 
 
-def open_device(name: str, gpu_memory: str | int | None = None) -> Device | None:
-    """The device that `--device` names; None is the CPU.
+def open_device(name: str | Device, gpu_memory: str | int | None = None) -> Device | None:
+    """The device that `device` names, or is; None is the CPU.
 
     Args:
+        name: `auto`, `cpu`, `cuda` or `cuda:N`; a device that is open already is returned as it is.
         gpu_memory: of which this process takes no more than that.
 
     Raises:
         UserError: no such name, no driver, no such GPU, or a budget where there is none or larger than the GPU.
     """
+    if not isinstance(name, str):
+        return name
     if name not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", name):
         raise UserError(f"`device` must be auto, cpu, cuda or cuda:N, got {name!r}: try `device` auto")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
 from offload.errors import ReadError
+from offload.streaming.source import ByteSource, finish
 
 NUM_READERS = 8  # as many requests in flight: a reader that waits for its turn must not leave the disk idle
 REQUEST_BYTES = 2 << 20
@@ -32,7 +33,7 @@ def allocate(num_bytes: int) -> np.ndarray:
     return np.frombuffer(region, np.uint8)
 
 
-class HostStore:
+class DiskReader(ByteSource):
     """Reads slabs of a checkpoint. `is_direct` tells whether O_DIRECT is in use; `bytes_read` counts what was moved.
 
     `rate_limit_bytes_per_s` slows the reads down, for tests and studies of a slower link.
@@ -118,19 +119,6 @@ class HostStore:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
         with self._count:
             self.bytes_read += done
-
-
-def finish(reads: Iterable[Future[None]]) -> None:
-    """Return once all of these reads have arrived. Raises `ReadError`."""
-    for read in reads:
-        read.result()
-
-
-def drop(reads: Iterable[Future[None]]) -> None:
-    """Return once no reader touches the slab any more; what a dropped read would have reported no longer matters."""
-    for read in reads:
-        if not read.cancel():
-            read.exception()
 
 
 class _Throttle:

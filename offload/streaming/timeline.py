@@ -2,19 +2,21 @@
 
 A device has a clock of its own. One event whose moment the host knows ties both together, and every other time is that
 moment and what the device says has passed since. Invariant: after that first event nobody waits; what the device has
-not got to when it is asked is left for later.
+not got to when it is asked is left out.
 """
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
-from offload.streaming.device import Device, Event
-from offload.streaming.layer_stream import Record
+from offload.streaming.device import Device, Event, Stream
+
+Record = Callable[[str, int, float, float], None]  # what (copy, wait, compute), layer, start and end of perf_counter
 
 
 class _Span(NamedTuple):
-    """Work between two timed events of one stream."""
+    """Work between two timed events."""
 
     kind: str
     layer: int
@@ -23,31 +25,45 @@ class _Span(NamedTuple):
 
 
 class Spans:
-    """Collects spans; `add` may be called by any thread. Building it waits for what is enqueued.
+    """Collects spans while somebody listens; any thread may call `mark` and `add`."""
 
-    Args:
-        tell: hears of each span, from whoever calls `tell_reached`.
-    """
-
-    def __init__(self, device: Device, tell: Record) -> None:
-        self._device, self.tell = device, tell
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._listener: Record | None = None
         self._spans: deque[_Span] = deque()
-        self._origin = device.record(device.compute, is_timed=True)
-        device.synchronize(self._origin)
-        self._origin_s = time.perf_counter()
+        self._origin, self._origin_s = None, 0.0
+
+    @property
+    def listener(self) -> Record | None:
+        """Who hears of spans, when it is set again, to None for example: of those that are over by then.
+
+        Setting it to somebody waits for what is enqueued.
+        """
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: Record | None) -> None:
+        self._tell_reached()
+        self._listener = listener
+        if listener is not None:
+            self._origin = self._device.record(self._device.compute, is_timed=True)
+            self._device.synchronize(self._origin)
+            self._origin_s = time.perf_counter()
+
+    def mark(self, stream: Stream) -> Event:
+        """A timed event while somebody listens, None otherwise."""
+        return None if self._listener is None else self._device.record(stream, is_timed=True)
 
     def add(self, kind: str, layer: int, before: Event, after: Event) -> None:
-        """Work on `layer` that is enqueued between these events, both of them timed."""
-        self._spans.append(_Span(kind, layer, before, after))
+        """Work on `layer` that is enqueued between these events, both of them timed; nothing where one is None."""
+        if before is not None and after is not None and self._listener is not None:
+            self._spans.append(_Span(kind, layer, before, after))
 
-    def tell_reached(self) -> None:
-        """Tell what is over; the rest stays."""
-        for _ in range(len(self._spans)):
+    def _tell_reached(self) -> None:
+        while self._spans:
             span = self._spans.popleft()
             end_s = self._device.elapsed_s(self._origin, span.after)
-            if end_s is None:
-                self._spans.append(span)
-                continue
-            start_s = self._device.elapsed_s(self._origin, span.before)
-            assert start_s is not None, "an event is reached before the one behind it"
-            self.tell(span.kind, span.layer, self._origin_s + start_s, self._origin_s + end_s)
+            if end_s is not None and self._listener is not None:
+                start_s = self._device.elapsed_s(self._origin, span.before)
+                assert start_s is not None, "an event is reached before the one behind it"
+                self._listener(span.kind, span.layer, self._origin_s + start_s, self._origin_s + end_s)

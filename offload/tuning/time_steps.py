@@ -96,6 +96,6 @@ def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
     streamed_bytes, sweep_s = decoder.plan.streamed_bytes, median(step.sweep_s for step in plain)
     if streamed_bytes and median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s:
         return streamed_bytes / sweep_s
-    store = decoder.target.stream.store
-    shard = max(store.paths, key=lambda path: path.stat().st_size)
-    return link_bytes_per_s(shard, limit_bytes_per_s=store.rate_limit_bytes_per_s)
+    source = decoder.target.stream.source
+    shard = max(source.paths, key=lambda path: path.stat().st_size)
+    return link_bytes_per_s(shard, limit_bytes_per_s=source.rate_limit_bytes_per_s)

@@ -7,21 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from shell import Outcome, process, shell
 
 from offload.bench import compare, decode, draft, link, prediction, setting, suite, sweep
 from offload.bench.device_gate import all_streamed
-from offload.bench.host_device import HostDevice, PlainWay
 from offload.bench.record import read
 from offload.bench.timeline import read_trace
-from offload.calibration import device_link as card_link
 from offload.engine import load as loading
 from offload.errors import UserError
 from offload.stats import Stats
-from offload.streaming.layer_stream import LayerStream
-from offload.streaming.pinned import PinnedAllocator
+from offload.streaming.host_device import HostDevice
+from offload.streaming.layers import Layers
 
 SIZE = ["--size", "100MB"]
 RAM = ["--ram", "230MB"]
@@ -103,12 +101,8 @@ def test_decode_with_rules_that_draw_afresh() -> None:
 
 def test_on_a_card_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stands in for the GPU, and every layer is sent."""
-    plan_memory = loading.plan_memory
-    monkeypatch.setattr(loading, "plan_memory", lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"}))
     monkeypatch.setattr(loading, "open_device", lambda *how: HostDevice())
     monkeypatch.setattr(setting, "place_of", lambda _, gpu_memory: {"device": "cuda:0", "gpu_memory": gpu_memory})
-    for module in (loading, card_link):
-        monkeypatch.setattr(module, "open_pinned_allocator", lambda place: PinnedAllocator([PlainWay()]))
     monkeypatch.setattr(setting, "plain_rate", None)
     command = ["bench", "decode", "--quick", *SIZE, "--ram", "2GiB", "--gpu-mem", "4GiB", *FEW, "--temp", "0"]
     with all_streamed():
@@ -196,14 +190,14 @@ def test_link_and_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     result = result_of(shell("bench", "link", "--quick", *SIZE), "link")
     names = [row["name"] for row in result["rows"]]
     assert {"O_DIRECT, 2 x 1 MiB", "layer stream, 3 slots", "memory to memory"} <= set(names)
-    right = LayerStream.acquire
+    right = Layers.acquire
 
-    def wrong(self: LayerStream, layer: int) -> np.ndarray:
+    def wrong(self: Layers, layer: int) -> torch.Tensor:
         slab = right(self, layer)
         slab[slab.nbytes // 2] ^= 1
         return slab
 
-    monkeypatch.setattr(LayerStream, "acquire", wrong)
+    monkeypatch.setattr(Layers, "acquire", wrong)
     outcome = shell("bench", "link", "--quick", *SIZE)
     assert outcome.code == 2 and "other bytes than the file has" in outcome.err
 

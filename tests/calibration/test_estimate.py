@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_device import FakeDevice, fake_arena
+from fake_device import FakeDevice
 from shell import shell
 from test_device_planner import CONFIGS, PAIRS, SHAPES
 from tiny import FAMILIES, build, save, save_pair
@@ -298,7 +298,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("offload.streaming.device.open_device", lambda *how: asked.append(how) or PaperCard())
     monkeypatch.setattr(plan, "available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
-    monkeypatch.setattr(card_link, "open_pinned_allocator", lambda place: fake_arena())
     monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
     return asked
 

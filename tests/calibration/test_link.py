@@ -9,7 +9,7 @@ from fake_device import FakeDevice
 
 from offload.calibration import link as calibrate
 from offload.calibration.link import copy_bytes_per_s, link_bytes_per_s
-from offload.streaming.disk import HostStore, allocate
+from offload.streaming.disk import DiskReader, allocate
 
 
 def test_the_link_is_measured_for_so_long_and_all_over_the_file(
@@ -20,12 +20,12 @@ def test_the_link_is_measured_for_so_long_and_all_over_the_file(
         file.truncate(1 << 40)  # as large as nobody's disk; holes read as zeros
     starts: list[int] = []
 
-    class Watched(HostStore):
+    class Watched(DiskReader):
         def read(self, layout: Any, slab: Any) -> Any:
             starts.append(layout.pieces[0].lo)
             return super().read(layout, slab)
 
-    monkeypatch.setattr(calibrate, "HostStore", Watched)
+    monkeypatch.setattr(calibrate, "DiskReader", Watched)
     started = time.perf_counter()
     assert link_bytes_per_s(shard, budget_s=0.2) > 1e6
     assert 0.2 < time.perf_counter() - started < 10, "not for the whole file"

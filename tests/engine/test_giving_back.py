@@ -17,7 +17,7 @@ from offload.drafting.draft_model import Draft
 from offload.drafting.model import ModelDrafter
 from offload.model.target import Target
 from offload.streaming import disk as host_store
-from offload.streaming.layer_stream import LayerStream
+from offload.streaming.layers import Layers
 
 
 def test_close_gives_back_threads_files_and_memory(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,8 +29,8 @@ def test_close_gives_back_threads_files_and_memory(looper: Path, monkeypatch: py
         buffers.append(weakref.ref(buffer))
         return buffer
 
-    for module in ("streaming.disk", "streaming.layer_stream"):
-        monkeypatch.setattr(f"offload.{module}.allocate", remembered)
+    for module in ("disk", "host_device"):
+        monkeypatch.setattr(f"offload.streaming.{module}.allocate", remembered)
     before = None
     for _ in range(4):
         decoder = open_decoder(looper)
@@ -88,7 +88,7 @@ def test_a_run_that_was_overtaken_refuses(looper: Path) -> None:
         next(last)
 
 
-MOMENTS = [(Draft, "run"), (Target, "score"), (LayerStream, "release"), (Target, "commit"), (ModelDrafter, "commit")]
+MOMENTS = [(Draft, "run"), (Target, "score"), (Layers, "release"), (Target, "commit"), (ModelDrafter, "commit")]
 
 
 @pytest.mark.parametrize(("owner", "method"), MOMENTS, ids=lambda one: getattr(one, "__name__", one))

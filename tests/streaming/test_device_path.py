@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import FakeDevice, fake_arena
+from fake_device import FakeDevice
 from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
 
@@ -24,7 +24,8 @@ from offload.engine import load as loading
 from offload.errors import UserError
 from offload.memory.planner import MemoryPlan, Tier
 from offload.model.weights import StreamedModel
-from offload.streaming.device_stream import DeviceStream
+from offload.streaming.device_carrier import DeviceCarrier
+from offload.streaming.layers import Layers
 
 TREES = ("none", "8x3", "64x16")
 NUM_NEW = 48
@@ -47,17 +48,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """`load` finds a device; slots hold NaN unless something valid lies in them."""
     fake = FakeDevice(seed=3)
-
-    def poisoned(*args: Any, **options: Any) -> DeviceStream:
-        return DeviceStream(*args, **options, poison_released=True)
-
     monkeypatch.setattr(loading, "open_device", lambda name, gpu_memory: fake)
-    for module in (loading, card_link):
-        monkeypatch.setattr(module, "open_pinned_allocator", lambda place: fake_arena())
-    monkeypatch.setattr(loading, "DeviceStream", poisoned)
+    poison(monkeypatch)
     monkeypatch.setattr(FakeDevice, "place", torch.device("cpu"))
     yield fake
     assert not fake.copies, "nothing may be on its way when memory goes"
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots hold NaN from the first start of a stream on."""
+    start = Layers._start
+
+    def poisoned(self: Layers) -> None:
+        self.poison_released = True
+        start(self)
+
+    monkeypatch.setattr(Layers, "_start", poisoned)
 
 
 def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str) -> None:
@@ -67,7 +73,7 @@ def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str) -> None:
     plan_memory = loading.plan_memory
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
-        plan = plan_memory(*args, **{**settings, "device": "cuda:0"})
+        plan = plan_memory(*args, **settings)
         placed = tuple(Tier[name] for name in tiers)
         streams = any(tier is not Tier.RESIDENT for tier in placed)
         sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2 if streams else 0}
@@ -93,14 +99,14 @@ def test_greedy_ids_equal_transformers(
     place_layers(monkeypatch, *TIERS[tiers])
     prompt = prompts()[1]
     with offload.load(target, draft, context=128, tree="64x16", threads=1, **BUDGETS) as decoder:
-        assert isinstance(decoder.target.stream, DeviceStream)
+        assert isinstance(decoder.target.stream.carrier, DeviceCarrier)
         for tree in TREES:
             got = decoder.generate(prompt, max_new_tokens=NUM_NEW, tree=tree)
             assert got.token_ids == wanted, tree
         streamed = decoder.plan.streamed_bytes
         stats = got.stats
         if tiers != "resident":
-            layouts = decoder.target.stream._layouts
+            layouts = decoder.target.stream.carrier.layouts
             moved = sum(layouts[n].slab_bytes for n, name in enumerate(TIERS[tiers]) if name != "RESIDENT")
             assert stats.bytes_streamed == stats.num_sweeps * moved and 0.8 * streamed < moved <= streamed
             assert stats.stall_s > 0, "in virtual time every copy is waited for"
@@ -125,8 +131,6 @@ def test_sampling_is_the_same_as_on_the_cpu(
 def test_the_plan_decides_where_layers_lie(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word from the test: a GPU with room for everything, and the plan's own sums."""
     target, draft, wanted = pair_of("llama", base)
-    plan_memory = loading.plan_memory
-    monkeypatch.setattr(loading, "plan_memory", lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"}))
     with offload.load(target, draft, context=128, tree="8x3", threads=1, gpu_memory="2GiB", ram="2GiB") as decoder:
         assert decoder.plan.num_slots == 0 and decoder.plan.device == "cuda"
         assert decoder.generate(prompts()[1], max_new_tokens=20).token_ids == wanted[:20]
@@ -171,13 +175,13 @@ def test_a_run_goes_on_from_one_that_was_stopped(
 
 def test_the_embedding_table_stays_and_the_head_goes(tmp_path: Path) -> None:
     """On the meta device everything that was sent can be told from what stayed behind."""
-    from offload.streaming.disk import HostStore
+    from offload.streaming.disk import DiskReader
 
     for family in ("llama", "llama-tied", "gemma3"):
         target, _ = save_pair(FAMILIES[family](), tmp_path / family)
         checkpoint = open_checkpoint(target)
         model = StreamedModel(checkpoint, place=torch.device("meta"), has_host_table=True)
-        store = HostStore(checkpoint.shards)
+        store = DiskReader(checkpoint.shards)
         try:
             model.bind_rest(store.fetch(model.rest_layout))
             model.bind_layer(0, store.fetch(model.layer_layouts[0]))
@@ -223,7 +227,7 @@ def test_weights_begin_where_wide_loads_can(
     monkeypatch.setattr(StreamedModel, "_bind", watch)
     with offload.load(target, context=64, threads=1, **BUDGETS) as decoder:
         decoder.generate([5, 6, 7], max_new_tokens=3)
-        layouts = decoder.target.stream._layouts
+        layouts = decoder.target.stream.carrier.layouts
     assert {layout.slab_bytes - layout.sent.stop for layout in layouts} == {0}
     assert seen == {(layer, 0) for layer in range(4)}
 
@@ -241,11 +245,11 @@ def test_a_layer_that_is_sent_at_once_begins_with_its_first_weight(remainder: in
 
 
 def test_views_of_a_slot_are_made_once(base: Path) -> None:
-    from offload.streaming.disk import HostStore
+    from offload.streaming.disk import DiskReader
 
     target = pair_of("llama", base)[0]
     checkpoint = open_checkpoint(target)
-    model, store = StreamedModel(checkpoint), HostStore(checkpoint.shards)
+    model, store = StreamedModel(checkpoint), DiskReader(checkpoint.shards)
     layout = model.layer_layouts[0]
     slots = [torch.from_numpy(store.fetch(layout)[layout.sent]) for _ in range(2)]
     bound = []
@@ -295,11 +299,7 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
     """The same on the real thing: poisoned slots, page-locked memory, recorded draft steps."""
     target, draft, wanted = pair_of(family, base)
     place_layers(monkeypatch, *TIERS[tiers])
-
-    def poisoned(*args: Any, **options: Any) -> DeviceStream:
-        return DeviceStream(*args, **options, poison_released=True)
-
-    monkeypatch.setattr(loading, "DeviceStream", poisoned)
+    poison(monkeypatch)
     how = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB"}
     with offload.load(target, draft, context=128, tree="64x16", **how) as decoder:
         assert not [note for note in decoder.notes if "O_DIRECT" not in note], "nothing but that was refused"

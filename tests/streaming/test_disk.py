@@ -15,7 +15,7 @@ from offload.checkpoint.layout import BLOCK_BYTES, Part, Piece, SlabLayout, slab
 from offload.checkpoint.safetensors import Checkpoint
 from offload.errors import ReadError
 from offload.streaming import disk as host_store
-from offload.streaming.disk import HostStore, allocate
+from offload.streaming.disk import DiskReader, allocate
 
 SEEDS = range(6)
 SHM = Path("/dev/shm")
@@ -27,7 +27,7 @@ def layer_layout(checkpoint: Checkpoint, layer: int) -> SlabLayout:
     return slab_layout({name: (entry.shape, [Part(entry)]) for name, entry in rows.items()})
 
 
-def read(store: HostStore, layout: SlabLayout) -> np.ndarray:
+def read(store: DiskReader, layout: SlabLayout) -> np.ndarray:
     slab = allocate(layout.slab_bytes)
     slab[:] = 0xA5
     for future in store.read(layout, slab):
@@ -35,7 +35,7 @@ def read(store: HostStore, layout: SlabLayout) -> np.ndarray:
     return slab
 
 
-def assert_reads_like_safetensors(checkpoint: Checkpoint, store: HostStore) -> None:
+def assert_reads_like_safetensors(checkpoint: Checkpoint, store: DiskReader) -> None:
     stored = stored_bytes(checkpoint)
     for layer in range(3):
         layout = layer_layout(checkpoint, layer)
@@ -55,7 +55,7 @@ def is_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_every_parameter_is_what_safetensors_reads(seed: int, remainder: int, is_direct: bool, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path, seed, remainder=remainder)
     assert any(shard.stat().st_size % BLOCK_BYTES for shard in checkpoint.shards), "an end inside a block"
-    store = HostStore(checkpoint.shards)
+    store = DiskReader(checkpoint.shards)
     try:
         assert_reads_like_safetensors(checkpoint, store)
         assert store.is_direct == is_direct, "this test needs a temporary directory with O_DIRECT"
@@ -70,7 +70,7 @@ def test_a_layer_of_many_requests(
 ) -> None:
     monkeypatch.setattr(host_store, "REQUEST_BYTES", 2 * BLOCK_BYTES)
     checkpoint = random_checkpoint(tmp_path, 1, remainder=remainder)
-    store = HostStore(checkpoint.shards)
+    store = DiskReader(checkpoint.shards)
     try:
         layouts = [layer_layout(checkpoint, layer) for layer in range(3)]
         assert max(len(store.read(layout, allocate(layout.slab_bytes))) for layout in layouts) > 5
@@ -84,7 +84,7 @@ def test_a_file_system_in_memory(tmp_path: Path) -> None:
     """tmpfs refuses O_DIRECT or has it, which the kernel decides; both must read right and say which."""
     directory = SHM / f"offload-test-{os.getpid()}"
     checkpoint = random_checkpoint(directory, 2)
-    store = HostStore(checkpoint.shards)
+    store = DiskReader(checkpoint.shards)
     try:
         assert_reads_like_safetensors(checkpoint, store)
         assert (store.note is None) == store.is_direct
@@ -103,7 +103,7 @@ def test_one_shard_without_direct_reads_makes_all_of_them_buffered(
     refuses = checkpoint.shards[-1]
     monkeypatch.setattr(host_store, "_open_direct", lambda path: None if path == refuses else open_direct(path))
     num_open = len(os.listdir("/proc/self/fd"))
-    store = HostStore(checkpoint.shards)
+    store = DiskReader(checkpoint.shards)
     assert len(os.listdir("/proc/self/fd")) == num_open + len(checkpoint.shards), "direct descriptors were left open"
     assert not store.is_direct and "no O_DIRECT" in str(store.note)
     assert_reads_like_safetensors(checkpoint, store)
@@ -116,7 +116,7 @@ def test_a_shard_that_is_gone_is_named_and_nothing_stays_open(tmp_path: Path) ->
     checkpoint.shards[-1].unlink()
     num_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ReadError, match=rf"{checkpoint.shards[-1].name} cannot be opened any more: No such file"):
-        HostStore(checkpoint.shards)
+        DiskReader(checkpoint.shards)
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
@@ -132,7 +132,7 @@ def test_opening_is_not_enough_for_direct_reads(tmp_path: Path, monkeypatch: pyt
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", refuse_first)
-    store = HostStore(checkpoint.shards)
+    store = DiskReader(checkpoint.shards)
     try:
         assert not store.is_direct
         assert_reads_like_safetensors(checkpoint, store)
@@ -156,7 +156,7 @@ def file(tmp_path: Path) -> Path:
 def test_short_reads_are_continued(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][: 16 * BLOCK_BYTES]], at))
-    store = HostStore([file])
+    store = DiskReader([file])
     try:
         assert read(store, one_piece(file))[: file.stat().st_size].tobytes() == file.read_bytes()
     finally:
@@ -164,7 +164,7 @@ def test_short_reads_are_continued(file: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_bytes_read_counts_what_was_moved(file: Path) -> None:
-    store = HostStore([file])
+    store = DiskReader([file])
     try:
         for count in (1, 2):
             read(store, one_piece(file))
@@ -175,7 +175,7 @@ def test_bytes_read_counts_what_was_moved(file: Path) -> None:
 
 def test_rate_limit_holds(file: Path) -> None:
     num_bytes = file.stat().st_size
-    store = HostStore([file], rate_limit_bytes_per_s=20 * num_bytes)
+    store = DiskReader([file], rate_limit_bytes_per_s=20 * num_bytes)
     try:
         started = time.perf_counter()
         for _ in range(6):
@@ -187,7 +187,7 @@ def test_rate_limit_holds(file: Path) -> None:
 
 
 def test_a_failing_disk_is_the_callers_business(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = HostStore([file])
+    store = DiskReader([file])
 
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -203,7 +203,7 @@ def test_a_failing_disk_is_the_callers_business(file: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("left_bytes", [0, BLOCK_BYTES, BLOCK_BYTES + 77, 1 << 20])
 def test_a_file_that_shrinks_while_in_use(left_bytes: int, is_direct: bool, file: Path) -> None:
-    store, layout = HostStore([file]), one_piece(file)
+    store, layout = DiskReader([file]), one_piece(file)
     try:
         os.truncate(file, left_bytes)
         (future,) = store.read(layout, allocate(2 << 20))
@@ -215,7 +215,7 @@ def test_a_file_that_shrinks_while_in_use(left_bytes: int, is_direct: bool, file
 
 def test_a_file_that_is_written_over_while_in_use(is_direct: bool, file: Path) -> None:
     """Of the same size, and the same file: only its time tells that these are other weights."""
-    store, layout = HostStore([file]), one_piece(file)
+    store, layout = DiskReader([file]), one_piece(file)
     try:
         assert len(read(store, layout)) > 0
         with file.open("r+b") as other:
@@ -230,7 +230,7 @@ def test_a_file_that_is_written_over_while_in_use(is_direct: bool, file: Path) -
 def test_close_drops_what_is_queued(file: Path) -> None:
     """The readers sleep on a slow link: closing must not wait for a hundred reads."""
     num_open = len(os.listdir("/proc/self/fd"))
-    store = HostStore([file], rate_limit_bytes_per_s=20 * file.stat().st_size)
+    store = DiskReader([file], rate_limit_bytes_per_s=20 * file.stat().st_size)
     futures = [store.read(one_piece(file), allocate(2 << 20))[0] for _ in range(100)]
     store.close()
     assert sum(future.cancelled() for future in futures) > 80
@@ -248,7 +248,7 @@ def test_buffers_are_aligned_to_blocks(num_bytes: int) -> None:
 def test_several_readers_work_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request at a time leaves a third of the disk unused: all readers meet at a barrier that fewer cannot pass."""
     barrier, preadv = threading.Barrier(host_store.NUM_READERS), os.preadv
-    store = HostStore([file])
+    store = DiskReader([file])
 
     def meet(fd: int, views: list[memoryview], at: int) -> int:
         barrier.wait(timeout=60)
@@ -276,7 +276,7 @@ def test_a_planted_mistake_is_noticed(
     plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = random_checkpoint(tmp_path, 0)
-    store = HostStore(checkpoint.shards)
+    store = DiskReader(checkpoint.shards)
     plant(monkeypatch)
     try:
         with pytest.raises(AssertionError, match="differ from what safetensors reads"):

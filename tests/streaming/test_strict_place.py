@@ -29,7 +29,7 @@ from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling import sampler as sampling
-from offload.streaming.disk import HostStore
+from offload.streaming.disk import DiskReader
 from offload.tree.topology import DynamicShape
 
 __all__ = ["base", "device"]  # fixtures
@@ -135,7 +135,7 @@ def test_small_tensors_take_the_way_that_was_chosen(
 def placed_model(family: str, base: Path) -> StreamedModel:
     """All its layers on the GPU, its tables on the host."""
     model = StreamedModel(open_checkpoint(base / family), "float32", place(), has_host_table=True)
-    store = HostStore(model.checkpoint.shards)
+    store = DiskReader(model.checkpoint.shards)
     model.bind_rest(store.fetch(model.rest_layout))
     for layer, layout in enumerate(model.layer_layouts):
         model.bind_layer(layer, torch.from_numpy(store.fetch(layout)[layout.sent]).to(place()))

@@ -7,16 +7,16 @@ from itertools import pairwise
 
 import pytest
 from fake_device import FakeDevice
-from test_device_stream import NUM_LAYERS, TIERS, streaming, wait_for
+from test_device_layers import NUM_LAYERS, TIERS, streaming, wait_for
 
 from offload.bench.timeline import Event
 from offload.memory.plan import Tier
-from offload.streaming.device_stream import DeviceStream
+from offload.streaming.layers import Layers
 
 KERNEL_S = 3.0
 
 
-def sweep(stream: DeviceStream, device: FakeDevice) -> None:
+def sweep(stream: Layers, device: FakeDevice) -> None:
     def work() -> None:
         device.compute.now += KERNEL_S
 
@@ -38,7 +38,7 @@ def spans_of(kind: str, *, num_slots: int = 2, limit_bytes: float = float("inf")
         waits = device.num_host_waits
         for _ in range(2):
             sweep(stream, device)
-        wait_for(lambda: all(arrival.ready.done() for arrival in stream._pending))
+        wait_for(lambda: all(transfer.parts[0].done() for transfer in stream.stage._transfers))
         device.finish()
         if kind == "host" and limit_bytes:
             assert device.num_host_waits == waits, "the host waited for the device to learn the times"
@@ -85,8 +85,8 @@ def test_a_slot_is_copied_into_when_its_layer_is_no_longer_used() -> None:
 
 
 def test_pieces_through_a_bounce_buffer_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.streaming import device_stream
+    from offload.streaming import device_carrier
 
-    monkeypatch.setattr(device_stream, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(device_carrier, "_BOUNCE_BYTES", 1000)
     spans = spans_of("host", limit_bytes=0)
     assert spans["copy"] and all(event.end_s - event.start_s >= 5 - 1e-9 for event in spans["copy"])

@@ -2,10 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,13 +18,15 @@ from tiny import FAMILIES, build, save
 import offload
 from offload.checkpoint.layout import BLOCK_BYTES, Part, Placed, SlabLayout, slab_layout
 from offload.checkpoint.safetensors import open_checkpoint, read_header
-from offload.engine import load as loading
 from offload.errors import ReadError, UserError
 from offload.memory.planner import Budgets, make_plan, model_shape
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
-from offload.streaming.disk import HostStore
-from offload.streaming.layer_stream import LayerStream
+from offload.streaming.disk import DiskReader
+from offload.streaming.host_carrier import HostCarrier
+from offload.streaming.host_device import HostDevice
+from offload.streaming.layers import Layers
+from offload.streaming.source import ByteSource, finish
 
 NUM_LAYERS = 5
 LAYOUTS = [SlabLayout((), {"w": Placed("F32", (4,), 0)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)]
@@ -56,13 +59,15 @@ class ToldStore:
             future.set_result(None)
 
 
-def stream_over(store: Any, resident: set[int], num_slots: int, **options: bool) -> LayerStream:
-    stream = LayerStream(store, LAYOUTS, [layer in resident for layer in range(NUM_LAYERS)], num_slots, **options)
+def stream_over(
+    store: Any, resident: set[int], num_slots: int, layouts: Sequence[SlabLayout] = tuple(LAYOUTS)
+) -> Layers:
+    stream = Layers(HostCarrier(store, layouts, sorted(resident), HostDevice()), num_slots)
     stream.load_resident()
     return stream
 
 
-def sweep(stream: LayerStream) -> None:
+def sweep(stream: Layers) -> None:
     stream.begin_sweep()
     for layer in range(NUM_LAYERS):
         assert (stream.acquire(layer) == layer).all(), f"layer {layer} is not what arrived"
@@ -98,7 +103,7 @@ def test_a_slot_is_refilled_only_after_its_release(num_slots: int) -> None:
     store = ToldStore()
     stream = stream_over(store, set(), num_slots)
     held = [stream.acquire(layer) for layer in range(num_slots)]
-    assert len({slab.ctypes.data for slab in held}) == num_slots
+    assert len({slab.data_ptr() for slab in held}) == num_slots
     assert store.asked == list(range(num_slots)), "a read was started into a slot that is in use"
     assert [int(slab[0]) for slab in held] == list(range(num_slots))
     stream.release(0)
@@ -108,12 +113,13 @@ def test_a_slot_is_refilled_only_after_its_release(num_slots: int) -> None:
 
 def test_a_released_slot_can_be_poisoned() -> None:
     store = ToldStore(at_once=False)
-    stream = stream_over(store, set(), 2, poison_released=True)
+    stream = stream_over(store, set(), 2)
+    stream.poison_released = True
     store.finish(0)
     slab = stream.acquire(0)
     stream.release(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.from_numpy(slab).view(dtype).isnan().all()
+        assert slab.view(dtype).isnan().all()
 
 
 def test_a_layer_is_handed_out_only_when_it_has_arrived() -> None:
@@ -134,7 +140,7 @@ def test_a_layer_is_handed_out_only_when_it_has_arrived() -> None:
 
 def test_layers_out_of_order_are_our_own_bug() -> None:
     stream = stream_over(ToldStore(), set(), 2)
-    with pytest.raises(AssertionError, match="layer 1 acquired out of order"):
+    with pytest.raises(AssertionError, match="block 1 acquired out of order"):
         stream.acquire(1)
 
 
@@ -196,6 +202,30 @@ def test_queued_reads_are_cancelled_by_a_new_beginning() -> None:
     assert queued and all(future.cancelled() for future in queued)
 
 
+def test_closing_drops_what_is_queued_and_the_memory() -> None:
+    store = ToldStore(at_once=False)
+    stream = stream_over(store, set(), 2)
+    slots = [weakref.ref(transfer.slot) for transfer in stream.stage._transfers]
+    queued = [future for _, _, future in store.waiting]
+    store.waiting.clear()
+    stream.close()
+    assert len(queued) == 2 and all(future.cancelled() for future in queued)
+    assert all(slot() is None for slot in slots)
+
+
+def test_every_copy_wait_and_use_is_told() -> None:
+    store, told = ToldStore(), list[tuple[str, int]]()
+    stream = stream_over(store, {3}, 2)
+    sweep(stream)
+    stream.record = lambda kind, layer, start_s, end_s: told.append((kind, layer)) if start_s <= end_s else None
+    sweep(stream)
+    assert not told, "nothing is told before it is asked for"
+    stream.record = None
+    sweep(stream)
+    layers = {kind: [layer for own, layer in told if own == kind] for kind, _ in told}
+    assert layers == {"copy": [2, 4, 0, 1], "wait": [0, 1, 2, 4], "compute": [0, 1, 2, 3, 4]}
+
+
 @pytest.fixture
 def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
     """Five layers of 64 KiB, one tensor each."""
@@ -206,13 +236,12 @@ def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
 
 def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[SlabLayout]]) -> None:
     path, layouts = layer_file
-    store = HostStore([path])
+    store = DiskReader([path])
     try:
-        stream = LayerStream(store, layouts, [False] * NUM_LAYERS, 2)
-        stream.load_resident()
+        stream = stream_over(store, set(), 2, layouts)
         stream.begin_sweep()
         stream.acquire(0)
-        for future in stream._pending[0][2]:
+        for future in stream.stage._transfers[0].parts:
             future.result()
         with failing_reads(1):
             stream.release(0)
@@ -230,10 +259,9 @@ def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[Slab
 
 def test_stall_counts_the_wait_for_a_slow_link(layer_file: tuple[Path, list[SlabLayout]]) -> None:
     path, layouts = layer_file
-    store = HostStore([path], rate_limit_bytes_per_s=2e6)
+    store = DiskReader([path], rate_limit_bytes_per_s=2e6)
     try:
-        stream = LayerStream(store, layouts, [False] * NUM_LAYERS, 2)
-        stream.load_resident()
+        stream = stream_over(store, set(), 2, layouts)
         started = time.perf_counter()
         for layer in range(NUM_LAYERS):
             stream.acquire(layer)
@@ -258,28 +286,66 @@ def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
     with offload.load(target, ram=ram, context=128, threads=1) as decoder:
         plan, stream = decoder.plan, decoder.target.stream
         assert plan.num_slots == 3 and plan.num_resident == 0
-        num_runs = sum(len(layout.pieces) for layout in stream._layouts)
-        moved = []
+        num_runs = sum(len(layout.pieces) for layout in stream.carrier.layouts)
+        moved, counted = [], []
         for _ in range(2):
             for num_new in (4, 9):
                 decoder.generate([5, 6, 7], max_new_tokens=num_new)
-                for _, _, futures in stream._pending:
-                    for future in futures:
-                        future.result()
-                moved.append(stream.bytes_read)
+                for transfer in stream.stage._transfers:
+                    finish(transfer.parts)
+                moved.append(stream.source.bytes_read)
+                counted.append(stream.bytes_read)
     # every token but the last needs one sweep of its own, and read-ahead is the same after each generation
-    for more, num_sweeps in zip(np.diff(moved).tolist(), (9, 4, 9), strict=True):
-        assert more % num_sweeps == 0
-        assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= more / num_sweeps <= plan.streamed_bytes
+    for figures in (moved, counted):
+        for more, num_sweeps in zip(np.diff(figures).tolist(), (9, 4, 9), strict=True):
+            assert more % num_sweeps == 0
+            assert plan.streamed_bytes - 2 * BLOCK_BYTES * num_runs <= more / num_sweeps <= plan.streamed_bytes
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def build_stream(*args: Any, **options: Any) -> LayerStream:
-        return LayerStream(*args, **options, poison_released=True)
+class MemorySource(ByteSource):
+    """Files that were read beforehand."""
 
-    monkeypatch.setattr(loading, "LayerStream", build_stream)
-    yield
+    opened: ClassVar[list["MemorySource"]] = []
+
+    def __init__(self, paths: Sequence[Path], rate_limit_bytes_per_s: float | None = None) -> None:
+        self.paths, self.rate_limit_bytes_per_s, self.num_reads = paths, rate_limit_bytes_per_s, 0
+        self._files = [np.fromfile(path, np.uint8) for path in paths]
+        self.opened.append(self)
+
+    @property
+    def note(self) -> str | None:
+        return None
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        self.num_reads += 1
+        for shard, lo, hi, slab_lo in layout.pieces:
+            slab[slab_lo : slab_lo + hi - lo] = self._files[shard][lo:hi]
+        done = Future[None]()
+        done.set_result(None)
+        return [done]
+
+    def fetch(self, layout: SlabLayout) -> np.ndarray:
+        slab = np.empty(layout.slab_bytes, np.uint8)
+        self.read(layout, slab)
+        return slab
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_bytes_may_come_from_anywhere(tmp_path: Path) -> None:
+    """A model and its draft, without one read from the disk."""
+    target, _ = tiny_target(tmp_path)
+    MemorySource.opened.clear()
+    with offload.load(
+        target, target, 1 << 30, "2x1", context=128, threads=1, open_source=MemorySource, link_limit="1GB"
+    ) as decoder:
+        assert len(decoder.generate([5, 6, 7], max_new_tokens=3).token_ids) == 3
+    source, draft = MemorySource.opened
+    assert source.num_reads == draft.num_reads == 1 + 4, "embeddings and head, and the layers"
+    assert (source.rate_limit_bytes_per_s, draft.rate_limit_bytes_per_s) == (10**9, None)
+    assert not source._files and not draft._files, "both are closed"
 
 
 def logits_of_a_generation(target: Path, ram: int, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -291,12 +357,12 @@ def logits_of_a_generation(target: Path, ram: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(StreamedModel, "forward", watch)
     with offload.load(target, ram=ram, context=128, threads=1) as decoder:
+        decoder.target.stream.poison_released = True
         decoder.generate([5, 6, 7], max_new_tokens=12)
     monkeypatch.setattr(StreamedModel, "forward", forward)
     return seen
 
 
-@pytest.mark.usefixtures("poisoned")
 def test_a_generation_never_reads_a_released_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, ram = tiny_target(tmp_path)
     streamed = logits_of_a_generation(target, ram, monkeypatch)
@@ -306,7 +372,6 @@ def test_a_generation_never_reads_a_released_slot(tmp_path: Path, monkeypatch: p
         assert torch.equal(ours, theirs) and not ours.isnan().any()
 
 
-@pytest.mark.usefixtures("poisoned")
 def test_a_layer_used_after_its_release_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, ram = tiny_target(tmp_path)
     borrow = StreamedModel.stream_layers

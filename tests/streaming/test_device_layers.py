@@ -20,8 +20,9 @@ from fake_device import FakeDevice, fake_arena
 from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
 from offload.errors import ReadError
 from offload.memory.plan import Tier
-from offload.streaming import device_stream
-from offload.streaming.device_stream import DeviceStream
+from offload.streaming import device_carrier
+from offload.streaming.device_carrier import DeviceCarrier
+from offload.streaming.layers import Layers
 
 NUM_LAYERS, LEAD_BYTES = 7, 24
 LAYOUTS = [
@@ -39,7 +40,7 @@ TIERS = {
 
 
 class ThreadStore:
-    """Writes a layer's number into the slab, from threads, as `HostStore` does; some reads take long, some fail."""
+    """Writes a layer's number into the slab, from threads, as `DiskReader` does; some reads take long, some fail."""
 
     note, is_direct = None, True
 
@@ -68,15 +69,20 @@ class ThreadStore:
         self._pool.shutdown()
 
 
+def layers_over(
+    store: Any, tiers: list[Tier], num_slots: int, device: FakeDevice, limit_bytes: float = float("inf")
+) -> Layers:
+    how: dict[str, Any] = {"device": device, "pinned": fake_arena(limit_bytes), "num_host_slots": 2}
+    return Layers(DeviceCarrier(store, LAYOUTS, tiers, **how), num_slots)
+
+
 @contextmanager
 def streaming(
     tiers: list[Tier], num_slots: int = 2, *, seed: int = 0, limit_bytes: float = float("inf"), **more: Any
-) -> Iterator[tuple[DeviceStream, FakeDevice, ThreadStore]]:
+) -> Iterator[tuple[Layers, FakeDevice, ThreadStore]]:
     device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), ThreadStore()
-    arena = fake_arena(limit_bytes)
-    stream = DeviceStream(
-        store, LAYOUTS, tiers, num_slots, device=device, arena=arena, num_host_slots=2, poison_released=True
-    )
+    stream = layers_over(store, tiers, num_slots, device, limit_bytes)
+    stream.poison_released = True
     try:
         stream.load_resident()
         yield stream, device, store
@@ -87,7 +93,7 @@ def streaming(
         store.close()
 
 
-def sweep(stream: DeviceStream, device: FakeDevice, pause: Callable[[], object] = lambda: None) -> list[str]:
+def sweep(stream: Layers, device: FakeDevice, pause: Callable[[], object] = lambda: None) -> list[str]:
     """One sweep; what the kernels will have seen that was not their layer, once the device has run them."""
     wrong: list[str] = []
 
@@ -105,7 +111,7 @@ def sweep(stream: DeviceStream, device: FakeDevice, pause: Callable[[], object] 
     return wrong
 
 
-def sweeps(stream: DeviceStream, device: FakeDevice, count: int = 3, **more: Any) -> list[str]:
+def sweeps(stream: Layers, device: FakeDevice, count: int = 3, **more: Any) -> list[str]:
     wrong = [sweep(stream, device, **more) for _ in range(count)]
     device.finish()
     return [*chain.from_iterable(wrong)]
@@ -182,36 +188,56 @@ def test_a_slow_disk_does_not_hold_up_layers_behind_it() -> None:
     tiers = [D, H, H, H, H, H, H]
     with streaming(tiers, num_slots=3) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
-        wait_for(lambda: len(stream._pending) == 3 and stream._pending[0].ready.done())
+        wait_for(lambda: len(stream.stage._transfers) == 3 and stream.stage._transfers[0].parts[0].done())
         store.delay_s = 0.3
         assert not sweeps(stream, device, count=1)  # layer 0 was there; layer 0 of the next sweep is now slow
-        arrivals = list(stream._pending)
-        assert [arrival.layer for arrival in arrivals] == [0, 1, 2]
-        assert [arrival.ready.done() for arrival in arrivals[1:]] == [True, True]
+        transfers = stream.stage._transfers
+        assert [transfer.block for transfer in transfers] == [0, 1, 2]
+        assert [transfer.parts[0].done() for transfer in transfers[1:]] == [True, True]
         assert not sweeps(stream, device, count=1)
 
 
+def test_a_layer_from_disk_is_handed_out_before_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sends it waits for the copy, to use the buffer again; whoever computes does not."""
+    is_acquired, in_time, synchronize = threading.Event(), list[bool](), FakeDevice.synchronize
+
+    def wait(self: FakeDevice, event: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            in_time.append(is_acquired.wait(2))
+        synchronize(self, event)
+
+    monkeypatch.setattr(FakeDevice, "synchronize", wait)
+    with streaming(TIERS["disk"], haste=0.0) as (stream, device, _):
+        stream.acquire(0)
+        assert device.num_copies == 0
+        is_acquired.set()
+        stream.release(0)
+        assert not sweeps(stream, device, count=2)
+    assert in_time and all(in_time)
+
+
 def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_stream, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(device_carrier, "_BOUNCE_BYTES", 1000)
     for limit_bytes in (0, 2500, 3 * BLOCK_BYTES, 3 * BLOCK_BYTES + 3000):
         with streaming(TIERS["host"], limit_bytes=limit_bytes, seed=limit_bytes) as (stream, device, _):
             assert not sweeps(stream, device)
             assert stream.note and "could not be page-locked" in stream.note and "the wall is at" in stream.note
-            assert {bounce.is_pinned for bounce, _ in stream._bounces} <= {limit_bytes > 1000, False}
+            assert {bounce.is_pinned for bounce, _ in stream.carrier._bounces} <= {limit_bytes > 1000, False}
 
 
 def test_a_piece_overwritten_before_its_copy_is_done_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_stream, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(device_carrier, "_BOUNCE_BYTES", 1000)
     planted(monkeypatch, "bounce")
     with streaming(TIERS["host"], limit_bytes=0, haste=0.0) as (stream, device, _):
         assert sweeps(stream, device, pause=lambda: time.sleep(0.001))
 
 
-def test_a_failed_read_reaches_whoever_wants_the_layer() -> None:
-    with streaming(TIERS["mixed"]) as (stream, device, store):
+@pytest.mark.parametrize(("kind", "layer"), [("mixed", 5), ("disk", 0)])
+def test_a_failed_read_reaches_whoever_wants_the_layer(kind: str, layer: int) -> None:
+    with streaming(TIERS[kind]) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
-        store.failing = {5}
-        with pytest.raises(ReadError, match="layer 5 cannot be read"):
+        store.failing = {layer}
+        with pytest.raises(ReadError, match=f"layer {layer} cannot be read"):
             sweeps(stream, device, count=2)
         store.failing = set()
         assert not sweeps(stream, device, count=2), "the stream must recover with the next sweep"
@@ -250,12 +276,12 @@ def test_a_dropped_read_has_ended_before_its_buffer_is_used_again() -> None:
         stream.acquire(0)
         stream.release(0)
         time.sleep(0.02)
-        stream._stop()
-        held = [buffer.array.copy() for buffer in stream._buffers]
+        stream.stop()
+        buffers = stream.carrier.ahead.slots
+        held = [buffer.clone() for buffer in buffers]
         time.sleep(0.12)
-        assert all((buffer.array == before).all() for buffer, before in zip(stream._buffers, held, strict=True))
+        assert all(torch.equal(buffer, before) for buffer, before in zip(buffers, held, strict=True))
         store.delay_s = 0
-        stream._start()
         assert not sweeps(stream, device, count=1)
 
 
@@ -289,8 +315,8 @@ def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
             order.append("host" if TIERS["disk first"][self.layer_of(layout)] is H else "device")
             return super().read(layout, slab)
 
-    device, store, arena = Loading(), Filling(), fake_arena()
-    stream = DeviceStream(store, LAYOUTS, TIERS["disk first"], 2, device=device, arena=arena, num_host_slots=2)
+    store = Filling()
+    stream = layers_over(store, TIERS["disk first"], 2, Loading())
     stream.load_resident()
     first_host = order.index("host")
     assert order[:first_host].count("copy") == TIERS["disk first"].count(R) == 2, order
@@ -299,8 +325,8 @@ def test_what_goes_to_the_device_passes_before_the_arena_is_filled() -> None:
 
 
 def test_loading_tells_what_landed() -> None:
-    device, store, landed = FakeDevice(), ThreadStore(), []
-    stream = DeviceStream(store, LAYOUTS, TIERS["mixed"], 2, device=device, arena=fake_arena(), num_host_slots=2)
+    store, landed = ThreadStore(), []
+    stream = layers_over(store, TIERS["mixed"], 2, FakeDevice())
     stream.load_resident(landed.append)
     assert landed == [BLOCK_BYTES] * 4, "one on the device, three in host memory"
     stream.close()
@@ -315,12 +341,28 @@ def test_closing_while_the_disk_reads_leaves_no_thread() -> None:
     assert threading.active_count() <= before
 
 
+def test_closing_does_not_wait_for_reads_that_have_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, queued = ThreadStore(), list[Future[None]]()
+    monkeypatch.setattr(store, "read", lambda *_: queued.append(Future()) or queued[-1:])
+    stream = layers_over(store, TIERS["disk"], 2, FakeDevice())
+    stream.load_resident()
+    closing = threading.Thread(target=stream.close)
+    closing.start()
+    closing.join(5)
+    is_over = not closing.is_alive()
+    for read in queued:
+        if not read.cancel() and not read.done():
+            read.set_result(None)
+    closing.join()
+    assert is_over and len(queued) == 2
+
+
 def test_a_reader_thread_that_breaks_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     with streaming(TIERS["disk"]) as (stream, device, store):
         assert not sweeps(stream, device, count=1)
         monkeypatch.setattr(store, "read", lambda *_: 1 / 0)
-        stream._stop()
-        stream._start()
+        stream.stop()
+        stream.begin_sweep()
         with pytest.raises(ZeroDivisionError):
             stream.acquire(0)
 

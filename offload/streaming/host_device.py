@@ -1,4 +1,4 @@
-"""A device that is the host itself, so that what drives a device can be run without one; nothing is gained by it."""
+"""The host as a device: models that compute on the CPU stream as those on a GPU do, with times for events."""
 
 import time
 
@@ -8,6 +8,20 @@ from torch import Tensor
 
 from offload.streaming.device import Event, Stream
 from offload.streaming.disk import allocate
+from offload.streaming.pinned import PinnedAllocator
+
+
+class PlainWay:
+    """Pages that count as locked, because nobody copies from them behind our back."""
+
+    name = "plain"
+
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        """Exactly so many bytes."""
+        return allocate(num_bytes)
+
+    def free(self, array: np.ndarray) -> None:
+        """They go with the last view."""
 
 
 class HostDevice:
@@ -17,8 +31,12 @@ class HostDevice:
     copies = compute = None
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Memory of the host."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        """Memory of the host, page-aligned, so that a disk can write into it directly."""
+        return torch.from_numpy(allocate(num_bytes))
+
+    def open_allocator(self) -> PinnedAllocator:
+        """Of ordinary memory, which counts as locked: copies from it are over when they return."""
+        return PinnedAllocator([PlainWay()])
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Copy now."""
@@ -33,10 +51,10 @@ class HostDevice:
         return time.perf_counter()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """It is over already."""
+        """Nothing: it is over already."""
 
     def synchronize(self, event: Event) -> None:
-        """It is over already."""
+        """Nothing: it is over already."""
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
         """Between two times."""
@@ -45,16 +63,3 @@ class HostDevice:
     def peak_bytes(self) -> int:
         """Nothing of its own."""
         return 0
-
-
-class PlainWay:
-    """Pages that count as locked, because nobody copies from them behind our back."""
-
-    name = "plain"
-
-    def allocate(self, num_bytes: int) -> np.ndarray:
-        """Exactly so many bytes."""
-        return allocate(num_bytes)
-
-    def free(self, array: np.ndarray) -> None:
-        """They go with the last view."""

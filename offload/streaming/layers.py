@@ -1,0 +1,159 @@
+"""The layers of a model, in the order in which a sweep needs them: some stay, the others pass through a few slots.
+
+This holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent: `acquire` lets what computes
+wait until a layer is there, `release` says that all of its use has been enqueued. Where a layer lives is fixed for the
+run, because a cyclic scan through an LRU cache would never hit.
+
+Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read before the event that
+says it is there; and the host waits nowhere but where a disk has not delivered.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.layout import SlabLayout
+from offload.memory.plan import MemoryPlan
+from offload.streaming.device import Device, Event
+from offload.streaming.device_carrier import DeviceCarrier
+from offload.streaming.host_carrier import HostCarrier
+from offload.streaming.host_device import HostDevice
+from offload.streaming.source import ByteSource
+from offload.streaming.stage import Stage
+from offload.streaming.timeline import Record
+
+_POISON = 0xFF  # NaN in every float format we stream
+
+
+class Layers:
+    """Hands out the layers of one checkpoint. On a device everything but a wait for the disk is only enqueued.
+
+    Args:
+        num_slots: for layers that do not stay.
+
+    Attributes:
+        poison_released: tests fill slots with NaN as soon as they are free.
+        bytes_read: of layers that were handed out and do not stay; not of those on their way for the next sweep.
+    """
+
+    def __init__(self, carrier: HostCarrier, num_slots: int) -> None:
+        self.carrier, self._device, self._spans = carrier, carrier.device, carrier.spans
+        slot_bytes = max((carrier.layouts[n].slab_bytes for n in carrier.streamed), default=0)
+        slots = [self._device.allocate(slot_bytes) for _ in range(num_slots if carrier.streamed else 0)]
+        self.stage = Stage(carrier.carry, carrier.streamed, slots)
+        self.poison_released = False
+        self.bytes_read, self._stall_s = 0, 0.0
+        self._waits: deque[tuple[Event, Event]] = deque()
+        self._arrived: Event = None  # when the layer acquired last could be used; known while somebody records
+
+    @property
+    def source(self) -> ByteSource:
+        """Where the bytes come from."""
+        return self.carrier.source
+
+    @property
+    def note(self) -> str | None:
+        """A line for the user where a faster way is closed."""
+        return self.carrier.note
+
+    @property
+    def record(self) -> Record | None:
+        """Who hears of copies, waits and uses of layers; see `Spans.listener`."""
+        return self._spans.listener
+
+    @record.setter
+    def record(self, listener: Record | None) -> None:
+        self._spans.listener = listener
+
+    @property
+    def stall_s(self) -> float:
+        """How long compute has waited for layers, as far as the device has got; nobody is kept waiting to find out."""
+        while self._waits and (waited_s := self._device.elapsed_s(*self._waits[0])) is not None:
+            self._stall_s += waited_s
+            self._waits.popleft()
+        return self._stall_s
+
+    def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
+        """Bring what stays, then start the stage. Raises `ReadError`."""
+        self.carrier.load(on_bytes)
+        self._start()
+
+    def begin_sweep(self) -> None:
+        """Make the first layer the next to arrive: an interrupted sweep may have left others queued, or failed."""
+        if not self.stage.is_at_start:
+            self.stop()
+            self._start()
+
+    def acquire(self, layer: int) -> Tensor:
+        """The weights of `layer`, its first one first; valid for what is enqueued until `release(layer)`.
+
+        Raises:
+            ReadError: the disk failed.
+        """
+        device = self._device
+        if layer in self.carrier.resident:
+            self._arrived = self._spans.mark(device.compute)
+            return self.carrier.weights(layer, self.carrier.resident[layer])
+        before = device.record(device.compute, is_timed=True)
+        slot, ready = self.stage.acquire(layer)
+        device.wait(device.compute, ready)
+        self._arrived = device.record(device.compute, is_timed=True)
+        self._waits.append((before, self._arrived))
+        self._spans.add("wait", layer, before, self._arrived)
+        self.bytes_read += self.carrier.layouts[layer].slab_bytes
+        return self.carrier.weights(layer, slot)
+
+    def release(self, layer: int) -> None:
+        """Everything that reads the weights of `layer` has been enqueued."""
+        device = self._device
+        self._spans.add("compute", layer, self._arrived, self._spans.mark(device.compute))
+        slot = self.stage.held.get(layer)
+        if slot is None:
+            return
+        if self.poison_released:
+            device.fill(slot, _POISON, device.compute)
+        self.stage.release(layer, device.record(device.compute))
+
+    def stop(self) -> None:
+        """Forget what is on its way; on return nothing moves any more."""
+        self.stage.cancel()
+        self.carrier.stop()
+        self.stage.stop()
+
+    def close(self) -> None:
+        """Stop, and let go of the memory."""
+        self.stop()
+        self.stage.slots.clear()
+        self.carrier.close()
+
+    def _start(self) -> None:
+        """Begin with the first layer."""
+        self.carrier.start()
+        self.stage.start(self._device.record(self._device.compute))  # an abandoned sweep may still read the slots
+
+
+def open_layers(
+    source: ByteSource, layouts: Sequence[SlabLayout], plan: MemoryPlan, device: Device | None, resources: ExitStack
+) -> Layers:
+    """Layers as the plan places them, nothing read yet; `resources` closes them.
+
+    Args:
+        device: None is the CPU.
+    """
+    if device is None:
+        stays = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
+        carrier = HostCarrier(source, layouts, stays, HostDevice())
+    else:
+        if device.place.type == "cuda":
+            torch.cuda.empty_cache()  # slots will not fit into what was left behind by measuring
+        pinned = device.open_allocator()
+        resources.callback(pinned.close)
+        carrier = DeviceCarrier(
+            source, layouts, plan.tier_L, device=device, pinned=pinned, num_host_slots=plan.num_host_slots
+        )
+    layers = Layers(carrier, plan.num_slots)
+    resources.callback(layers.close)
+    return layers

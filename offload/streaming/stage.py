@@ -1,0 +1,118 @@
+"""One slot cycle: blocks pass through a few slots in the order in which they are wanted, each moved ahead of its use.
+
+From a disk into host memory, from there to a device: wherever a block goes, a slot is free, filling, ready, held, and
+free again. The order is a cycle: when the last block of a sweep gives its slot back, the first blocks of the next sweep
+are already on their way, so the link works while the drafter does. A stage runs no thread and knows no device; whoever
+moves the bytes (`Carry`) does. Stages are chained by moving from the slots of one into those of the next.
+
+Invariant: a block is moved into a slot only after the one before it was released, and handed out only when its transfer
+is complete or bound to complete before the event that is handed out with it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import cycle
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from offload.streaming.device import Event
+from offload.streaming.source import drop
+
+# Starts moving a block into a slot, which nobody reads any more once the event is reached; the block is there once all
+# futures are done and the event that the last of them gives is reached. No event: nothing has to be waited for.
+Carry = Callable[[int, Tensor, Event], Sequence[Future[Any]]]
+
+
+class Arrived(NamedTuple):
+    """A block that was acquired."""
+
+    slot: Tensor
+    ready: Event  # after which the block is complete; None: it is
+
+
+class _Transfer(NamedTuple):
+    """A block on its way into a slot."""
+
+    block: int
+    slot: Tensor
+    parts: Sequence[Future[Any]]
+
+
+class Stage:
+    """The slot cycle of `blocks` through `slots`.
+
+    Only `cancel` may be called by another thread than the one that uses the stage.
+
+    Args:
+        carry: see `Carry`; it may wait for the event that it is given.
+        blocks: in the order of their use.
+        slots: flat bytes, each large enough for every block.
+        is_cycle: whether the first block follows the last.
+
+    Attributes:
+        held: the slots of blocks that were acquired and not released.
+    """
+
+    def __init__(self, carry: Carry, blocks: Sequence[int], slots: Sequence[Tensor], *, is_cycle: bool = True) -> None:
+        self.slots, self.held = list(slots), dict[int, Tensor]()
+        self._carry, self._blocks, self._is_cycle = carry, blocks, is_cycle
+        self._order: Iterator[int] = iter(())
+        self._transfers: list[_Transfer] = []
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the first block is the next to arrive, all slots are on their way, and none has failed."""
+        is_whole = len(self._transfers) == len(self.slots)
+        is_first = not self._transfers or self._transfers[0].block == self._blocks[0]
+        return is_whole and is_first and not any(map(_has_failed, self._transfers))
+
+    def start(self, free: Event = None) -> None:
+        """Begin with the first block, all slots empty once `free` is reached."""
+        self._order = cycle(self._blocks) if self._is_cycle else iter(self._blocks)
+        for slot in self.slots:
+            self._fill(slot, free)
+
+    def acquire(self, block: int) -> Arrived:
+        """The slot of the next block, valid until its release. Raises what moving it has raised, `ReadError` mostly."""
+        assert self._transfers and self._transfers[0].block == block, f"block {block} acquired out of order"
+        transfer, ready = self._transfers[0], None
+        for part in transfer.parts:
+            ready = part.result()
+        del self._transfers[0]
+        self.held[block] = transfer.slot
+        return Arrived(transfer.slot, ready)
+
+    def release(self, block: int, free: Event = None) -> None:
+        """Give the slot of `block` back: it is filled again once `free` is reached."""
+        self._fill(self.held.pop(block), free)
+
+    def cancel(self) -> None:
+        """Let no transfer begin that has not begun; whoever waits for one is told."""
+        for transfer in self._transfers.copy():
+            for part in transfer.parts:
+                part.cancel()
+
+    def stop(self) -> None:
+        """Forget what is on its way; on return nothing is moved into a slot any more."""
+        self.cancel()
+        for transfer in self._transfers:
+            drop(transfer.parts)
+        self._transfers.clear()
+        self.held.clear()
+
+    def _fill(self, slot: Tensor, free: Event) -> None:
+        block = next(self._order, None)
+        if block is None:
+            return
+        try:
+            parts = self._carry(block, slot, free)
+        except Exception as error:  # whoever acquires the block hears of it
+            failed = Future[None]()
+            failed.set_exception(error)
+            parts = [failed]
+        self._transfers.append(_Transfer(block, slot, parts))
+
+
+def _has_failed(transfer: _Transfer) -> bool:
+    return any(part.done() and (part.cancelled() or part.exception() is not None) for part in transfer.parts)
