@@ -39,6 +39,7 @@ from offload.engine import load as loading
 from offload.engine.decoder import Decoder
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
+from offload.planning import room
 from offload.streaming.device import CudaDevice, Device, open_device
 from offload.streaming.device_stream import DeviceStream
 from offload.streaming.pinned import PinnedAllocator
@@ -339,9 +340,9 @@ def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, g
         card: Device | None = HostDevice()
         stack.enter_context(mock.patch.object(loading, "open_device", lambda name, gpu: card))
         stack.enter_context(mock.patch.object(loading, "open_arena", lambda place: PinnedAllocator([PlainWay()])))
-        plan_memory = loading.plan_memory
+        plan_memory = room.plan_memory
         as_cuda = lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"})  # noqa: E731
-        stack.enter_context(mock.patch.object(loading, "plan_memory", as_cuda))
+        stack.enter_context(mock.patch.object(room, "plan_memory", as_cuda))
     else:
         if not torch.cuda.is_available():
             raise UserError("bench device needs a CUDA device, this machine shows none: run it where there is one")

@@ -22,7 +22,7 @@ import torch
 from offload.checkpoint import inflate as inflation  # whose pieces and blocks these are, files left out
 from offload.checkpoint.layout import Piece, SlabLayout
 from offload.checkpoint.safetensors import ITEM_BYTES, Checkpoint, open_checkpoint
-from offload.engine import load as loading
+from offload.engine import build
 from offload.streaming.disk import HostStore
 
 NUM_MAKERS = 16
@@ -69,7 +69,7 @@ def giants() -> Iterator[None]:
         is_giant = (shards[0].parent / _NOTE).is_file()
         return GiantStore(shards) if is_giant else HostStore(shards, **options)
 
-    with mock.patch.object(loading, "HostStore", open_store):
+    with mock.patch.object(build, "HostStore", open_store):
         yield
 
 

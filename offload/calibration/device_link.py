@@ -15,8 +15,8 @@ from offload.streaming.pinned import open_pinned_allocator
 _COPY_BYTES = 64 << 20
 
 
-def card_link_bytes_per_s(
-    card: Device, plan: MemoryPlan, shards: Sequence[Path], *, limit_bytes_per_s: float | None = None
+def device_link_bytes_per_s(
+    device: Device, plan: MemoryPlan, shards: Sequence[Path], *, limit_bytes_per_s: float | None = None
 ) -> float:
     """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of reads behind them.
 
@@ -26,11 +26,11 @@ def card_link_bytes_per_s(
     """
     if not plan.streamed_bytes:
         return LOCAL_BYTES_PER_S
-    arena = open_pinned_allocator(card.place)
+    allocator = open_pinned_allocator(device.place)
     try:
-        seconds = plan.streamed_bytes / copy_bytes_per_s(card, arena.allocate(_COPY_BYTES).array)
+        seconds = plan.streamed_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
     finally:
-        arena.close()
+        allocator.close()
     if plan.disk_streamed_bytes:
         shard = max(shards, key=lambda path: path.stat().st_size)
         seconds = max(seconds, plan.disk_streamed_bytes / link_bytes_per_s(shard, limit_bytes_per_s=limit_bytes_per_s))

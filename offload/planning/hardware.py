@@ -51,7 +51,7 @@ class Hardware:
 
 
 # Memory is what the driver reports, which ECC and the vendor's GB make less than the name says.
-_CARDS = (
+_GPUS = (
     Hardware(
         name="l40",
         gpu_bytes=46068 << 20,
@@ -95,7 +95,7 @@ _CARDS = (
         link_bytes_per_s=_PCIE_5,
     ),
 )
-KNOWN = {card.name: card for card in _CARDS}
+KNOWN = {gpu.name: gpu for gpu in _GPUS}
 
 
 def find_hardware(name: str) -> Hardware:

@@ -19,6 +19,7 @@ from offload.bench.timeline import read_trace
 from offload.calibration import device_link as card_link
 from offload.engine import load as loading
 from offload.errors import UserError
+from offload.planning import room
 from offload.stats import Stats
 from offload.streaming.layer_stream import LayerStream
 from offload.streaming.pinned import PinnedAllocator
@@ -103,8 +104,8 @@ def test_decode_with_rules_that_draw_afresh() -> None:
 
 def test_on_a_card_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stands in for the GPU, and every layer is sent."""
-    plan_memory = loading.plan_memory
-    monkeypatch.setattr(loading, "plan_memory", lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"}))
+    plan_memory = room.plan_memory
+    monkeypatch.setattr(room, "plan_memory", lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"}))
     monkeypatch.setattr(loading, "open_device", lambda *how: HostDevice())
     monkeypatch.setattr(setting, "place_of", lambda _, gpu_memory: {"device": "cuda:0", "gpu_memory": gpu_memory})
     for module in (loading, card_link):

@@ -10,7 +10,15 @@ import pytest
 from offload.calibration import quick as probe
 from offload.config import RULES, Sampling
 from offload.errors import UserError
-from offload.planning.cost_model import Costs, Curve, Traffic, draft_widths, fit_friction, overlapped_s, step_time
+from offload.planning.cost_model import (
+    Costs,
+    Curve,
+    Traffic,
+    draft_widths,
+    fit_overlap_penalty,
+    overlapped_s,
+    step_time,
+)
 from offload.planning.profile import Profile
 from offload.planning.traces import (
     PRODUCT_FORM,
@@ -23,7 +31,7 @@ from offload.planning.traces import (
     tree_of,
 )
 from offload.planning.tree_policy import Trees, tree_for
-from offload.planning.tree_search import DEPTHS, Candidate, Forest, best_smoothing, choose
+from offload.planning.tree_search import DEPTHS, Candidate, Forest, best_smoothing, rank_trees
 from offload.tree.spec import parse_tree
 from offload.tree.topology import (
     DEFAULT_ACCEPTANCE,
@@ -97,25 +105,25 @@ def test_step_is_draft_plus_the_slower_side() -> None:
     assert short.total_s == pytest.approx(3.0), "no more is hidden than the time that drafting takes"
 
 
-def test_friction_counts_where_both_sides_take_about_as_long() -> None:
+def test_the_overlap_penalty_counts_where_both_sides_take_about_as_long() -> None:
     assert overlapped_s(0.3, 0.2, 0.0) == overlapped_s(0.2, 0.3, 0.0) == 0.3 and overlapped_s(0.0, 0.0, 0.5) == 0.0
     assert overlapped_s(0.3, 0.2, 1.0) == pytest.approx(0.5), "in turn"
     assert overlapped_s(0.3, 0.3, 0.2) == pytest.approx(0.3 * 2**0.2)
     assert overlapped_s(0.3, 0.01, 0.2) == pytest.approx(0.3, rel=1e-4) and overlapped_s(0.3, 0.0, 0.2) == 0.3
     what, traffic = costs(row_s=1e-3, link=1e9), Traffic(2 * 10**8, 0)
-    rubbing = replace(what, friction=0.2)
-    assert step_time(rubbing, traffic, chain(99)).sweep_s == pytest.approx(0.2 * 2**0.2)
-    assert step_time(rubbing, Traffic(0, 0), chain(99)) == step_time(what, Traffic(0, 0), chain(99))._replace(
-        friction=0.2
+    slowed = replace(what, overlap_penalty=0.2)
+    assert step_time(slowed, traffic, chain(99)).sweep_s == pytest.approx(0.2 * 2**0.2)
+    assert step_time(slowed, Traffic(0, 0), chain(99)) == step_time(what, Traffic(0, 0), chain(99))._replace(
+        overlap_penalty=0.2
     )
 
 
-def test_friction_is_found_again_in_what_it_made() -> None:
+def test_the_overlap_penalty_is_found_again_in_what_it_made() -> None:
     pairs = [(0.1, 0.5), (0.3, 0.5), (0.4, 0.5), (0.45, 0.5), (0.8, 0.5)]
-    for friction in (0.0, 0.13, 0.2, 1.0):
-        seen = [(one_s, other_s, overlapped_s(one_s, other_s, friction)) for one_s, other_s in pairs]
-        assert fit_friction(seen) == friction
-    assert fit_friction([(one_s, other_s, 0.9 * max(one_s, other_s)) for one_s, other_s in pairs]) == 0.0
+    for penalty in (0.0, 0.13, 0.2, 1.0):
+        seen = [(one_s, other_s, overlapped_s(one_s, other_s, penalty)) for one_s, other_s in pairs]
+        assert fit_overlap_penalty(seen) == penalty
+    assert fit_overlap_penalty([(one_s, other_s, 0.9 * max(one_s, other_s)) for one_s, other_s in pairs]) == 0.0
 
 
 def test_free_rows_and_a_slow_link_make_the_tree_large() -> None:
@@ -144,7 +152,7 @@ def test_costly_draft_makes_the_tree_flat_unless_it_is_hidden() -> None:
 
 def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
     what, traffic = costs(row_s=1e-3, draft_s=5e-3), Traffic(3 * 10**8, 10**8)
-    ranked = choose(Forest(P_K, max_nodes=64), what, lambda _: traffic)
+    ranked = rank_trees(Forest(P_K, max_nodes=64), what, lambda _: traffic)
     assert [c.s_per_token for c in ranked] == sorted(c.s_per_token for c in ranked)
     for candidate in ranked:
         tree = candidate.shape
@@ -158,13 +166,13 @@ def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
 
 
 def test_what_memory_cannot_hold_is_no_candidate() -> None:
-    ranked = choose(Forest(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
+    ranked = rank_trees(Forest(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
     assert max(candidate.shape.num_nodes for candidate in ranked) == 32
-    assert choose(Forest(P_K), costs(), lambda _: None) == []
+    assert rank_trees(Forest(P_K), costs(), lambda _: None) == []
 
 
 def test_depth_is_bounded() -> None:
-    ranked = choose(Forest(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
+    ranked = rank_trees(Forest(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
     assert max(candidate.shape.depth for candidate in ranked) == 5
 
 

@@ -228,8 +228,8 @@ class Words:
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for room_of_it in ("loading", "tune"):
-        monkeypatch.setattr(f"offload.{room_of_it}.load_tokenizer", lambda directory: Words())
+    for module in ("engine.build", "tuning.tune"):
+        monkeypatch.setattr(f"offload.{module}.load_tokenizer", lambda directory: Words())
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))
     return path
@@ -361,7 +361,7 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
     files = [open_checkpoint(path) for path in pair]
     how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto", "device": "cuda:0"}
-    roomy = plan_memory(*files, num_nodes=64, context=room._context(files[0]), gpu="4GiB", **how)
+    roomy = plan_memory(files, num_nodes=64, context=512, gpu="4GiB", **how)
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
         assert room._Room(room.SIZES, {**how, "gpu": gpu_bytes}).largest(*files) == wanted
