@@ -58,7 +58,8 @@ class TreeSpec:
     def label(self) -> str:
         """What `--tree` calls it."""
         size = f"{self.count}x{self.depth}"
-        return {"best": size, "chain": f"chain:{self.depth}"}.get(self.kind, f"{self.kind}:{size}")
+        shown = {"auto": "auto", "none": "none", "best": size, "chain": f"chain:{self.depth}"}
+        return shown.get(self.kind, f"{self.kind}:{size}")
 
     def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Shape:
         """The shape; `none` is the root alone. Raises `UserError` where best-first meets a `p` that rises."""

@@ -87,6 +87,16 @@ def test_file_is_for_people(cache: Path) -> None:
     assert "  [0, 1, -1]," in lines and ' "acceptance": [0.5, 0.25],' in lines
 
 
+def test_keys_of_the_file_stay() -> None:
+    """Files of this schema lie on disks."""
+    values = json.loads(save_profile(profile(costs=replace(profile().costs, overlap_penalty=0.2))).read_text())
+    assert values["grown"] == [{"num_nodes": 16, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]
+    assert list(values["costs"]) == ["compute_s", "draft_step_s", "verify_s", "link_bytes_per_s", "friction"]
+    assert values["costs"]["friction"] == 0.2 and values["schema"] == SCHEMA == 2
+    found, _ = find_profile(IDENTITY)
+    assert found is not None and found.costs.overlap_penalty == 0.2 and found.dynamic_yields
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

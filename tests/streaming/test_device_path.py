@@ -55,7 +55,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 
     monkeypatch.setattr(loading, "open_device", lambda name, gpu_memory: fake)
     for module in (loading, card_link):
-        monkeypatch.setattr(module, "open_arena", lambda place: fake_arena())
+        monkeypatch.setattr(module, "open_pinned_allocator", lambda place: fake_arena())
     monkeypatch.setattr(loading, "DeviceStream", poisoned)
     monkeypatch.setattr(FakeDevice, "place", torch.device("cpu"))
     yield fake
