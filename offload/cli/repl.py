@@ -57,15 +57,9 @@ class Brake:
 
 
 def converse(
-    model: str,
-    draft: str | None,
-    options: LoadOptions,
-    console: Console,
-    sampling: Sampling,
-    *,
-    system: str | None,
-    max_new_tokens: int | None,
-) -> None:
+    model: str, draft: str | None, options: LoadOptions, console: Console, sampling: Sampling, *,
+    system: str | None, max_new_tokens: int | None,
+) -> None:  # fmt: skip
     """Load a model, and answer questions with it until the user leaves. Raises `UserError`."""
     brake = Brake()
 

@@ -268,7 +268,7 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
 def test_the_printed_plan_names_both_budgets() -> None:
     plan = plan_of(PAIRS[0], 48 * GB, 64 * GB)
     tiers = [plan.num_layers_in(tier) for tier in Tier]
-    assert "{} of 80 layers stay on the card, {} in pinned memory and {} on disk".format(*tiers) in plan_line(plan, 1)
+    assert "{} of 80 layers stay on the GPU, {} in pinned memory and {} on disk".format(*tiers) in plan_line(plan, 1)
     printed: dict[str, Any] = plan.as_dict()
     assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": on_host(plan), "gpu_bytes": 48 * GB,
                                   "gpu_planned_bytes": on_card(plan)}  # fmt: skip
