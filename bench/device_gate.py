@@ -17,9 +17,9 @@ from torch import Tensor
 
 from offload.bench.gate import WrongTokenError
 from offload.bench.promises import Row, row
-from offload.engine import load as loading
 from offload.engine.decoder import Decoder
 from offload.memory.plan import MemoryPlan, Tier
+from offload.planning import room
 from offload.tuning.audit import BF16_NOISE
 
 TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
@@ -60,14 +60,14 @@ def reference_ids(
 @contextmanager
 def all_streamed() -> Iterator[None]:
     """Meanwhile every layer stays in host memory, also where the GPU has room for it."""
-    plan_memory = loading.plan_memory
+    plan_memory = room.plan_memory
 
     def streamed(*args: Any, **more: Any) -> MemoryPlan:
         plan = plan_memory(*args, **more)
         sizes: dict[str, Any] = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2}
         return replace(plan, tier_L=(Tier.HOST,) * len(plan.layer_bytes), num_host_slots=0, **sizes)
 
-    with mock.patch.object(loading, "plan_memory", streamed):
+    with mock.patch.object(room, "plan_memory", streamed):
         yield
 
 

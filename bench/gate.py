@@ -20,8 +20,9 @@ from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
+from offload.engine.build import resident_model
 from offload.engine.decoder import Decoder
-from offload.engine.load import load, resident_model
+from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.model.kv_cache import KVCache

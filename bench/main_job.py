@@ -32,10 +32,10 @@ Row = dict[str, Any]
 
 def streaming(size: str, *, rounds: int = 5, sweeps: int = 3) -> Row:
     """Back-to-back one-token sweeps against the plain reader, in turn."""
-    from offload.cli.demo import PROMPT, open_demo
+    from offload.cli.demo import PROMPT, demo_options, open_demo
 
     target = _target(size)
-    with open_demo(target, parse_size(size, "--size") // 4, "none", _SILENT) as decoder:
+    with open_demo(target, demo_options(parse_size(size, "--size") // 4, "none"), _SILENT) as decoder:
         num_bytes = decoder.plan.streamed_bytes
         steps = iter(decoder.run(PROMPT, Sampling(), max_new_tokens=2 + rounds * (sweeps + 1), raw=True))
         pairs = []
@@ -56,10 +56,10 @@ def streaming(size: str, *, rounds: int = 5, sweeps: int = 3) -> Row:
 
 def prompt(size: str, *, rounds: int = 5) -> Row:
     """The sweep that takes in 128 prompt tokens against one-token sweeps right after it."""
-    from offload.cli.demo import open_demo
+    from offload.cli.demo import demo_options, open_demo
 
     ratios = []
-    with open_demo(_target(size), parse_size(size, "--size") // 4, "none", _SILENT) as decoder:
+    with open_demo(_target(size), demo_options(parse_size(size, "--size") // 4, "none"), _SILENT) as decoder:
         ids = decoder.encode(held_out_prompts(1)[0], raw=True)[:PROMPT_TOKENS]
         list(decoder.run(ids, Sampling(), max_new_tokens=2))
         for _ in range(rounds):
@@ -72,10 +72,10 @@ def prompt(size: str, *, rounds: int = 5) -> Row:
 
 def speed(size: str, *, num_prompts: int = 6, num_tokens: int = 96, num_plain: int = 8) -> Row:
     """Tokens per second with and without trees, prompt by prompt in turn, and the share of the link that was used."""
-    from offload.cli.demo import open_demo
+    from offload.cli.demo import demo_options, open_demo
 
     target, totals = _target(size), {tree: _Total() for tree in ("none", *SPEED_TREES)}
-    with open_demo(target, parse_size(size, "--size") // 4, SPEED_TREES[-1], _SILENT) as decoder:
+    with open_demo(target, demo_options(parse_size(size, "--size") // 4, SPEED_TREES[-1]), _SILENT) as decoder:
         for text in held_out_prompts(num_prompts):
             ids = decoder.encode(text, raw=True)[:PROMPT_TOKENS]
             for tree, total in totals.items():
@@ -148,10 +148,10 @@ def report_memory(size: str) -> None:
     lazy_bytes = rss_bytes()
     _ = transformers.modeling_utils.PreTrainedModel, transformers.AutoModelForCausalLM  # imported lazily: now for good
     imported_bytes = rss_bytes()
-    from offload.cli.demo import PROMPT, open_demo
+    from offload.cli.demo import PROMPT, demo_options, open_demo
 
     ram_bytes = parse_size(size, "--size") // 4
-    with open_demo(_target(size), ram_bytes, "64x16", _SILENT) as decoder:
+    with open_demo(_target(size), demo_options(ram_bytes, "64x16"), _SILENT) as decoder:
         ids = (decoder.encode(PROMPT, raw=True) * 4)[:PROMPT_TOKENS]
         decoder.generate(ids, max_new_tokens=64)
         planned_bytes = decoder.plan.total_bytes

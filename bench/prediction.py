@@ -33,9 +33,8 @@ from offload.cli.console import Console
 from offload.config import Sampling
 from offload.errors import UserError
 from offload.memory.planner import Budgets, make_plan
-from offload.planning.cost_model import Traffic, step_time
+from offload.planning.cost_model import Traffic, costs_on, step_time, traffic_on
 from offload.planning.hardware import KNOWN
-from offload.planning.predict import costs_on, traffic_on
 from offload.stats import Stats
 from offload.tree.spec import parse_tree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain

@@ -15,7 +15,7 @@ from offload.bench.compare import changes, require_same, tell
 from offload.bench.gate import Proof, Written, prove, reference
 from offload.bench.plain_reader import Reading, plain_rate
 from offload.bench.record import Result, read, store, writable
-from offload.calibration.device_link import card_link_bytes_per_s
+from offload.calibration.device_link import device_link_bytes_per_s
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.cli.console import Console
@@ -72,7 +72,7 @@ class Setting(NamedTuple):
         card = decoder.target._device
         if card is None:
             return plain_rate(self.shards, _CEILING_BYTES)
-        return card_link_bytes_per_s(card, decoder.plan, self.shards)
+        return device_link_bytes_per_s(card, decoder.plan, self.shards)
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """The gate; call it when all measuring is over and decoders are closed. Raises `UserError`."""
@@ -115,7 +115,7 @@ def find_setting(
 
 def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
     """Refuse, from headers alone, a budget that is too small even for the least of runs. Raises `UserError`."""
-    plan_memory(target, draft, ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1)
+    plan_memory((target, draft), ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1)
 
 
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:

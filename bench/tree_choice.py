@@ -39,10 +39,12 @@ from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.engine.request import Request
 from offload.errors import UserError
+from offload.planning.options import LoadOptions
 from offload.planning.profile import Profile
-from offload.planning.traces import acceptance, bursts, tokens_per_sweep
-from offload.planning.tree_policy import tree_for
-from offload.tree.topology import DynamicShape, Shape, chain, expected_tokens, isotonic
+from offload.planning.traces import acceptance, bursts
+from offload.planning.tree_policy import TreeChoice, TreeSelector
+from offload.tree.spec import TreeSpec
+from offload.tree.topology import DynamicShape, Shape, Topology, chain, expected_tokens, isotonic
 from offload.tuning.audit import draw_gaps
 from offload.tuning.trace_acceptance import dynamic_again, ranks_of, write, written_trace
 from offload.tuning.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
@@ -86,9 +88,14 @@ def tuned_on_first_halves(
     paths = [folder / f"{index}.txt" for index in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text or " x", encoding="utf-8")
-    how: dict[str, Any] = {"num_tokens": num_tokens, "tree": tree, "device": "cpu", "ram": ram}
-    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, **how)
+    options = LoadOptions(tree=tree or "auto", device="cpu", ram=ram)
+    tuned = tune(str(target), str(PAIR / "draft"), paths, sampling, options, num_tokens=num_tokens)
     return tuned._replace(path=tuned.path.rename(folder / tuned.path.name))
+
+
+def tree_for(profile: Profile, size: Size) -> TreeChoice:
+    """What `--tree NxD` means with this profile."""
+    return TreeSelector(profile.identity.rule, profile).choose(TreeSpec("best", *size))
 
 
 def other_prompts(decoder: Decoder, num_tokens: int) -> Prompts:
@@ -123,8 +130,9 @@ def _compared(
     decoder: Decoder, profile: Profile, size: tuple[int, int], prompts: Prompts, same: Sequence[Sequence[int]]
 ) -> Row:
     """One tree: what it yields on the prompts, and what was predicted for it."""
-    tree, _ = tree_for(profile.acceptance, *size)
-    temperature, measured = profile.identity.temperature, []
+    choice, temperature, measured = tree_for(profile, size), profile.identity.temperature, []
+    tree = choice.shape
+    assert isinstance(tree, Topology), "a static tree was named"
     settings: dict[str, Any] = {"tree": "{}x{}".format(*size), "max_new_tokens": NUM_NEW + _AHEAD}
     for seed, prompt in enumerate(prompts):
         result = decoder.generate(prompt, temperature=temperature, seed=seed, **settings)
@@ -132,7 +140,7 @@ def _compared(
         _prove(prompt, result.token_ids, result.sampling)
         measured.append(_whole([result.stats.num_first_tokens, *result.stats.accepted_per_sweep]))
     got, error = _mean(measured)
-    predicted, product = tokens_per_sweep(tree, profile.traces), expected_tokens(tree, isotonic(profile.acceptance))
+    predicted, product = choice.tokens_per_sweep, expected_tokens(tree, isotonic(profile.acceptance))
     same_text, _ = _mean([_whole(bursts(tree, trace)) for trace in same])
     same_product = expected_tokens(tree, isotonic(acceptance(same)[0]))
     return {
@@ -181,7 +189,7 @@ def _against_grid(setting: Setting, limit: int | None, num_rounds: int) -> Row:
     cells: Cells = {(1, 0): chain(0), chosen: best.shape}
     largest = setting.tuned.profile.costs.compute_s.sizes[-1]
     for n, d in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
-        fixed, _ = tree_for(setting.tuned.profile.acceptance, n, d)
+        fixed = tree_for(setting.tuned.profile, (n, d)).shape
         tree = DynamicShape(n, min(d, n - 1)) if choice.is_dynamic else fixed  # the choice is among trees of one kind
         cells.setdefault((tree.num_nodes, tree.depth), tree)
     with load(setting.target, PAIR / "draft", setting.ram, f"{largest}x{DEPTH}", **options) as decoder:  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ CONTEXT = 256
 def streaming_ram(model: Path) -> int:
     """A budget under which every layer passes through three slots, with the model as its own draft."""
     files = open_checkpoint(model)
-    roomy = plan_memory(files, files, ram=1 << 40, dtype="auto", context=CONTEXT, num_nodes=9)
+    roomy = plan_memory((files, files), ram=1 << 40, dtype="auto", context=CONTEXT, num_nodes=9)
     return roomy.fixed_bytes + 3 * max(roomy.layer_bytes)
 
 

@@ -14,8 +14,8 @@ from offload.streaming.device import Device
 _COPY_BYTES = 64 << 20
 
 
-def card_link_bytes_per_s(
-    card: Device, plan: MemoryPlan, shards: Sequence[Path], *, limit_bytes_per_s: float | None = None
+def device_link_bytes_per_s(
+    device: Device, plan: MemoryPlan, shards: Sequence[Path], *, limit_bytes_per_s: float | None = None
 ) -> float:
     """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of reads behind them.
 
@@ -25,11 +25,11 @@ def card_link_bytes_per_s(
     """
     if not plan.streamed_bytes:
         return LOCAL_BYTES_PER_S
-    arena = card.open_allocator()
+    allocator = device.open_allocator()
     try:
-        seconds = plan.streamed_bytes / copy_bytes_per_s(card, arena.allocate(_COPY_BYTES).array)
+        seconds = plan.streamed_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
     finally:
-        arena.close()
+        allocator.close()
     if plan.disk_streamed_bytes:
         shard = max(shards, key=lambda path: path.stat().st_size)
         seconds = max(seconds, plan.disk_streamed_bytes / link_bytes_per_s(shard, limit_bytes_per_s=limit_bytes_per_s))

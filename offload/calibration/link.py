@@ -56,7 +56,7 @@ def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: f
         store.close()
 
 
-def copy_bytes_per_s(card: "Device", array: "np.ndarray") -> float:
+def copy_bytes_per_s(device: "Device", array: "np.ndarray") -> float:
     """Bytes per second at which a GPU copies from host memory, by its own clock.
 
     Args:
@@ -64,12 +64,12 @@ def copy_bytes_per_s(card: "Device", array: "np.ndarray") -> float:
     """
     import torch
 
-    slot, seconds = card.allocate(array.nbytes), list[float]()
-    card.wait(card.copies, card.record(card.compute))  # which may still use the memory that the slot was given
+    slot, seconds = device.allocate(array.nbytes), list[float]()
+    device.wait(device.copies, device.record(device.compute))  # which may still use the memory that the slot was given
     for _ in range(_NUM_COPIES):
-        before = card.record(card.copies, is_timed=True)
-        card.copy(slot, torch.from_numpy(array), card.copies)
-        after = card.record(card.copies, is_timed=True)
-        card.synchronize(after)
-        seconds.append(card.elapsed_s(before, after) or 0.0)
+        before = device.record(device.copies, is_timed=True)
+        device.copy(slot, torch.from_numpy(array), device.copies)
+        after = device.record(device.copies, is_timed=True)
+        device.synchronize(after)
+        seconds.append(device.elapsed_s(before, after) or 0.0)
     return array.nbytes / max(median(seconds[2:]), _LEAST_S)

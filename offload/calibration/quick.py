@@ -1,8 +1,9 @@
-"""What computing costs here, by trying it: a second at start is enough to tell a tree of 32 nodes from one of 512.
+"""Quick calibration: what computing costs here, by trying it for a second.
 
-A sweep is timed by its first layer, with everything around the layers, and multiplied; a draft step by growing trees of
-a given width. Both go on to larger sizes for as long as the time allows; beyond, the last slope goes on. Nothing
-streams yet while this runs, so readers that share the processor are not in these figures: `offload tune` has them.
+That is enough to tell a tree of 32 nodes from one of 512. A sweep is timed by its first layer, with everything around
+the layers, and multiplied; a draft step by growing trees of a given width. Both go on to larger sizes for as long as
+the time allows; beyond, the last slope goes on. Nothing streams yet while this runs, so readers that share the
+processor are not in these figures: `offload tune`, the full calibration, has them.
 """
 
 import time
@@ -20,7 +21,7 @@ from offload.planning.cost_model import Curve
 from offload.sampling.sampler import Sampler
 from offload.tree.topology import Topology, chain, sequences
 
-MAX_PROBE_NODES = 257  # of the largest tree that is tried
+MAX_TIMED_NODES = 257  # of the largest tree that is tried
 _SWEEP_SIZES, DRAFT_WIDTHS = (1, 16, 64, 256), (1, 4, 16, 64)
 _DRAFT_STEPS = 4  # of which the first runs committed tokens
 _TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -15,8 +15,7 @@ from offload.stats import Stats
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.calibration.estimate import Estimate
-    from offload.planning.cost_model import Curve
-    from offload.planning.predict import Prediction
+    from offload.planning.cost_model import Curve, Prediction
     from offload.planning.profile import Profile
     from offload.planning.tree_policy import TreeChoice
     from offload.planning.tree_search import Candidate
@@ -38,6 +37,11 @@ class Console:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.clear()
+
+    @property
+    def hooks(self) -> dict[str, Any]:
+        """What loading tells of its progress, and a decoder of its sweeps."""
+        return {"on_bytes": self.bytes_landed, "on_layer": self.layer_done}
 
     def say(self, line: str) -> None:
         """A line for the user."""
@@ -97,7 +101,7 @@ def plan_line(plan: MemoryPlan, num_threads: int) -> str:
     if plan.gpu_bytes is None:
         return f"{first} in memory, the others {passing}; {threads}"
     num_host, num_disk = plan.num_layers_in(Tier.HOST), plan.num_layers_in(Tier.DISK)
-    return f"{first} on the card, {num_host} in pinned memory and {num_disk} on disk {passing}"
+    return f"{first} on the GPU, {num_host} in pinned memory and {num_disk} on disk {passing}"
 
 
 def opening_lines(
@@ -149,27 +153,23 @@ def plan_picture(plan: MemoryPlan) -> str:
         ("loading", plan.staging_bytes),
         ("program and driver", plan.runtime_bytes),
     ]
-    card = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes)
-    return f"on the card\n{card}\non the host\n{_picture(feeding, plan.ram_bytes)}"
+    device = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes)
+    return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes)}"
 
 
-def estimate_lines(estimate_module: "Estimate") -> str:
+def estimate_lines(found: "Estimate") -> str:
     """The plan as a picture, what a sweep moves, and what decoding is expected to take, term by term."""
-    plan, rate = estimate_module.plan, estimate_module.link_bytes_per_s
+    plan, rate = found.plan, found.link_bytes_per_s
     moved = f"a sweep {'reads' if plan.gpu_bytes is None else 'moves'} {plan.streamed_bytes / 1e9:.2f} GB"
     if rate:
         moved += f" at {rate / 1e9:.2f} GB/s"
     if plan.gpu_bytes is not None and plan.disk_streamed_bytes:
         moved += f", {plan.disk_streamed_bytes / 1e9:.2f} GB of it from disk"
-    seconds = f": {estimate_module.sweep_s:.2f} s" if estimate_module.sweep_s is not None else ""
-    heading = (
-        f"{estimate_module.hardware.name}, {estimate_module.basis}"
-        if estimate_module.hardware
-        else estimate_module.basis
-    )
-    rows = [_prediction_row(prediction) for prediction in estimate_module.predictions]
+    seconds = f": {found.sweep_s:.2f} s" if found.sweep_s is not None else ""
+    heading = f"{found.hardware.name}, {found.basis}" if found.hardware else found.basis
+    rows = [_prediction_row(prediction) for prediction in found.predictions]
     table = [heading, _PREDICTION_HEAD, *rows] if rows else []
-    return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *estimate_module.notes])
+    return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *found.notes])
 
 
 _PREDICTION_HEAD = (
@@ -195,7 +195,7 @@ def choice_lines(choice: "TreeChoice") -> str:
 
 
 def _tree_words(num_nodes: int, depth: int, is_dynamic: bool) -> str:
-    return f"{'grown tree of at most' if is_dynamic else 'tree of'} {num_nodes} nodes, {depth} deep"
+    return f"{'dynamic tree of at most' if is_dynamic else 'tree of'} {num_nodes} nodes, {depth} deep"
 
 
 def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
@@ -225,7 +225,7 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Candidate"]) -> str:
             _curve_line("sweep, computing alone (s)", costs.compute_s),
             _curve_line("one draft step (s)", costs.draft_step_s),
             f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; {tuned.num_threads} compute threads; "
-            f"friction between link and computing {costs.friction:g}",
+            f"overlap penalty between link and computing {costs.overlap_penalty:g}",
             "trees that --tree auto would choose from here:",
             *candidate_rows(candidates[:_TREES_SHOWN]),
         ]
@@ -246,7 +246,7 @@ def closing_lines(stats: Stats, ram_bytes: int) -> str:
         f"peak memory {format_bytes(stats.peak_rss_bytes)} with the program's own, budget {format_bytes(ram_bytes)}"
     )
     if stats.peak_device_bytes:
-        memory += f", {format_bytes(stats.peak_device_bytes)} on the card"
+        memory += f", {format_bytes(stats.peak_device_bytes)} on the GPU"
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
     words = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
@@ -288,7 +288,7 @@ def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -
     """Both speeds side by side."""
     near = f", {num_near} lie within bf16 rounding of it" if num_near else ""
     head = f"{'':>22} {'tokens/s':>9} {'tokens/sweep':>13} {'s/token':>8} {'link GB/s':>10}"
-    kind = "grown tree" if tree.is_tree_dynamic else "tree"
+    kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
     rows = [
         _speed_row("one token per sweep", plain),
         _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),

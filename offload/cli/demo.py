@@ -14,14 +14,15 @@ from offload.checkpoint.inflate import inflate
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.cli.console import Console
-from offload.config import Sampling, parse_rate, require
+from offload.config import Sampling, require
+from offload.engine.build import Progress
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
-from offload.engine.load import Progress, load
-from offload.engine.options import check_options
+from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
+from offload.planning.options import LoadOptions
 from offload.tuning.audit import draw_gaps, rounding
 from offload.verification.rules import find_rule
 
@@ -59,10 +60,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
 
 
-def check(request: Request, tree: str, rule: str, *, ram: str | None, link_limit: str | None) -> None:
+def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
+    """How the demo loads: on the CPU, since any GPU would hold the target, and nothing would stream."""
+    return LoadOptions(ram=ram, tree=tree, context=_CONTEXT, device="cpu", **options)
+
+
+def check(request: Request) -> None:
     """Refuse what cannot run before a target is made for it. Raises `UserError`."""
-    check_options(True, tree, rule, ram=ram)
-    parse_rate(link_limit, "--link-limit")
     require(request.max_new_tokens > 1, "two speeds need -n of 2 or more", request.max_new_tokens, "try -n 96")
     vocab_size = model_shape(open_checkpoint(PAIR / "target")).vocab_size
     request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
@@ -113,11 +117,6 @@ def compare(
     return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact)
 
 
-def open_demo(target: Path, ram: str | int, tree: str, screen: Console, **options: Any) -> Decoder:
-    """The inflated target with its packaged draft, on the CPU: any GPU would hold it, and nothing would stream.
-
-    `options` are those of `load`.
-    """
-    hooks = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
-    how: dict[str, Any] = {"tree": tree, "context": _CONTEXT, "device": "cpu", **hooks, **options}
-    return load(target, PAIR / "draft", ram, **how)
+def open_demo(target: Path, options: LoadOptions, console: Console, request: Request | None = None) -> Decoder:
+    """The inflated target with its packaged draft."""
+    return open_decoder(target, PAIR / "draft", options, request, **console.hooks)

@@ -19,7 +19,7 @@ Context = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
 Tree = Annotated[
-    str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), grown:NxD, chain:L or sequences:KxL")
+    str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), dynamic:NxD, chain:L or sequences:KxL")
 ]
 RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]

@@ -6,7 +6,7 @@ Text goes to stdout as it is accepted, everything else to stderr. torch is impor
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -32,7 +32,7 @@ from offload.memory.planner import MemoryPlan
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _NO_DEVICE_MEMORY = (
     "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
-    "where other programs use the card, lower --gpu-mem"
+    "where other programs use the GPU, lower --gpu-mem"
 )
 
 app = typer.Typer(
@@ -50,7 +50,7 @@ app.add_typer(bench, name="bench", short_help="Measure, every figure beside its 
 
     offload generate -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB -p "Once upon a time"
 
-    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree grown:128x20
+    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree dynamic:128x20
 
     offload generate -m big -d small -f prompt.txt --json > result.json"""
 )
@@ -87,33 +87,25 @@ def generate(
 ) -> None:
     """Write text with a model larger than memory."""
     text, sampling = read_prompt(prompt, file), Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
-    from offload.engine.options import check
+    from offload.planning.options import LoadOptions, check_models
 
-    check(model, draft, tree, rule, ram=ram, dtype=dtype, context=context, profile=profile)
-    with Console(is_quiet=quiet or as_json) as screen:
-        screen.wait("starting")
-        from offload.engine.load import load
+    options = LoadOptions(
+        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        threads=threads, profile=profile, link_limit=link_limit,
+    )  # fmt: skip
+    check_models(model, draft, options)
+    with Console(is_quiet=quiet or as_json) as console:
+        console.wait("starting")
+        from offload.engine.load import open_decoder
         from offload.engine.request import Request
 
-        options = {
-            "device": device,
-            "gpu_memory": gpu_mem,
-            "ram": ram,
-            "context": context,
-            "dtype": dtype,
-            "tree": tree,
-            "rule": rule,
-            "request": Request(text, sampling, max_tokens, stop, raw),
-            "profile": profile,
-            "link_limit": link_limit,
-        }
-        hooks: dict[str, Callable[..., None]] = {"on_bytes": screen.bytes_landed, "on_layer": screen.layer_done}
-        with load(model, draft, threads=threads, **options, **hooks) as decoder:  # type: ignore[arg-type]
+        request, hooks = Request(text, sampling, max_tokens, stop, raw), console.hooks
+        with open_decoder(model, draft, options, request, **hooks) as decoder:
             run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
             choice = run.tree_choice if draft else None
-            screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, choice))
-            screen.expect_prompt(decoder.plan, run.result().stats.num_prompt_tokens)
-            _write_run(run, screen, as_json=as_json)
+            console.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, choice))
+            console.expect_prompt(decoder.plan, run.result().stats.num_prompt_tokens)
+            _write_run(run, console, as_json=as_json)
 
 
 @app.command(
@@ -153,25 +145,18 @@ def chat(
 ) -> None:
     """Talk with a model larger than memory; every line is a question, and only what is new is read."""
     sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
-    from offload.engine.options import check
+    from offload.planning.options import LoadOptions, check_models
 
-    check(model, draft, tree, rule, ram=ram, dtype=dtype, context=context, profile=profile)
-    with Console(is_quiet=quiet) as screen:
-        screen.wait("starting")
+    options = LoadOptions(
+        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        threads=threads, profile=profile,
+    )  # fmt: skip
+    check_models(model, draft, options)
+    with Console(is_quiet=quiet) as console:
+        console.wait("starting")
         from offload.cli.repl import converse
 
-        options = {
-            "ram": ram,
-            "tree": tree,
-            "rule": rule,
-            "device": device,
-            "gpu_memory": gpu_mem,
-            "dtype": dtype,
-            "context": context,
-            "threads": threads,
-            "profile": profile,
-        }
-        converse(model, draft, screen, sampling, system=system, max_new_tokens=max_tokens, **options)
+        converse(model, draft, options, console, sampling, system=system, max_new_tokens=max_tokens)
 
 
 @app.command(
@@ -204,10 +189,14 @@ def plan(
     as_json: flags.Json = False,
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
-    from offload.calibration.estimate import Wish, estimate
+    from offload.calibration.estimate import estimate
+    from offload.planning.options import LoadOptions
 
-    wish = Wish(ram, gpu_mem, context, dtype, tree, rule, hardware, profile, tokens_per_sweep, device)
-    found = estimate(model, draft, wish)
+    options = LoadOptions(
+        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        profile=profile,
+    )  # fmt: skip
+    found = estimate(model, draft, options, hardware=hardware, tokens_per_sweep=tokens_per_sweep)
     print(flags.as_flags(json.dumps(found.as_dict()) if as_json else estimate_lines(found)))
 
 
@@ -244,11 +233,15 @@ def tune(
 ) -> None:
     """Measure a pair of models on this machine, so that --tree auto chooses by what is true here."""
     sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
-    from offload.engine.options import check
+    from offload.planning.options import LoadOptions, check_models
 
-    check(model, draft, tree or "auto", rule, ram=ram, dtype=dtype)
-    with Console(is_quiet=quiet or as_json) as screen:
-        screen.wait("starting")
+    options = LoadOptions(
+        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
+        threads=threads, link_limit=link_limit,
+    )  # fmt: skip
+    check_models(model, draft, options)
+    with Console(is_quiet=quiet or as_json) as console:
+        console.wait("starting")
         from offload.planning.profile import format_json
         from offload.tuning.tune import tune as measure
 
@@ -257,19 +250,12 @@ def tune(
             draft,
             text,
             sampling,
+            options,
             num_tokens=tokens,
             is_teacher_forced=teacher_forced,
-            progress=screen.count,
-            tree=tree,
-            rule=rule,
-            device=device,
-            gpu_memory=gpu_mem,
-            ram=ram,
-            dtype=dtype,
-            threads=threads,
-            link_limit=link_limit,
+            progress=console.count,
         )
-    table = f"{profile_lines(tuned.profile, tuned.candidates)}\nsaved in {tuned.path}"
+    table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
     print(format_json(tuned.profile.as_dict()) if as_json else table)
 
 
@@ -289,7 +275,7 @@ def demo(
     ram: Annotated[
         str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size")
     ] = None,
-    tree: flags.Tree = "grown:128x20",
+    tree: flags.Tree = "dynamic:128x20",
     rule: flags.RuleName = "match",
     temp: flags.Temp = 0.0,
     seed: flags.Seed = 0,
@@ -299,33 +285,33 @@ def demo(
 ) -> None:
     """See it work on a packaged model, here and now."""
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
-    with Console(is_quiet=quiet or as_json) as screen:
-        screen.wait("starting")
+    with Console(is_quiet=quiet or as_json) as console:
+        console.wait("starting")
         from offload.cli import demo as run
         from offload.engine.request import Request
 
         request = Request(prompt or run.PROMPT, sampling, max_tokens, raw=True)
-        run.check(request, tree, rule, ram=ram, link_limit=link_limit)
-        target = run.inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
-        options = {"rule": rule, "request": request, "link_limit": link_limit}
-        with run.open_demo(target, ram or size_bytes // 4, tree, screen, **options) as decoder:
+        options = run.demo_options(ram or size_bytes // 4, tree, rule=rule, link_limit=link_limit)
+        run.check(request)
+        target = run.inflated_target(size_bytes, partial(console.bytes_landed, label="making the target"))
+        with run.open_demo(target, options, console, request) as decoder:
             allowed = format_bytes(decoder.plan.ram_bytes)
-            screen.say(f"target of {format_bytes(size_bytes)} in {target}, {allowed} allowed")
-            screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, None))
-            show = partial(_show, screen, decoder.plan, is_silent=as_json)
+            console.say(f"target of {format_bytes(size_bytes)} in {target}, {allowed} allowed")
+            console.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, None))
+            show = partial(_show, console, decoder.plan, is_silent=as_json)
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
     if as_json:
         print(json.dumps({"none": result.plain.as_dict(), "tree": result.tree.as_dict(), "speedup": result.speedup}))
-    screen.say(comparison_lines(result.plain.stats, result.tree.stats, result.num_exact, result.num_near))
+    console.say(comparison_lines(result.plain.stats, result.tree.stats, result.num_exact, result.num_near))
 
 
-def _show(screen: Console, plan: MemoryPlan, heading: str, pieces: Iterator[str], *, is_silent: bool) -> None:
+def _show(console: Console, plan: MemoryPlan, heading: str, pieces: Iterator[str], *, is_silent: bool) -> None:
     """Print one run of the demo as it goes; its prompt is taken in by one sweep."""
-    screen.say(f"--- {heading}")
-    screen.expect_prompt(plan, 1)
+    console.say(f"--- {heading}")
+    console.expect_prompt(plan, 1)
     for piece in pieces:
-        screen.clear()
+        console.clear()
         if not is_silent:
             print(piece, end="", flush=True)
     if not is_silent:
@@ -359,13 +345,13 @@ def main() -> None:
         _fail(f"{error.format_message()} (see {_command_of(error)} --help)", EXIT_USER_ERROR)
 
 
-def _write_run(run: Any, screen: Console, *, as_json: bool) -> None:
+def _write_run(run: Any, console: Console, *, as_json: bool) -> None:
     """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
     failure: BaseException | None = None
     num_shown = 0
     try:
         for piece in run:
-            screen.clear()
+            console.clear()
             if not as_json:
                 num_shown += len(piece)  # before the writing, because Ctrl-C strikes right after it
                 sys.stdout.write(piece)
@@ -374,7 +360,7 @@ def _write_run(run: Any, screen: Console, *, as_json: bool) -> None:
         failure = error
     result = run.result()
     print(json.dumps(result.as_dict()) if as_json else result.text[num_shown:], flush=True)
-    screen.say(closing_lines(result.stats, result.plan.ram_bytes))
+    console.say(closing_lines(result.stats, result.plan.ram_bytes))
     if failure is not None:
         raise failure
 

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from offload.cli.console import Console, error_line, opening_lines, turn_line
 from offload.cli.prompt_input import decode
 from offload.config import Sampling
 from offload.engine.chat import Chat
-from offload.engine.load import load
+from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.errors import ReadError, UserError
 from offload.memory.plan import MemoryPlan
+from offload.planning.options import LoadOptions
 
 HINT = "Ctrl-C stops an answer, /clear begins anew, /exit or Ctrl-D leaves"
 
@@ -57,22 +57,24 @@ class Brake:
 
 
 def converse(
-    model: str, draft: str | None, screen: Console, sampling: Sampling, *, system: str | None,
-    max_new_tokens: int | None, **options: Any,
+    model: str, draft: str | None, options: LoadOptions, console: Console, sampling: Sampling, *,
+    system: str | None, max_new_tokens: int | None,
 ) -> None:  # fmt: skip
-    """Load a model, and talk with it until the user leaves; `options` are those of `load`. Raises `UserError`."""
+    """Load a model, and answer questions with it until the user leaves. Raises `UserError`."""
     brake = Brake()
 
     def on_layer() -> None:
-        screen.layer_done()
+        console.layer_done()
         brake.check()
 
-    hooks: dict[str, Any] = {"on_bytes": screen.bytes_landed, "on_layer": on_layer}
-    with load(model, draft, request=_any_question(system, sampling), **options, **hooks) as decoder:
+    first = _any_question(system, sampling)
+    with open_decoder(model, draft, options, first, on_bytes=console.bytes_landed, on_layer=on_layer) as decoder:
         choice = decoder.tree_choice(sampling) if draft else None
-        screen.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, choice))
-        screen.say(HINT)
-        talk(Chat(decoder, sampling, system=system, max_new_tokens=max_new_tokens), decoder.plan, screen, brake)
+        console.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, choice))
+        console.say(HINT)
+        answer_lines(
+            Chat(decoder, sampling, system=system, max_new_tokens=max_new_tokens), decoder.plan, console, brake
+        )
 
 
 def _any_question(system: str | None, sampling: Sampling) -> Request:
@@ -81,7 +83,7 @@ def _any_question(system: str | None, sampling: Sampling) -> Request:
     return Request([*opening, {"role": "user", "content": "Hello"}], sampling, max_new_tokens=1)
 
 
-def talk(chat: Chat, plan: MemoryPlan, screen: Console, brake: Brake) -> None:
+def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake) -> None:
     """Answer line by line until there are no more, or until one is /exit."""
     is_typed = sys.stdin.isatty()
     if is_typed and find_spec("readline"):
@@ -94,30 +96,30 @@ def talk(chat: Chat, plan: MemoryPlan, screen: Console, brake: Brake) -> None:
             if line.strip() == "/clear":
                 chat.clear()
             elif line.strip():
-                _answer(chat, line, plan, screen, brake)
+                _answer(chat, line, plan, console, brake)
         except UserError as error:
             print(error_line(str(error)), file=sys.stderr)
 
 
-def _answer(chat: Chat, question: str, plan: MemoryPlan, screen: Console, brake: Brake) -> None:
+def _answer(chat: Chat, question: str, plan: MemoryPlan, console: Console, brake: Brake) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
     pieces, num_shown, failure = chat.ask(question), 0, None
     assert chat.turn is not None, "one has just begun"
     stats = chat.turn.result().stats
-    screen.expect_prompt(plan, stats.num_prompt_tokens - stats.num_kept_tokens)
+    console.expect_prompt(plan, stats.num_prompt_tokens - stats.num_kept_tokens)
     with brake.ready(), closing(pieces):
         try:
             for piece in pieces:
-                screen.clear()
+                console.clear()
                 num_shown += len(piece)
                 sys.stdout.write(piece)
                 sys.stdout.flush()
         except (Stopped, ReadError) as error:
             failure = error
-    screen.clear()
+    console.clear()
     result = chat.turn.result()
     print(result.text[num_shown:], flush=True)
-    screen.say(turn_line(result.stats, result.finish_reason))
+    console.say(turn_line(result.stats, result.finish_reason))
     if isinstance(failure, ReadError):
         raise failure
 

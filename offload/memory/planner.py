@@ -46,9 +46,15 @@ _RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everyt
 _GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory: what else shows on its screen
 
 
+class Files(NamedTuple):
+    """Both checkpoints."""
+
+    target: Checkpoint
+    draft: Checkpoint | None = None
+
+
 def plan_memory(
-    target: Checkpoint,
-    draft: Checkpoint | None,
+    files: tuple[Checkpoint, Checkpoint | None],
     *,
     ram: str | int | None,
     dtype: str,
@@ -61,6 +67,7 @@ def plan_memory(
     """The plan that loading follows, from headers alone.
 
     Args:
+        files: of the target and of the draft, if there is one.
         ram: budget; None takes what is free now, less a reserve.
         dtype: to compute in, one of `DTYPES`.
         context: positions; None takes the model's limit, at most `DEFAULT_CONTEXT`.
@@ -70,6 +77,7 @@ def plan_memory(
         gpu: budget on the GPU; None takes what is free on it now, less a reserve.
     """
     require(dtype in DTYPES, f"`dtype` must be one of {', '.join(DTYPES)}", repr(dtype), "try `dtype` auto")
+    target, draft = files
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions

@@ -1,14 +1,17 @@
-"""What a step costs on this machine: measured curves, and the arithmetic that makes seconds of them for any tree.
+"""What a step costs on a machine: curves, measured or from data sheets, that give the seconds of any tree.
 
 A step drafts, sweeps and verifies. The sweep takes at least as long as its slower side: computing, which grows with the
 tree, or the link, which does not; while drafting goes on the link fills the free slots, so that much of its work is
 done before the sweep begins. A few slots cannot smooth every hiccup, and readers share the processor with computing, so
-where both sides take about as long the sweep takes longer than either: `overlap penalty` says by how much. Curves are
-of this machine, bytes are of the memory plan, hence the same curves serve every budget.
+where both sides take about as long the sweep takes longer than either: `overlap_penalty` says by how much. Curves are
+of one machine, bytes are of the memory plan, hence the same curves serve every budget. Of a GPU that is not here the
+curves follow from its figures: a pass reads its weights from the GPU's memory or multiplies them with its rows,
+whichever takes longer; layers that do not stay come over the link meanwhile.
 
 No torch, no clock. Invariant: a prediction is never shorter than either side alone needs.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +19,17 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from offload.checkpoint.sizes import ModelShape
 from offload.memory.plan import MemoryPlan
+from offload.planning.hardware import Hardware
 from offload.tree.topology import DynamicShape, Shape
 
 Limit = Literal["link", "compute"]
-_FRICTIONS = tuple(index / 100 for index in range(101))
+_PENALTIES = tuple(index / 100 for index in range(101))
+# Launching, sorting and drawing of one draft step, most of it replayed from a captured graph, and of one verification.
+# Assumed: of the size of ten kernels a layer at some microseconds each; a step of a second does not notice.
+DRAFT_OVERHEAD_S, VERIFY_S = 1e-3, 2e-3
+_FAR_ROWS = 1 << 16  # of the last point of a curve, beyond any tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class Costs:
     draft_step_s: Curve  # of one draft step against its rows
     verify_s: float  # of one step
     link_bytes_per_s: float
-    friction: float = 0.0  # see `overlapped_s`
+    overlap_penalty: float = 0.0  # see `overlapped_s`
 
 
 class Traffic(NamedTuple):
@@ -74,12 +83,12 @@ class StepTime(NamedTuple):
     compute_s: float
     link_s: float  # that the link still needs when the sweep begins
     verify_s: float
-    friction: float = 0.0
+    overlap_penalty: float = 0.0
 
     @property
     def sweep_s(self) -> float:
         """Computing and the link beside each other."""
-        return overlapped_s(self.compute_s, self.link_s, self.friction)
+        return overlapped_s(self.compute_s, self.link_s, self.overlap_penalty)
 
     @property
     def total_s(self) -> float:
@@ -97,32 +106,32 @@ def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
     draft_s = sum(costs.draft_step_s.at(width) for width in draft_widths(shape))
     hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
-    return StepTime(draft_s, costs.compute_s.at(shape.num_nodes), link_s, costs.verify_s, costs.friction)
+    return StepTime(draft_s, costs.compute_s.at(shape.num_nodes), link_s, costs.verify_s, costs.overlap_penalty)
 
 
-def overlapped_s(one_s: float, other_s: float, friction: float) -> float:
+def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
     """What two things take that run beside each other: the norm of order 1 / overlap penalty.
 
     Args:
-        overlap penalty: 0 where the shorter one costs nothing, 1 where they take turns.
+        penalty: 0 where the shorter one costs nothing, 1 where they take turns.
     """
     longer_s = max(one_s, other_s)
-    if not friction or not longer_s:
+    if not penalty or not longer_s:
         return longer_s
-    return longer_s * (1 + (min(one_s, other_s) / longer_s) ** (1 / friction)) ** friction
+    return longer_s * (1 + (min(one_s, other_s) / longer_s) ** (1 / penalty)) ** penalty
 
 
-def fit_friction(seen: Sequence[tuple[float, float, float]]) -> float:
+def fit_overlap_penalty(seen: Sequence[tuple[float, float, float]]) -> float:
     """The overlap penalty that explains sweeps best, by least squares of relative errors.
 
     Args:
         seen: what computing, the link and both beside each other took, in seconds.
     """
 
-    def error(friction: float) -> float:
-        return sum((overlapped_s(one_s, other_s, friction) / both_s - 1) ** 2 for one_s, other_s, both_s in seen)
+    def error(penalty: float) -> float:
+        return sum((overlapped_s(one_s, other_s, penalty) / both_s - 1) ** 2 for one_s, other_s, both_s in seen)
 
-    return min(_FRICTIONS, key=error)
+    return min(_PENALTIES, key=error)
 
 
 def draft_widths(shape: Shape) -> list[int]:
@@ -131,3 +140,95 @@ def draft_widths(shape: Shape) -> list[int]:
         return shape.draft_widths
     is_run_N = shape.num_children_N > 0
     return [int(np.count_nonzero(is_run_N[level])) for level in shape.levels[:-1]]
+
+
+class Prediction(NamedTuple):
+    """What decoding with one tree will cost."""
+
+    label: str  # as `--tree` names it
+    shape: Shape
+    tokens_per_sweep: float
+    step: StepTime
+    is_disk_slower: bool  # than the link to the GPU
+
+    @property
+    def s_per_token(self) -> float:
+        """The figure that counts."""
+        return self.step.total_s / self.tokens_per_sweep
+
+    @property
+    def limit(self) -> str:
+        """The longest term: link, disk, compute or draft."""
+        if self.step.draft_s > max(self.step.link_s, self.step.compute_s):
+            return "draft"
+        return "disk" if self.step.limit == "link" and self.is_disk_slower else self.step.limit
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures by the names that `--json` uses."""
+        tree = {"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth}
+        figures = {"tokens_per_sweep": self.tokens_per_sweep, "s_per_token": self.s_per_token, "limit": self.limit}
+        terms = self.step._asdict()
+        terms["friction"] = terms.pop("overlap_penalty")  # what the key has been from the start
+        return {**tree, **figures, **terms, "step_s": self.step.total_s}
+
+
+def predict(
+    label: str,
+    costs: Costs,
+    traffic: Traffic,
+    shape: Shape,
+    tokens_per_sweep: float,
+    *,
+    is_disk_slower: bool = False,
+) -> Prediction:
+    """One tree on one machine; the last argument only names the slower link."""
+    return Prediction(label, shape, tokens_per_sweep, step_time(costs, traffic, shape), is_disk_slower)
+
+
+def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
+    """What a GPU's figures make of two models.
+
+    Args:
+        num_positions: whose keys and values every pass reads.
+    """
+    steps = _pass_curve(hardware, draft, num_positions) if draft else Curve((1,), (0.0,))
+    return Costs(
+        compute_s=_pass_curve(hardware, target, num_positions),
+        draft_step_s=Curve(steps.sizes, tuple(seconds + DRAFT_OVERHEAD_S for seconds in steps.seconds)),
+        verify_s=VERIFY_S,
+        link_bytes_per_s=hardware.link_bytes_per_s,
+    )
+
+
+def traffic_on(hardware: Hardware, plan: MemoryPlan) -> Traffic:
+    """What the link to the GPU carries; where the disk behind it is slower, what it could have carried meanwhile."""
+    own = Traffic.of(plan)
+    return own._replace(streamed_bytes=max(own.streamed_bytes, _as_link_bytes(hardware, plan.disk_streamed_bytes)))
+
+
+def is_disk_slower(hardware: Hardware, plan: MemoryPlan) -> bool:
+    """Whether a sweep waits for the disk rather than for the link to the GPU."""
+    return _as_link_bytes(hardware, plan.disk_streamed_bytes) > plan.streamed_bytes
+
+
+def _as_link_bytes(hardware: Hardware, disk_bytes: int) -> int:
+    return int(disk_bytes * hardware.link_bytes_per_s / hardware.disk_bytes_per_s)
+
+
+def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:
+    """Time of one pass against its rows: flat while reading takes longer than multiplying, then in proportion.
+
+    Of routed experts a row is multiplied with its own k of E, and so many rows read at most so many times k of them.
+    The link brings all of them nevertheless: which ones are needed is known only inside the layer.
+    """
+    read_bytes = sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
+    num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
+    row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
+
+    def pass_s(rows: int) -> float:
+        idle_bytes = max(0.0, 1 - rows * shape.routed_share) * shape.routed_bytes
+        return max((read_bytes - idle_bytes) / (hardware.memory_share * hardware.memory_bytes_per_s), rows * row_s)
+
+    bend = int(read_bytes / (hardware.memory_share * hardware.memory_bytes_per_s) / row_s)
+    corners = {1, math.ceil(1 / shape.routed_share), max(2, min(bend, _FAR_ROWS - 1)), _FAR_ROWS}
+    return Curve(tuple(sorted(corners)), tuple(pass_s(rows) for rows in sorted(corners)))

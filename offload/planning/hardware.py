@@ -50,52 +50,22 @@ class Hardware:
                 require(not is_share or value <= 1, f"{self.name}: {field.name} must be at most 1", value, "fix it")
 
 
-# Memory is what the driver reports, which ECC and the vendor's GB make less than the name says.
-_CARDS = (
-    Hardware(
-        name="l40",
-        gpu_bytes=46068 << 20,
-        memory_bytes_per_s=864e9,
-        flops_per_s=181e12,
-        link_bytes_per_s=_PCIE_4,
-    ),
-    Hardware(
-        name="rtx4090",
-        gpu_bytes=24564 << 20,
-        memory_bytes_per_s=1008e9,
-        flops_per_s=165e12,
-        link_bytes_per_s=_PCIE_4,
-    ),
-    Hardware(
-        name="rtx3090",
-        gpu_bytes=24576 << 20,
-        memory_bytes_per_s=936e9,
-        flops_per_s=71e12,
-        link_bytes_per_s=_PCIE_4,
-    ),
-    Hardware(
-        name="a100-80gb",
-        gpu_bytes=81920 << 20,
-        memory_bytes_per_s=1935e9,
-        flops_per_s=312e12,
-        link_bytes_per_s=_PCIE_4,
-    ),
-    Hardware(
-        name="h100",
-        gpu_bytes=81559 << 20,
-        memory_bytes_per_s=3350e9,
-        flops_per_s=989e12,
-        link_bytes_per_s=_PCIE_5,
-    ),
-    Hardware(
-        name="h200",
-        gpu_bytes=143771 << 20,
-        memory_bytes_per_s=4800e9,
-        flops_per_s=989e12,
-        link_bytes_per_s=_PCIE_5,
-    ),
-)
-KNOWN = {card.name: card for card in _CARDS}
+# Memory is what the driver reports (MiB), which ECC and the vendor's GB make less than the name says; then the peaks of
+# its rate (GB/s) and of bf16 products (TFLOP/s), and the link.
+_GPUS = {
+    "l40": (46068, 864, 181, _PCIE_4),
+    "rtx4090": (24564, 1008, 165, _PCIE_4),
+    "rtx3090": (24576, 936, 71, _PCIE_4),
+    "a100-80gb": (81920, 1935, 312, _PCIE_4),
+    "h100": (81559, 3350, 989, _PCIE_5),
+    "h200": (143771, 4800, 989, _PCIE_5),
+}
+KNOWN = {
+    name: Hardware(
+        name=name, gpu_bytes=mib << 20, memory_bytes_per_s=gb * 1e9, flops_per_s=tflop * 1e12, link_bytes_per_s=link
+    )
+    for name, (mib, gb, tflop, link) in _GPUS.items()
+}
 
 
 def find_hardware(name: str) -> Hardware:

@@ -19,14 +19,15 @@ from offload.config import Sampling
 from offload.errors import UserError
 from offload.machine import cpu_name
 from offload.planning.cost_model import Costs, Curve
-from offload.planning.traces import NUM_RANKS, PRODUCT_FORM
-from offload.planning.yields import DynamicYield
+from offload.planning.traces import NUM_RANKS, PRODUCT_FORM, DynamicYield
 from offload.tree.topology import check_acceptance
 
 SCHEMA = 2  # raise it when a field changes its meaning
-_WITHOUT_GROWN = 1  # still read: what dynamic trees yield was not counted then
+_WITHOUT_YIELDS = 1  # still read: what dynamic trees yield was not counted then
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard's weights: two fine-tunes of one model have the same headers
 _AGAIN = "run offload tune again"
+_KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}  # in files, since the first of them
+_NAME_OF = {key: name for name, key in _KEY_OF.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,7 @@ class Profile:
     smoothing: float  # how many sightings the product form is worth, chosen on held-out traces
     num_threads: int
     costs: Costs
-    grown: tuple[DynamicYield, ...]  # what dynamic trees yield; none where the rule or the way of tracing has none
+    dynamic_yields: tuple[DynamicYield, ...]  # of a few bounds; none where the rule or the way of tracing has none
     traces: tuple[tuple[int, ...], ...]  # rank of every token, window by window; -1: not among the candidates
 
     @property
@@ -113,7 +114,9 @@ class Profile:
 
     def as_dict(self) -> dict[str, object]:
         """What the file holds and `--json` prints."""
-        return {"schema": SCHEMA, **asdict(self)}
+        values = {_KEY_OF.get(name, name): value for name, value in asdict(self).items()}
+        values["costs"] = {_KEY_OF.get(name, name): value for name, value in values["costs"].items()}
+        return {"schema": SCHEMA, **values}
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -219,7 +222,7 @@ def parse_profile(path: Path) -> Profile:
     except ValueError as error:
         raise UserError(f"profile {path.name} is not valid JSON ({error}): {_AGAIN}") from None
     found = values.pop("schema", None) if isinstance(values, dict) else None
-    if found == _WITHOUT_GROWN:
+    if found == _WITHOUT_YIELDS:
         values["grown"] = []
     elif found != SCHEMA:
         raise UserError(f"profile {path.name} has schema {found}, this version reads {SCHEMA}: {_AGAIN}")
@@ -233,11 +236,11 @@ def parse_profile(path: Path) -> Profile:
 
 def _build(values: dict[str, Any]) -> Profile:
     """Nested dataclasses from nested objects; a key too many or too few is a `TypeError`."""
-    identity, costs = values["identity"], values["costs"]
+    identity, costs = values["identity"], {_NAME_OF.get(key, key): value for key, value in values["costs"].items()}
     parts: dict[str, Any] = {
         "identity": Identity(**{**identity, "machine": Machine(**identity["machine"])}),
         "costs": Costs(**{**costs, **{name: _curve(costs[name]) for name in ("compute_s", "draft_step_s")}}),
-        "grown": tuple(DynamicYield(**one) for one in values["grown"]),
+        "dynamic_yields": tuple(DynamicYield(**one) for one in values.pop("grown")),
         "traces": tuple(tuple(map(int, trace)) for trace in values["traces"]),
     }
     parts |= {name: tuple(map(float, values[name])) for name in ("acceptance", "standard_error")}
@@ -257,12 +260,12 @@ def _check(profile: Profile) -> None:
     times = (*costs.compute_s.seconds, *costs.draft_step_s.seconds, costs.link_bytes_per_s)
     _require(all(0 < time < float("inf") for time in times), "times and rates must be positive")
     _require(0 <= costs.verify_s < float("inf"), "verify_s must not be negative")
-    _require(0 <= costs.friction <= 1, "friction must lie in [0, 1]")
+    _require(0 <= costs.overlap_penalty <= 1, "friction must lie in [0, 1]")
     _require(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
     _require(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
     _require(profile.smoothing > 0 and profile.num_threads > 0, "smoothing and num_threads must be positive")
-    for one in profile.grown:
-        _require(1 <= one.depth < one.num_nodes, "a grown tree has a depth, and more nodes than that")
+    for one in profile.dynamic_yields:
+        _require(1 <= one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
         _require(1 <= one.tokens_per_sweep <= one.depth + 1, "a sweep yields one token, and one more for every level")
     ranks = {rank for trace in profile.traces for rank in trace}
     _require(bool(ranks) and ranks <= set(range(-1, NUM_RANKS)), f"traces must hold ranks in -1..{NUM_RANKS - 1}")

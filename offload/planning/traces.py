@@ -1,25 +1,32 @@
-"""Accepted ranks, position after position, and what follows from them: tokens per sweep of any static tree.
+"""Accepted ranks, position after position, and what follows from them: tokens per sweep of any tree.
 
 A trace holds for every position of a text the rank that the emitted token had among the draft's candidates, or -1.
 Decoding walks down the tree along these ranks until one is missing; that token is the target's own, and the next sweep
-starts behind it. So the walk can be repeated for any tree without a model, and nothing has to be independent: Sequoia's
-product form (2402.12374, section 3.1) is what the trace says if every position were like every other.
+starts behind it. So the walk can be repeated for any static tree without a model, and nothing has to be independent:
+Sequoia's product form (2402.12374, section 3.1) is what the trace says if every position were like every other.
+
+A dynamic tree has another shape in every step, so ranks alone cannot say what it yields. Growing it again along a text
+that the target has written can, without a sweep: what is accepted is known. That costs draft steps, hence a few bounds
+only. Between them the gain over the static tree of the same bounds is interpolated, because it changes slowly where the
+yield itself does not; beyond them it stays what it was at the last. A tree without a node to place gains nothing.
 
 No model, no torch, no clock. K ranks, N nodes in the order in which they were found.
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from offload.tree.topology import Floats, Topology, in_level_order
+from offload.tree.topology import DynamicShape, Floats, Topology, in_level_order
 
 Trace = Sequence[int]
 NUM_RANKS = 32  # candidates that a trace looks at
 NUM_FOLDS = 4
 PRODUCT_FORM = 1e9  # a smoothing beside which no trace counts
+COUNTED_SIZES, COUNTED_DEPTHS = (16, 64, 256), (8, 24)  # bounds within which dynamic trees are grown again
 
 
 def bursts(topology: Topology, trace: Trace) -> list[int]:
@@ -154,3 +161,58 @@ def _child_table(topology: Topology) -> tuple[list[int], list[int]]:
     num_children_N = topology.num_children_N
     first_child_N = 1 + np.concatenate([[0], np.cumsum(num_children_N)[:-1]])
     return num_children_N.tolist(), first_child_N.tolist()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DynamicYield:
+    """What trees within some bounds have yielded."""
+
+    num_nodes: int  # at most
+    depth: int  # at most
+    tokens_per_sweep: float
+    num_sweeps: int  # counted
+
+
+def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
+    """For which bounds to grow again, where no tree may be larger than `max_nodes`."""
+    sizes = [size for size in COUNTED_SIZES if size <= max_nodes] or [size for size in (max_nodes,) if size > 1]
+    return tuple(dict.fromkeys(DynamicShape(size, min(depth, size - 1)) for size in sizes for depth in COUNTED_DEPTHS))
+
+
+def yields_of(bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Sequence[int]]]) -> tuple[DynamicYield, ...]:
+    """Tokens per sweep within each of the bounds, over all windows; none where no sweep was counted.
+
+    Args:
+        bursts_WB: tokens of every sweep, by window and bounds.
+    """
+    found = []
+    for index, one in enumerate(bounds):
+        bursts = [burst for window in bursts_WB for burst in window[index]]
+        if bursts:
+            mean, count = sum(bursts) / len(bursts), len(bursts)
+            found.append(
+                DynamicYield(num_nodes=one.num_nodes, depth=one.depth, tokens_per_sweep=mean, num_sweeps=count)
+            )
+    return tuple(found)
+
+
+class Gains:
+    """How many times the tokens of a static tree a dynamic one within the same bounds yields.
+
+    Args:
+        counted: at some bounds; none leaves a gain of one everywhere.
+        fixed: tokens per sweep of the static tree of so many nodes, so deep.
+    """
+
+    def __init__(self, counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]) -> None:
+        curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
+        for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
+            # Trees of one level are the same grown or fixed: the draft's best children of the root.
+            curve = curves.setdefault(one.num_nodes, {1: 1.0})
+            curve[one.depth] = one.tokens_per_sweep / fixed(one.num_nodes, one.depth)
+        self._curves = curves
+
+    def at(self, num_nodes: int, depth: int) -> float:
+        """The gain within these bounds."""
+        gains = [float(np.interp(depth, list(curve), list(curve.values()))) for curve in self._curves.values()]
+        return float(np.interp(np.log(num_nodes), np.log(list(self._curves)), gains))

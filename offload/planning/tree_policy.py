@@ -1,8 +1,12 @@
 """Which tree a run gets: the one that was named, or the best one for the pair, the settings and the machine.
 
-A profile of `offload tune` is used when it holds for exactly this run. Without one the acceptance is the default vector
-and the times are those of a quick look at start. Invariant: no tree is larger than memory was planned for, and what a
-choice rests on is said.
+One selector serves decoding, predicting, tuning and measuring, so that all of them mean the same tree. A profile of
+`offload tune` is used when it holds for exactly this run: then N nodes and D levels are filled with the paths that were
+taken most, which on text that was held out is the better tree, or with those of the product form where its traces say
+no more than that. Without a profile the acceptance is the default vector and the times are those of a quick calibration
+at start. Invariant: no tree is larger than memory was planned for, and what a choice rests on is said.
+
+No torch, no clock.
 """
 
 from collections.abc import Callable
@@ -14,24 +18,12 @@ from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.cost_model import Costs, Traffic
 from offload.planning.profile import Profile
-from offload.planning.tree_search import DEPTHS, SIZES, Candidate, Forest, choose
+from offload.planning.tree_search import DEPTHS, SIZES, Candidate, Forest, rank_trees
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, parse_tree
-from offload.tree.topology import (
-    DEFAULT_ACCEPTANCE,
-    AcceptanceVector,
-    DynamicShape,
-    Shape,
-    Topology,
-    best_first,
-    chain,
-    check_acceptance,
-    isotonic,
-    optimal,
-)
+from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, chain, check_acceptance, isotonic
 
 AUTO_MAX_NODES = 512  # of a chosen tree whose size was not measured
 NUM_SHOWN = 5
-_MAX_EXACT_NODES = 256  # up to here the dynamic program takes a fraction of a second
 
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]  # by settings and rule: it, or why there is none
 TrafficOf = Callable[[int], Traffic | None]  # by nodes of the largest tree; None where that does not fit
@@ -42,6 +34,7 @@ class TreeChoice(NamedTuple):
 
     shape: Shape
     why: str
+    tokens_per_sweep: float = 1.0  # as predicted
     candidates: tuple[Candidate, ...] = ()  # the best few, best first; empty where nothing was chosen
 
     @property
@@ -56,8 +49,92 @@ class TreeChoice(NamedTuple):
             "depth": self.shape.depth,
             "is_grown": self.is_dynamic,
             "why": self.why,
+            "tokens_per_sweep": self.tokens_per_sweep,
             "candidates": [candidate.as_dict() for candidate in self.candidates],
         }
+
+
+@dataclass(frozen=True)
+class TreeSelector:
+    """What is known of a pair and a machine; `choose` makes a tree of it.
+
+    Attributes:
+        rule: of acceptance, which says whether the draft's scores may shape a chosen tree.
+        profile: None takes the default acceptance, `note` says why.
+        costs: of a step; None where nothing was measured.
+        traffic_of: what a sweep moves with trees of so many nodes.
+        max_nodes, max_depth: of a tree that is chosen: what memory and context have room for, and what was timed.
+    """
+
+    rule: str
+    profile: Profile | None = None
+    note: str = ""
+    costs: Costs | None = None
+    traffic_of: TrafficOf = lambda _: None
+    max_nodes: int = AUTO_MAX_NODES
+    max_depth: int = DEPTHS[-1]
+
+    def choose(self, spec: TreeSpec) -> TreeChoice:
+        """The tree that is meant here; raises `UserError` for one that the rule does not allow."""
+        spec.check_rule(self.rule)
+        if spec.kind != "auto":
+            return self._named(spec)
+        if self.costs is not None:
+            return self._best(self.costs)
+        default = TreeSpec(
+            "dynamic" if self._is_dynamic and self.max_nodes > 1 else "best",
+            min(AUTO_NODES, self.max_nodes),
+            min(AUTO_DEPTH, self.max_depth),
+        )
+        return self._named(default)._replace(why=f"a default, since nothing was measured ({self.note})")
+
+    def _best(self, costs: Costs) -> TreeChoice:
+        forest = self._forest(self.max_nodes, DEPTHS[-1])
+        best = rank_trees(forest, costs, self.traffic_of, self.max_depth, is_dynamic=self._is_dynamic)
+        if not best:
+            return TreeChoice(chain(0), "memory has no room for any tree")
+        shape, tokens, why = best[0].shape, best[0].tokens_per_sweep, self._basis
+        if isinstance(shape, DynamicShape):
+            why += self._dynamic_note
+        return TreeChoice(shape, why, tokens, tuple(best[:NUM_SHOWN]))
+
+    def _named(self, spec: TreeSpec) -> TreeChoice:
+        forest = self._forest(spec.num_nodes, spec.depth if spec.kind == "best" else max(spec.depth, DEPTHS[-1]))
+        if spec.kind == "best":
+            tokens = forest.expected(spec.count, spec.depth)
+            return TreeChoice(forest.tree(spec.count, spec.depth), self._basis, tokens)
+        shape = spec.build()
+        if isinstance(shape, DynamicShape):
+            why = "at most, as the draft's scores suggest"
+            return TreeChoice(shape, why, forest.expected_dynamic(shape.num_nodes, shape.depth))
+        return TreeChoice(shape, "as named", forest.expected_of(shape))
+
+    def _forest(self, max_nodes: int, max_depth: int) -> Forest:
+        if self.profile is None:
+            return Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max_nodes, max_depth=max_depth)
+        known = self.profile
+        p_K = isotonic(known.acceptance)  # far ranks are noisy
+        return Forest(p_K, known.traces, known.smoothing, max_nodes, max_depth, known.dynamic_yields)
+
+    @property
+    def _is_dynamic(self) -> bool:
+        return not drafting_of(self.rule).keeps_distributions
+
+    @property
+    def _basis(self) -> str:
+        if self.profile is None:
+            return f"default acceptance, {self.note}"
+        return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
+
+    @property
+    def _dynamic_note(self) -> str:
+        counted = sum(one.num_sweeps for one in self.profile.dynamic_yields) if self.profile else 0
+        return f", growth repeated for {counted} sweeps" if counted else ", as if static: dynamic trees yield more"
+
+
+def most_timed(profile: Profile | None, costs: Costs | None) -> int:
+    """Nodes of the largest tree to choose: with a profile no more than were timed, else as many as deserve a guess."""
+    return AUTO_MAX_NODES if profile is None or costs is None else costs.compute_s.sizes[-1]
 
 
 @dataclass
@@ -110,27 +187,24 @@ class Trees:
             tree: named for this run; None takes what was named for all.
         """
         spec = self.wish if tree is None else parse_tree(tree)
-        spec.check_rule(rule)
         key = (spec, replace(sampling, seed=0), rule)
         if key not in self._known:
-            choice = self._auto(sampling, rule) if spec.kind == "auto" else self._named(spec, sampling, rule)
+            choice = self._selector(spec, sampling, rule).choose(spec)
             self._check(choice.shape, tree)
             self._known[key] = choice
         return self._known[key]
 
-    def _auto(self, sampling: Sampling, rule: str) -> TreeChoice:
-        profile, note = self.find(sampling, rule)
-        costs, is_dynamic = self._costs_of(profile), not drafting_of(rule).keeps_distributions
-        if costs is None:
-            why = f"a default, since nothing was measured ({note})"
-            default = self._default()
-            return TreeChoice(DynamicShape(default.num_nodes, default.depth) if is_dynamic else default, why)
-        forest, basis = self._forest(profile, costs, note)
+    def _selector(self, spec: TreeSpec, sampling: Sampling, rule: str) -> TreeSelector:
+        try:
+            profile, note = self.find(sampling, rule)
+        except UserError as error:
+            if spec.kind in ("auto", "best"):
+                raise
+            profile, note = None, str(error)  # only the prediction rests on it
+        costs = self._costs_of(profile)
+        max_nodes = min(self.max_nodes, most_timed(profile, costs))
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
-        best = choose(forest, costs, self.traffic_of, max_depth, is_dynamic=is_dynamic)
-        if not best:
-            return TreeChoice(chain(0), "memory has no room for any tree")
-        return TreeChoice(best[0].shape, basis + dynamic_note(forest, best[0].shape), tuple(best[:NUM_SHOWN]))
+        return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth)
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
         """The profile's curves where they are of as many threads, else what was measured at start; today's link."""
@@ -139,31 +213,6 @@ class Trees:
         if costs is None or self.link_bytes_per_s is None:
             return costs
         return replace(costs, link_bytes_per_s=self.link_bytes_per_s)
-
-    def _forest(self, profile: Profile | None, costs: Costs, note: str) -> tuple[Forest, str]:
-        """The trees to choose from, and what is known about them in words."""
-        max_nodes = min(self.max_nodes, AUTO_MAX_NODES)
-        if profile is None:
-            return Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max_nodes), f"default acceptance, {note}"
-        max_nodes = min(self.max_nodes, costs.compute_s.sizes[-1])
-        p_K = isotonic(profile.acceptance)
-        basis = f"{profile.num_tokens} traced tokens, profile of {profile.created}"
-        return Forest(p_K, profile.traces, profile.smoothing, max_nodes, profile.grown), basis
-
-    def _named(self, spec: TreeSpec, sampling: Sampling, rule: str) -> TreeChoice:
-        """A tree as named; where a profile holds, NxD is the best for its acceptance vector."""
-        if spec.kind == "grown":
-            return TreeChoice(spec.build(), "at most, as the draft's scores suggest")
-        if spec.kind != "best":
-            return TreeChoice(spec.build(), "as named")
-        profile, note = self.find(sampling, rule)
-        if profile is None:
-            return TreeChoice(spec.build(), f"default acceptance, {note}")
-        topology, how = tree_for(profile.acceptance, spec.count, spec.depth)
-        return TreeChoice(topology, f"acceptance of {profile.num_tokens} traced tokens{how}")
-
-    def _default(self) -> Topology:
-        return best_first(DEFAULT_ACCEPTANCE, min(AUTO_NODES, self.max_nodes), AUTO_DEPTH)
 
     def _check(self, shape: Shape, tree: str | None) -> None:
         if shape.num_nodes > self.max_nodes:
@@ -176,21 +225,3 @@ class Trees:
                 f"the tree is {shape.depth} deep, the context has {self.context} positions: "
                 "raise `context` or name a tree that is less deep"
             )
-
-
-def dynamic_note(forest: Forest, shape: Shape) -> str:
-    """What the tokens per sweep of a dynamic tree rest on, in words to follow others."""
-    if not isinstance(shape, DynamicShape):
-        return ""
-    counted = sum(one.num_sweeps for one in forest.counted)
-    return f", growth repeated for {counted} sweeps" if counted else ", as if fixed: grown trees yield more"
-
-
-def tree_for(p: AcceptanceVector, num_nodes: int, max_depth: int) -> tuple[Topology, str]:
-    """The best tree for a measured acceptance vector, and in words what had to be done to a noisy one."""
-    p_K = check_acceptance(p)
-    if (p_K[1:] <= p_K[:-1]).all():
-        return best_first(p_K, num_nodes, max_depth), ""
-    if num_nodes <= _MAX_EXACT_NODES:
-        return optimal(p_K, num_nodes, max_depth), ", exact for ranks that do not fall evenly"
-    return best_first(isotonic(p_K), num_nodes, max_depth), ", evened out where ranks do not fall"

@@ -1,4 +1,4 @@
-"""The tree that yields the most tokens per second on this machine: argmax over (n, d) of G(n, d) / step time.
+"""The trees to choose from, and those with the most tokens per second on a machine: argmax of G(n, d) / step time.
 
 Sequoia's hardware-aware optimiser (2402.12374, Eq. 1), with the whole step in the denominator: t(n) is the slower of
 computing and of the link, and drafting that hides behind the link costs nothing. G(n, d) is the paper's product form
@@ -13,21 +13,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from offload.planning.cost_model import Costs, Limit, Traffic, step_time
 from offload.planning.traces import (
     NUM_FOLDS,
     PRODUCT_FORM,
+    DynamicYield,
     Found,
+    Gains,
     RankTrie,
     Trace,
     bursts,
     cut_order,
     grow_order,
+    tokens_per_sweep,
     tree_of,
 )
-from offload.planning.yields import DynamicYield, Gains
 from offload.tree.spec import label_of
-from offload.tree.topology import DynamicShape, Floats, Shape, Topology
+from offload.tree.topology import DynamicShape, Floats, Shape, Topology, expected_tokens
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32)
@@ -64,20 +68,20 @@ class Forest:
         p_K: acceptance vector.
         traces: accepted ranks, window by window; none leaves the product form.
         smoothing: how many sightings of a path `p_K` is worth.
-        max_nodes: of the largest tree.
-        counted: what dynamic trees have yielded; none takes them for as good as fixed ones.
+        max_nodes, max_depth: of the largest tree.
+        counted: what dynamic trees have yielded; none takes them for as good as static ones.
     """
 
     p_K: Floats
     traces: Sequence[Trace] = ()
     smoothing: float = 1.0
     max_nodes: int = 512
+    max_depth: int = DEPTHS[-1]
     counted: Sequence[DynamicYield] = ()
 
-    def tree(self, num_nodes: int, depth: int) -> Topology | None:
-        """The tree of `num_nodes` nodes and at most `depth` draft steps, None where there are not as many."""
-        nodes = cut_order(self._whole, num_nodes, depth)
-        return tree_of(nodes) if len(nodes) == num_nodes else None
+    def tree(self, num_nodes: int, depth: int) -> Topology:
+        """The tree of `num_nodes` nodes and at most `depth` draft steps; of fewer nodes where there are not as many."""
+        return tree_of(cut_order(self._whole, num_nodes, depth))
 
     def expected(self, num_nodes: int, depth: int) -> float:
         """G(n, d): counted on traces that the tree was not made from, or from the product form without traces."""
@@ -89,8 +93,16 @@ class Forest:
         return sum(yields) / len(yields)
 
     def expected_dynamic(self, num_nodes: int, depth: int) -> float:
-        """G of a tree that is grown within these bounds."""
+        """G of a dynamic tree within these bounds."""
         return self.expected(num_nodes, depth) * self._gains.at(num_nodes, depth)
+
+    def expected_of(self, topology: Topology) -> float:
+        """G of a tree that no trace had a part in making."""
+        if self._folds:
+            return tokens_per_sweep(topology, self.traces)
+        p_K = np.zeros(max(self.p_K.size, int(topology.rank_N.max()) + 1))
+        p_K[: self.p_K.size] = self.p_K
+        return expected_tokens(topology, p_K)
 
     @cached_property
     def _gains(self) -> Gains:
@@ -112,12 +124,12 @@ class Forest:
         return folds
 
     def _order(self, traces: Sequence[Trace]) -> list[Found]:
-        trie = RankTrie(traces, DEPTHS[-1])
+        trie = RankTrie(traces, self.max_depth)
         largest = max([self.max_nodes, *(one.num_nodes for one in self.counted)])
-        return grow_order(self.p_K, _SPARE * largest, DEPTHS[-1], trie, self.smoothing)
+        return grow_order(self.p_K, _SPARE * largest, self.max_depth, trie, self.smoothing)
 
 
-def choose(
+def rank_trees(
     forest: Forest,
     costs: Costs,
     traffic_of: Callable[[int], Traffic | None],
@@ -155,12 +167,12 @@ def best_smoothing(p_K: Floats, traces: Sequence[Trace], num_nodes: int = 128, d
 
 
 def _trees_of(forest: Forest, size: int, max_depth: int, *, is_dynamic: bool) -> Iterator[tuple[int, Topology]]:
-    """One tree per depth, shallow ones first; of fixed ones until a larger bound changes nothing."""
+    """One tree per depth, shallow ones first; of static ones until a larger bound changes nothing."""
     last = -1
     for depth in dict.fromkeys(min(bound, max_depth, max(1, size - 1)) for bound in DEPTHS):
         tree = forest.tree(size, depth)
-        if tree is not None and tree.depth == last and not is_dynamic:
+        if tree.num_nodes == size and tree.depth == last and not is_dynamic:
             return
-        if tree is not None:
+        if tree.num_nodes == size:
             last = tree.depth
             yield depth, tree

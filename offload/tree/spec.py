@@ -1,7 +1,7 @@
 """`--tree` in words: what a user may ask for, and the shape that it names.
 
-Every kind but `grown` names one static tree. `grown` names bounds: its shape is settled in every step by the draft's
-scores for the very tokens that it proposes, which only rules that repeat the target's own draws allow.
+Every kind but `dynamic` names one static tree. `dynamic` names bounds: the shape is settled in every step by the
+draft's scores for the very tokens that it proposes, which only rules that repeat the target's own draws allow.
 """
 
 import re
@@ -23,16 +23,16 @@ from offload.tree.topology import (
 MAX_TREE_NODES = 65536  # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 AUTO_NODES, AUTO_DEPTH = 64, 16  # `auto` where nothing was measured; `choose` has the measured answer
 
-TreeKind = Literal["auto", "none", "best", "grown", "chain", "sequences"]
+TreeKind = Literal["auto", "none", "best", "dynamic", "chain", "sequences"]
 _TREE_FORMS: dict[TreeKind, str] = {
     "auto": "auto",
     "none": "none",
     "best": r"(\d{1,9})x(\d{1,9})",
-    "grown": r"grown:(\d{1,9})x(\d{1,9})",
+    "dynamic": r"(?:dynamic|grown):(\d{1,9})x(\d{1,9})",  # the second as it was called once
     "chain": r"chain:(\d{1,9})",
     "sequences": r"sequences:(\d{1,9})x(\d{1,9})",
 }
-_IN_WORDS = "auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
+_IN_WORDS = "auto, none, NxD, dynamic:NxD, chain:L or sequences:KxL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TreeSpec:
     """A tree as the user named it, not yet built."""
 
     kind: TreeKind
-    count: int = 1  # of nodes for best and grown, of sequences for the others: a chain is one
+    count: int = 1  # of nodes for best and dynamic, of sequences for the others: a chain is one
     depth: int = 0  # at most, in draft steps
 
     @property
@@ -49,10 +49,17 @@ class TreeSpec:
         match self.kind:
             case "auto":
                 return AUTO_NODES
-            case "best" | "grown":
+            case "best" | "dynamic":
                 return self.count
             case "none" | "chain" | "sequences":
                 return 1 + self.count * self.depth
+
+    @property
+    def label(self) -> str:
+        """What `--tree` calls it."""
+        size = f"{self.count}x{self.depth}"
+        shown = {"auto": "auto", "none": "none", "best": size, "chain": f"chain:{self.depth}"}
+        return shown.get(self.kind, f"{self.kind}:{size}")
 
     def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Shape:
         """The shape; `none` is the root alone. Raises `UserError` where best-first meets a `p` that rises."""
@@ -63,18 +70,17 @@ class TreeSpec:
                 return chain(self.depth)
             case "best":
                 return best_first(p, self.count, self.depth)
-            case "grown":
+            case "dynamic":
                 return DynamicShape(self.count, min(self.depth, self.count - 1))
             case "sequences":
                 return sequences(self.count, self.depth)
 
     def check_rule(self, rule: str) -> None:
         """Refuse a rule that needs a tree whose growth looks at no token that was drawn. Raises `UserError`."""
-        if self.kind == "grown" and drafting_of(rule).keeps_distributions:
-            size = f"{self.count}x{self.depth}"
+        if self.kind == "dynamic" and drafting_of(rule).keeps_distributions:
             raise UserError(
-                f"`tree` grown:{size} looks at the tokens it proposes and rule {rule} is exact only without that: "
-                f"use `tree` {size} or `rule` match"
+                f"`tree` {self.label} looks at the tokens it proposes and rule {rule} is exact only without that: "
+                f"use `tree` {self.count}x{self.depth} or `rule` match"
             )
 
 
@@ -82,11 +88,11 @@ def label_of(shape: Shape) -> str:
     """What `--tree` would call a shape that it has chosen."""
     if shape.num_nodes == 1:
         return "none"
-    return f"{'grown:' if isinstance(shape, DynamicShape) else ''}{shape.num_nodes}x{shape.depth}"
+    return f"{'dynamic:' if isinstance(shape, DynamicShape) else ''}{shape.num_nodes}x{shape.depth}"
 
 
 def parse_tree(text: str) -> TreeSpec:
-    """`NxD` is N nodes, at most D deep; `grown:NxD` the same bounds, without a fixed shape. Raises `UserError`."""
+    """`NxD` is N nodes, at most D deep; `dynamic:NxD` the same bounds, without a fixed shape. Raises `UserError`."""
     for kind, form in _TREE_FORMS.items():
         if match := re.fullmatch(form, text, re.ASCII):
             numbers = [int(group) for group in match.groups()]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
 

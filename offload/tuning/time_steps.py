@@ -1,4 +1,4 @@
-"""Curves from real steps: what sweeps, drafting and the link take while everything runs as it does in decoding.
+"""Full calibration: what sweeps, drafting and the link take in real steps, while everything runs as in decoding.
 
 Trees of all sizes take turns, round after round, and medians are kept: a disk or a neighbour that drifts slows all of
 them alike. Invariant: what is timed is `Decoder.step` itself, so the figures hold what readers and compute take from
@@ -16,7 +16,7 @@ from offload.calibration.quick import draft_curve
 from offload.config import Sampling
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
-from offload.planning.cost_model import Costs, Curve, Traffic, draft_widths, fit_friction, step_time
+from offload.planning.cost_model import Costs, Curve, Traffic, draft_widths, fit_overlap_penalty, step_time
 from offload.stats import Stats
 from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
 
@@ -59,7 +59,7 @@ def measure_costs(
         link_bytes_per_s=_link_bytes_per_s(decoder, plain),
     )
     sweep_s = [median(step.sweep_s for step in steps) for steps in by_size[1:]]
-    return replace(costs, friction=_friction(costs, Traffic.of(decoder.plan), topologies, sweep_s))
+    return replace(costs, overlap_penalty=_overlap_penalty(costs, Traffic.of(decoder.plan), topologies, sweep_s))
 
 
 def _steps(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologies: Sequence[Topology]) -> list[Stats]:
@@ -71,12 +71,12 @@ def _steps(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologi
     return figures
 
 
-def _friction(costs: Costs, traffic: Traffic, topologies: Sequence[Topology], sweep_s: Sequence[float]) -> float:
+def _overlap_penalty(costs: Costs, traffic: Traffic, topologies: Sequence[Topology], sweep_s: Sequence[float]) -> float:
     """What sweeps took beyond their slower side; none was seen where nothing streams."""
     if not traffic.streamed_bytes:
         return 0.0
     steps = [step_time(costs, traffic, topology) for topology in topologies]
-    return fit_friction([(step.compute_s, step.link_s, took) for step, took in zip(steps, sweep_s, strict=True)])
+    return fit_overlap_penalty([(step.compute_s, step.link_s, took) for step, took in zip(steps, sweep_s, strict=True)])
 
 
 def _drafter(decoder: Decoder) -> ModelDrafter:

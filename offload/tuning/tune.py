@@ -9,24 +9,25 @@ Invariant: a tune that is interrupted goes on behind its last finished window, a
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import model_shape
-from offload.config import Sampling, drafting_of
+from offload.config import Sampling
 from offload.engine.decoder import Decoder
-from offload.engine.load import load
-from offload.engine.options import check_options
+from offload.engine.load import open_decoder
 from offload.engine.request import encode
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.memory.planner import plan_memory
-from offload.planning.cost_model import Costs, Traffic
+from offload.memory.planner import Files
+from offload.planning.cost_model import Costs
+from offload.planning.options import LoadOptions
 from offload.planning.profile import (
     Identity,
     Machine,
@@ -36,10 +37,12 @@ from offload.planning.profile import (
     save_profile,
     write_atomically,
 )
-from offload.planning.traces import NUM_RANKS, acceptance
-from offload.planning.tree_search import Candidate, Forest, best_smoothing, choose
-from offload.planning.yields import bounds_to_count, yields_of
-from offload.streaming.device import Device, open_device
+from offload.planning.room import Room
+from offload.planning.traces import NUM_RANKS, acceptance, bounds_to_count, yields_of
+from offload.planning.tree_policy import TreeChoice, TreeSelector, most_timed
+from offload.planning.tree_search import best_smoothing
+from offload.streaming.device import open_device
+from offload.tree.spec import TreeSpec
 from offload.tree.topology import DynamicShape, isotonic
 from offload.tuning.time_steps import measure_costs
 from offload.tuning.trace_acceptance import dynamic_again, given_trace, ranks_of, write
@@ -65,7 +68,7 @@ class Tuned(NamedTuple):
 
     profile: Profile
     path: Path
-    candidates: list[Candidate]  # what `--tree auto` makes of it in this budget, best first
+    choice: TreeChoice  # what `--tree auto` makes of it in this budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,42 +93,40 @@ def tune(
     draft: str,
     texts: Sequence[Path],
     sampling: Sampling,
+    options: LoadOptions | None = None,
     *,
     num_tokens: int = 2048,
-    tree: str | None = None,
-    rule: str = "match",
     is_teacher_forced: bool = False,
     progress: Progress = lambda done, total, label: None,
-    **options: Any,
 ) -> Tuned:
     """Measure, and save a profile.
 
     Args:
         texts: UTF-8 files of the kind that will be decoded.
         sampling: what the profile is for; window i draws with its seed plus i.
+        options: for loading. Their tree is the largest to make room for and to time; `auto` takes as large a one as
+            the budget has room for. Their context is set here, and their profile is not used.
         num_tokens: positions to trace.
-        tree: the largest to make room for and to time; None takes as large a one as the budget has room for.
-        rule: of acceptance, one of `config.RULES`.
         is_teacher_forced: trace the given text itself instead of what the target writes.
         progress: hears of finished windows and rounds.
-        options: for `load`.
 
     Raises:
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
     """
-    read = [read_text(path) for path in texts]
-    told = {name: options[name] for name in ("ram", "threads", "dtype") if options.get(name) is not None}
-    wish = check_options(True, tree or "auto", rule, **told)
-    card = open_device(options.get("device", "auto"), options.get("gpu_memory"))
+    read, options = [read_text(path) for path in texts], options or LoadOptions()
+    spec, device = options.tree_spec(has_draft=True), open_device(options.device, options.gpu_memory)
     require_writable(profiles_folder())
-    room = _Room([wish.num_nodes] if tree else SIZES, _limits(card, rule, options))
-    target, small = fetch([model, draft], room.largest)
-    files = target, small
-    windows = cut_windows(encode_texts(files[0], read), num_tokens, is_teacher_forced)
-    machine = Machine.here(compute_dtype_name(files[0], options.get("dtype", "auto")), card.name if card else "cpu")
-    identity = Identity.of(*files, sampling, rule, machine)
-    options |= {"rule": rule, "context": _context(files[0]), "tree": tree or f"{room.largest(*files)}x{DEPTH}"}
-    with load(model, draft, profile="none", **options) as decoder:
+    room = Room.of(options, str(device.place) if device else None)
+    sizes = SIZES if spec.kind == "auto" else (spec.num_nodes,)
+    files = Files(*fetch([model, draft], lambda *headers: largest_that_fits(room, Files(*headers), sizes)))
+    room, num_nodes = largest_that_fits(room, files, sizes)
+    windows = cut_windows(encode_texts(files.target, read), num_tokens, is_teacher_forced)
+    machine = Machine.here(compute_dtype_name(files.target, options.dtype), device.name if device else "cpu")
+    assert files.draft is not None, "two models were fetched"
+    identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
+    if spec.kind == "auto":
+        options = replace(options, tree=f"{num_nodes}x{DEPTH}")
+    with open_decoder(model, draft, replace(options, context=room.context, profile="none")) as decoder:
         question = Question(
             identity=identity,
             sampling=sampling,
@@ -138,42 +139,33 @@ def tune(
             decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: progress(done, total, "timing trees")
         )
         profile = _summarise(question, traced, costs, files, decoder.num_threads)
-        traffic = Traffic.of(decoder.plan)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
-    largest, is_dynamic = costs.compute_s.sizes[-1], not drafting_of(rule).keeps_distributions
-    forest = Forest(isotonic(profile.acceptance), profile.traces, profile.smoothing, largest, profile.grown)
-    return Tuned(profile, path, choose(forest, costs, lambda _: traffic, is_dynamic=is_dynamic))
+    return Tuned(profile, path, choice_from(profile, files, room))
 
 
-def _limits(card: Device | None, rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `plan_memory` has to know of options for `load`."""
-    return {
-        "ram": options.get("ram"),
-        "gpu": options.get("gpu_memory"),
-        "device": str(card.place) if card else "cpu",
-        "dtype": options.get("dtype", "auto"),
-        "rule": rule,
-    }
+def choice_from(profile: Profile, files: Files, room: Room) -> TreeChoice:
+    """The tree that a run in this room would choose by the profile."""
+    costs, max_depth = profile.costs, room.plan(files, 1).context - 1
+    max_nodes, traffic_of = most_timed(profile, costs), partial(room.traffic, files)
+    selector = TreeSelector(room.rule, profile, "", costs, traffic_of, max_nodes, max_depth)
+    return selector.choose(TreeSpec("auto"))
 
 
-class _Room(NamedTuple):
-    """Where a tree has to fit."""
+def largest_that_fits(room: Room, files: Files, sizes: Sequence[int]) -> tuple[Room, int]:
+    """The room with the context of a tune, and the first of `sizes`, in nodes, that it holds.
 
-    sizes: Sequence[int]  # nodes of the trees that would do, best first
-    limits: dict[str, Any]  # of `plan_memory`
-
-    def largest(self, target: Checkpoint, draft: Checkpoint) -> int:
-        """The first of `sizes` that memory has room for. Raises `UserError` where there is none for the last one."""
-        for size in self.sizes:
-            try:
-                plan_memory(target, draft, num_nodes=size, context=_context(target), **self.limits)
-            except UserError:
-                if size == self.sizes[-1]:
-                    raise
-            else:
-                break
-        return size
+    Raises:
+        UserError: there is no room for the last one.
+    """
+    config = files.target.config.get("text_config") or files.target.config
+    limit = int(config.get("max_position_embeddings") or _CONTEXT)
+    room = replace(room, context=min(_CONTEXT, limit))
+    for size in sizes[:-1]:
+        if room.traffic(files, size) is not None:
+            return room, size
+    room.plan(files, sizes[-1])
+    return room, sizes[-1]
 
 
 def read_text(path: Path) -> str:
@@ -241,15 +233,14 @@ def _bounds(decoder: Decoder, is_teacher_forced: bool) -> tuple[DynamicShape, ..
     return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()
 
 
-def _summarise(
-    question: Question, traced: list[Traced], costs: Costs, files: tuple[Checkpoint, Checkpoint], num_threads: int
-) -> Profile:
+def _summarise(question: Question, traced: list[Traced], costs: Costs, files: Files, num_threads: int) -> Profile:
+    assert files.draft is not None, "a tune has a draft model"
     traces = [window.ranks for window in traced]
     p_K, error_K = acceptance(traces)
     return Profile(
         identity=question.identity,
-        target_name=files[0].directory.name,
-        draft_name=files[1].directory.name,
+        target_name=files.target.directory.name,
+        draft_name=files.draft.directory.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         num_tokens=sum(map(len, traces)),
         is_teacher_forced=question.is_teacher_forced,
@@ -258,7 +249,7 @@ def _summarise(
         smoothing=best_smoothing(isotonic(p_K), traces),
         num_threads=num_threads,
         costs=costs,
-        grown=yields_of(question.bounds, [window.bursts_B for window in traced]),
+        dynamic_yields=yields_of(question.bounds, [window.bursts_B for window in traced]),
         traces=tuple(map(tuple, traces)),
     )
 
@@ -279,8 +270,3 @@ def _unfinished(question: Question) -> list[Traced]:
 def _writing_tree(decoder: Decoder) -> str:
     """Any tree would do; this one is quick where there is room for it."""
     return f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
-
-
-def _context(target: Checkpoint) -> int:
-    config = target.config.get("text_config") or target.config
-    return min(_CONTEXT, int(config.get("max_position_embeddings") or _CONTEXT))

@@ -1,8 +1,10 @@
 """What `offload plan` says of machines that are not here and of models that are not here, against sums done by hand."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from tiny import FAMILIES, build, save, save_pair
 
 import offload
 from offload.bench.prediction import PAPER_BASE_S, paper_rows
-from offload.calibration import device_link as card_link
+from offload.calibration import device_link
 from offload.calibration import estimate as estimate_module
-from offload.calibration.estimate import Wish, estimate
+from offload.calibration.estimate import Estimate, estimate
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.cli.flags import as_flags
@@ -23,12 +25,21 @@ from offload.config import Sampling, format_bytes
 from offload.errors import UserError
 from offload.memory import planner as plan
 from offload.memory.planner import Budgets, make_plan
-from offload.planning.cost_model import Curve
+from offload.planning.cost_model import (
+    DRAFT_OVERHEAD_S,
+    VERIFY_S,
+    Costs,
+    Curve,
+    costs_on,
+    is_disk_slower,
+    predict,
+    traffic_on,
+)
 from offload.planning.hardware import KNOWN, Hardware, read_hardware
-from offload.planning.predict import DRAFT_OVERHEAD_S, VERIFY_S, costs_on, is_disk_slower, predict, traffic_on
+from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, save_profile
-from offload.planning.yields import DynamicYield
-from offload.tree.topology import best_first, chain, expected_tokens
+from offload.planning.traces import DynamicYield
+from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first, chain, expected_tokens
 
 GB = 10**9
 TOY = Hardware(name="toy", gpu_bytes=48 << 30, memory_bytes_per_s=1e12, flops_per_s=2e14, link_bytes_per_s=20e9,
@@ -47,6 +58,14 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for path, name in zip(paths, PAIRS[0], strict=True):
         path.write_text(json.dumps(CONFIGS[name]))
     return [str(path) for path in paths]
+
+
+def ask(
+    models: Sequence[str | Path], *, hardware: str | None = None, tokens_per_sweep: float | None = None, **options: Any
+) -> Estimate:
+    """What `offload plan` finds for these flags."""
+    target, draft = map(str, models)
+    return estimate(target, draft, LoadOptions(**options), hardware=hardware, tokens_per_sweep=tokens_per_sweep)
 
 
 # The paper
@@ -192,7 +211,7 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
     assert got["tiers"]["disk"]["num_layers"] == 0 and got["hardware"] == "l40" and got["device"] == "cuda"
     printed = shell(*settings, "--tree", "768x22", "--tokens-per-sweep", 12.18).out
     for words in (
-        "on the card",
+        "on the GPU",
         "layers in pinned memory",
         "tokens per sweep as given",
         f"{tree['s_per_token']:.3f}  link",
@@ -201,9 +220,9 @@ def test_plan_predicts_another_machine_without_any_weights(configs: list[str]) -
 
 
 def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
-    slow, quick = (estimate(*configs, Wish(context=512, hardware=name)) for name in ("l40", "h200"))
+    slow, quick = (ask(configs, context=512, hardware=name) for name in ("l40", "h200"))
     assert slow.basis.startswith("default acceptance, of ") and slow.predictions[1].shape.num_nodes == 1024
-    assert slow.predictions[1].label == "grown:1024x32" and "predicted as the fixed one" in slow.notes[-1]
+    assert slow.predictions[1].label == "dynamic:1024x32" and "predicted as the static one" in slow.notes[-1]
     assert quick.predictions[1].shape.num_nodes < 1024, "what fits into the card is not hidden behind a link"
     for found in (slow, quick):
         assert found.predictions[1].s_per_token < found.predictions[0].s_per_token
@@ -212,22 +231,20 @@ def test_the_best_tree_depends_on_the_machine(configs: list[str]) -> None:
 
 def test_tokens_of_named_trees_follow_the_acceptance(configs: list[str]) -> None:
     for tree, least in (("64x16", 5.0), ("chain:8", 3.5), ("sequences:40x4", 3.0)):
-        _, row = estimate(*configs, Wish(context=512, hardware="l40", tree=tree)).predictions
+        _, row = ask(configs, context=512, hardware="l40", tree=tree).predictions
         assert row.label == tree and least < row.tokens_per_sweep < 8
-        assert row.tokens_per_sweep == pytest.approx(
-            expected_tokens(row.shape, [*estimate_module.DEFAULT_ACCEPTANCE, *[0.0] * 32])
-        )
+        assert row.tokens_per_sweep == pytest.approx(expected_tokens(row.shape, [*DEFAULT_ACCEPTANCE, *[0.0] * 32]))
 
 
 @pytest.mark.parametrize("size", ["64x8", "4096x24"])
 def test_a_grown_tree_is_predicted_as_the_fixed_one_of_its_size(size: str, configs: list[str]) -> None:
     """The larger one has more nodes than the trees to choose from."""
-    fixed, grown = (estimate(*configs, Wish(hardware="l40", tree=tree)) for tree in (size, f"grown:{size}"))
-    assert grown.predictions[-1].tokens_per_sweep == pytest.approx(fixed.predictions[-1].tokens_per_sweep)
+    static, dynamic = (ask(configs, hardware="l40", tree=tree) for tree in (size, f"dynamic:{size}"))
+    assert dynamic.predictions[-1].tokens_per_sweep == pytest.approx(static.predictions[-1].tokens_per_sweep)
 
 
 def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
-    got = estimate(*configs, Wish(context=512, hardware="rtx4090", ram="64GiB", tree="64x8"))
+    got = ask(configs, context=512, hardware="rtx4090", ram="64GiB", tree="64x8")
     assert got.plan.disk_streamed_bytes > 0 and got.predictions[1].limit == "disk" and got.plan.ram_bytes == 64 << 30
     assert got.sweep_s == pytest.approx(got.plan.disk_streamed_bytes / 5e9, rel=0.01)
 
@@ -235,19 +252,19 @@ def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        (Wish(tokens_per_sweep=4.0, hardware="l40"), "belongs to one tree"),
-        (Wish(tokens_per_sweep=0.5, hardware="l40", tree="64x8"), "must be 1 or more, got 0.5"),
-        (Wish(tokens_per_sweep=4.0, tree="64x8"), "goes with `hardware`"),
-        (Wish(hardware="rtx4090", gpu="12GiB"), "take a draft of at most"),
+        ({"tokens_per_sweep": 4.0, "hardware": "l40"}, "belongs to one tree"),
+        ({"tokens_per_sweep": 0.5, "hardware": "l40", "tree": "64x8"}, "must be 1 or more, got 0.5"),
+        ({"tokens_per_sweep": 4.0, "tree": "64x8"}, "goes with `hardware`"),
+        ({"hardware": "rtx4090", "gpu_memory": "12GiB"}, "take a draft of at most"),
     ],
 )
-def test_wishes_that_cannot_be_met(wish: Wish, words: str, configs: list[str]) -> None:
+def test_wishes_that_cannot_be_met(wish: dict[str, Any], words: str, configs: list[str]) -> None:
     with pytest.raises(UserError, match=words):
-        estimate(*configs, wish)
+        ask(configs, **wish)
 
 
 def test_a_card_of_any_size_is_planned_without_rates(configs: list[str]) -> None:
-    got = estimate(*configs, Wish(gpu="48GiB", ram="200GiB", tree="64x8"))
+    got = ask(configs, gpu_memory="48GiB", ram="200GiB", tree="64x8")
     assert (got.plan.gpu_bytes, got.link_bytes_per_s, got.sweep_s, got.predictions) == (48 << 30, None, None, ())
     assert any("not here" in note for note in got.notes)
 
@@ -256,21 +273,21 @@ def profile_of(directories: tuple[Path, Path]) -> Profile:
     """For this machine; a sweep computes for 0.5 s, a draft step for 0.01 s."""
     target, draft = (open_checkpoint(path) for path in directories)
     identity = Identity.of(target, draft, Sampling(), "match", Machine.here("float32"))
-    link = estimate_module.Costs(compute_s=Curve((1, 64), (0.5, 0.6)), draft_step_s=Curve((1,), (0.01,)), verify_s=0.0,
+    link = Costs(compute_s=Curve((1, 64), (0.5, 0.6)), draft_step_s=Curve((1,), (0.01,)), verify_s=0.0,
                          link_bytes_per_s=1.0)  # fmt: skip
     return Profile(identity=identity, target_name="big", draft_name="small", created="2026-01-01T00:00:00+00:00",
                    num_tokens=8, is_teacher_forced=False, acceptance=(0.5, 0.25), standard_error=(0.1, 0.1),
-                   smoothing=1e9, num_threads=1, costs=link, grown=(),
+                   smoothing=1e9, num_threads=1, costs=link, dynamic_yields=(),
                    traces=((0, 1, -1, 0, 0, 0, 1, -1),))  # fmt: skip
 
 
 def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Path) -> None:
     pair = save_pair(FAMILIES["llama"](), tmp_path)
     profile = profile_of(pair)
-    bare = estimate(str(pair[0]), str(pair[1]), Wish(ram="1GiB", tree="chain:4"))
+    bare = ask(pair, ram="1GiB", tree="chain:4")
     assert bare.predictions == () and "no profile" in bare.basis and bare.link_bytes_per_s > 1e6
     save_profile(profile)
-    got = estimate(str(pair[0]), str(pair[1]), Wish(ram="1GiB", tree="chain:4"))
+    got = ask(pair, ram="1GiB", tree="chain:4")
     assert got.link_bytes_per_s > 1e6 and got.basis.startswith("profile ")
     plain, tree = got.predictions
     assert plain.s_per_token == pytest.approx(0.5) and plain.limit == "compute"
@@ -280,7 +297,7 @@ def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Pa
     path = tmp_path / "other.json"
     path.write_text(save_profile(other).read_text())
     with pytest.raises(UserError, match="measured for another run"):
-        estimate(str(pair[0]), str(pair[1]), Wish(ram="1GiB", profile=str(path)))
+        ask(pair, ram="1GiB", profile=str(path))
 
 
 class PaperCard(FakeDevice):
@@ -298,19 +315,19 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("offload.streaming.device.open_device", lambda *how: asked.append(how) or PaperCard())
     monkeypatch.setattr(plan, "available_gpu_bytes", lambda place: {"cuda:1": 3 << 30}[place])
-    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
     return asked
 
 
 def test_a_plan_is_of_the_card_that_a_run_would_take(tmp_path: Path, card: list[tuple[str, object]]) -> None:
     pair = [str(path) for path in save_pair(FAMILIES["llama"](), tmp_path)]
-    roomy = estimate(*pair, Wish(ram="2GiB", context=128, tree="8x3"))
+    roomy = ask(pair, ram="2GiB", context=128, tree="8x3")
     assert card == [("auto", None)] and roomy.plan.device == "cuda"
     assert 2.9 * 2**30 < roomy.plan.gpu_bytes < 3 * 2**30 and roomy.plan.num_slots == 0
     assert "cuda:1 is a Paper 9000, 2.94 GiB of it to use; `device` cpu does without" in roomy.notes
-    tight = Wish(ram="2GiB", context=128, tree="8x3", gpu=roomy.plan.gpu_total_bytes - 1, device="cuda:1")
-    found = estimate(*pair, tight)
-    assert card[1:] == [("cuda:1", tight.gpu)] and found.plan.gpu_bytes == tight.gpu and found.plan.streamed_bytes
+    tight = roomy.plan.gpu_total_bytes - 1
+    found = ask(pair, ram="2GiB", context=128, tree="8x3", gpu_memory=tight, device="cuda:1")
+    assert card[1:] == [("cuda:1", tight)] and found.plan.gpu_bytes == tight and found.plan.streamed_bytes
     assert found.link_bytes_per_s == pytest.approx(1 << 16), "a copy takes a second on this card"
     assert found.predictions == () and "no profile" in found.basis
 
@@ -320,13 +337,13 @@ def test_a_card_is_predicted_from_the_profile_that_was_made_on_it(
 ) -> None:
     pair = save_pair(FAMILIES["llama"](), tmp_path)
     on_cpu = profile_of(pair)
-    wish = Wish(ram="2GiB", tree="chain:4")
+    wish = {"ram": "2GiB", "tree": "chain:4"}
     save_profile(on_cpu)
-    assert estimate(*map(str, pair), wish).predictions == (), "a CPU's times say nothing"
+    assert ask(pair, **wish).predictions == (), "a CPU's times say nothing"
     machine = replace(on_cpu.identity.machine, device="Paper 9000")
     path = save_profile(replace(on_cpu, identity=replace(on_cpu.identity, machine=machine)))
     for named in (None, str(path)):
-        plain, tree = estimate(*map(str, pair), wish._replace(profile=named)).predictions
+        plain, tree = ask(pair, profile=named, **wish).predictions
         assert plain.s_per_token == pytest.approx(0.5) and tree.tokens_per_sweep == pytest.approx(1.9375)
 
 
@@ -350,39 +367,39 @@ def test_a_plan_for_a_device_that_is_not_here_is_refused(
 def test_acceptance_travels_from_machine_to_machine(tmp_path: Path, configs: list[str]) -> None:
     """Times do not: a profile tells a GPU how many tokens a tree yields, and nothing else."""
     path = save_profile(profile_of(save_pair(FAMILIES["llama"](), tmp_path)))
-    wish = Wish(context=512, hardware="l40", tree="chain:4", profile=str(path))
-    plain, tree = estimate(*configs, wish).predictions
+    wish = {"context": 512, "hardware": "l40", "tree": "chain:4"}
+    plain, tree = ask(configs, profile=str(path), **wish).predictions
     assert tree.tokens_per_sweep == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
-    assert plain.step == estimate(*configs, wish._replace(profile=None)).predictions[0].step
+    assert plain.step == ask(configs, **wish).predictions[0].step
 
 
 def test_what_grown_trees_yield_comes_from_the_profile(tmp_path: Path, configs: list[str]) -> None:
     counted = (DynamicYield(num_nodes=64, depth=8, tokens_per_sweep=5.0, num_sweeps=100),)
-    path = save_profile(replace(profile_of(save_pair(FAMILIES["llama"](), tmp_path)), grown=counted))
-    wish = Wish(context=512, hardware="l40", tree="grown:64x8", profile=str(path))
-    fixed, named = (estimate(*configs, wish._replace(tree=tree)) for tree in ("64x8", "grown:64x8"))
+    path = save_profile(replace(profile_of(save_pair(FAMILIES["llama"](), tmp_path)), dynamic_yields=counted))
+    wish = {"context": 512, "hardware": "l40", "profile": str(path)}
+    fixed, named = (ask(configs, tree=tree, **wish) for tree in ("64x8", "dynamic:64x8"))
     assert named.predictions[1].tokens_per_sweep == pytest.approx(5.0) and not named.notes
     assert fixed.predictions[1].tokens_per_sweep < 3.5
     draft_s = [found.predictions[1].step.draft_s for found in (fixed, named)]
     assert draft_s[1] == pytest.approx(draft_s[0] * 17 / fixed.predictions[1].shape.depth, rel=0.02), (
         "root and 16 parts"
     )
-    chosen = estimate(*configs, wish._replace(tree="auto")).predictions[1]
-    assert chosen.label.startswith("grown:") and chosen.tokens_per_sweep > 5
+    chosen = ask(configs, **wish).predictions[1]
+    assert chosen.label.startswith("dynamic:") and chosen.tokens_per_sweep > 5
 
 
 def test_plan_says_what_its_figures_rest_on(configs: list[str], tmp_path: Path) -> None:
     command = ("plan", "-m", configs[0], "-d", configs[1], "--hardware", "l40", "--context", "512")
     printed = shell(*command).out
     assert (
-        "l40, default acceptance, of a 16 M target" in printed and "predicted as the fixed one of its size" in printed
+        "l40, default acceptance, of a 16 M target" in printed and "predicted as the static one of its size" in printed
     )
-    assert "predicted as the fixed" not in shell(*command, "--tree", "64x8").out
-    assert "predicted as the fixed" not in shell(*command, "--tree", "grown:64x8", "--tokens-per-sweep", "5").out
+    assert "predicted as the static" not in shell(*command, "--tree", "64x8").out
+    assert "predicted as the static" not in shell(*command, "--tree", "dynamic:64x8", "--tokens-per-sweep", "5").out
     pair = save_pair(FAMILIES["llama"](), tmp_path)
     save_profile(profile_of(pair))
     printed = shell("plan", "-m", pair[0], "-d", pair[1], "--ram", "1GiB").out
-    assert "\nprofile /" in printed and "predicted as the fixed one of its size" in printed
+    assert "\nprofile /" in printed and "predicted as the static one of its size" in printed
 
 
 def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,5 +411,5 @@ def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypat
     assert "--ram" not in shell("plan", "-m", target, "--ram", "3GiB").out
 
     with offload.load(target, ram="4GiB", threads=1) as decoder:
-        assert [as_flags(note) for note in decoder.notes] == warnings
+        assert list(map(as_flags, decoder.notes)) == warnings
     assert format_bytes(3 << 30) == "3 GiB"

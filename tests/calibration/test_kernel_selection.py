@@ -17,9 +17,8 @@ from tiny import FAMILIES, save
 
 import offload
 from offload.bench import kernels as bench
-from offload.calibration import device_link as card_link
+from offload.calibration import device_link, startup
 from offload.calibration import kernel_selection as comparisons
-from offload.calibration import startup as survey
 from offload.calibration.kernel_comparison import Comparison, Outcome, Timer, fight, rows_of, verdicts
 from offload.calibration.kernel_selection import KernelChoice, Shapes, choose_kernels, device_timer, shapes_of
 from offload.checkpoint.safetensors import open_checkpoint
@@ -27,7 +26,7 @@ from offload.cli.console import kernel_line
 from offload.config import Sampling
 from offload.drafting.model import ModelDrafter
 from offload.engine import load as loading
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.kernels.jit import HAS_TRITON, is_for_kernels
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.kernels.registry import KERNELS, REFERENCES
@@ -214,7 +213,7 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
     narrow = StreamedModel(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path / "draft")), "bfloat16")
     for num_nodes in (40, 100, 1):
         plan = plan_memory(
-            checkpoint, None, num_nodes=num_nodes, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
+            (checkpoint, None), num_nodes=num_nodes, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
         )
         shapes = shapes_of(model, plan, Sampling(temperature=0.4))
         assert (shapes.num_heads, shapes.num_groups, shapes.width, shapes.num_layers) == (4, 2, config.head_dim, 4)
@@ -238,7 +237,7 @@ def test_attention_of_two_widths_is_not_compared(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(tiny_model(config_of("deepseek_v3")), tmp_path))
     model = resident_model(checkpoint, "float32")
     plan = plan_memory(
-        checkpoint, None, num_nodes=40, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
+        (checkpoint, None), num_nodes=40, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
     )
     assert is_for_rows(model.meta_model.config) and shapes_of(model, plan, Sampling()).windows == ()
 
@@ -293,9 +292,9 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
 
     monkeypatch.setattr(loading, "is_for_kernels", lambda place: True)
     monkeypatch.setattr(loading, "choose_kernels", choose)
-    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
     for one in (sweep_curve, draft_curve):
-        monkeypatch.setattr(survey, one.__name__, one)
+        monkeypatch.setattr(startup, one.__name__, one)
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
         assert decoder.target._model._attend is chosen.tree_attention
@@ -308,7 +307,7 @@ def test_a_tree_that_is_to_be_chosen_has_as_many_nodes_as_there_is_room_for() ->
         return Trees(parse_tree(wish), lambda *_: (None, ""), traffic_of)
 
     assert [trees("auto", most).most_nodes for most in (5000, 512, 200, 1)] == [512, 512, 192, 1]
-    assert [trees(wish, 5000).most_nodes for wish in ("none", "24x6", "grown:700x9")] == [1, 24, 700]
+    assert [trees(wish, 5000).most_nodes for wish in ("none", "24x6", "dynamic:700x9")] == [1, 24, 700]
 
 
 def test_without_a_card_nothing_is_compared(tmp_path: Path) -> None:

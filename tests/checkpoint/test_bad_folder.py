@@ -184,7 +184,7 @@ def test_random_damage_to_a_config_never_surprises(broken_file: Path) -> None:
         path.write_bytes(damaged(text, rng))
         try:
             checkpoint = open_checkpoint(broken_file)
-            plan_memory(checkpoint, None, ram="1GiB", dtype="auto", context=None, num_nodes=1)
+            plan_memory((checkpoint, None), ram="1GiB", dtype="auto", context=None, num_nodes=1)
             build_meta_model(checkpoint, torch.float32)
         except UserError as error:
             assert len(str(error)) < 600, number

@@ -14,12 +14,13 @@ from tiny import FAMILIES, save_pair
 
 import offload
 from offload.bench.setting import find_setting
-from offload.calibration.estimate import Wish, estimate
+from offload.calibration.estimate import estimate
 from offload.checkpoint import hub as headers
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.console import Console
 from offload.config import Sampling
 from offload.errors import UserError
+from offload.planning.options import LoadOptions
 from offload.tuning.tune import tune
 
 
@@ -59,7 +60,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_a_hub_id_costs_headers_and_no_weights(hub: Hub) -> None:
-    got, wanted = estimate("org/model", None, Wish(ram="1GiB")), estimate(str(hub.folder), None, Wish(ram="1GiB"))
+    got, wanted = (estimate(name, None, LoadOptions(ram="1GiB")) for name in ("org/model", str(hub.folder)))
     assert hub.asked == ["config.json", "headers"]
     assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
     for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
@@ -120,11 +121,11 @@ def test_without_a_network_a_hub_id_is_refused_at_once(command: str, tmp_path: P
 
 
 def tune_it() -> object:
-    return tune("org/model", "org/model", [Path(__file__)], Sampling(), ram="1MiB")
+    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(ram="1MiB"))
 
 
 def tune_with_a_large_tree() -> object:
-    return tune("org/model", "org/model", [Path(__file__)], Sampling(), ram="180MiB", tree="65536x9")
+    return tune("org/model", "org/model", [Path(__file__)], Sampling(), LoadOptions(ram="180MiB", tree="65536x9"))
 
 
 @pytest.mark.parametrize(

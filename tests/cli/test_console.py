@@ -9,7 +9,7 @@ from offload.stats import Stats
 from offload.tree.spec import label_of, parse_tree
 from offload.tree.topology import DynamicShape, Shape, best_first, chain
 
-SHAPES = {"grown:64x8": DynamicShape(64, 8), "64x8": best_first((0.7, 0.2, 0.1), 64, 8), "none": chain(0)}
+SHAPES = {"dynamic:64x8": DynamicShape(64, 8), "64x8": best_first((0.7, 0.2, 0.1), 64, 8), "none": chain(0)}
 
 
 def stats(shape: Shape) -> Stats:
@@ -23,16 +23,16 @@ def stats(shape: Shape) -> Stats:
 @pytest.mark.parametrize("label", SHAPES)
 def test_a_label_is_what_the_flag_would_call_it(label: str) -> None:
     assert label_of(SHAPES[label]) == label
-    assert (parse_tree(label).kind == "grown") == isinstance(SHAPES[label], DynamicShape)
+    assert (parse_tree(label).kind == "dynamic") == isinstance(SHAPES[label], DynamicShape)
 
 
-@pytest.mark.parametrize("label", ["grown:64x8", "64x8"])
-def test_every_line_tells_grown_from_fixed(label: str) -> None:
-    shape, is_dynamic = SHAPES[label], label.startswith("grown")
-    words = f"{'grown tree of at most' if is_dynamic else 'tree of'} 64 nodes, 8 deep"
+@pytest.mark.parametrize("label", ["dynamic:64x8", "64x8"])
+def test_every_line_tells_dynamic_from_static(label: str) -> None:
+    shape, is_dynamic = SHAPES[label], label.startswith("dynamic")
+    words = f"{'dynamic tree of at most' if is_dynamic else 'tree of'} 64 nodes, 8 deep"
     assert f"(2 sweeps, {words})" in closing_lines(stats(shape), 1 << 30)
     assert choice_lines(TreeChoice(shape, "as named")).startswith(f"{words}: as named")
     row = comparison_lines(stats(chain(0)), stats(shape), 1, 0).splitlines()[2]
-    assert row.strip().startswith("grown tree 64x8 " if is_dynamic else "tree 64x8 ")
+    assert row.strip().startswith("dynamic tree 64x8 " if is_dynamic else "tree 64x8 ")
     assert candidate_rows([Candidate(shape, 4.0, 1.0, "link")])[0].strip().startswith(f"{label}: ")
     assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_grown": is_dynamic}

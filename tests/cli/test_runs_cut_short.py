@@ -48,7 +48,7 @@ def test_interrupt_before_the_first_token(looper: Path) -> None:
 
 
 def test_interrupt_while_loading(looper: Path) -> None:
-    with patch("offload.engine.load.load_tokenizer", lambda _: interrupt()):
+    with patch("offload.engine.build.load_tokenizer", lambda _: interrupt()):
         assert generate(looper) == Outcome(130, "", "offload: interrupted\n")
 
 

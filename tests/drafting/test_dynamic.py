@@ -19,7 +19,7 @@ from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import grow_best
 from offload.drafting.model import ModelDrafter
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
@@ -238,7 +238,7 @@ def test_rules_that_repeat_draws_give_the_same_ids(models: tuple[Path, Path], ru
 
 @pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
 def test_rules_that_test_ratios_are_refused(models: tuple[Path, Path], rule: str) -> None:
-    wanted = rf"`tree` grown:32x8 looks at .* and rule {rule} .*: use `tree` 32x8 or `rule` match$"
+    wanted = rf"`tree` dynamic:32x8 looks at .* and rule {rule} .*: use `tree` 32x8 or `rule` match$"
     with pytest.raises(UserError, match=wanted):
         load(*models, ram="1GiB", tree="grown:32x8", rule=rule)
     with (

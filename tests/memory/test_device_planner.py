@@ -251,14 +251,14 @@ def test_the_table_stays_on_the_host_and_a_tied_head_is_the_table() -> None:
 def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [checkpoint_of_config(CONFIGS[name], Path("/nowhere/config.json")) for name in PAIRS[0]]
     settings: dict[str, Any] = {"ram": 64 * GB, "dtype": "auto", "context": 512, "num_nodes": 64}
-    named = plan_memory(*files, device="cuda", gpu="24GiB", **settings)
+    named = plan_memory(files, device="cuda", gpu="24GiB", **settings)
     assert (named.device, named.gpu_bytes, named.ram_bytes) == ("cuda", 24 << 30, 64 * GB)
     check(named, SHAPES["Llama-2-70B"])
     asked: list[str] = []
     monkeypatch.setattr(plans, "available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
-    found = plan_memory(*files, device="cuda:1", **settings)
+    found = plan_memory(files, device="cuda:1", **settings)
     assert asked == ["cuda:1"] and 46 * GB < found.gpu_bytes < 48 * GB
-    host = plan_memory(*files, **settings)
+    host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
     assert (host.host_bytes, host.num_host_slots) == (0, 0)
     assert set(host.tier_L) == {Tier.RESIDENT, Tier.DISK}
@@ -268,7 +268,7 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
 def test_the_printed_plan_names_both_budgets() -> None:
     plan = plan_of(PAIRS[0], 48 * GB, 64 * GB)
     tiers = [plan.num_layers_in(tier) for tier in Tier]
-    assert "{} of 80 layers stay on the card, {} in pinned memory and {} on disk".format(*tiers) in plan_line(plan, 1)
+    assert "{} of 80 layers stay on the GPU, {} in pinned memory and {} on disk".format(*tiers) in plan_line(plan, 1)
     printed: dict[str, Any] = plan.as_dict()
     assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": on_host(plan), "gpu_bytes": 48 * GB,
                                   "gpu_planned_bytes": on_card(plan)}  # fmt: skip

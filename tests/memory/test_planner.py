@@ -65,7 +65,7 @@ def checkpoint_of(config: dict[str, Any], dtype: str | None = None, **more: tupl
 
 def plan_for(name: str, ram: int, **options: Any) -> MemoryPlan:
     settings = {"dtype": "auto", "context": None, "num_nodes": 256, **options}
-    return plan_memory(checkpoint_of(CONFIGS[name]), checkpoint_of(SMALL), ram=ram, **settings)
+    return plan_memory((checkpoint_of(CONFIGS[name]), checkpoint_of(SMALL)), ram=ram, **settings)
 
 
 @pytest.mark.parametrize("ram_gb", [16, 64, 128, 256])
@@ -186,7 +186,7 @@ def test_the_default_context_is_modest(name: str, context: int) -> None:
 
 def test_a_small_model_sets_a_small_context() -> None:
     small = checkpoint_of({**SMALL, "max_position_embeddings": 512})
-    assert plan_memory(small, None, ram=8 * GB, dtype="auto", context=None, num_nodes=1).context == 512
+    assert plan_memory((small, None), ram=8 * GB, dtype="auto", context=None, num_nodes=1).context == 512
 
 
 def test_more_context_costs_cache_and_layers() -> None:
@@ -205,9 +205,9 @@ def test_longrope_ends_where_its_frequencies_change(spelling: str) -> None:
     rope = {"type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
     config = {**SMALL, "max_position_embeddings": 131072, "original_max_position_embeddings": 3000, spelling: rope}
     settings: dict[str, Any] = {"ram": 64 * GB, "dtype": "auto", "num_nodes": 1}
-    assert plan_memory(checkpoint_of(config), None, context=None, **settings).context == 3000
+    assert plan_memory((checkpoint_of(config), None), context=None, **settings).context == 3000
     with pytest.raises(UserError, match="at most 3000, beyond which longrope turns all positions anew, got 3001"):
-        plan_memory(checkpoint_of(config), None, context=3001, **settings)
+        plan_memory((checkpoint_of(config), None), context=3001, **settings)
 
 
 def test_computing_in_another_type_has_its_price() -> None:
@@ -288,7 +288,7 @@ def test_the_printed_plan_says_the_same() -> None:
 def test_the_default_budget_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     for free_gb, reserve_bytes in ((8, 1 << 30), (100, 5 * GB)):
         monkeypatch.setattr(plan, "available_ram_bytes", lambda free_gb=free_gb: free_gb * GB)
-        got = plan_memory(checkpoint_of(SMALL), None, ram=None, dtype="auto", context=None, num_nodes=1)
+        got = plan_memory((checkpoint_of(SMALL), None), ram=None, dtype="auto", context=None, num_nodes=1)
         assert got.ram_bytes == free_gb * GB - reserve_bytes
 
 

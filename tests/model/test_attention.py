@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.model import attention
 from offload.model.attention import folded_attention, tree_mask

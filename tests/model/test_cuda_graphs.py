@@ -11,7 +11,7 @@ from tiny import FAMILIES, VOCAB_SIZE, build, save, save_pair
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.model import cuda_graphs as graphed
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.planner import model_shape
 from offload.model import mapping as naming

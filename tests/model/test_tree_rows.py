@@ -20,7 +20,7 @@ import offload
 from offload.calibration.kernel_selection import KernelChoice
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import load as loading
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
 from offload.kernels.tree_attention import MAX_WIDTH, Sight, tree_attention_reference
 from offload.model import cuda_graphs as graphed

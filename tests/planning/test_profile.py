@@ -27,7 +27,7 @@ from offload.planning.profile import (
     save_profile,
     write_atomically,
 )
-from offload.planning.yields import DynamicYield
+from offload.planning.traces import DynamicYield
 
 MACHINE = Machine(cpu="one", num_cores=2, torch="2.9", dtype="float32", device="cpu")
 IDENTITY = Identity(target="a" * 64, draft="b" * 64, rule="match", temperature=0.6, top_p=0.9, top_k=0, machine=MACHINE)
@@ -57,7 +57,7 @@ def profile(**changes: Any) -> Profile:
             verify_s=0.001,
             link_bytes_per_s=1e9,
         ),
-        "grown": (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
+        "dynamic_yields": (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),),
         "traces": ((0, 1, -1), (0, 0, 1)),
     }
     return Profile(**{**values, **changes})
@@ -76,7 +76,7 @@ def test_a_profile_from_before_grown_trees_were_counted_is_read() -> None:
     values = json.loads(path.read_text())
     del values["grown"]
     path.write_text(json.dumps({**values, "schema": 1}))
-    assert read_profile(path, IDENTITY) == profile(grown=())
+    assert read_profile(path, IDENTITY) == profile(dynamic_yields=())
     path.write_text(json.dumps({**values, "schema": SCHEMA}))
     with pytest.raises(UserError, match=r"malformed \('grown'\): run offload tune again"):
         read_profile(path, IDENTITY)
@@ -85,6 +85,16 @@ def test_a_profile_from_before_grown_trees_were_counted_is_read() -> None:
 def test_file_is_for_people(cache: Path) -> None:
     lines = save_profile(profile()).read_text().splitlines()
     assert "  [0, 1, -1]," in lines and ' "acceptance": [0.5, 0.25],' in lines
+
+
+def test_keys_of_the_file_stay() -> None:
+    """Files of this schema lie on disks."""
+    values = json.loads(save_profile(profile(costs=replace(profile().costs, overlap_penalty=0.2))).read_text())
+    assert values["grown"] == [{"num_nodes": 16, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]
+    assert list(values["costs"]) == ["compute_s", "draft_step_s", "verify_s", "link_bytes_per_s", "friction"]
+    assert values["costs"]["friction"] == 0.2 and values["schema"] == SCHEMA == 2
+    found, _ = find_profile(IDENTITY)
+    assert found is not None and found.costs.overlap_penalty == 0.2 and found.dynamic_yields
 
 
 @pytest.mark.parametrize(

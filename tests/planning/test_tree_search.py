@@ -10,7 +10,15 @@ import pytest
 from offload.calibration import quick as probe
 from offload.config import RULES, Sampling
 from offload.errors import UserError
-from offload.planning.cost_model import Costs, Curve, Traffic, draft_widths, fit_friction, overlapped_s, step_time
+from offload.planning.cost_model import (
+    Costs,
+    Curve,
+    Traffic,
+    draft_widths,
+    fit_overlap_penalty,
+    overlapped_s,
+    step_time,
+)
 from offload.planning.profile import Profile
 from offload.planning.traces import (
     PRODUCT_FORM,
@@ -22,8 +30,8 @@ from offload.planning.traces import (
     tokens_per_sweep,
     tree_of,
 )
-from offload.planning.tree_policy import Trees, tree_for
-from offload.planning.tree_search import DEPTHS, Candidate, Forest, best_smoothing, choose
+from offload.planning.tree_policy import Trees
+from offload.planning.tree_search import DEPTHS, Candidate, Forest, best_smoothing, rank_trees
 from offload.tree.spec import parse_tree
 from offload.tree.topology import (
     DEFAULT_ACCEPTANCE,
@@ -33,7 +41,6 @@ from offload.tree.topology import (
     chain,
     check_acceptance,
     expected_tokens,
-    optimal,
     sequences,
 )
 
@@ -48,7 +55,7 @@ def costs(*, row_s: float = 0.0, draft_s: float = 0.0, link: float = 1e9) -> Cos
 
 
 def best(what: Costs, traffic: Traffic, forest: Forest | None = None) -> Candidate:
-    return choose(forest or Forest(P_K, max_nodes=512), what, lambda _: traffic)[0]
+    return rank_trees(forest or Forest(P_K, max_nodes=512), what, lambda _: traffic)[0]
 
 
 def independent_traces(p: Sequence[float], num_windows: int, seed: int = 0) -> list[list[int]]:
@@ -97,25 +104,25 @@ def test_step_is_draft_plus_the_slower_side() -> None:
     assert short.total_s == pytest.approx(3.0), "no more is hidden than the time that drafting takes"
 
 
-def test_friction_counts_where_both_sides_take_about_as_long() -> None:
+def test_the_overlap_penalty_counts_where_both_sides_take_about_as_long() -> None:
     assert overlapped_s(0.3, 0.2, 0.0) == overlapped_s(0.2, 0.3, 0.0) == 0.3 and overlapped_s(0.0, 0.0, 0.5) == 0.0
     assert overlapped_s(0.3, 0.2, 1.0) == pytest.approx(0.5), "in turn"
     assert overlapped_s(0.3, 0.3, 0.2) == pytest.approx(0.3 * 2**0.2)
     assert overlapped_s(0.3, 0.01, 0.2) == pytest.approx(0.3, rel=1e-4) and overlapped_s(0.3, 0.0, 0.2) == 0.3
     what, traffic = costs(row_s=1e-3, link=1e9), Traffic(2 * 10**8, 0)
-    rubbing = replace(what, friction=0.2)
-    assert step_time(rubbing, traffic, chain(99)).sweep_s == pytest.approx(0.2 * 2**0.2)
-    assert step_time(rubbing, Traffic(0, 0), chain(99)) == step_time(what, Traffic(0, 0), chain(99))._replace(
-        friction=0.2
+    slowed = replace(what, overlap_penalty=0.2)
+    assert step_time(slowed, traffic, chain(99)).sweep_s == pytest.approx(0.2 * 2**0.2)
+    assert step_time(slowed, Traffic(0, 0), chain(99)) == step_time(what, Traffic(0, 0), chain(99))._replace(
+        overlap_penalty=0.2
     )
 
 
-def test_friction_is_found_again_in_what_it_made() -> None:
+def test_the_overlap_penalty_is_found_again_in_what_it_made() -> None:
     pairs = [(0.1, 0.5), (0.3, 0.5), (0.4, 0.5), (0.45, 0.5), (0.8, 0.5)]
-    for friction in (0.0, 0.13, 0.2, 1.0):
-        seen = [(one_s, other_s, overlapped_s(one_s, other_s, friction)) for one_s, other_s in pairs]
-        assert fit_friction(seen) == friction
-    assert fit_friction([(one_s, other_s, 0.9 * max(one_s, other_s)) for one_s, other_s in pairs]) == 0.0
+    for penalty in (0.0, 0.13, 0.2, 1.0):
+        seen = [(one_s, other_s, overlapped_s(one_s, other_s, penalty)) for one_s, other_s in pairs]
+        assert fit_overlap_penalty(seen) == penalty
+    assert fit_overlap_penalty([(one_s, other_s, 0.9 * max(one_s, other_s)) for one_s, other_s in pairs]) == 0.0
 
 
 def test_free_rows_and_a_slow_link_make_the_tree_large() -> None:
@@ -144,7 +151,7 @@ def test_costly_draft_makes_the_tree_flat_unless_it_is_hidden() -> None:
 
 def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
     what, traffic = costs(row_s=1e-3, draft_s=5e-3), Traffic(3 * 10**8, 10**8)
-    ranked = choose(Forest(P_K, max_nodes=64), what, lambda _: traffic)
+    ranked = rank_trees(Forest(P_K, max_nodes=64), what, lambda _: traffic)
     assert [c.s_per_token for c in ranked] == sorted(c.s_per_token for c in ranked)
     for candidate in ranked:
         tree = candidate.shape
@@ -158,13 +165,13 @@ def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
 
 
 def test_what_memory_cannot_hold_is_no_candidate() -> None:
-    ranked = choose(Forest(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
+    ranked = rank_trees(Forest(P_K, max_nodes=512), costs(), lambda size: Traffic(0, 0) if size <= 32 else None)
     assert max(candidate.shape.num_nodes for candidate in ranked) == 32
-    assert choose(Forest(P_K), costs(), lambda _: None) == []
+    assert rank_trees(Forest(P_K), costs(), lambda _: None) == []
 
 
 def test_depth_is_bounded() -> None:
-    ranked = choose(Forest(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
+    ranked = rank_trees(Forest(P_K, max_nodes=256), costs(), lambda _: Traffic(0, 0), max_depth=5)
     assert max(candidate.shape.depth for candidate in ranked) == 5
 
 
@@ -251,21 +258,11 @@ def test_expected_tokens_are_not_fitted_to_the_traces() -> None:
         traces = independent_traces(p, 4, seed)
         forest = Forest(acceptance(traces)[0], traces, 0.5, 128)
         tree = forest.tree(128, 12)
-        assert tree is not None
         truth = tokens_per_sweep(tree, fresh)
         fitted.append(tokens_per_sweep(tree, traces) / truth)
         held_out.append(forest.expected(128, 12) / truth)
     assert np.mean(fitted) > 1.01, "what a tree was made from flatters it"
     assert 0.97 < np.mean(held_out) < 1.005
-
-
-def test_tree_for_a_measured_vector_says_what_was_done_to_it() -> None:
-    falling, noisy = (0.6, 0.2, 0.1), (0.5, 0.1, 0.3)
-    assert tree_for(falling, 32, 8) == (best_first(falling, 32, 8), "")
-    tree, how = tree_for(noisy, 32, 8)
-    assert tree == optimal(noisy, 32, 8) and "exact" in how
-    tree, how = tree_for(noisy, 300, 8)
-    assert tree == best_first((0.5, 0.2, 0.2), 300, 8) and "evened out" in how
 
 
 def no_profile(*_: object) -> tuple[Profile | None, str]:

@@ -3,8 +3,8 @@
 import pytest
 
 from offload.planning.cost_model import Costs, Curve, Traffic
-from offload.planning.tree_search import Forest, choose
-from offload.planning.yields import DynamicYield, Gains, bounds_to_count, yields_of
+from offload.planning.traces import DynamicYield, Gains, bounds_to_count, yields_of
+from offload.planning.tree_search import Forest, rank_trees
 from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, check_acceptance
 
 P_K = check_acceptance(DEFAULT_ACCEPTANCE)
@@ -55,12 +55,14 @@ def test_the_gain_enters_the_choice() -> None:
     plain = Forest(P_K, max_nodes=256)
     sizes = [(64, 16, 1.0), (256, 24, 2.5)]
     better = Forest(P_K, max_nodes=256, counted=[counted(n, d, gain * plain.expected(n, d)) for n, d, gain in sizes])
-    fixed, grown = (
-        choose(better, costs, lambda _: Traffic(0, 0), is_dynamic=is_dynamic)[0] for is_dynamic in (False, True)
+    fixed, dynamic = (
+        rank_trees(better, costs, lambda _: Traffic(0, 0), is_dynamic=is_dynamic)[0] for is_dynamic in (False, True)
     )
-    assert fixed == choose(plain, costs, lambda _: Traffic(0, 0))[0] and not isinstance(fixed.shape, DynamicShape)
-    assert isinstance(grown.shape, DynamicShape) and grown.shape.num_nodes > fixed.shape.num_nodes
-    assert grown.tokens_per_sweep == pytest.approx(better.expected_dynamic(grown.shape.num_nodes, grown.shape.depth))
+    assert fixed == rank_trees(plain, costs, lambda _: Traffic(0, 0))[0] and not isinstance(fixed.shape, DynamicShape)
+    assert isinstance(dynamic.shape, DynamicShape) and dynamic.shape.num_nodes > fixed.shape.num_nodes
+    assert dynamic.tokens_per_sweep == pytest.approx(
+        better.expected_dynamic(dynamic.shape.num_nodes, dynamic.shape.depth)
+    )
     assert better.expected_dynamic(256, 24) == pytest.approx(2.5 * plain.expected(256, 24))
 
 

@@ -21,12 +21,13 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.config import Sampling
 from offload.engine import load as loading
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.registry import REFERENCES
 from offload.memory.planner import MAX_LOGITS_ROWS, MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
+from offload.planning import room
 from offload.sampling.logits import Logits, chunk_with
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree, ancestors
@@ -131,13 +132,13 @@ def test_a_wrong_chunk_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def rows_at_a_time(monkeypatch: pytest.MonkeyPatch, num_rows: int | None) -> None:
-    plan_memory = loading.plan_memory
+    plan_memory = room.plan_memory
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
         plan = plan_memory(*args, **settings)
         return plan if num_rows is None else replace(plan, num_logits_rows=num_rows)
 
-    monkeypatch.setattr(loading, "plan_memory", planned)
+    monkeypatch.setattr(room, "plan_memory", planned)
 
 
 @pytest.mark.parametrize("rule", ["match", "sequoia"])

@@ -21,9 +21,11 @@ from offload.calibration import device_link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
 from offload.engine import load as loading
+from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.planner import MemoryPlan, Tier
 from offload.model.weights import StreamedModel
+from offload.planning import room
 from offload.streaming.device_carrier import DeviceCarrier
 from offload.streaming.layers import Layers
 
@@ -70,7 +72,7 @@ def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str) -> None:
     """Plans put the four layers where the test wants them; the sizes stay the plan's."""
     from dataclasses import replace
 
-    plan_memory = loading.plan_memory
+    plan_memory = room.plan_memory
 
     def planned(*args: Any, **settings: Any) -> MemoryPlan:
         plan = plan_memory(*args, **settings)
@@ -79,7 +81,7 @@ def place_layers(monkeypatch: pytest.MonkeyPatch, *tiers: str) -> None:
         sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2 if streams else 0}
         return replace(plan, tier_L=placed, num_host_slots=2 if Tier.DISK in placed else 0, **sizes)
 
-    monkeypatch.setattr(loading, "plan_memory", planned)
+    monkeypatch.setattr(room, "plan_memory", planned)
 
 
 TIERS = {
@@ -145,8 +147,8 @@ def test_an_automatic_tree_goes_by_the_link_to_the_card(
     place_layers(monkeypatch, *TIERS[tiers])
     seen: list[float] = []
     monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
-    link = loading._link_to_card
-    monkeypatch.setattr(loading, "_link_to_card", lambda *args: seen.append(link(*args)) or seen[-1])
+    link = loading._link_to_device
+    monkeypatch.setattr(loading, "_link_to_device", lambda *args: seen.append(link(*args)) or seen[-1])
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=12).token_ids == wanted[:12]
     assert seen == [pytest.approx(1 << 16)], "the disk behind it is faster"
@@ -237,7 +239,7 @@ def test_a_layer_that_is_sent_at_once_begins_with_its_first_weight(remainder: in
     """As those of the draft, which a GPU gets in memory of their own; the others lie there one by one."""
     target = save(build(FAMILIES["llama"]()), tmp_path, max_shard_size="1GB")
     begin_behind(target / "model.safetensors", remainder)
-    model = loading.resident_model(open_checkpoint(target), "float32", torch.device("meta"))
+    model = resident_model(open_checkpoint(target), "float32", torch.device("meta"))
     weights = [weight for layer in model.meta_model.get_decoder().layers for weight in layer.parameters()]
     assert len(weights) == 4 * 9 and all(weight.storage_offset() * 4 % 256 == 0 for weight in weights)
     assert min(weight.storage_offset() for weight in weights) == 0
@@ -317,7 +319,6 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
 def test_on_a_card_recorded_passes_give_the_same_logits(tmp_path: Path) -> None:
     from test_cuda_graphs import passes
 
-    from offload.engine.load import resident_model
     from offload.model.cuda_graphs import use_graphs
     from offload.model.kv_cache import KVCache
 

@@ -24,7 +24,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.config import RULES, Sampling, drafting_of
 from offload.engine import load as loading
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel

@@ -16,14 +16,19 @@ from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, best_
         ("8x999", TreeSpec("best", 8, 999), best_first(DEFAULT_ACCEPTANCE, 8, 7)),
         ("chain:5", TreeSpec("chain", 1, 5), chain(5)),
         ("sequences:3x7", TreeSpec("sequences", 3, 7), sequences(3, 7)),
-        ("grown:48x6", TreeSpec("grown", 48, 6), DynamicShape(48, 6)),
-        ("grown:8x999", TreeSpec("grown", 8, 999), DynamicShape(8, 7)),
+        ("dynamic:48x6", TreeSpec("dynamic", 48, 6), DynamicShape(48, 6)),
+        ("dynamic:8x999", TreeSpec("dynamic", 8, 999), DynamicShape(8, 7)),
     ],
 )
 def test_tree_specs(text: str, spec: TreeSpec, tree: Shape) -> None:
     assert parse_tree(text) == spec
     assert spec.build(DEFAULT_ACCEPTANCE) == spec.build() == tree
-    assert spec.num_nodes == tree.num_nodes
+    assert spec.num_nodes == tree.num_nodes and spec.label == text
+
+
+def test_what_dynamic_trees_were_called_once_still_names_them() -> None:
+    spec = parse_tree("grown:48x6")
+    assert spec == parse_tree("dynamic:48x6") and spec.label == "dynamic:48x6"
 
 
 MALFORMED = [
@@ -41,13 +46,24 @@ MALFORMED = [
     "chain:",
     "chain:2x3",
 ]
-MALFORMED += ["sequences:4", "grown:64", "grown", "64x16x2", "1e3x4", "6.4x2", "٣x٤", "9999999999x2"]
+MALFORMED += [
+    "sequences:4",
+    "dynamic:64",
+    "dynamic",
+    "grown:64",
+    "grown",
+    "64x16x2",
+    "1e3x4",
+    "6.4x2",
+    "٣x٤",
+    "9999999999x2",
+]
 ABSURD = [
     "0x4",
     "4x0",
-    "grown:0x4",
+    "dynamic:0x4",
     "grown:4x0",
-    "grown:65537x4",
+    "dynamic:65537x4",
     "chain:0",
     "sequences:0x3",
     "sequences:3x0",
@@ -57,7 +73,7 @@ ABSURD = [
 ]
 
 
-FORMS = "`tree` must be auto, none, NxD, grown:NxD, chain:L or sequences:KxL"
+FORMS = "`tree` must be auto, none, NxD, dynamic:NxD, chain:L or sequences:KxL"
 BOUNDS = "`tree` must have numbers of 1 or more and at most 65536 nodes"
 REFUSED = [*((text, FORMS) for text in MALFORMED), *((text, BOUNDS) for text in ABSURD)]
 

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from exact_tree import fill_depths, optimal
 
 from offload.errors import UserError
 from offload.tree.topology import (
     DEFAULT_ACCEPTANCE,
     AcceptanceVector,
     Topology,
-    _fill_depths,
     best_first,
     chain,
     check_acceptance,
     expected_tokens,
     isotonic,
     k_ary,
-    optimal,
     sequences,
 )
 
@@ -98,7 +97,7 @@ def check_invariants(tree: Topology) -> None:
 
 def dp_table(p: list[float], num_nodes: int, max_depth: int) -> np.ndarray:
     """What the dynamic program says that its trees are worth, as `table_ND`; where n do not exist, the largest."""
-    value_DN, _ = _fill_depths(check_acceptance(p), num_nodes, max_depth)
+    value_DN, _ = fill_depths(check_acceptance(p), num_nodes, max_depth)
     return np.maximum.accumulate(value_DN, axis=1).T
 
 
@@ -168,7 +167,7 @@ def test_dynamic_program_beats_greedy_where_p_rises() -> None:
     value, myopic = expected_tokens(optimal(p, 4), p), greedy(p, 4)
     print(f"greedy {myopic:.4f} / optimal {value:.4f} = {myopic / value:.3f}")
     assert value == pytest.approx(1.95) and myopic == pytest.approx(1.44)
-    with pytest.raises(UserError, match=r"p\[1\] = 0.05 < p\[2\] = 0.6: isotonic.*optimal"):
+    with pytest.raises(UserError, match=r"p\[1\] = 0.05 < p\[2\] = 0.6: isotonic"):
         best_first(p, 4, 4)
 
 
@@ -259,12 +258,11 @@ def test_references_refuse_impossible_sizes(call: Callable[[], Topology]) -> Non
         call()
 
 
-@pytest.mark.parametrize("function", [best_first, optimal])
-def test_sizes_are_checked(function: Callable[[list[float], int, int], object]) -> None:
+def test_sizes_are_checked() -> None:
     with pytest.raises(UserError, match="num_nodes must be 1 or more, got 0"):
-        function([0.5], 0, 3)
+        best_first([0.5], 0, 3)
     with pytest.raises(UserError, match="max_depth must be 0 or more, got -1"):
-        function([0.5], 3, -1)
+        best_first([0.5], 3, -1)
 
 
 # -- acceptance vectors

@@ -17,11 +17,12 @@ from offload.config import Drafting, Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.memory.planner import Budgets, make_plan, model_shape, plan_memory
+from offload.memory.planner import Budgets, Files, make_plan, model_shape, plan_memory
+from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, profiles_folder
-from offload.planning.traces import bursts
-from offload.planning.tree_policy import tree_for
-from offload.planning.yields import bounds_to_count
+from offload.planning.room import Room
+from offload.planning.traces import bounds_to_count, bursts
+from offload.planning.tree_policy import TreeSelector
 from offload.sampling.sampler import Sampler
 from offload.tree.spec import parse_tree
 from offload.tree.token_tree import TokenTree
@@ -123,7 +124,7 @@ def test_growing_again_repeats_the_decoder_sweep_by_sweep(
     bounds: DynamicShape, temperature: float, rule: str, pair: tuple[Path, Path]
 ) -> None:
     """In a decoder of its own, because how far the scores are trusted is learned on the way."""
-    tree, sampling = f"grown:{bounds.num_nodes}x{bounds.depth}", Sampling(temperature=temperature, seed=3)
+    tree, sampling = f"dynamic:{bounds.num_nodes}x{bounds.depth}", Sampling(temperature=temperature, seed=3)
     with offload.load(*pair, "1GiB", tree, rule, context=256, threads=1, profile="none") as decoder:
         got = decoder.generate(window(1), max_new_tokens=NUM_NEW, temperature=temperature, seed=3)
     sweeps = [got.stats.num_first_tokens, *got.stats.accepted_per_sweep]
@@ -138,11 +139,12 @@ def test_a_tune_counts_what_grown_trees_yield(
 ) -> None:
     monkeypatch.setattr(room, "bounds_to_count", bounds_to_count)
     tuned = run(pair, text, num_tokens=3 * NUM_NEW)
-    counted = tuned.profile.grown
+    counted = tuned.profile.dynamic_yields
     assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
     assert all(one.num_sweeps > 20 for one in counted)
     assert all(
-        isinstance(candidate.shape, DynamicShape) or candidate.shape.num_nodes == 1 for candidate in tuned.candidates
+        isinstance(candidate.shape, DynamicShape) or candidate.shape.num_nodes == 1
+        for candidate in tuned.choice.candidates
     )
     slow = {"link_limit": 2_000_000, "threads": 1}  # and no layer stays: a tree pays whatever else this machine does
     with offload.load(*pair, streaming_ram(*pair, 1), context=256, **slow) as decoder:  # type: ignore[arg-type]
@@ -150,7 +152,9 @@ def test_a_tune_counts_what_grown_trees_yield(
         assert choice.is_dynamic and choice.shape == choice.candidates[0].shape
         assert f"growth repeated for {sum(one.num_sweeps for one in counted)} sweeps" in choice.why
     fixed = run(pair, text, rule="sequoia")
-    assert fixed.profile.grown == () and not any(isinstance(one.shape, DynamicShape) for one in fixed.candidates)
+    assert fixed.profile.dynamic_yields == () and not any(
+        isinstance(one.shape, DynamicShape) for one in fixed.choice.candidates
+    )
 
 
 @pytest.mark.parametrize("rule", ["topk", "sequoia", "specinfer", "spectr"])
@@ -231,7 +235,7 @@ class Words:
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for module in ("engine.load", "tuning.tune"):
+    for module in ("engine.build", "tuning.tune"):
         monkeypatch.setattr(f"offload.{module}.load_tokenizer", lambda directory: Words())
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(97 + (index * index + index // 7) % 26) for index in range(1000)))
@@ -239,8 +243,10 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, **options: object) -> Tuned:
-    quick = {"num_tokens": 2 * NUM_NEW, "tree": "64x16", **SETTINGS, **options}
-    return tune(*map(str, pair), [text], sampling or Sampling(), **quick)  # type: ignore[arg-type]
+    how = {"num_tokens": 2 * NUM_NEW, "is_teacher_forced": False, "progress": lambda *_: None}
+    how |= {name: options.pop(name) for name in how.keys() & options.keys()}
+    loading = LoadOptions(**{"tree": "64x16", **SETTINGS, **options})
+    return tune(*map(str, pair), [text], sampling or Sampling(), loading, **how)
 
 
 def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], text: Path) -> None:
@@ -259,7 +265,7 @@ def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], tex
         assert "temperature 0.0, not 0.5" in other.why
     with offload.load(*pair, "1GiB", "24x6", context=256, threads=1) as decoder:
         named = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
-        assert named.shape == tree_for(profile.acceptance, 24, 6)[0] and "traced tokens" in named.why
+        assert named == TreeSelector("match", profile).choose(parse_tree("24x6")) and "traced tokens" in named.why
 
 
 def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
@@ -330,7 +336,9 @@ def test_unfinished_work_of_another_question_is_left_alone(decoder: Decoder) -> 
 def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> None:
     profile = run(pair, text, is_teacher_forced=True).profile
     assert (
-        profile.is_teacher_forced and profile.grown == () and [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
+        profile.is_teacher_forced
+        and profile.dynamic_yields == ()
+        and [len(trace) for trace in profile.traces] == [NUM_NEW] * 2
     )
 
 
@@ -353,21 +361,22 @@ def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[P
 def test_a_tune_is_of_the_device_that_is_named(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "load", None)
+    monkeypatch.setattr(room, "open_decoder", None)
     with pytest.raises(UserError, match="`gpu_memory` limits a CUDA device"):
-        tune(str(pair[0]), str(pair[1]), [text], Sampling(), device="cpu", gpu_memory="4GiB", **SETTINGS)
+        tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(device="cpu", gpu_memory="4GiB", **SETTINGS))
 
 
 def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
-    files = [open_checkpoint(path) for path in pair]
+    files = Files(*map(open_checkpoint, pair))
     how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto", "device": "cuda:0"}
-    roomy = plan_memory(*files, num_nodes=64, context=room._context(files[0]), gpu="4GiB", **how)
+    roomy = plan_memory(files, num_nodes=64, context=512, gpu="4GiB", **how)
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
-        assert room._Room(room.SIZES, {**how, "gpu": gpu_bytes}).largest(*files) == wanted
+        budgets = Room(**how, gpu=gpu_bytes, context=None)
+        assert room.largest_that_fits(budgets, files, room.SIZES) == (replace(budgets, context=512), wanted)
 
 
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:

@@ -1,0 +1,140 @@
+"""Both models of a decoder: opened, proved to fit each other, and filled with weights.
+
+What reads no weights and what does are apart, so that everything that can be refused is refused in between.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from offload.checkpoint.safetensors import Checkpoint, read_json
+from offload.drafting.base import Drafter
+from offload.drafting.registry import DRAFTERS, Materials
+from offload.engine.text import Tokenizer, load_tokenizer
+from offload.errors import UserError
+from offload.kernels.registry import KernelSet
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import Files, ram_warning
+from offload.model.cuda_graphs import use_graphs
+from offload.model.weights import StreamedModel
+from offload.planning.options import LoadOptions
+from offload.streaming.device import Device
+from offload.streaming.disk import DiskReader
+from offload.streaming.source import ByteSource, OpenSource
+
+Progress = Callable[[int, int], None]  # bytes landed, bytes in all
+_HOST = torch.device("cpu")
+
+
+class Pair(NamedTuple):
+    """Both models without the target's layers."""
+
+    target: StreamedModel  # embeddings and head are bound
+    draft: StreamedModel | None  # all of it is
+    store: ByteSource  # of the target
+    open_source: OpenSource
+    tokenizer: Tokenizer | None
+    end_ids: frozenset[int]
+    device: Device | None  # that both compute on; None is the CPU
+    notes: list[str]  # for the user
+
+    def drafter(self, plan: MemoryPlan, kernels: KernelSet) -> Drafter:
+        """What grows the trees."""
+        make = DRAFTERS["none" if self.draft is None else "model"]
+        return make(Materials(self.draft, self.target.vocab_size, plan.cache_slots, kernels))
+
+
+def open_pair(
+    files: Files, options: LoadOptions, device: Device | None, resources: ExitStack, open_source: OpenSource
+) -> Pair:
+    """Meta models with their tokenizer and the file reader. Raises `UserError` where the two do not fit each other."""
+    place = _HOST if device is None else device.place
+    target = StreamedModel(files.target, options.dtype, place, has_host_table=device is not None)
+    end_ids = _end_ids(files.target)
+    resources.callback(target.close)
+    notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]
+    tokenizer, draft = load_tokenizer(files.target.directory), None
+    if files.draft is not None:
+        draft = StreamedModel(files.draft, options.dtype, place)
+        resources.callback(draft.close)
+        _check_vocabulary(tokenizer, files.draft, target, draft)
+    store = open_source(files.target.shards, rate_limit_bytes_per_s=options.limit_bytes_per_s)
+    resources.callback(store.close)
+    return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes)
+
+
+def read_pair(pair: Pair, on_bytes: Progress) -> None:
+    """All of the draft, and of the target what lies around its layers."""
+    layouts = [pair.target.rest_layout]
+    if pair.draft is not None:
+        layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts]
+    count = counter(sum(layout.slab_bytes for layout in layouts), on_bytes)
+    if pair.draft is not None:
+        _fill(pair.draft, pair.open_source(pair.draft.checkpoint.shards, rate_limit_bytes_per_s=None), count)
+        note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
+        pair.notes.extend([note] if note else [])
+    pair.target.bind_rest(pair.store.fetch(pair.target.rest_layout))
+    count(pair.target.rest_layout.slab_bytes)
+
+
+def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
+    """What to call for every slab that has landed."""
+    landed = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal landed
+        landed += num_bytes
+        on_bytes(landed, total_bytes)
+
+    return count
+
+
+def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
+    """A small model with all its weights in memory, bound for good."""
+    model = StreamedModel(checkpoint, dtype, place)
+    _fill(model, DiskReader(checkpoint.shards))
+    return model
+
+
+def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] = lambda _: None) -> None:
+    """Bind all weights; the source is closed."""
+    try:
+        model.bind_rest(store.fetch(model.rest_layout))
+        count(model.rest_layout.slab_bytes)
+        for layer, layout in enumerate(model.layer_layouts):
+            model.bind_layer(layer, store.fetch(layout))
+            count(layout.slab_bytes)
+    finally:
+        store.close()
+
+
+def _check_vocabulary(
+    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel, drafter: StreamedModel
+) -> None:
+    """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell."""
+    draft_tokenizer = load_tokenizer(draft.directory)
+    if tokenizer is not None and draft_tokenizer is not None:
+        same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
+    else:
+        same = target.vocab_size == drafter.vocab_size
+    if not same:
+        raise UserError(
+            f"the draft must share the target's vocabulary, {draft.directory.name} has {drafter.vocab_size} entries "
+            f"of its own against {target.vocab_size}: choose a smaller model of the target's family"
+        )
+
+
+def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """Tokens that end a sequence, as transformers finds them: the generation config first, then the model's."""
+    settings = checkpoint.config
+    if (checkpoint.directory / "generation_config.json").is_file():
+        settings = {**settings, **read_json(checkpoint.directory / "generation_config.json")}
+    named = settings.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token) is int for token in ids):
+        raise UserError(
+            f"{checkpoint.directory.name}: eos_token_id must be a token id or several, got {named!r}: fix it"
+        )
+    return frozenset(ids)

@@ -1,0 +1,73 @@
+"""How a model is to be loaded, checked before libraries are imported that take seconds: no torch here.
+
+Options are checked by themselves, folders by their headers. Invariant: nothing is fetched, and no weight is read.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.checkpoint.hub import open_headers
+from offload.checkpoint.safetensors import is_hub_id
+from offload.config import DTYPES, drafting_of, parse_rate, parse_size, require
+from offload.memory.planner import require_positions
+from offload.planning.profile import parse_profile
+from offload.tree.spec import TreeSpec, parse_tree, tree_to_fill
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """The arguments of `offload.load` that are not models, a request or hooks; it says what each of them means.
+
+    Raises:
+        UserError: a value that is wrong whatever the model and the machine.
+    """
+
+    device: str = "auto"
+    gpu_memory: str | int | None = None
+    ram: str | int | None = None
+    dtype: str = "auto"
+    context: int | None = None
+    tree: str = "auto"
+    rule: str = "match"
+    threads: int | None = None
+    profile: str | os.PathLike[str] | None = None
+    link_limit: str | int | None = None
+
+    def __post_init__(self) -> None:
+        drafting_of(self.rule)
+        parse_tree(self.tree).check_rule(self.rule)
+        for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
+            if size is not None:
+                parse_size(size, name)
+        parse_rate(self.link_limit, "`link_limit`")
+        known = ", ".join(DTYPES)
+        require(self.dtype in DTYPES, f"`dtype` must be one of {known}", repr(self.dtype), "try `dtype` auto")
+        if self.context is not None:
+            require_positions(self.context)
+        is_count = self.threads is None or self.threads >= 1
+        require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
+        if self.profile is not None and not self.has_no_profile:
+            parse_profile(Path(self.profile))
+
+    @property
+    def has_no_profile(self) -> bool:
+        """Whether no profile is wanted, not even one that would be found."""
+        return str(self.profile) == "none"
+
+    @property
+    def limit_bytes_per_s(self) -> int | None:
+        """What the stream is slowed down to, for studies."""
+        return parse_rate(self.link_limit, "`link_limit`")
+
+    def tree_spec(self, *, has_draft: bool) -> TreeSpec:
+        """The tree that is wanted. Raises `UserError` for one that only a draft could fill, where there is none."""
+        return tree_to_fill(self.tree, self.rule, has_draft=has_draft)
+
+
+def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
+    """Refuse folders that hold no model that could be read; hub ids are let pass. Raises `UserError`."""
+    options.tree_spec(has_draft=draft is not None)
+    for name in (model, draft):
+        if name is not None and (os.path.isdir(os.path.expanduser(name)) or not is_hub_id(name)):
+            open_headers(name)

@@ -1,0 +1,48 @@
+"""Where a run has to fit: its budgets, and memory plans for trees of any size against them.
+
+Invariant: what is free is asked once, since loading takes some of it and it changes while trees are compared.
+"""
+
+from dataclasses import asdict, dataclass
+
+from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, plan_memory
+from offload.planning.cost_model import Traffic
+from offload.planning.options import LoadOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What all memory plans of a run have in common; the fields are arguments of `plan_memory`."""
+
+    ram: str | int
+    gpu: str | int | None  # None on a CPU
+    device: str
+    dtype: str
+    context: int | None
+    rule: str
+
+    @classmethod
+    def of(cls, options: LoadOptions, place: str | None = None) -> "Room":
+        """On this machine; `place` is where a device computes, None without one. A budget that is not given is free."""
+        ram, gpu = options.ram, options.gpu_memory
+        return cls(
+            ram=default_ram_bytes() if ram is None else ram,
+            gpu=default_gpu_bytes(place) if gpu is None and place is not None else gpu,
+            device="cpu" if place is None else "cuda",
+            dtype=options.dtype,
+            context=options.context,
+            rule=options.rule,
+        )
+
+    def plan(self, files: Files, num_nodes: int) -> MemoryPlan:
+        """Memory for trees of so many nodes. Raises `UserError` where it is too little."""
+        return plan_memory(files, num_nodes=num_nodes, **asdict(self))
+
+    def traffic(self, files: Files, num_nodes: int) -> Traffic | None:
+        """What a sweep moves with trees of so many nodes; None where memory has no room for them."""
+        try:
+            return Traffic.of(self.plan(files, num_nodes))
+        except UserError:
+            return None

@@ -1,0 +1,198 @@
+"""One tree for whoever asks: what decodes, predicts, tunes and measures mean one shape and one yield by its name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import FAMILIES, save_pair
+
+import offload
+from offload.bench import tree_choice as bench
+from offload.calibration.estimate import estimate
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Sampling
+from offload.engine.decoder import Decoder
+from offload.errors import UserError
+from offload.memory.planner import Files
+from offload.planning.cost_model import Costs, Curve
+from offload.planning.options import LoadOptions
+from offload.planning.profile import Identity, Machine, Profile, find_profile, save_profile
+from offload.planning.room import Room
+from offload.planning.traces import PRODUCT_FORM, DynamicYield, acceptance, tokens_per_sweep
+from offload.planning.tree_policy import TreeChoice, TreeSelector
+from offload.planning.tree_search import Forest
+from offload.tree.spec import label_of, parse_tree
+from offload.tree.topology import (
+    DEFAULT_ACCEPTANCE,
+    DynamicShape,
+    Topology,
+    best_first,
+    chain,
+    expected_tokens,
+    isotonic,
+)
+from offload.tuning.tune import choice_from
+
+CONTEXT, RAM = 128, 2 << 30
+NAMED = ("none", "64x16", "24x6", "8x3", "40x2", "dynamic:24x6", "grown:64x16", "chain:4", "sequences:3x5")
+LINK_BYTES_PER_S = 2e7
+COSTS = Costs(compute_s=Curve((1, 64, 128), (0.1, 0.11, 0.4)), draft_step_s=Curve((1, 64), (1e-3, 2e-3)), verify_s=0.0,
+              link_bytes_per_s=LINK_BYTES_PER_S, overlap_penalty=0.1)  # fmt: skip
+
+
+def runs_of_luck(num_traces: int) -> list[list[int]]:
+    """Long stretches of first choices between places where nothing helps: what a product of chances cannot say."""
+    random, traces = np.random.default_rng(0), []
+    for _ in range(num_traces):
+        ranks: list[int] = []
+        while len(ranks) < 128:
+            ranks += [0] * int(random.integers(6, 24)) + [int(rank) for rank in random.integers(-1, 6, 6)]
+        traces.append(ranks[:128])
+    return traces
+
+
+def profile_of(files: Files, smoothing: float, counted: tuple[DynamicYield, ...] = ()) -> Profile:
+    assert files.draft is not None
+    traces = runs_of_luck(12)
+    p_K, error_K = acceptance(traces)
+    return Profile(
+        identity=Identity.of(files.target, files.draft, Sampling(), "match", Machine.here("float32")),
+        target_name="big",
+        draft_name="small",
+        created="2026-01-01T00:00:00+00:00",
+        num_tokens=12 * 128,
+        is_teacher_forced=False,
+        acceptance=tuple(p_K.tolist()),
+        standard_error=tuple(error_K.tolist()),
+        smoothing=smoothing,
+        num_threads=1,
+        costs=COSTS,
+        dynamic_yields=counted,
+        traces=tuple(map(tuple, traces)),
+    )
+
+
+COUNTED = (DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=5.0, num_sweeps=40),)
+KNOWN = {"traces": (4.0, ()), "traces and dynamic yields": (4.0, COUNTED), "product form": (PRODUCT_FORM, ())}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def files(pair: tuple[Path, Path]) -> Files:
+    return Files(*map(open_checkpoint, pair))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link is as the profile says: callers measure it one after the other, and it drifts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module in ("startup", "estimate"):
+        monkeypatch.setattr(f"offload.calibration.{module}.link_bytes_per_s", lambda *_, **__: LINK_BYTES_PER_S)
+
+
+def decoded(pair: tuple[Path, Path], tree: str) -> TreeChoice:
+    with offload.load(*pair, RAM, tree, context=CONTEXT, threads=1) as decoder:
+        return decoder.tree_choice(Sampling())
+
+
+def is_predicted(pair: tuple[Path, Path], tree: str, choice: TreeChoice, profile: Path | None = None) -> bool:
+    """Whether `plan` says the same of a tree as a run has chosen; for another machine where a profile is named."""
+    options = LoadOptions(ram=RAM, context=CONTEXT, tree=tree, profile=profile)
+    hardware = None if profile is None else "l40"
+    row = estimate(*map(str, pair), options, hardware=hardware).predictions[-1]
+    assert row.label in (label_of(choice.shape), tree.replace("grown", "dynamic"))
+    return row.shape == choice.shape and row.tokens_per_sweep == pytest.approx(choice.tokens_per_sweep)
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_callers_with_a_profile_agree(known: str, pair: tuple[Path, Path], files: Files) -> None:
+    profile = profile_of(files, *KNOWN[known])
+    path, room = save_profile(profile), Room.of(LoadOptions(ram=RAM, context=CONTEXT))
+    choice = decoded(pair, "auto")
+    assert choice == choice_from(profile, files, room) and choice.candidates and choice.is_dynamic
+    assert is_predicted(pair, "auto", choice) and choice.shape.num_nodes > 16, "the choice must not be trivial"
+    with offload.load(*pair, RAM, "64x16", context=CONTEXT, threads=1) as decoder:
+        for tree in NAMED:
+            choice = decoder.run([5], Sampling(), max_new_tokens=1, tree=tree).tree_choice
+            assert is_predicted(pair, tree, choice), tree
+            assert is_predicted(pair, tree, choice, path), "yields do not depend on the machine"
+            if parse_tree(tree).kind == "best":
+                spec = parse_tree(tree)
+                assert choice.shape == bench.tree_for(profile, (spec.count, spec.depth)).shape
+
+
+def test_callers_without_a_profile_agree(pair: tuple[Path, Path]) -> None:
+    with offload.load(*pair, RAM, "64x16", context=CONTEXT, threads=1) as decoder:
+        assert_none_is_known(decoder)
+        for tree in NAMED:
+            choice = decoder.run([5], Sampling(), max_new_tokens=1, tree=tree).tree_choice
+            assert is_predicted(pair, tree, choice, Path("none")), tree
+            wanted = parse_tree(tree).build()
+            assert choice.shape == wanted
+            if isinstance(wanted, Topology):
+                assert choice.tokens_per_sweep == pytest.approx(expected_tokens(wanted, DEFAULT))
+
+
+def assert_none_is_known(decoder: Decoder) -> None:
+    assert "no profile for this pair" in decoder.tree_choice(Sampling()).why
+
+
+DEFAULT = [*DEFAULT_ACCEPTANCE, *[0.0] * 32]
+
+
+def test_a_named_tree_follows_the_traces_where_they_know_more(files: Files) -> None:
+    """The defect that began this: 64x16 was built from the vector and predicted from the traces."""
+    learnt, product = (profile_of(files, smoothing) for smoothing in (4.0, PRODUCT_FORM))
+    trees = [TreeSelector("match", one).choose(parse_tree("64x16")) for one in (learnt, product)]
+    vector = best_first(isotonic(learnt.acceptance), 64, 16)
+    assert expected_tokens(trees[1].shape, isotonic(learnt.acceptance)) == pytest.approx(
+        expected_tokens(vector, isotonic(learnt.acceptance)), rel=1e-3
+    )
+    assert trees[0].shape.depth > trees[1].shape.depth
+    held_out = [trace[::-1] for trace in runs_of_luck(40)[12:]]
+    yields = [tokens_per_sweep(choice.shape, held_out) for choice in trees]
+    assert yields[0] > yields[1] and trees[0].tokens_per_sweep > trees[1].tokens_per_sweep
+
+
+def test_yields_of_other_shapes_are_counted_on_the_traces(files: Files) -> None:
+    profile = profile_of(files, 4.0)
+    choice = TreeSelector("match", profile).choose(parse_tree("chain:6"))
+    assert choice.shape == chain(6) and choice.tokens_per_sweep == tokens_per_sweep(chain(6), profile.traces)
+    short = replace(profile, traces=profile.traces[:1])
+    product = sum(isotonic(profile.acceptance)[0] ** depth for depth in range(7))
+    assert TreeSelector("match", short).choose(parse_tree("chain:6")).tokens_per_sweep == pytest.approx(product)
+
+
+def test_dynamic_trees_yield_what_was_counted(files: Files) -> None:
+    counted = TreeSelector("match", profile_of(files, 4.0, COUNTED)).choose(parse_tree("dynamic:16x8"))
+    assert counted.shape == DynamicShape(16, 8) and counted.tokens_per_sweep == pytest.approx(5.0)
+    with pytest.raises(UserError, match="rule sequoia is exact only without that"):
+        TreeSelector("sequoia").choose(parse_tree("dynamic:16x8"))
+
+
+@pytest.mark.parametrize("size", [(1, 4), (40, 1), (64, 2), (300, 40), (7, 99)])
+def test_a_named_tree_has_as_many_nodes_as_there_are(size: tuple[int, int], files: Files) -> None:
+    choice = TreeSelector("match", profile_of(files, 4.0)).choose(parse_tree("{}x{}".format(*size)))
+    assert choice.shape.num_nodes == min(size[0], 33 if size[1] == 1 else size[0]) and choice.shape.depth <= size[1]
+
+
+def test_a_smaller_forest_has_the_same_trees(files: Files) -> None:
+    profile = profile_of(files, 16.0)
+    p_K = isotonic(profile.acceptance)
+    large, small = Forest(p_K, profile.traces, 16.0, 512), Forest(p_K, profile.traces, 16.0, 64, 16)
+    assert large.tree(64, 16) == small.tree(64, 16) and large.expected(64, 16) == small.expected(64, 16)
+
+
+def test_other_runs_do_not_need_the_profile_that_a_tree_does_without(pair: tuple[Path, Path], files: Files) -> None:
+    path = save_profile(profile_of(files, 4.0))
+    assert find_profile(profile_of(files, 4.0).identity)[0] is not None
+    other = Sampling(temperature=0.5)
+    with offload.load(*pair, RAM, "8x3", context=CONTEXT, threads=1, profile=path) as decoder:
+        assert decoder.run([5], other, max_new_tokens=1, tree="chain:3").tree_choice.shape == chain(3)
+        with pytest.raises(UserError, match=r"temperature 0\.0, not 0\.5"):
+            decoder.run([5], other, max_new_tokens=1, tree="8x3")
