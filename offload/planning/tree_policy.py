@@ -82,7 +82,7 @@ class TreeSelector:
         if self.costs is not None:
             return self._best(self.costs)
         default = TreeSpec(
-            "dynamic" if self._is_dynamic and self.max_nodes > 1 else "best",
+            "dynamic" if self._is_dynamic and min(self.max_nodes - 1, self.max_depth) else "best",
             min(AUTO_NODES, self.max_nodes),
             min(AUTO_DEPTH, self.max_depth),
         )
