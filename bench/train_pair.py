@@ -30,6 +30,7 @@ VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_PERCENT = 3
 TOKENS_PER_STEP = 8192
+Loss = Callable[[Tensor], Tensor]
 
 
 def corpus_files(*, held_out: bool) -> list[Path]:
@@ -51,15 +52,9 @@ def read_source(path: Path) -> str:
 def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
     """Byte-level BPE of `VOCAB_SIZE` entries; id 0 separates documents."""
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(
-        map(read_source, files), vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], show_progress=False
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer,
-        eos_token=END_OF_TEXT,
-        bos_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    bpe.train_from_iterator(map(read_source, files), vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT])
+    ends = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, **ends)
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> Tensor:
@@ -70,21 +65,10 @@ def encode_corpus(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> Tens
 
 
 def llama(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        rms_norm_eps=1e-5,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "num_attention_heads": heads,
+             "num_key_value_heads": kv_heads, "head_dim": 32, "vocab_size": VOCAB_SIZE}  # fmt: skip
+    others = {"max_position_embeddings": 1024, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **others, rms_norm_eps=1e-5))
 
 
 def batches(ids: Tensor, num_steps: int, seed: int) -> Iterator[Tensor]:
@@ -113,53 +97,32 @@ def distillation_loss(draft: LlamaForCausalLM, target: LlamaForCausalLM, tokens:
     return kl + 0.5 * torch.nn.functional.nll_loss(log_q, wanted.argmax(-1))
 
 
-def optimise(
-    model: LlamaForCausalLM,
-    data: Iterator[Tensor],
-    loss_of: Callable[[Tensor], Tensor],
-    num_steps: int,
-    peak_lr: float,
-    label: str,
-) -> None:
+def optimise(model: LlamaForCausalLM, data: Iterator[Tensor], loss_of: Loss, num_steps: int, peak_lr: float) -> None:
     """AdamW, short warm-up, cosine decay to a twentieth."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=peak_lr, betas=(0.9, 0.95))
-    bar = tqdm(total=num_steps, desc=label, mininterval=5)
-    for step, tokens in zip(range(num_steps), data, strict=False):
+    for step, tokens in zip(tqdm(range(num_steps), mininterval=5), data, strict=False):
         warmup, cosine = min(1.0, (step + 1) / 60), 0.525 + 0.475 * math.cos(math.pi * step / num_steps)
         for group in optimiser.param_groups:
             group["lr"] = peak_lr * warmup * cosine
-        loss = loss_of(tokens)
-        loss.backward()
+        loss_of(tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-        bar.update()
-    bar.close()
 
 
 @torch.no_grad()
 def target_text(target: LlamaForCausalLM, ids: Tensor, num_batches: int, seed: int) -> Tensor:
     """What the target itself writes (greedy, T = 0.6, T = 1 in turn): there its draft will have to guess."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
+    generator, rows = torch.Generator().manual_seed(seed), []
+    ways = [{"do_sample": False}, {"do_sample": True, "temperature": 0.6, "top_k": 0}, {"do_sample": True, "top_k": 0}]
     for batch in tqdm(range(num_batches), desc="target writes", mininterval=5):
         starts = torch.randint(0, len(ids) - 64, (128,), generator=generator)
         prompt = torch.stack([ids[s : s + 48] for s in starts])
-        how = [
-            {"do_sample": False},
-            {"do_sample": True, "temperature": 0.6, "top_k": 0},
-            {"do_sample": True, "top_k": 0},
-        ]
+        limits = {"attention_mask": torch.ones_like(prompt), "max_length": 256, "min_length": 256}
         with torch.autocast("cpu", torch.bfloat16):
-            rows.append(
-                target.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), max_length=256, min_length=256, **how[batch % 3]
-                )
-            )
+            rows.append(target.generate(prompt, **limits, **ways[batch % 3]))
     return torch.cat(rows)
 
 
@@ -177,22 +140,17 @@ def distillation_batches(ids: Tensor, written_RS: Tensor, num_steps: int) -> Ite
 def report(target: LlamaForCausalLM, draft: LlamaForCausalLM, ids: Tensor) -> dict[str, float]:
     """Held-out figures: loss of both, and how often the draft's k-th guess is the target's argmax."""
     rows = ids[: len(ids) // 256 * 256].view(-1, 256)[:64]
-    wanted = target(input_ids=rows).logits
-    guess = draft(input_ids=rows).logits
+    wanted, guess = (model(input_ids=rows).logits for model in (target, draft))
     hits = guess.topk(4, -1).indices == wanted.argmax(-1, keepdim=True)
-    figures = {f"rank_{k + 1}": hits[..., k].float().mean().item() for k in range(4)}
-    return {
-        "target_loss": next_token_loss(target, rows).item(),
-        "draft_loss": next_token_loss(draft, rows).item(),
-        **figures,
+    losses = {
+        f"{name}_loss": next_token_loss(model, rows).item() for name, model in (("target", target), ("draft", draft))
     }
+    return losses | {f"rank_{k + 1}": hits[..., k].float().mean().item() for k in range(4)}
 
 
 def main(
     out: Annotated[Path, typer.Option(help="folder to write target/ and draft/ into")],
-    start: Annotated[
-        Path | None, typer.Option(help="pair to go on from: its target stays, its draft learns on")
-    ] = None,
+    start: Annotated[Path | None, typer.Option(help="pair whose target stays and whose draft learns on")] = None,
     target_steps: Annotated[int, typer.Option(min=1)] = 1300,
     draft_steps: Annotated[int, typer.Option(min=1)] = 1100,
     written_batches: Annotated[int, typer.Option(min=3, help="batches of 128 texts that the target writes")] = 20,
@@ -208,14 +166,14 @@ def main(
     if start is None:
         target, draft = llama(192, 512, 6, 6, 3), llama(128, 352, 2, 4, 2)
         data = batches(ids, target_steps, seed=1)
-        optimise(target, data, lambda tokens: next_token_loss(target, tokens), target_steps, 4e-3, "target")
+        optimise(target, data, lambda tokens: next_token_loss(target, tokens), target_steps, 4e-3)
         target = target.eval().to(torch.bfloat16).float()  # what the draft learns from is what will be stored
     else:
         target, draft = (LlamaForCausalLM.from_pretrained(start / n, dtype=torch.float32) for n in ("target", "draft"))
     written = target_text(target.eval(), ids, written_batches, seed=7 if start is None else 8)
     data = distillation_batches(ids, written, draft_steps)
     peak_lr = 4e-3 if start is None else 2e-3
-    optimise(draft, data, lambda tokens: distillation_loss(draft, target, tokens), draft_steps, peak_lr, "draft")
+    optimise(draft, data, lambda tokens: distillation_loss(draft, target, tokens), draft_steps, peak_lr)
     for name, model in (("target", target), ("draft", draft)):
         model.eval().to(torch.bfloat16).save_pretrained(out / name)
         tokenizer.save_pretrained(out / name)

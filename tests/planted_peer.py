@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.bench.peer_child import Order
+from offload.bench.peers.child import Order
 from offload.cli.demo import PAIR
 
 PROMPT = list(range(300, 340))

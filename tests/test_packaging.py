@@ -94,7 +94,7 @@ def test_make_test_floor_installs_every_floor() -> None:
 
 @pytest.mark.parametrize("folder", ["kernels", "bench"])
 def test_every_file_has_its_import_path(folder: str) -> None:
-    files = sorted(p.stem for p in (ROOT / folder).glob("*.py"))
+    files = sorted(".".join(p.relative_to(ROOT / folder).with_suffix("").parts) for p in (ROOT / folder).rglob("*.py"))
     assert files
     find = "from importlib.util import find_spec"
     assert_runs(f"{find}\nfor f in {files}: assert find_spec(f'offload.{folder}.{{f}}'), f")

@@ -5,21 +5,22 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from shell import Outcome, process, shell
 
-from offload.bench import compare, decode, draft, link, prediction, setting, suite, sweep
-from offload.bench.device_gate import all_streamed
-from offload.bench.record import read
-from offload.bench.timeline import read_trace
-from offload.engine import load as loading
+from offload.bench import suite
+from offload.bench.harness import command as commands
+from offload.bench.harness import compare, setting
+from offload.bench.harness.record import read
+from offload.bench.harness.timeline import read_trace
+from offload.bench.latency import decode, link, passes, prediction
 from offload.errors import UserError
 from offload.stats import Stats
-from offload.streaming.host_device import HostDevice
-from offload.streaming.layers import Layers
+from offload.streaming.layer_stream import LayerStream
 
 SIZE = ["--size", "100MB"]
 RAM = ["--ram", "230MB"]
@@ -41,10 +42,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One small target for all, and little effort."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(setting, "_CEILING_BYTES", 20_000_000)
+        for module in (setting, commands):
+            patch.setattr(module, "CEILING_BYTES", 20_000_000)
         patch.setattr(link, "QUICK", link.Effort(20_000_000, 2, (2,), (1,)))
-        patch.setattr(sweep, "QUICK", sweep.Effort((1, 8), 2, 1))
-        patch.setattr(draft, "QUICK", draft.Effort(1, 8, ("chain:2", "8x4")))
+        patch.setattr(passes, "QUICK", passes.Effort((1, 8), 2, 1, 0.2))
         yield
 
 
@@ -99,23 +100,20 @@ def test_decode_with_rules_that_draw_afresh() -> None:
     assert result["settings"]["proof"]["num_by_law"] == 12
 
 
-def test_on_a_card_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host stands in for the GPU, and every layer is sent."""
-    monkeypatch.setattr(loading, "open_device", lambda *how: HostDevice())
-    monkeypatch.setattr(setting, "place_of", lambda _, gpu_memory: {"device": "cuda:0", "gpu_memory": gpu_memory})
+def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host stands in for the device, and the layers are made in memory."""
     monkeypatch.setattr(setting, "plain_rate", None)
-    command = ["bench", "decode", "--quick", *SIZE, "--ram", "2GiB", "--gpu-mem", "4GiB", *FEW, "--temp", "0"]
-    with all_streamed():
-        outcome = shell(*command)
+    command = ["bench", "decode", "--quick", "--layers", "8", "--device", "pretend", *FEW, "--temp", "0"]
+    outcome = shell(*command)
     result = result_of(outcome, "decode")
-    assert outcome.out.startswith("ceiling: layers to cuda:0, ")
-    assert (result["settings"]["device"], result["settings"]["gpu_memory"]) == ("cuda:0", "4GiB")
+    assert outcome.out.startswith("ceiling: layers to pretend, ")
+    assert (result["settings"]["device"], result["settings"]["target"]) == ("pretend", "target")
     assert all(row["link_utilisation"] > 0 for row in result["rows"])
     with pytest.raises(UserError, match="device was cpu and is cuda:0"):
         compare.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
 
 
-def test_rules_that_keep_distributions_take_the_fixed_tree_in_place_of_a_grown_one() -> None:
+def test_rules_that_keep_distributions_take_the_static_tree() -> None:
     effort = decode.Effort(1, 1, 1, (0.6,), ("none", "8x4", "grown:8x4"), ("match", "sequoia"))
     names = ["none", "T=0.6 match 8x4", "T=0.6 match grown:8x4", "T=0.6 sequoia 8x4"]
     assert [case.name for case in effort.cases()] == names
@@ -135,32 +133,31 @@ def test_no_speed_is_printed_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) 
     assert outcome.out.startswith("ceiling") and len(outcome.out.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["sweep", "draft"])
-def test_gate_of_sweep_and_draft(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = {"sweep": sweep, "draft": draft}[command]
-    written = module.Written
-    monkeypatch.setattr(module, "Written", lambda ids, new, *more: written(ids, [*new[:-1], 17], *more))
-    size = [] if command == "draft" else [*SIZE, *RAM]
-    outcome = shell("bench", command, "--quick", *size)
+def test_gate_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.bench.harness import steps
+
+    written = steps.Written
+    monkeypatch.setattr(steps, "Written", lambda ids, new, *more: written(ids, [*new[:-1], 17], *more))
+    outcome = shell("bench", "passes", "--quick", *SIZE, *RAM)
     assert outcome.code == 2 and "is wrong" in outcome.err and len(outcome.out.splitlines()) == 1
 
 
-def test_sweep_and_draft(tmp_path: Path) -> None:
-    result = result_of(shell("bench", "sweep", "--quick", *SIZE, *RAM), "sweep")
-    assert [row["num_nodes"] for row in result["rows"]] == [1, 8]
-    assert all(row["sweep_s"] <= row["step_s"] and row["stall_s"] >= 0 for row in result["rows"])
-    result = result_of(shell("bench", "draft", "--quick", "--temp", "0.6", "--prompts", "chat"), "draft")
-    assert [(row["tree"], row["num_nodes"], row["depth"]) for row in result["rows"]] == [
-        ("chain:2", 3, 2),
-        ("8x4", 8, 4),
+def test_passes_and_their_rows_on_disk(tmp_path: Path) -> None:
+    result = result_of(shell("bench", "passes", "--quick", *SIZE, *RAM, "--rows", tmp_path / "rows.jsonl"), "passes")
+    sized = [row for row in result["rows"] if "limit" in row]
+    assert [row["num_nodes"] for row in sized] == [1, 8]
+    assert all(0 <= row["stall_s"] <= row["sweep_s"] for row in sized)
+    assert {"sweep of a prompt", "draft pass of 1 rows"} <= {row["name"] for row in result["rows"]}
+    stored = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row for row in stored if row.get("is_proved", True)] == [
+        {"bench": "passes", **row} for row in result["rows"]
     ]
-    assert all(1 <= row["tokens_per_sweep"] <= 1 + row["depth"] for row in result["rows"])
+    assert sum("is_proved" in row for row in stored) == 4, "a row for each size and round, before they are proved"
 
 
 def test_prediction_stands_beside_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"TREES": ("none", "8x4"), "PLAIN_TOKENS": 3, "TREE_TOKENS": 8, "NUM_PROMPTS": 2, "_LINK_S": 0.02}
-    for name, value in few.items():
-        monkeypatch.setattr(prediction, name, value)
+    monkeypatch.setattr(prediction, "EFFORT", decode.Effort(2, 8, 3, (0.0,), ("none", "8x4")))
+    monkeypatch.setattr(decode, "_LINK_S", 0.02)
     result = result_of(shell("bench", "prediction", *SIZE, *RAM), "prediction")
     none, tree = result["rows"][-2:]
     assert (none["row"], tree["row"], none["tokens_per_step"]) == ("none", "8x4", 1) and tree["tokens_per_step"] > 1
@@ -171,18 +168,19 @@ def test_prediction_stands_beside_what_was_measured(monkeypatch: pytest.MonkeyPa
     assert paper.code == 0 and len(json.loads(paper.out.splitlines()[-1])["rows"]) == 7
 
 
+def run_of(predicted_step_s: float, **figures: Any) -> decode.Timed:
+    result: Any = SimpleNamespace(stats=Stats(**figures))
+    return decode.Timed("a", decode.Case(0.0, "match", "none"), [], result, 1e9, predicted_step_s)
+
+
 def test_prediction_measures_whole_bursts() -> None:
-    runs = prediction.Runs("none")
-    runs.add(0.5, 1e9, Stats(num_sweeps=2, decode_s=4.0, accepted_per_sweep=[3, 5], num_new_tokens=6))
-    runs.add(0.5, 1e9, Stats(num_new_tokens=1))
-    assert runs.row() == {
-        "row": "none",
-        "tokens_per_step": 4,
+    long = run_of(0.5, num_sweeps=2, decode_s=4.0, accepted_per_sweep=[3, 5], num_new_tokens=6)
+    assert decode._prediction([long, run_of(0.5, num_new_tokens=1)]) == {
         "measured_s_per_token": 0.5,
         "predicted_s_per_token": 0.125,
         "predicted_over_measured": 0.25,
         "ratios": [0.25],
-        "link_bytes_per_s": [1e9],
+        "link_bytes_per_s": [1e9, 1e9],
     }
 
 
@@ -190,14 +188,14 @@ def test_link_and_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     result = result_of(shell("bench", "link", "--quick", *SIZE), "link")
     names = [row["name"] for row in result["rows"]]
     assert {"O_DIRECT, 2 x 1 MiB", "layer stream, 3 slots", "memory to memory"} <= set(names)
-    right = Layers.acquire
+    right = LayerStream.acquire
 
-    def wrong(self: Layers, layer: int) -> torch.Tensor:
+    def wrong(self: LayerStream, layer: int) -> np.ndarray:
         slab = right(self, layer)
         slab[slab.nbytes // 2] ^= 1
         return slab
 
-    monkeypatch.setattr(Layers, "acquire", wrong)
+    monkeypatch.setattr(LayerStream, "acquire", wrong)
     outcome = shell("bench", "link", "--quick", *SIZE)
     assert outcome.code == 2 and "other bytes than the file has" in outcome.err
 
@@ -226,8 +224,8 @@ def test_report_shows_what_is_stored(decoded: Path, tmp_path: Path) -> None:
     ours = {"row": "8x4", "tokens_per_step": 2.0, "measured_s_per_token": 0.5, "predicted_s_per_token": 0.4}
     prediction = {"bench": "prediction", "rows": [paper, {**ours, "predicted_over_measured": 0.8}]}
     (tmp_path / "prediction.json").write_text(json.dumps(prediction))
-    shell("bench", "sweep", "--quick", *SIZE, *RAM, "--json", tmp_path / "sweep.json")
-    files = [decoded / "decode.json", *(tmp_path / f"{name}.json" for name in ("peers", "sweep", "prediction"))]
+    shell("bench", "passes", "--quick", *SIZE, *RAM, "--json", tmp_path / "passes.json")
+    files = [decoded / "decode.json", *(tmp_path / f"{name}.json" for name in ("peers", "passes", "prediction"))]
     outcome = shell("bench", "report", *files, "--trace", decoded / "trace.json", "--out", tmp_path / "out")
     assert outcome.code == 0, outcome.err
     text = (tmp_path / "out" / "report.md").read_text()
@@ -241,13 +239,10 @@ def test_report_shows_what_is_stored(decoded: Path, tmp_path: Path) -> None:
     assert shell("bench", "report", decoded / "trace.json", "--out", tmp_path / "out").code == 2
 
 
-def test_a_file_run_by_itself_is_the_command() -> None:
-    outcome = process("--no-such-flag", python=("-m", "offload.bench.compare"))  # which imports least
+def test_the_suite_runs_from_a_checkout() -> None:
+    outcome = process("compare", "--no-such-flag", python=("-m", "offload.bench.suite"))
     said = "offload: No such option: --no-such-flag (see offload bench compare --help)\n"
     assert outcome.code == 2 and outcome.err == said
-    for name, (file, _) in suite.COMMANDS.items():
-        source = Path(suite.__file__).with_name(f"{file}.py").read_text()
-        assert f'run_alone("{name}")' in source, name
 
 
 def test_sigterm_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +258,7 @@ def test_help_needs_nothing_heavy_and_missing_libraries_are_named(monkeypatch: p
     listing = shell("bench")
     assert listing == shell("bench", "--help") and listing.code == 0
     assert "decode " in listing.out and "tree " in listing.out
-    for command in ("link", "sweep", "draft", "decode", "compare", "report"):
+    for command in ("link", "passes", "decode", "gate", "device", "peers", "compare", "report"):
         told = shell("bench", command, "--help")
         assert told.code == 0 and f"offload bench {command}" in told.out, command
     assert process("bench", "--help", python=("-c", LISTS_IMPORTS)).out.endswith("heavy: set()\n")
@@ -285,12 +280,14 @@ def test_what_cannot_end_well_is_refused_before_measuring(
     wishes = {
         "needs a result of link, got one of decode": ["bench", "link", "--compare", decoded / "decode.json"],
         "cannot read": [*few, "--compare", tmp_path / "none.json"],
-        "sequoia, pipeinfer, got 'specinfer'": [*few, "--preset", "specinfer"],
+        "sequoia, pipeinfer, trees, got 'specinfer'": [*few, "--preset", "specinfer"],
         "--temp must be": [*few, "--temp", "0", "--temp", "-1"],
         "--tree must be": [*few, "--tree", "oak"],
         "rule sequoia is exact only without that": [*few, "--tree", "grown:8x4", "--rule", "sequoia"],
         "cannot write": ["bench", "tree", "size", "--out", decoded / "decode.json"],
-        "--tree must be NxD": ["bench", "grown", "--tree", "chain:3"],
+        "bench tree must be one of size": ["bench", "tree", "sizes"],
+        "--layers makes the models": [*few, "--layers", "8", "--model", "x"],
+        "--paper measures nothing": ["bench", "prediction", "--paper", "--json", tmp_path / "a.json"],
         "--preset and --quick exclude each other": [*few, "--preset", "sequoia"],
         "would be written over": [*few, "--trace", tmp_path / "a.svg", "--json", tmp_path / "a.json"],
         "num_new_tokens was 12 and is 13": [*few, "-n", "13", "--temp", "0", "--compare", decoded / "decode.json"],
@@ -301,12 +298,6 @@ def test_what_cannot_end_well_is_refused_before_measuring(
     for said, command in wishes.items():
         outcome = shell(*command)
         assert outcome.code == 2 and outcome.out == "" and said in outcome.err
-    monkeypatch.setattr("offload.bench.timeline.find_spec", lambda _: None)
+    monkeypatch.setattr("offload.bench.harness.timeline.find_spec", lambda _: None)
     outcome = shell(*few, "--trace", tmp_path / "t.json")
     assert outcome.code == 2 and outcome.out == "" and "pip install 'offload[bench]'" in outcome.err
-
-
-def test_commands_whose_file_is_absent_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(suite.COMMANDS, "nothing", ("no_such_file", "never shown"))
-    assert "never shown" not in shell("bench").out
-    assert shell("bench", "nothing").code == 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from offload.bench.metrics import Burst, Spread, acceptance_by_depth, latencies, token_gaps
+from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies, spread, token_gaps
 
 TWO_RUNS = [
     [Burst(1.0, 2), Burst(1.5, 3), Burst(2.5, 1)],
@@ -11,9 +11,9 @@ TWO_RUNS = [
 
 
 def test_spread_is_mean_median_and_99th_percentile() -> None:
-    assert Spread.of(range(101)) == (50.0, 50.0, 99.0)
-    assert Spread.of([3.0, 1.0]) == (2.0, 2.0, pytest.approx(2.98))
-    assert Spread.of([]) == (0.0, 0.0, 0.0)
+    assert spread(range(101)) == {"mean": 50.0, "median": 50.0, "p99": 99.0}
+    assert spread([3.0, 1.0]) == {"mean": 2.0, "median": 2.0, "p99": pytest.approx(2.98)}
+    assert spread([]) == {"mean": 0.0, "median": 0.0, "p99": 0.0}
 
 
 def test_tokens_of_one_burst_arrive_together() -> None:
@@ -22,14 +22,18 @@ def test_tokens_of_one_burst_arrive_together() -> None:
 
 def test_latencies_of_two_runs() -> None:
     found = latencies(TWO_RUNS)
-    assert found.ttft_s == Spread.of([1.0, 2.0])
-    assert found.tpot_s == Spread.of([1.5 / 4, 0.25 / 4])
-    assert found.itl_s == Spread.of([0, 0.5, 0, 0, 1.0, 0.25, 0, 0, 0])
-    assert found.itl_s.median == 0 and found.itl_s.p99 == pytest.approx(0.96)
-    assert found.sweep_s == Spread.of([0.5, 1.0, 0.25])
-    assert found.e2el_s == Spread.of([2.5, 2.25])
-    assert found.output_tokens_per_s == pytest.approx(11 / 4.75)
-    assert found.decode_tokens_per_s == pytest.approx(8 / 1.75)
+    for name, values in {
+        "ttft_s": [1.0, 2.0],
+        "tpot_s": [1.5 / 4, 0.25 / 4],
+        "itl_s": [0, 0.5, 0, 0, 1.0, 0.25, 0, 0, 0],
+        "sweep_s": [0.5, 1.0, 0.25],
+        "e2el_s": [2.5, 2.25],
+    }.items():
+        assert {kind: found[f"{kind}_{name}"] for kind in ("mean", "median", "p99")} == spread(values), name
+    assert found["median_itl_s"] == 0 and found["p99_itl_s"] == pytest.approx(0.96)
+    assert found["output_tokens_per_s"] == pytest.approx(11 / 4.75)
+    assert found["decode_tokens_per_s"] == pytest.approx(8 / 1.75)
+    assert len(found) == 5 * 3 + 2
 
 
 def test_every_token_has_one_gap_but_the_first_of_a_run() -> None:
@@ -37,15 +41,9 @@ def test_every_token_has_one_gap_but_the_first_of_a_run() -> None:
 
 
 def test_runs_without_tokens_and_single_bursts() -> None:
-    assert latencies([[], [Burst(1.0, 0)]]).output_tokens_per_s == 0
+    assert latencies([[], [Burst(1.0, 0)]])["output_tokens_per_s"] == 0
     alone = latencies([[Burst(0.5, 4)]])
-    assert alone.decode_tokens_per_s == 0 and alone.tpot_s == (0, 0, 0) and alone.output_tokens_per_s == 8
-
-
-def test_flat_names() -> None:
-    flat = latencies(TWO_RUNS).as_dict()
-    assert flat["median_itl_s"] == 0 and flat["mean_ttft_s"] == 1.5 and "decode_tokens_per_s" in flat
-    assert len(flat) == 5 * 3 + 2
+    assert alone["decode_tokens_per_s"] == alone["mean_tpot_s"] == 0 and alone["output_tokens_per_s"] == 8
 
 
 def test_acceptance_by_depth() -> None:

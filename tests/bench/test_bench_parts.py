@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from offload import UserError
-from offload.bench import prompts as prompt_sets
-from offload.bench.compare import change, changes, tell
-from offload.bench.gate import MOST_SIGMAS, Proof, Written, distribution_sigmas, prove, reference
-from offload.bench.plain_reader import Reading, plain_read_s
-from offload.bench.prompts import SETS, prompts
-from offload.bench.record import Guard, Result, new_result, read, store
-from offload.bench.timeline import Event, Timeline, chrome_trace, draw, last_step, read_trace, write_trace
-from offload.bench.whole_file import whole
+from offload.bench.harness import prompts as prompt_sets
+from offload.bench.harness.compare import change, changes, tell
+from offload.bench.harness.gate import MOST_SIGMAS, Proof, Written, prove, reference, surprise_sigmas
+from offload.bench.harness.plain_reader import Reading, plain_read_s
+from offload.bench.harness.prompts import SETS, prompts
+from offload.bench.harness.record import Guard, Result, new_result, read, store
+from offload.bench.harness.timeline import Event, Timeline, chrome_trace, draw, last_step, read_trace, write_trace
+from offload.bench.harness.whole_file import whole
 from offload.cli.demo import PAIR
 from offload.config import Sampling
 
@@ -67,16 +67,16 @@ def test_gate_of_rules_that_draw_afresh_is_the_distribution(rule: str) -> None:
 
 
 def test_a_token_of_no_probability_is_no_draw() -> None:
-    probs_TV = torch.tensor([[0.5, 0.5, 0.0]] * 20)
-    assert abs(distribution_sigmas([(probs_TV, [0, 1] * 10)])) < 1
-    assert distribution_sigmas([(probs_TV, [2] + [0] * 19)]) > MOST_SIGMAS
+    p_TV = torch.tensor([[0.5, 0.5, 0.0]] * 20)
+    assert abs(surprise_sigmas([(p_TV, [0, 1] * 10)])) < 1
+    assert surprise_sigmas([(p_TV, [2] + [0] * 19)]) > MOST_SIGMAS
 
 
 def test_streamed_reference_says_what_the_resident_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     new_ids = list(range(40, 60))
     with reference(PAIR / "target", PAIR / "draft", "2GiB") as resident:
         wanted = resident([5, 6, 7], new_ids)
-    monkeypatch.setattr("offload.bench.gate.available_ram_bytes", lambda: 0)
+    monkeypatch.setattr("offload.bench.harness.gate.available_ram_bytes", lambda: 0)
     with reference(PAIR / "target", PAIR / "draft", "2GiB") as streamed:
         for _ in range(2):  # a second text begins afresh
             assert torch.allclose(streamed([5, 6, 7], new_ids), wanted, atol=1e-3)

@@ -15,12 +15,12 @@ import torch
 from planted_peer import NUM_NEW, PROMPT, order, plant
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from offload.bench import peer_offload, peer_transformers, peers
-from offload.bench.gguf_writer import reordered, write_gguf
-from offload.bench.memory_cap import new_cap
-from offload.bench.peer_child import Measured, follow, rate
-from offload.bench.peer_run import Outcome, interpreter_with, last_line, proved, run_child
-from offload.bench.peers import OURS, PROGRAMS, Program, Setting, compare, table
+from offload.bench.harness.memory_cap import new_cap
+from offload.bench.peers import hugging_face, ours, peers
+from offload.bench.peers.child import Measured, follow, rate
+from offload.bench.peers.gguf_writer import reordered, write_gguf
+from offload.bench.peers.peers import OURS, PROGRAMS, Program, Setting, compare, table
+from offload.bench.peers.run import Outcome, interpreter_with, last_line, proved, run_child
 from offload.cli.demo import PAIR
 from offload.errors import UserError
 from offload.machine import CGROUP_V1, CGROUP_V2, GroupFiles, rss_bytes
@@ -119,7 +119,7 @@ def right_tokens() -> list[int]:
 
 def written_by_ours(tree: str) -> list[int]:
     """In this process, where no end of a child closes the decoder."""
-    peer = peer_offload.open_peer(order(options={"tree": tree}, cap_bytes=rss_bytes() + (1 << 30)))
+    peer = ours.open_peer(order(options={"tree": tree}, cap_bytes=rss_bytes() + (1 << 30)))
     with peer._decoder:
         return tokens_of(peer)
 
@@ -156,7 +156,7 @@ def test_wrong_token_gets_no_speed(right_tokens: list[int]) -> None:
 )
 def test_failure_is_told_in_a_line(options: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "sleep_s" in options:
-        monkeypatch.setattr("offload.bench.peer_run._START_S", 0.9)
+        monkeypatch.setattr("offload.bench.peers.run._START_S", 0.9)
     assert run_child(sys.executable, order(options=options, limit_s=0.1)).reason == reason
 
 
@@ -210,7 +210,7 @@ def test_last_line_of_a_traceback() -> None:
 )
 def test_transformers_in_all_its_ways(options: dict[str, object], right_tokens: list[int]) -> None:
     options = {"weights": "mmap", "assistant": None, "lookup": 0, **options}
-    peer = peer_transformers.open_peer(order(options=options, cap_bytes=rss_bytes() + (258 << 20)))
+    peer = hugging_face.open_peer(order(options=options, cap_bytes=rss_bytes() + (258 << 20)))
     assert tokens_of(peer) == right_tokens
     if options["weights"] == "disk":
         assert "disk" in peer._model.hf_device_map.values()
@@ -280,7 +280,7 @@ def test_interpreters_are_asked_in_turn(tmp_path: Path) -> None:
 
 def test_every_program_has_its_module() -> None:
     for program in PROGRAMS.values():
-        path = Path(peers.__file__).with_name(f"{program.module.removeprefix('offload.bench.')}.py")
+        path = Path(peers.__file__).with_name(f"{program.module.rpartition('.')[2]}.py")
         assert "def open_peer" in path.read_text(), path
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from planted_peer import NUM_NEW, PROMPT, order, plant
 
-from offload.bench import peer_child, peer_run, peers
-from offload.bench.peer_child import Order, follow
-from offload.bench.peer_run import Outcome, gguf_file, run_child
-from offload.bench.peers import OURS, PROGRAMS, Program, Setting, measure
+from offload.bench.peers import child, peers, run
+from offload.bench.peers.child import Order, follow
+from offload.bench.peers.peers import OURS, PROGRAMS, Program, Setting, measure
+from offload.bench.peers.run import Outcome, gguf_file, run_child
 from offload.cli.demo import PAIR
 from offload.config import Sampling
 from offload.engine.load import load
@@ -72,7 +72,7 @@ def test_tokens_are_proved_each_behind_its_own_prompt(
     right_tokens: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(tmp_path, monkeypatch)
-    monkeypatch.setattr(peer_run, "new_cap", lambda _: None)
+    monkeypatch.setattr(run, "new_cap", lambda _: None)
     good = measure(planted_program(right_tokens, 1), setting(PROMPT))
     assert good.reason == "" and good.runs[0].token_ids == right_tokens
     for prompts in ([OTHER], [PROMPT, OTHER]):
@@ -93,7 +93,7 @@ class FakeCap(SimpleNamespace):
 def cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCap:
     plant(tmp_path, monkeypatch)
     made = FakeCap(processes=tmp_path / "procs", is_removed=False, limits=[])
-    monkeypatch.setattr(peer_run, "new_cap", lambda cap_bytes: made.limits.append(cap_bytes) or made)
+    monkeypatch.setattr(run, "new_cap", lambda cap_bytes: made.limits.append(cap_bytes) or made)
     return made
 
 
@@ -102,7 +102,7 @@ def test_the_child_joins_the_group_that_has_the_cap(cap: FakeCap, monkeypatch: p
     outcome = run_child(sys.executable, wish)
     assert outcome.is_capped and outcome.peak_bytes == 7 and cap.limits == [12345678] and cap.is_removed
     assert int(cap.processes.read_text()) != os.getpid()
-    monkeypatch.setattr(peer_run, "new_cap", lambda _: None)
+    monkeypatch.setattr(run, "new_cap", lambda _: None)
     assert not run_child(sys.executable, wish).is_capped
 
 
@@ -124,7 +124,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple
                 emit([1])
 
     monkeypatch.setitem(sys.modules, "slow", SimpleNamespace(open_peer=Slow))
-    monkeypatch.setattr(peer_child, "drop_pages", lambda path: events.append((str(path), time.perf_counter())))
+    monkeypatch.setattr(child, "drop_pages", lambda path: events.append((str(path), time.perf_counter())))
     yield events
 
 

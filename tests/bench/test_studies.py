@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import offload
-from offload.bench import tree_choice
-from offload.bench.acceptance import chances, total_variation
-from offload.bench.pair_text import Pair, logged_rows
-from offload.bench.scale import TINY
-from offload.bench.studies import STUDIES, aligned, run_study
-from offload.bench.tree_walk import walk_all
+from offload.bench.harness.text_table import aligned
+from offload.bench.studies import choice
+from offload.bench.studies.acceptance import chances, total_variation
+from offload.bench.studies.pair_text import TINY, Pair, logged_rows
+from offload.bench.studies.studies import STUDIES, run_study
+from offload.bench.studies.tree_walk import walk_all
 from offload.cli.demo import PAIR
 from offload.config import RULES, Sampling
 from offload.tree.spec import parse_tree
@@ -28,9 +28,9 @@ def pair() -> Pair:
 @pytest.fixture(autouse=True)
 def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the one study that tunes."""
-    for room in (tree_choice, tune):
+    for room in (choice, tune):
         monkeypatch.setattr(room, "NUM_NEW", 32)
-    monkeypatch.setattr(tree_choice, "_AHEAD", 12)
+    monkeypatch.setattr(choice, "_AHEAD", 12)
     monkeypatch.setattr(tune, "bounds_to_count", lambda max_nodes: (DynamicShape(8, 3),))
 
 
@@ -38,8 +38,9 @@ def _short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_study_writes_its_files(name: str, pair: Pair, tmp_path: Path) -> None:
     result = run_study(name, pair, TINY, tmp_path)
     assert json.loads((tmp_path / f"{name}.json").read_text())["study"] == name
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert len(aligned(STUDIES[name].table(result)).splitlines()) > 2
+    if name != "traces":
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(aligned(result["table"]).splitlines()) >= 2
     for point in with_tokens_per_step(result):
         assert 1 <= point["tokens_per_step"] <= 1 + point.get("depth", 63), point
         assert point["standard_error"] >= 0

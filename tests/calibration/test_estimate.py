@@ -14,7 +14,7 @@ from test_device_planner import CONFIGS, PAIRS, SHAPES
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
-from offload.bench.prediction import PAPER_BASE_S, paper_rows
+from offload.bench.latency.prediction import PAPER_BASE_S, paper_rows
 from offload.calibration import device_link
 from offload.calibration import estimate as estimate_module
 from offload.calibration.estimate import Estimate, estimate

@@ -16,7 +16,7 @@ from test_tiny import prompts
 from tiny import FAMILIES, save
 
 import offload
-from offload.bench import kernels as bench
+from offload.bench.gpu import kernels as bench
 from offload.calibration import device_link, startup
 from offload.calibration import kernel_selection as comparisons
 from offload.calibration.kernel_comparison import Comparison, Outcome, Timer, fight, rows_of, verdicts

@@ -13,7 +13,7 @@ from shell import ROOT
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.bench.setting import find_setting
+from offload.bench.harness.setting import find_setting
 from offload.calibration.estimate import estimate
 from offload.checkpoint import hub as headers
 from offload.checkpoint.safetensors import open_checkpoint

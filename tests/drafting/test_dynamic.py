@@ -249,12 +249,9 @@ def test_rules_that_test_ratios_are_refused(models: tuple[Path, Path], rule: str
 
 
 def test_the_bench_compares_both_kinds_on_the_same_text() -> None:
-    from offload.bench.grown_trees import compare
-    from offload.cli.demo import PAIR
+    from offload.bench.studies.dynamic import compare
 
-    with load(PAIR / "target", PAIR / "draft", "1GiB", "16x6", context=128, threads=1, profile="none") as decoder:
-        prompts = [decoder.encode(text, raw=True) for text in ("def main(", "import os\n")]
-        row = compare(decoder, "16x6", 0.6, prompts, 12)
+    (row,) = compare(2, 12, ["16x6"], [0.6])
     assert row["ratio"] == row["grown"]["tokens_per_step"] / row["fixed"]["tokens_per_step"]
     assert 1 <= row["fixed"]["tokens_per_step"] <= 7 and row["grown"]["draft_s"] > 0
 

@@ -16,7 +16,7 @@ from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
-from offload.bench.timeline import record_steps
+from offload.bench.harness.steps import record_steps
 from offload.calibration import device_link as card_link
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling

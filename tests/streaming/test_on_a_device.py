@@ -1,8 +1,6 @@
 """What only a GPU can show, end to end: tokens, notes, events. Run it with `pytest -m gpu`; speed is for the bench."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,12 @@ from test_device_path import NUM_NEW, TIERS, TREES, pair_of, place_layers
 from test_tiny import prompts
 
 import offload
-from offload.bench import device as bench
-from offload.bench.device_gate import all_streamed, gates
-from offload.bench.timeline import record_steps
+from offload.bench.gpu import promised as bench
+from offload.bench.harness import setting
+from offload.bench.harness.setting import place_of, resident_pair
+from offload.bench.harness.steps import record_steps
+from offload.bench.harness.synthetic import TINY, TINY_DRAFT
+from offload.bench.latency.exact import gates
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.demo import PAIR, PROMPT
 from offload.config import Sampling
@@ -38,14 +39,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[int
     return pair_of("llama", tmp_path_factory.mktemp("pairs"))
 
 
-@contextmanager
-def open_decoder(target: Path, draft: Path, **options: Any) -> Iterator[offload.Decoder]:
-    with offload.load(target, draft, **{**HOW, "context": 512, **options}) as decoder:
-        yield decoder
-
-
 def test_both_types_pass_the_gate_of_the_bench() -> None:
-    rows = [*gates(open_decoder, PAIR, PROMPT, PLACE, 60)]
+    rows = [*gates(resident_pair("4GiB")._replace(**place_of("cuda", "2GiB")), PROMPT, 60)]
     assert len(rows) == 3 and all(row["is_met"] for row in rows)
 
 
@@ -155,12 +150,10 @@ def test_the_command_line_writes_on_the_card(pair: tuple[Path, Path, list[int]])
 
 def test_the_bench_runs_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever line of it breaks on a GPU breaks here, in seconds."""
-    for name, value in {
-        "LARGE": bench.TINY, "LARGE_DRAFT": bench.TINY_DRAFT, "SIZES": (1, 8, 64), "TREES": TREES, "CONTEXT": 512,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(bench, name, value)
-    with all_streamed():
-        outcome = shell("bench", "device", "--quick", "--gpu-mem", "4GiB")
+    monkeypatch.setattr(setting, "LLAMA_2_70B", TINY)
+    monkeypatch.setattr(setting, "LLAMA_2_7B", TINY_DRAFT)
+    monkeypatch.setattr(bench, "Amounts", lambda: bench.TINY._replace(sizes=(1, 8, 64), hidden_size=64, trees=TREES))
+    outcome = shell("bench", "device", "--layers", "8", "--gpu-mem", "1200MiB")
     result = json.loads(outcome.out.splitlines()[-1])
     assert not [row for row in result["rows"] if "error" in row]
     assert {one["promise"] for one in result["promises"] if one["is_met"]} >= {"exact", "soak", "memory"}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from offload.bench.gate import Written, draws_hold, prove
+from offload.bench.harness.gate import Written, draws_hold, prove
 from offload.cli.demo import PAIR, PROMPT
 from offload.config import Sampling
 from offload.engine.load import load

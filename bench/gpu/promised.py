@@ -1,0 +1,305 @@
+"""Each promise of the device path beside its ceiling, on a 70B-shaped target with a 7B-shaped draft.
+
+    offload bench device --quick                            # 18 layers, minutes
+    offload bench device --layers 40 --ram 80GiB --gpu-mem 24GiB --rows rows.jsonl
+    offload bench device --device pretend --layers 8        # whether the script works, on the host
+
+The pair is made in host memory, and computes what the packaged one computes: every token can be proved. The parts are
+those of the other commands (`gate`, `link`, `passes`, `decode`, `peers`) on one decoder that is loaded once. Nothing is
+timed before the gate has passed; what breaks later is a row of its own, and the last lines say of each promise what was
+wanted, what was seen and whether it is met.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+
+from offload.bench.gpu.rates import copy_rates
+from offload.bench.harness.command import PLACE, Bench, command, one_of
+from offload.bench.harness.gate import Written, WrongTokenError
+from offload.bench.harness.promises import Row, attempt, failure, row, row_line, verdict_lines, verdicts
+from offload.bench.harness.prompts import Prompt
+from offload.bench.harness.record import writable
+from offload.bench.harness.setting import PRETEND, Setting, place_of, resident_pair, synthetic_setting
+from offload.bench.harness.steps import record_steps, repeated_scores
+from offload.bench.harness.synthetic import LLAMA_2_70B
+from offload.bench.harness.timeline import require_pictures, write_trace
+from offload.bench.latency import passes
+from offload.bench.latency.decode import Case, timed_run
+from offload.bench.latency.exact import gates
+from offload.bench.peers.accelerate_offload import accelerate_s
+from offload.calibration.kernel_comparison import rows_of
+from offload.cli.demo import PROMPT
+from offload.config import Sampling, parse_size
+from offload.engine.decoder import Decoder
+from offload.errors import UserError
+from offload.machine import available_ram_bytes
+from offload.memory.plan import Tier
+from offload.streaming.device import CudaDevice, Device
+from offload.streaming.pinned import PinnedAllocator
+
+QUICK_LAYERS = 18
+PARTS = ("gate", "link", "sweeps", "drafting", "trees", "trace", "soak", "memory", "accelerate")
+_HOST_SHARE = 0.8  # of what is free, to the target's layers
+_GIB = 2**30
+
+
+class Amounts(NamedTuple):
+    """How much is measured."""
+
+    sizes: tuple[int, ...] = passes.ON_DEVICE.sizes
+    hidden_size: int = 768  # of these, the one whose compute must hide behind the link
+    trees: tuple[str, ...] = ("none", "sequences:16x48", "768x24", "grown:768x24")  # from the third on promised
+    num_new: int = 96  # tokens of each tree
+    num_gate: int = 60  # ... of each run of the gate
+    num_soak: int = 10  # sweeps
+    draft_s: float = 6.0  # time for the draft's curve
+    draft_width: int = 64  # rows of the draft step that was promised
+    context: int = 768
+
+
+TINY = Amounts((1, 8, 24), 24, ("none", "sequences:4x4", "24x8"), 6, 6, 3, 1.5, 1, 512)
+
+
+@dataclass
+class Job:
+    """One run: what it measures with, and what later parts ask of earlier ones."""
+
+    setting: Setting
+    amounts: Amounts
+    parts: Sequence[str]
+    trace: Path | None
+    arenas: list[PinnedAllocator] = field(default_factory=list)
+    copy_bytes_per_s: float = 0.0
+    best_s: float | None = None  # per token
+    num_resident: int = 0
+
+    @property
+    def device(self) -> Device:
+        assert self.setting.platform.device is not None, "a device was named"
+        return self.setting.platform.device
+
+    def open_pinned_allocator(self, place: torch.device) -> PinnedAllocator:
+        self.arenas.append(self._open(place))
+        return self.arenas[-1]
+
+    def __post_init__(self) -> None:
+        self._open = self.setting.platform.open_pinned_allocator
+
+
+def link(job: Job) -> Iterator[Row]:
+    found = copy_rates(job.setting, LLAMA_2_70B.layer_bytes if isinstance(job.device, CudaDevice) else 4 << 20)
+    job.copy_bytes_per_s = found.bytes_per_s
+    yield row(found.how, found.bytes_per_s / 1e9, None, None, "GB/s")
+    pace = found.odd_bytes_per_s / 1e9, found.bytes_per_s / 1e9
+    yield row("copies from behind a page, as weights lie in files", *pace, None, "GB/s")
+
+
+def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
+    """Sweeps of all sizes against moving their bytes and computing their products."""
+    texts, sizes = [Prompt("demo", PROMPT)], job.amounts.sizes
+    effort = passes.ON_DEVICE._replace(sizes=sizes)
+    measured = passes.measure(job.setting, decoder, texts, effort)
+    job.setting.prove(measured.written)
+    found = {one["num_nodes"]: one for one in passes.rows_of(measured, decoder.plan.streamed_bytes) if "limit" in one}
+    one_s = found[sizes[0]]["sweep_s"]
+    link_s = found[sizes[0]]["bytes_moved"] / (
+        job.copy_bytes_per_s or decoder.plan.streamed_bytes / measured.read_s[-1]
+    )
+    for size in sizes:
+        compute_s = passes.compute_s(job.setting, size)
+        is_link, is_first = compute_s < link_s, size == sizes[0]
+        ceiling_s = max(link_s, compute_s) if is_first or not is_link else one_s
+        name = "bytes / copy rate" if is_first else "one token" if is_link else "products / rate"
+        promise = "link" if is_first else "hidden compute" if size == job.amounts.hidden_size else None
+        limit = 1.05 if is_link else None
+        yield row(
+            f"sweep of {size} rows against {name}", found[size]["sweep_s"], ceiling_s, limit, "s", promise=promise
+        )
+
+
+def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
+    """A draft step against its width, beside reading the draft's weights once."""
+    for one in passes.draft_rows(job.setting, decoder, [5] * 32, job.amounts.draft_s):
+        width = one["num_draft_rows"]
+        name = f"draft step of {width} rows against reading its weights"
+        promise = "step" if width == job.amounts.draft_width else None
+        yield row(name, one["draft_step_s"], one["weights_s"], 1.5, "s", promise=promise)
+
+
+def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
+    """Tokens per sweep and seconds per token of all trees; one whose tokens are wrong has no figures."""
+    for tree in job.amounts.trees:
+        promise = "step" if tree in job.amounts.trees[2:] else None
+        for one in attempt(tree, promise, one_tree(job, decoder, tree, promise)):
+            if "s_per_token" in one:
+                job.best_s = min(job.best_s or one["s_per_token"], one["s_per_token"])
+            yield one
+
+
+def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iterator[Row]:
+    """One generation, every token of it proved against the small original."""
+    ids, case = decoder.encode(PROMPT, raw=True), Case(0.0, "match", tree)
+    timed_run(decoder, ids, case, 2, seed=0)  # the first steps with a tree record its widths
+    num_new = job.amounts.num_new if tree != "none" else max(4, job.amounts.num_new // 8)
+    _, result = timed_run(decoder, ids, case, num_new, seed=0)
+    job.setting.prove([Written(ids, result.token_ids, Sampling(), "match")])
+    stats, num_sweeps = result.stats, max(1, result.stats.num_sweeps)
+    draft_s, step_s = stats.draft_s / num_sweeps, stats.decode_s / num_sweeps
+    slower_s = max(draft_s, stats.sweep_s / num_sweeps, decoder.plan.streamed_bytes / (job.copy_bytes_per_s or 1e12))
+    yield {**row(f"{tree}: draft + sweep against the slower of both", step_s, slower_s, 1.15, "s", promise=promise),
+        "s_per_token": stats.tpot_s, "tokens_per_sweep": stats.tokens_per_sweep, "draft_s": draft_s,
+        "stall_s": stats.stall_s / num_sweeps, "verify_s": stats.verify_s / num_sweeps}  # fmt: skip
+
+
+def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
+    """Two steps by the device's own clock, as a picture."""
+    if job.trace is not None:
+        ids = decoder.encode(PROMPT, raw=True)
+        timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
+        job.setting.prove([Written(ids, new_ids, Sampling(), "match")])
+        write_trace(timeline.events(), job.trace)
+        yield row(f"two steps in {job.trace}", float(len(timeline.events())), None, None, "events")
+
+
+def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
+    """Sweep after sweep with NaN in every slot that is free: the same scores each time, and no more memory."""
+    num_sweeps, place = job.amounts.num_soak, job.device.place
+    held = partial(torch.cuda.memory_allocated, place) if place.type == "cuda" else lambda: 0
+    num_same, lost_bytes = repeated_scores(decoder, job.amounts.sizes[1], num_sweeps, held)
+    name = "soak: sweeps with poisoned slots that repeat their scores"
+    yield row(name, num_same, num_sweeps, 1.0, "sweeps", promise="soak")
+    yield row("soak: device memory that was not given back", lost_bytes / 2**20, 1.0, 1.0, "MiB", promise="soak")
+
+
+def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
+    """Peaks beside budgets; nothing else may use the device, for all that CUDA keeps there is taken to be ours."""
+    plan, budget = decoder.plan, parse_size(job.setting.gpu_memory or 0, "--gpu-mem")
+    pinned, held = sum(arena.pinned_bytes for arena in job.arenas), plan.bytes_in(Tier.HOST)
+    reserved, allocated, beside = peaks(job.device)
+    counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
+    name = "device memory at its peak against --gpu-mem"
+    yield row(name, (reserved + beside) / _GIB, budget / _GIB, 1.0, "GiB", promise="memory")
+    yield row("page-locked bytes against layers held", pinned / _GIB, held / _GIB, 1.02, "GiB", promise="memory")
+    own = "... of it beside torch: context, kernels, graphs"
+    yield row(own, beside / _GIB, plan.gpu_runtime_bytes / _GIB, None, "GiB")
+    yield row("... of it in tensors, against what the plan counts", allocated / _GIB, counted / _GIB, None, "GiB")
+
+
+def peaks(device: Device) -> tuple[int, int, int]:
+    """What torch has reserved and allocated at most, and what CUDA keeps beside it now; nothing on the host."""
+    if not isinstance(device, CudaDevice):
+        return 0, 0, 0
+    asked = (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
+    reserved, allocated = (int(ask(device.place)) for ask in asked)
+    return reserved, allocated, device.bytes_beside_torch()
+
+
+def accelerate(job: Job) -> Iterator[Row]:
+    """Seconds per token of accelerate's CPU offload: as it comes, and with weights page-locked for it."""
+    is_cuda = job.device.place.type == "cuda"
+    for is_pinned, how in ((False, "as it comes"), *([(True, "weights page-locked for it")] if is_cuda else [])):
+        peer_s = accelerate_s(job.setting.target, job.device, job.num_resident, is_pinned=is_pinned)
+        yield row(f"accelerate, CPU offload, one token, {how}", peer_s, None, None, "s")
+        if job.best_s is not None:
+            name = f"best tree against accelerate, {how} (s/token)"
+            promise = None if is_pinned else "against accelerate"
+            yield {**row(name, job.best_s, peer_s, 0.1, "s", promise=promise), "times": peer_s / job.best_s}
+
+
+ON_DECODER = {
+    "sweeps": ("link", sweeps), "drafting": ("step", drafting), "trees": ("step", trees), "trace": (None, trace),
+    "soak": ("soak", soak), "memory": ("memory", memory),
+}  # fmt: skip
+
+
+def measure(job: Job) -> Iterator[Row]:
+    """All rows, each as soon as it is known; after a wrong token in the gate there are no others."""
+    small = resident_pair("4GiB")._replace(platform=job.setting.platform, device=job.setting.device)
+    try:
+        yield from gates(small, PROMPT, job.amounts.num_gate) if "gate" in job.parts else ()
+    except WrongTokenError as error:
+        yield failure("gate", "exact", error)
+        return
+    if "link" in job.parts:
+        yield from attempt("link", None, link(job))
+    if wanted := [name for name in ON_DECODER if name in job.parts]:
+        yield from attempt("loading", None, on_decoder(job, wanted))
+    if "accelerate" in job.parts:
+        yield from attempt("accelerate", "against accelerate", accelerate(job))
+
+
+def on_decoder(job: Job, wanted: Sequence[str]) -> Iterator[Row]:
+    """What needs the large model, which is loaded once."""
+    started, amounts = time.perf_counter(), job.amounts
+    setting = job.setting._replace(
+        platform=job.setting.platform._replace(open_pinned_allocator=job.open_pinned_allocator)
+    )
+    with setting.open(f"{max(amounts.sizes)}x24", context=amounts.context) as decoder:
+        yield row("loading", time.perf_counter() - started, None, None, "s")
+        plan, job.num_resident = decoder.plan, decoder.plan.num_resident
+        told = {"notes": decoder.notes, "plan": plan.as_dict(), "kernels": rows_of(decoder.comparisons)}
+        yield {**row("layers", len(plan.layer_bytes), None, None, ""), **told}
+        for name in wanted:
+            promise, part = ON_DECODER[name]
+            yield from attempt(name, promise, part(job, decoder))
+
+
+@command("device", PLACE, "quick", examples=["offload bench device --quick", "offload bench device --device pretend"])
+def main(
+    bench: Bench,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", help=f"default: what fits of 80; {QUICK_LAYERS} with --quick")
+    ] = None,
+    part: Annotated[list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PARTS)}; default: all")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="with each tree")
+    ] = None,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="two steps for ui.perfetto.dev, and .svg", callback=writable),
+    ] = None,
+) -> None:
+    """What a device gives, each promise beside its ceiling; exits with 1 where one is missed."""
+    one_of(part or (), PARTS, "--part")
+    if trace_file is not None:
+        require_pictures()
+    asked = bench.given("device")
+    amounts = TINY if asked == PRETEND else Amounts()
+    amounts = amounts._replace(num_new=max_tokens or amounts.num_new)
+    if asked != PRETEND and not torch.cuda.is_available():
+        raise UserError("bench device needs a CUDA device, this machine shows none: run it where there is one, or "
+                        "rehearse it with --device pretend")  # fmt: skip
+    place = place_of(asked, bench.given("gpu_mem") or (None if asked == PRETEND else "40GiB"))
+    ram = bench.given("ram")
+    with ExitStack() as resources:
+        num_layers = layers or _num_layers(bench.quick, asked, ram)
+        setting = resources.enter_context(synthetic_setting(num_layers, ram, place["platform"]))
+        job, rows = Job(setting._replace(**place), amounts, part or PARTS, trace_file), list[Row]()
+        try:
+            for one in measure(job):
+                rows.append(bench.row(one))
+                print(row_line(one), flush=True)
+        finally:
+            found = verdicts(rows)
+            print("\n".join(verdict_lines(found)))
+            bench.end({"bench": "device", "device": job.device.name, "promises": found, "rows": rows})
+    missed: dict[str, Any] = {one["promise"]: one["seen"] for one in found if one["is_met"] is False}
+    if "exact" in missed:
+        raise UserError(f"tokens are wrong ({missed['exact']}): no speed is worth printing")
+    if missed:
+        raise typer.Exit(1)
+
+
+def _num_layers(is_quick: bool, asked: str, ram: str | None) -> int:
+    if asked == PRETEND:
+        return 8
+    fitting = int(_HOST_SHARE * (parse_size(ram, "--ram") if ram else available_ram_bytes()) / LLAMA_2_70B.layer_bytes)
+    return min(QUICK_LAYERS if is_quick else LLAMA_2_70B.num_layers, fitting)

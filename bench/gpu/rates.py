@@ -1,0 +1,70 @@
+"""What a device gives, or the host where there is none: the ceilings of its memory, its products and its link."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from offload.bench.harness.setting import Setting
+from offload.calibration.link import copy_bytes_per_s
+from offload.config import format_bytes
+from offload.streaming.device import Device
+
+_NUM_RUNS, _NUM_WARM = 8, 3
+_ODD_BYTES = 8  # behind a page, where the weights of many files begin
+_HOST = torch.device("cpu")
+
+
+class CopyRates(NamedTuple):
+    """Page-locked host memory to the device, a layer at a time."""
+
+    how: str  # the memory was locked
+    bytes_per_s: float
+    odd_bytes_per_s: float  # the same from some bytes behind a page, as slabs of most files are sent
+
+
+def copy_rates(setting: Setting, num_bytes: int) -> CopyRates:
+    """Of copies of that size; what was needed for them is given back."""
+    device = setting.platform.device
+    assert device is not None, "copies go to a device"
+    arena = setting.platform.open_pinned_allocator(device.place)
+    try:
+        array = arena.allocate(num_bytes).array
+        how = f"copies of {format_bytes(num_bytes)}: {arena.note or f'page-locked ({arena.ways})'}"
+        return CopyRates(how, copy_bytes_per_s(device, array), copy_bytes_per_s(device, array[_ODD_BYTES:]))
+    finally:
+        del array
+        arena.close()
+        if device.place.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device.place)
+
+
+def flops_per_s(device: Device | None, num_out: int, num_in: int) -> float:
+    place = device.place if device else _HOST
+    weight = torch.randn(num_out, num_in, device=place, dtype=torch.bfloat16)
+    rows = torch.randn(2048 if place.type == "cuda" else 64, num_in, device=place, dtype=torch.bfloat16)
+    return 2 * len(rows) * weight.numel() / _seconds(device, lambda: torch.nn.functional.linear(rows, weight))
+
+
+def memory_bytes_per_s(device: Device | None) -> float:
+    """At which a copy reads: computing cannot read weights faster."""
+    is_cuda = device is not None and device.place.type == "cuda"
+    size = (1 << 30) if is_cuda else (64 << 20)
+    one, two = (torch.ones(size, dtype=torch.uint8, device=device.place if device else _HOST) for _ in range(2))
+    return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))  # device memory is written as fast
+
+
+def _seconds(device: Device | None, work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_NUM_RUNS):
+        if device is not None:
+            device.synchronize(device.record(device.compute))
+        started = time.perf_counter()
+        work()
+        if device is not None:
+            device.synchronize(device.record(device.compute))
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[_NUM_WARM:])

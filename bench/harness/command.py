@@ -1,0 +1,213 @@
+"""How every command of `offload bench` begins and ends: its shared flags, its models, its proof, its result.
+
+A command is a function of a `Bench` and of the flags that it alone has. Invariant: what `--compare` or `--json` could
+refuse is refused before anything is measured, and with `--rows` a row is on disk when it is known.
+"""
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offload.bench.harness.compare import changes, require_same, tell
+from offload.bench.harness.gate import Proof, Written
+from offload.bench.harness.plain_reader import Reading, plain_rate
+from offload.bench.harness.prompts import Prompt, prompts
+from offload.bench.harness.record import Guard, Row, new_result, read, store, writable
+from offload.bench.harness.setting import CEILING_BYTES, Setting, find_setting, place_of, synthetic_setting
+from offload.bench.harness.text_table import aligned
+from offload.bench.harness.whole_file import whole
+from offload.cli import flags
+from offload.cli.console import Console
+from offload.errors import UserError
+
+
+def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -> tuple[Any, Any]:
+    return Annotated[kind, typer.Option(*names, help=told, **more)], default
+
+
+_TO_WRITE: dict[str, Any] = {"metavar": "FILE", "callback": writable}
+_FLAGS: dict[str, tuple[Any, Any]] = {  # name: how it is given, default
+    "model": _flag(str | None, "target; default: the packaged one, inflated", "--model", "-m", metavar="MODEL"),
+    "draft": _flag(str | None, "small model with the same vocabulary", "--draft", "-d", metavar="MODEL"),
+    "size": _flag(str, "how large to make the packaged target", metavar="SIZE", default="2GB"),
+    "layers": _flag(int | None, "instead: so many layers of a synthetic Llama-2-70B, made in memory", metavar="N"),
+    "device": _flag(str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"),
+    "gpu_mem": (flags.GpuMem, None),
+    "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
+    "source": _flag(
+        list[str] | None, "code, prose, chat or a text or .jsonl file; several", "--prompts", metavar="SET"
+    ),
+    "quick": _flag(bool, "up to four minutes on two cores, larger errors", "--quick", default=False),
+    "rows_file": _flag(Path | None, "append each row when it is known, one JSON object a line", "--rows", **_TO_WRITE),
+    "json_file": _flag(Path | None, "store the result", "--json", **_TO_WRITE),
+    "compare": _flag(Path | None, "flag what is slower than there beyond noise; exits with 1", metavar="OLD.json"),
+}
+MODELS, PLACE, ENDS = "model draft size layers", "device gpu_mem ram", "rows_file json_file"
+Tell = Callable[[int, int, str], None]  # done, in all, what
+
+
+class Bench:
+    """One command under way."""
+
+    def __init__(self, name: str, given: Mapping[str, Any], resources: ExitStack) -> None:
+        self.name, self._given, self._resources = name, given, resources
+        self.quick: bool = given.get("quick", False)
+        self.json_file: Path | None = given.get("json_file")
+        self.screen = Console(is_quiet=False)
+        self._old = None if given.get("compare") is None else read(given["compare"])
+        if self._old is not None:
+            require_same(self._old, name, {})
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether no file was named that is to be written or compared with."""
+        return not any(self._given.get(name) for name in ("json_file", "rows_file", "compare"))
+
+    def given(self, name: str) -> Any:
+        return self._given[name]
+
+    def setting(self, *, needs_draft: bool = False, is_run: bool = True) -> Setting:
+        """The models and the place that the flags name. Raises `UserError`."""
+        ask, device = self._given.get, self._given.get("device", "cpu")
+        place = place_of(device, ask("gpu_mem"))
+        with self.screen:
+            if ask("layers") is not None:
+                if ask("model") or ask("draft"):
+                    raise UserError("--layers makes the models: leave out --model and --draft, or leave it out")
+                setting = self._resources.enter_context(synthetic_setting(ask("layers"), ask("ram"), place["platform"]))
+            else:
+                setting = find_setting(
+                    ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen, is_run=is_run
+                )
+        if needs_draft and setting.draft is None:
+            raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
+        return setting._replace(**place)
+
+    def prompts(self, num_each: int) -> tuple[list[Prompt], list[str]]:
+        """Prompts of the sets that were asked for, and their names."""
+        found = prompts(self._given.get("source") or ["code"], num_each)
+        return found, [prompt.name for prompt in found]
+
+    def check_same(self, setting: Setting, **others: object) -> None:
+        """Refuse, before anything is measured, what `--compare` could not be compared with. Raises `UserError`."""
+        if self._old is not None:
+            require_same(self._old, self.name, {**setting.as_dict(), **others})
+
+    def row(self, row: Row) -> Row:
+        """Keep a row on disk, whatever happens next; returns it."""
+        if self._given.get("rows_file") is not None:
+            append_row(self._given["rows_file"], {"bench": self.name, **row})
+        return row
+
+    def finish(
+        self, rows: Sequence[Row], *, settings: Row, ceiling: Row, guards: Mapping[str, Guard] | None = None,
+        proof: Proof | None = None,
+    ) -> None:  # fmt: skip
+        """Store, compare, and end with one JSON line; what is slower beyond noise exits with 1."""
+        if proof is not None:
+            print(proof_line(proof))
+            settings = {**settings, "proof": proof._asdict()}
+        settings = {**settings, "quick": self.quick}
+        result = new_result(self.name, settings=settings, ceiling=ceiling, rows=rows, guards=guards or {})
+        if self.json_file is not None:
+            store(result, self.json_file)
+        found = [] if self._old is None else changes(self._old, result)
+        if self._old is not None:
+            tell(self._old, result, found)
+        print(json.dumps(result.as_dict()))
+        if any(one.is_worse for one in found):
+            raise typer.Exit(1)
+
+    def end(self, found: Row) -> None:
+        """The last line of a command that has an object of its own, stored with `--json`."""
+        if self.json_file is not None:
+            with whole(self.json_file) as place:
+                place.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(found), flush=True)
+
+    def prove(self, setting: Setting, written: Sequence[Written]) -> Proof:
+        """The gate of all tokens, with a line for who waits."""
+        with self.screen:
+            self.screen.wait("proving every token")
+            return setting.prove(written)
+
+
+def command(
+    name: str, *shared: str, examples: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make `main(bench, own flags)` the command `offload bench NAME` with these flags of `_FLAGS` before its own."""
+    names = [*" ".join((*shared, ENDS)).split()]
+
+    def wrap(main: Callable[..., None]) -> Callable[..., None]:
+        @wraps(main)
+        def run(**given: Any) -> None:
+            own = {key: given.pop(key) for key in list(given) if key not in names}
+            with ExitStack() as resources:
+                main(Bench(name, given, resources), **own)
+
+        own = list(inspect.signature(main, eval_str=True).parameters.values())[1:]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        common = [inspect.Parameter(n, kind, default=_FLAGS[n][1], annotation=_FLAGS[n][0]) for n in names]
+        both = [*(one.replace(kind=kind) for one in own), *common]
+        run.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in both}
+        run.epilog = "\n\n".join(["Examples:", *examples]) if examples else None  # type: ignore[attr-defined]
+        del run.__wrapped__
+        return run
+
+    return wrap
+
+
+def say_nothing(done: int, total: int, label: str) -> None:
+    """For those who measure without a screen."""
+
+
+def append_row(path: Path, row: Row) -> None:
+    """One more line, on disk when this returns. Raises `UserError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(f"cannot write --rows {path} ({error.strerror}): name another file") from None
+
+
+def say_ceiling(text: str, rate: float) -> float:
+    print(f"ceiling: {text}, {rate / 1e9:.3f} GB/s", flush=True)
+    return rate
+
+
+def say_link(setting: Setting) -> float:
+    """The ceiling of everything that streams from disk; what streams to a device has to say its own, with a plan."""
+    return say_ceiling(Reading().label, plain_rate(setting.shards, CEILING_BYTES))
+
+
+def say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    print(aligned([head, *rows]))
+
+
+def say_row(row: Row) -> None:
+    """One result as a block: name and value of each figure."""
+    print(*(f"{key}: {value}" for key, value in row.items()), sep="\n   ", end="\n\n", flush=True)
+
+
+def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:
+    """Refuse what is not known. Raises `UserError`."""
+    known = list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{flag} must be one of {', '.join(known)}, got {unknown[0]!r}: leave it out for all")
+
+
+def proof_line(proof: Proof) -> str:
+    told = f"{proof.num_exact} tokens are the reference's own draw in float32, {proof.num_near} within bf16 rounding"
+    others = f"; {proof.num_by_law} follow its distribution, {proof.sigmas:+.1f} standard errors off"
+    return f"gate: {told}{others if proof.num_by_law else ''}"

@@ -1,0 +1,154 @@
+"""The gate of every bench: no speed is printed for tokens that were not proved right.
+
+What a rule promises decides how it is proved. Where each token is the target's own draw (greedy, `match`, `topk`),
+every one must be the draw of the reference in float32, up to bf16 rounding. Rules that draw afresh promise a
+distribution: the surprise -log p(token) of all tokens together must lie as far from its mean, the entropy, as chance
+allows. That test sees tokens of another distribution or temperature; a single odd token may slip through it, and what
+stands behind are the tests of the rules.
+
+Invariant: proofs come after all measuring, so that the reference's memory and time are in no figure.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Sampling
+from offload.engine.decoder import Decoder
+from offload.engine.load import load, resident_model
+from offload.errors import UserError
+from offload.machine import available_ram_bytes
+from offload.model.kv_cache import KVCache
+from offload.model.weights import StreamedModel
+from offload.sampling.sampler import Sampler
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import chain
+from offload.tuning.audit import gaps_of, rounding
+from offload.verification.rules import find_rule
+
+MOST_SIGMAS = 5.0
+Score = Callable[[Sequence[int], Sequence[int]], Tensor]  # prompt, new ids -> logits (T, V) that predicted each new id
+
+
+class WrongTokenError(UserError):
+    """A token is not the reference's: nothing that was measured with it counts."""
+
+
+class Written(NamedTuple):
+    """One run to be proved."""
+
+    prompt_ids: list[int]
+    new_ids: list[int]
+    sampling: Sampling
+    rule: str
+
+
+class Proof(NamedTuple):
+    """What was found right; what is wrong raises."""
+
+    num_exact: int  # tokens that are the reference's own draw
+    num_near: int  # ... that miss it by no more than rounding
+    num_by_law: int  # ... of rules that promise a distribution only
+    sigmas: float  # by how much the surprise of the latter misses its mean; 0 where there are none
+
+
+def prove(written: Sequence[Written], score: Score) -> Proof:
+    """Prove every token.
+
+    Raises:
+        UserError: a token is not the reference's, or tokens do not follow its distribution.
+    """
+    gaps = [gap for run in written if _repeats_draws(run) for gap in _gaps(run, score)]
+    drawn = [run for run in written if not _repeats_draws(run)]
+    sigmas = surprise_sigmas([_distribution(run, score) for run in drawn])
+    if abs(sigmas) > MOST_SIGMAS:
+        raise UserError(
+            f"tokens miss the target's distribution by {sigmas:.1f} standard errors: no speed is worth printing"
+        )
+    num_near = sum(gap > 0 for gap in gaps)
+    return Proof(len(gaps) - num_near, num_near, sum(len(run.new_ids) for run in drawn), sigmas)
+
+
+def draws_hold(gaps: Sequence[float], sampling: Sampling) -> None:
+    """Refuse tokens that miss the reference's draw by more than rounding. Raises `WrongTokenError`."""
+    limit = rounding(sampling)
+    if gaps and max(gaps) > limit:
+        at = next(index for index, gap in enumerate(gaps) if gap > limit)
+        said = f"new token {at} is wrong, it misses the draw by {gaps[at]:.3f}"
+        raise WrongTokenError(f"{said}: no speed is worth printing")
+
+
+def surprise_sigmas(drawn: Sequence[tuple[Tensor, Sequence[int]]]) -> float:
+    """By how many standard errors the surprise of tokens misses its mean; infinite where probabilities are not numbers.
+
+    Args:
+        drawn: distributions (T, V) and the tokens that are said to be drawn from them.
+    """
+    excess = variance = 0.0
+    for p_TV, tokens in drawn:
+        log_TV = p_TV.double().clamp(min=1e-300).log()
+        mean_T = -(p_TV * log_TV).sum(1)
+        told_T = -log_TV[torch.arange(len(tokens)), torch.tensor(tokens)]
+        excess += float((told_T - mean_T).sum())
+        variance += float(((p_TV * log_TV**2).sum(1) - mean_T**2).sum())
+    sigmas = excess / max(variance, 1e-12) ** 0.5
+    return math.inf if math.isnan(sigmas) else sigmas
+
+
+@contextmanager
+def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterator[Score]:
+    """A `Score` of the original model in float32: resident where that fits into free memory, else streamed.
+
+    Args:
+        target: the model itself, or the small one that an inflated target was made from.
+    """
+    checkpoint = open_checkpoint(target)
+    num_bytes = sum(path.stat().st_size for path in checkpoint.shards)
+    if draft is None or 3 * num_bytes < available_ram_bytes():  # stored in 16 bits it doubles, and some is left
+        model = resident_model(checkpoint, "float32")
+        try:
+            yield lambda prompt_ids, new_ids: _resident_scores(model, [*prompt_ids, *new_ids], len(prompt_ids))
+        finally:
+            model.close()
+        return
+    with load(target, draft, ram, "chain:511", device="cpu", dtype="float32", profile="none") as decoder:
+        yield lambda prompt_ids, new_ids: _streamed_scores(decoder, prompt_ids, new_ids)
+
+
+def _resident_scores(model: StreamedModel, ids: list[int], start: int) -> Tensor:
+    causal_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    cache = KVCache(model.num_layers, len(ids))
+    return model.forward(torch.tensor(ids), torch.arange(len(ids)), causal_TT, cache)[start - 1 : -1]
+
+
+def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
+    decoder.target.reset()
+    ids, rows = [*prompt_ids, *new_ids], []
+    for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
+        path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
+        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo]).whole())
+        decoder.target.commit(range(len(path_N)))
+    return torch.cat(rows)
+
+
+def _repeats_draws(run: Written) -> bool:
+    return run.sampling.is_greedy or find_rule(run.rule).repeats_draws
+
+
+def _gaps(run: Written, score: Score) -> list[float]:
+    if not run.new_ids:
+        return []
+    gaps = gaps_of(score(run.prompt_ids, run.new_ids), len(run.prompt_ids), run.new_ids, run.sampling)
+    draws_hold(gaps, run.sampling)
+    return gaps
+
+
+def _distribution(run: Written, score: Score) -> tuple[Tensor, list[int]]:
+    logits_TV = score(run.prompt_ids, run.new_ids)
+    return Sampler(run.sampling, logits_TV.shape[1]).distribution(logits_TV), run.new_ids

@@ -1,0 +1,92 @@
+"""What was promised of a GPU, and what was seen: a row per measurement, a verdict per promise.
+
+A row is printed as soon as it is known. A promise is met when every row that counts for it is; one without a row was
+not measured, which is not the same.
+"""
+
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from offload.bench.harness.gate import WrongTokenError
+from offload.errors import reason
+
+Row = dict[str, Any]
+
+PROMISES = {
+    "link": "one-token sweep <= 1.05 x bytes / measured copy rate",
+    "hidden compute": "sweep of 768 rows <= 1.05 x the one-token sweep where the link is slower than computing",
+    "step": "draft + sweep <= 1.15 x the slower of both; draft step of 64 rows <= 1.5 x reading its weights",
+    "memory": "device peak <= --gpu-mem; page-locked <= 1.02 x the layers held",
+    "exact": "float32: the ids of transformers, all trees; bf16: where they part, a gap below rounding",
+    "against accelerate": ">= 10 x the tokens/s of accelerate's CPU offload",
+    "soak": "sweeps with poisoned slots: the same scores, no NaN, no drift in memory",
+}
+
+
+def row(
+    name: str, value: float, ceiling: float | None, limit: float | None, unit: str, *, promise: str | None = None
+) -> Row:
+    """A figure beside its ceiling; `limit` is what their ratio may be at most, of counts as many as possible."""
+    assert promise is None or promise in PROMISES, f"nobody promised {promise}"
+    ratio = value / ceiling if ceiling else None
+    is_met = None if limit is None or ratio is None else ratio <= limit
+    if unit in ("tokens", "sweeps"):
+        is_met = ratio is None or ratio >= 1.0
+    figures = {"value": value, "unit": unit, "ceiling": ceiling, "ratio": ratio}
+    return {"row": name, **figures, "at_most": limit, "is_met": is_met, "promise": promise}
+
+
+def attempt(name: str, promise: str | None, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows; what breaks becomes a row that says so, because the rows behind it are still worth having.
+
+    A wrong token breaks the promise of exactness, too.
+    """
+    try:
+        yield from rows
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        is_wrong = isinstance(error, WrongTokenError)
+        if is_wrong:
+            yield failure(name, "exact", error)
+        if promise is not None or not is_wrong:
+            yield failure(name, promise, error)
+
+
+def failure(name: str, promise: str | None, error: Exception) -> Row:
+    failed = {"row": f"{name}: failed", "value": 0.0, "unit": "", "is_met": False, "promise": promise}
+    return {**failed, "error": f"{type(error).__name__}: {reason(error)}"}
+
+
+def verdicts(rows: Sequence[Row]) -> list[Row]:
+    """For every promise what was wanted, what was seen, and whether it is met; None where nothing was measured."""
+    found = []
+    for promise, wanted in PROMISES.items():
+        own = [one for one in rows if one.get("promise") == promise]
+        seen = "; ".join(_seen(one) for one in own) or "not measured"
+        told = {one["is_met"] for one in own} - {None}
+        found.append({"promise": promise, "wanted": wanted, "seen": seen, "is_met": all(told) if told else None})
+    return found
+
+
+def row_line(one: Row) -> str:
+    value = f"{one['value']:10.4g} {one['unit']:6}"
+    beside = f"ceiling {one['ceiling']:9.4g}  ratio {one['ratio']:6.3f}" if one.get("ratio") is not None else ""
+    verdict = {True: "met", False: "MISSED", None: ""}[one.get("is_met")]
+    shown = ("s_per_token", "tokens_per_sweep", "draft_s", "stall_s", "times", "parts_at")
+    more = " ".join(f"{key} {one[key]:.4g}" for key in shown if one.get(key) is not None)
+    told = " ".join(str(one[key]) for key in ("error", "notes") if one.get(key))
+    return f"{one['row'][:70]:70} {value} {beside:34} {verdict:6} {more} {told}".rstrip()
+
+
+def verdict_lines(found: Sequence[Row]) -> list[str]:
+    words = {True: "met", False: "MISSED", None: "open"}
+    return [f"{words[one['is_met']]:6} {one['promise']}: {one['wanted']} | {one['seen']}" for one in found]
+
+
+def _seen(one: Row) -> str:
+    if one.get("error"):
+        return f"{one['row']} ({one['error']})"
+    ratio = "" if one["ratio"] is None else f", ratio {one['ratio']:.3f}"
+    return f"{one['value']:.4g} {one['unit']}{ratio}"

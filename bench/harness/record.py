@@ -1,0 +1,134 @@
+"""One result of a bench as JSON: what was measured, where, when and with which code.
+
+Every file has `bench`, `created`, `commit`, `machine`, `settings`, `ceiling`, `rows` and `guards`; the last are the
+figures that `--compare` watches. Invariant: what is stored is what was printed, and a file that lacks any of these
+names is refused when it is read.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from offload.bench.harness.whole_file import whole
+from offload.errors import UserError
+from offload.machine import available_ram_bytes, cpu_name
+
+SCHEMA = 1
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A figure with the observations behind it."""
+
+    samples: list[float]
+    better: Literal["higher", "lower"]
+    labels: list[str] = field(default_factory=list)  # of samples that another run repeats, such as its prompts
+
+    @property
+    def value(self) -> float:
+        return median(self.samples)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One run of one bench."""
+
+    bench: str
+    settings: Row
+    ceiling: Row
+    rows: list[Row]
+    guards: dict[str, Guard]
+    machine: Row
+    created: str
+    commit: str | None  # of the checkout that it ran from
+
+    def as_dict(self) -> Row:
+        fields = asdict(self)
+        guards = {name: {**fields["guards"][name], "value": guard.value} for name, guard in self.guards.items()}
+        return {"schema": SCHEMA, **fields, "guards": guards}
+
+
+def new_result(bench: str, *, settings: Row, ceiling: Row, rows: Sequence[Row], guards: dict[str, Guard]) -> Result:
+    return Result(
+        bench=bench,
+        settings=settings,
+        ceiling=ceiling,
+        rows=list(rows),
+        guards={name: guard for name, guard in guards.items() if guard.samples},
+        machine=this_machine(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=checkout_commit(),
+    )
+
+
+def this_machine() -> Row:
+    return {
+        "cpu": cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "available_bytes": available_ram_bytes(),
+        "load_average": os.getloadavg()[0],
+        "system": platform.system() + " " + platform.release(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
+def checkout_commit() -> str | None:
+    """The commit of this checkout, with a `+` where files differ from it; None outside of one."""
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists() or shutil.which("git") is None:
+        return None
+    ask = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+def store(result: Result, path: Path) -> None:
+    """Write a result. Raises `UserError` where that cannot be."""
+    try:
+        with whole(path) as place:
+            place.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write --json {path} ({error.strerror}): name another file") from None
+
+
+def writable(path: Path | None) -> Path | None:
+    """The same, where a file can be written there: known before anything is measured. Raises `UserError`."""
+    if path is not None:
+        folder = next(parent for parent in (path.parent, *path.absolute().parents) if parent.exists())
+        why = "it is a folder" if path.is_dir() else None if os.access(folder, os.W_OK) else f"{folder} is not yours"
+        why = why if folder.is_dir() else f"{folder} is no folder"
+        if why or (path.exists() and not os.access(path, os.W_OK)):
+            raise UserError(f"cannot write {path} ({why or 'it is not yours to write'}): name another file")
+    return path
+
+
+def read(path: Path) -> Result:
+    """A stored result. Raises `UserError` for anything else."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): give a file written by offload bench --json") from None
+    except ValueError:
+        raise UserError(f"{path} is not JSON: give a file written by offload bench --json") from None
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        raise UserError(f"{path} is no result of offload bench: give a file written with --json")
+    names = ("bench", "settings", "ceiling", "rows", "machine", "created", "commit")
+    try:
+        guards = dict[str, Guard]()
+        for name, told in stored["guards"].items():
+            guards[name] = Guard([float(value) for value in told["samples"]], told["better"], list(told["labels"]))
+        return Result(guards=guards, **{name: stored[name] for name in names})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is no whole result of offload bench ({error!r}): measure again") from None

@@ -1,0 +1,181 @@
+"""Models, budget and device of one bench: found once, opened by every command in the same way.
+
+Without a model the packaged pair is used, its target inflated, so every command runs on any machine. With `--layers N`
+the pair takes the shape of Llama-2 70B and 7B and is made in memory, for devices. `--device pretend` is the host in the
+role of a device: it shows that the commands work, and no speed of it means anything.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.bench.harness.gate import Proof, Written, prove, reference
+from offload.bench.harness.plain_reader import plain_rate
+from offload.bench.harness.pretend import PretendDevice, PretendPages
+from offload.bench.harness.synthetic import LLAMA_2_7B, LLAMA_2_70B, TINY, TINY_DRAFT, open_store, origin, sketch
+from offload.calibration.link import copy_bytes_per_s
+from offload.checkpoint.hub import fetch
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.cli.console import Console
+from offload.cli.demo import PAIR, inflated_target
+from offload.config import parse_size
+from offload.engine.decoder import Decoder
+from offload.engine.load import Platform, load
+from offload.errors import UserError
+from offload.machine import available_ram_bytes
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import plan_memory
+from offload.streaming.device import Device, open_device
+from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
+
+PROMPT_TOKENS, PRETEND = 128, "pretend"
+CEILING_BYTES = 400_000_000  # of one look at the link
+_COPY_BYTES = 64 << 20
+_FREE_SHARE = 0.9  # of free memory, to a model that is made there
+
+
+class Setting(NamedTuple):
+    """What one bench measures with."""
+
+    target: Path
+    draft: Path | None
+    origin: Path  # the model whose draws are right: the target, or the small one that it was made from
+    ram_bytes: int
+    device: str = "cpu"
+    gpu_memory: str | int | None = None
+    platform: Platform = Platform(None, open_store, open_pinned_allocator)
+
+    @property
+    def shards(self) -> Sequence[Path]:
+        return open_checkpoint(self.target).shards
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the target is made in memory, where no disk is read."""
+        return self.origin.parent == self.target.parent
+
+    def open(self, tree: str, **options: Any) -> Decoder:
+        """A decoder with room for that tree; `options` are those of `load`."""
+        place = {"device": self.platform, "gpu_memory": self.gpu_memory}
+        return load(self.target, self.draft, self.ram_bytes, tree, **{"profile": "none", **place, **options})
+
+    def open_streamed(self, tree: str, **options: Any) -> Decoder:
+        """The same with every layer streamed: the budget is the least that works. Raises `UserError`."""
+        target, draft = open_checkpoint(self.target), None if self.draft is None else open_checkpoint(self.draft)
+        how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
+        on_device = self.platform.device is not None
+        least = _least_budget(
+            lambda size: plan_for(target, draft, tree, how, size, self.ram_bytes if on_device else None)
+        )
+        budget: dict[str, Any] = (
+            {"gpu_memory": least, "ram_bytes": self.ram_bytes} if on_device else {"ram_bytes": least}
+        )
+        return self._replace(**budget).open(tree, **options)
+
+    def ceiling(self, plan: MemoryPlan) -> float:
+        """Bytes per second at which layers could arrive now: of a plain reader, or of copies to a device."""
+        device = self.platform.device
+        if device is None:
+            return plain_rate(self.shards, CEILING_BYTES)
+        arena = self.platform.open_pinned_allocator(device.place)
+        try:
+            seconds = plan.streamed_bytes / copy_bytes_per_s(device, arena.allocate(_COPY_BYTES).array)
+        finally:
+            arena.close()
+        if plan.disk_streamed_bytes and not self.is_synthetic:
+            seconds = max(seconds, plan.disk_streamed_bytes / plain_rate(self.shards, CEILING_BYTES))
+        return plan.streamed_bytes / seconds if seconds else float("inf")
+
+    def prove(self, written: Sequence[Written]) -> Proof:
+        """The gate; call it when all measuring is over and decoders are closed. Raises `UserError`."""
+        with reference(self.origin, None if self.is_synthetic else self.draft, self.ram_bytes) as score:
+            return prove(written, score)
+
+    def as_dict(self) -> dict[str, Any]:
+        target_bytes = sum(path.stat().st_size for path in self.shards)
+        names = {"target": self.target.name, "target_bytes": target_bytes, "draft": self.draft and self.draft.name}
+        return {**names, "ram_bytes": self.ram_bytes, "device": self.device, "gpu_memory": self.gpu_memory}
+
+
+def find_setting(
+    model: str | None, draft: str | None, size: str, ram: str | None, screen: Console, *, is_run: bool = True
+) -> Setting:
+    """The named models, or the packaged pair with a target of `size`. Raises `UserError`.
+
+    Args:
+        is_run: the target is to be decoded with, so what has no room is refused before it is fetched.
+    """
+    if model is not None:
+        check = partial(_require_room, ram) if is_run else lambda *headers: None
+        target, *small = fetch([model] if draft is None else [model, draft], check)
+        budget_bytes = parse_size(ram or sum(path.stat().st_size for path in target.shards) // 4, "--ram")
+        return Setting(target.directory, small[0].directory if small else None, target.directory, budget_bytes)
+    size_bytes = parse_size(size, "--size")
+    made = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
+    named = PAIR / "draft" if draft is None else open_checkpoint(draft).directory
+    return Setting(made, named, PAIR / "target", parse_size(ram or size_bytes // 4, "--ram"))
+
+
+def resident_pair(ram: str | None) -> Setting:
+    """The packaged pair as it is: what does not depend on streaming is measured on it."""
+    return Setting(PAIR / "target", PAIR / "draft", PAIR / "target", parse_size(ram or "2GiB", "--ram"))
+
+
+@contextmanager
+def synthetic_setting(num_layers: int, ram: str | None, platform: Platform) -> Iterator[Setting]:
+    """The pair in the shape of Llama-2 70B and 7B, as many layers; on the pretend device of some megabytes."""
+    is_tiny = platform.device is None or platform.device.place.type == "cpu"
+    shape, small = (TINY, TINY_DRAFT) if is_tiny else (LLAMA_2_70B, LLAMA_2_7B)
+    shape = shape._replace(num_layers=num_layers)
+    ram_bytes = int(_FREE_SHARE * available_ram_bytes()) if ram is None else parse_size(ram, "--ram")
+    if num_layers < TINY.num_layers or (not is_tiny and shape.layer_bytes * num_layers > ram_bytes):
+        fitting = max(0, ram_bytes // shape.layer_bytes)
+        raise UserError(
+            f"--layers must be {TINY.num_layers} to {fitting} in this --ram, got {num_layers}: change either"
+        )
+    with tempfile.TemporaryDirectory(prefix="offload-bench-") as name:
+        folder = Path(name)
+        sketched = sketch(PAIR / "target", folder / "target", shape), sketch(PAIR / "draft", folder / "draft", small)
+        yield Setting(*sketched, origin(PAIR / "target", folder / "origin", shape), ram_bytes)
+
+
+def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
+    """What a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
+    if device == PRETEND:
+        platform = Platform(PretendDevice(), open_store, lambda place: PinnedAllocator([PretendPages()]))
+        return {"device": PRETEND, "gpu_memory": gpu_memory or "1136MiB", "platform": platform}
+    opened: Device | None = open_device(device, gpu_memory)
+    name = str(opened.place) if opened else "cpu"
+    return {"device": name, "gpu_memory": gpu_memory, "platform": Platform(opened, open_store, open_pinned_allocator)}
+
+
+def plan_for(
+    target: Checkpoint, draft: Checkpoint | None, tree: str, how: dict[str, Any], budget: int, ram_bytes: int | None
+) -> MemoryPlan:
+    """The plan with that budget: of a device where `ram_bytes` is given, else of the host. Raises `UserError`."""
+    from offload.tree.spec import parse_tree
+
+    num_nodes = parse_tree(tree).num_nodes
+    if ram_bytes is None:
+        return plan_memory(target, draft, ram=budget, num_nodes=num_nodes, **how)
+    return plan_memory(target, draft, ram=ram_bytes, num_nodes=num_nodes, device="cuda", gpu=budget, **how)
+
+
+def _least_budget(plan: Callable[[int], MemoryPlan]) -> int:
+    too_small, enough = 0, 1 << 50
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        try:
+            plan(middle)
+            enough = middle
+        except UserError:
+            too_small = middle
+    return enough
+
+
+def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
+    """Refuse, from headers alone, a budget that is too small even for the least of runs. Raises `UserError`."""
+    plan_memory(target, draft, ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1)

@@ -1,0 +1,222 @@
+"""A synthetic checkpoint: the packaged pair in the shape of a large model, made in memory as it is asked for.
+
+The files have headers and holes; who reads through `MakingStore` gets the weights. What the large model computes is
+what the small one computes, so acceptance is real and every token can be proved: the small weights lie in a corner of
+the large matrices, everything else is random and meets zeros. Three things differ from padding by a power of four:
+
+- A head of 128 contains one of 32 because every fourth of its rotary frequencies is one of the small head's.
+- sqrt(8192 / 192) is no power of two, so norm weights round. `origin` writes the small model with the rounded ones, in
+  float32: the reference of the proof.
+- One hidden coordinate is the same for all tokens, too small to be seen by any norm (1e-6). The final norm enlarges it,
+  and the head makes of it a logit of -1000 or less for the ids that only the large vocabulary has.
+"""
+
+import json
+import math
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload.checkpoint.layout import Piece, SlabLayout
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.streaming.disk import HostStore
+
+NUM_MAKERS = 16  # threads that copy, each without torch
+NOTE = "synthetic.json"
+_POOL_ITEMS = 16 << 20  # random numbers that ballast is copied from
+_CONSTANT, _ENLARGED = 2.0**-10, 2.0**24  # of the hidden coordinate that the head turns into a logit of -1000 or less
+_LAYER = "model.layers.{}."
+
+
+class Shape(NamedTuple):
+    """Sizes of a Llama."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int  # the small model's 32, or 4 or 16 times that
+    ffn: int
+    vocabulary: int
+    num_layers: int
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * sum(math.prod(shape) for name, shape in self.tensors() if name.startswith(_LAYER.format(0)))
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        D, F, Q, G = self.hidden, self.ffn, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        yield from (
+            ("model.embed_tokens", (self.vocabulary, D)),
+            ("model.norm", (D,)),
+            ("lm_head", (self.vocabulary, D)),
+        )
+        parts = {"input_layernorm": (D,), "self_attn.q_proj": (Q, D), "self_attn.k_proj": (G, D),
+                 "self_attn.v_proj": (G, D), "self_attn.o_proj": (D, Q), "post_attention_layernorm": (D,),
+                 "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}  # fmt: skip
+        for layer in range(self.num_layers):
+            yield from ((_LAYER.format(layer) + name, shape) for name, shape in parts.items())
+
+
+LLAMA_2_70B = Shape(8192, 64, 8, 128, 28672, 32000, 80)
+LLAMA_2_7B = Shape(4096, 32, 32, 128, 11008, 32000, 32)
+TINY, TINY_DRAFT = Shape(768, 16, 4, 128, 768, 5000, 8), Shape(256, 4, 4, 128, 384, 5000, 3)
+
+
+def sketch(source: Path, folder: Path, shape: Shape) -> Path:
+    """A folder that reads as a checkpoint of that shape through `MakingStore`; it takes some kilobytes of disk."""
+    config = json.loads((source / "config.json").read_text())
+    eps = config["rms_norm_eps"] * config["hidden_size"] / shape.hidden
+    config |= {"hidden_size": shape.hidden, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+               "head_dim": shape.head_dim, "intermediate_size": shape.ffn, "vocab_size": shape.vocabulary,
+               "num_hidden_layers": shape.num_layers, "tie_word_embeddings": False, "rms_norm_eps": eps}  # fmt: skip
+    folder.mkdir(parents=True)
+    for path in source.glob("*token*.json"):
+        shutil.copyfile(path, folder / path.name)
+    header, end = dict[str, Any](), 0
+    for name, sizes in shape.tensors():
+        lo, end = end, end + 2 * math.prod(sizes)
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": sizes, "data_offsets": (lo, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 16)  # tensors begin 8 bytes off wide loads, as in half of all real files
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / NOTE).write_text(json.dumps({"source": str(source), "shape": shape._asdict()}))
+    return folder
+
+
+def origin(source: Path, folder: Path, shape: Shape) -> Path:
+    """The small model in float32 with the norms that the large one rounds to: it computes what the large one does."""
+    small = load_file(source / "model.safetensors")
+    factor = math.sqrt(shape.hidden / json.loads((source / "config.json").read_text())["hidden_size"])
+    for name, weight in small.items():
+        rounds = weight.ndim == 1
+        small[name] = (weight.float() / factor).bfloat16().float() * factor if rounds else weight.float()
+    shutil.copytree(source, folder)
+    save_file(small, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def open_store(shards: Sequence[Path], **options: Any) -> HostStore:
+    """The byte source of any checkpoint: one that was sketched is made, others are read."""
+    return MakingStore(shards) if (shards[0].parent / NOTE).is_file() else HostStore(shards, **options)
+
+
+class MakingStore(HostStore):
+    """Gives the weights of a sketch where its files have holes."""
+
+    def __init__(self, shards: Sequence[Path], **_: object) -> None:
+        super().__init__(shards)
+        note = json.loads((shards[0].parent / NOTE).read_text())
+        self._maker = _Maker(Path(note["source"]), Shape(**note["shape"]))
+        self._entries = sorted(open_checkpoint(shards[0].parent).tensors.items(), key=lambda one: one[1].lo)
+        self._makers = ThreadPoolExecutor(NUM_MAKERS, thread_name_prefix="bench-make")
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        """Start making a slab; see `HostStore.read`."""
+        parts = [part for piece in layout.pieces for part in self._within(piece)]
+        return [self._makers.submit(self._maker.fill, name, slab[at : at + size]) for name, at, size in parts]
+
+    def close(self) -> None:
+        self._makers.shutdown(wait=True, cancel_futures=True)
+        super().close()
+
+    def _within(self, piece: Piece) -> Iterator[tuple[str, int, int]]:
+        for name, entry in self._entries:
+            if piece.lo <= entry.lo and entry.hi <= piece.hi:
+                yield name.removesuffix(".weight"), piece.slab_lo + entry.lo - piece.lo, entry.hi - entry.lo
+
+
+class _Maker:
+    """Writes whole tensors, as bits of bf16: ballast or zeros, then the small weights over them."""
+
+    _pool = np.empty(0, np.uint16)
+    _lock = threading.Lock()
+
+    def __init__(self, source: Path, shape: Shape) -> None:
+        small = json.loads((source / "config.json").read_text())
+        self._weights, self._shape, self._sizes = load_file(source / "model.safetensors"), shape, dict(shape.tensors())
+        self._h, self._factor = small["hidden_size"], math.sqrt(shape.hidden / small["hidden_size"])
+        self._k, heads, self._groups = small["head_dim"], small["num_attention_heads"], small["num_key_value_heads"]
+        num_real, self._heads = small["num_hidden_layers"], [divmod(h, heads // self._groups) for h in range(heads)]
+        self._real = {(2 * real + 1) * shape.num_layers // (2 * num_real): real for real in range(num_real)}
+        assert shape.num_layers >= num_real and self._h < shape.hidden, "the small model must fit in"
+        assert math.isqrt(shape.head_dim // self._k) ** 2 * self._k == shape.head_dim, "q is scaled by a power of two"
+        with self._lock:
+            if not len(_Maker._pool):
+                ballast = np.random.default_rng(0).standard_normal(_POOL_ITEMS, dtype=np.float32) * np.float32(0.02)
+                _Maker._pool = (ballast.view(np.uint32) >> 16).astype(np.uint16)
+
+    def fill(self, name: str, slab: np.ndarray) -> None:
+        weight = slab.view(np.uint16) if slab.ctypes.data % 2 == 0 else np.empty(len(slab) // 2, np.uint16)
+        part = name.split(".", 3)[-1] if name.startswith("model.layers.") else name
+        if part in ("self_attn.o_proj", "mlp.down_proj", "lm_head"):
+            weight.fill(0)
+        else:
+            for lo in range(0, len(weight), _POOL_ITEMS):
+                weight[lo : lo + _POOL_ITEMS] = self._pool[: len(weight) - lo]
+        self._place(part, name, weight.reshape(self._sizes[name]))
+        if not np.shares_memory(weight, slab):
+            slab[:] = weight.view(np.uint8)
+
+    def _place(self, part: str, name: str, weight: np.ndarray) -> None:
+        h, constant = self._h, self._h  # the hidden coordinate behind the small ones
+        if part in ("model.embed_tokens", "lm_head"):
+            small = self._weights["model.embed_tokens.weight"]
+            weight[: len(small), : h + 1] = 0
+            weight[: len(small), :h] = _bits(small)
+            weight[:, constant] = _bits(torch.tensor(_CONSTANT))
+            if part == "lm_head":
+                weight[:, constant] = 0
+                weight[len(small) :, constant] = _bits(torch.tensor(-1.0))
+            else:
+                weight[:, h + 1 :] = 0
+        elif weight.ndim == 1:
+            small_name = self._small_name(name)
+            weight[:] = _bits(torch.tensor(1.0))
+            if small_name is not None:
+                weight[:h] = _bits(self._weights[small_name].float() / self._factor)
+            weight[constant] = _bits(torch.tensor(_ENLARGED if part == "model.norm" else 0.0))
+        elif (small_name := self._small_name(name)) is not None:
+            self._place_matrix(part, self._weights[small_name], weight)
+
+    def _small_name(self, name: str) -> str | None:
+        """Of the small tensor that lies in this one; None in a layer that was put between."""
+        if not name.startswith("model.layers."):
+            return f"{name}.weight"
+        _, _, layer, part = name.split(".", 3)
+        return f"{_LAYER.format(self._real[int(layer)])}{part}.weight" if int(layer) in self._real else None
+
+    def _place_matrix(self, part: str, small: torch.Tensor, weight: np.ndarray) -> None:
+        h, K, k, ratio = self._h, self._shape.head_dim, self._k, self._shape.head_dim // self._k
+        per_group = self._shape.heads // self._shape.kv_heads
+        if part in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+            weight[: small.shape[0], : small.shape[1]] = _bits(small)
+            return
+        turned = np.concatenate([np.arange(k // 2) * ratio, K // 2 + np.arange(k // 2) * ratio])
+        for index, (group, one) in enumerate(self._heads):
+            is_wide = per_group >= len(self._heads) // self._groups
+            kv = group if is_wide else index  # a group too narrow for the small one's heads: keys and values twice
+            head = kv * per_group + (one if is_wide else 0)
+            own, shared = slice(index * k, (index + 1) * k), slice(group * k, (group + 1) * k)
+            if part == "self_attn.q_proj":
+                weight[head * K + turned, :h] = _bits(small[own].float() * math.isqrt(ratio))
+            elif part == "self_attn.k_proj":
+                weight[kv * K : (kv + 1) * K] = 0
+                weight[kv * K + turned, :h] = _bits(small[shared])
+            elif part == "self_attn.v_proj":
+                weight[kv * K : kv * K + k, :h] = _bits(small[shared])
+            else:
+                weight[:h, head * K : head * K + k] = _bits(small[:, own])
+
+
+def _bits(values: torch.Tensor) -> np.ndarray:
+    return values.bfloat16().view(torch.int16).numpy().view(np.uint16)

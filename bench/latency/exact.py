@@ -1,0 +1,103 @@
+"""The gate of a place: every layer streamed, every tree writes the ids of transformers, before anything is timed there.
+
+In float32 they are equal, whatever the tree. In bf16 a tree and a single row round differently, so the two may part
+where two tokens lie closer than rounding; from there on they write different texts, so only the first such place says
+anything.
+
+    offload bench gate --device cuda -n 60
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from offload.bench.harness.command import PLACE, Bench, command
+from offload.bench.harness.gate import WrongTokenError
+from offload.bench.harness.promises import Row, row, row_line
+from offload.bench.harness.setting import Setting, resident_pair
+from offload.cli.demo import PROMPT
+from offload.tuning.audit import BF16_NOISE
+
+TREES = ("none", "chain:8", "sequences:7x9", "64x16", "grown:64x16")
+_LARGEST, _CONTEXT = "64x16", 768
+
+
+def gates(setting: Setting, prompt: str, num_new: int) -> Iterator[Row]:
+    """Both types; how far apart bf16 may be is a promise, and every run in it is proved once more.
+
+    Raises:
+        WrongTokenError: an id is wrong in float32, or a run in bf16 ends before the reference does.
+    """
+    place = setting.platform.device.place if setting.platform.device else torch.device("cpu")
+    prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.float32, num_new)
+    for tree, ours in streamed_ids(setting, prompt_ids, num_new, "float32", TREES):
+        if ours != wanted:
+            raise WrongTokenError(f"{tree}: not the ids of transformers in float32, so nothing is timed")
+    yield row("gate: float32 greedy ids equal transformers", len(wanted), len(wanted), 1.0, "tokens", promise="exact")
+    yield from in_bf16(setting, prompt, place, num_new)
+
+
+def reference_ids(
+    model: Path, prompt: str, place: torch.device, dtype: torch.dtype, num_new: int
+) -> tuple[list[int], list[int]]:
+    """The prompt's ids, and what transformers writes behind them."""
+    ids = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")["input_ids"].to(place)
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(place).eval()
+    out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False)
+    return ids[0].tolist(), out[0, ids.shape[1] :].tolist()
+
+
+def streamed_ids(
+    setting: Setting, prompt_ids: Sequence[int], num_new: int, dtype: str, trees: Sequence[str]
+) -> Iterator[tuple[str, list[int]]]:
+    """What we write with each tree while every layer is streamed."""
+    with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT) as decoder:
+        assert not any(decoder.plan.is_resident), "a layer stays, which would not be tested"
+        for tree in trees:
+            yield tree, decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids
+
+
+def in_bf16(setting: Setting, prompt: str, place: torch.device, num_new: int) -> Iterator[Row]:
+    """For each tree by how much the reference prefers its own token where ids part; 0 where they do not."""
+    prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.bfloat16, num_new)
+    for tree, ours in streamed_ids(setting, prompt_ids, num_new, "bfloat16", ("none", "64x16")):
+        at = next((i for i, (one, other) in enumerate(zip(ours, wanted, strict=False)) if one != other), None)
+        if at is None and len(ours) != len(wanted):
+            raise WrongTokenError(f"{tree}: {len(ours)} of {len(wanted)} tokens in bfloat16, so nothing is timed")
+        gap = 0.0
+        if at is not None:
+            logits_V = next_logits(setting.target, [*prompt_ids, *wanted[:at]], place)
+            gap = float(logits_V.float().max() - logits_V[ours[at]].float())
+        name = f"gate: bf16, {tree}: gap of the reference where ids part"
+        yield {**row(name, gap, BF16_NOISE, 1.0, "logits", promise="exact"), "parts_at": at}
+
+
+def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
+    """Logits (V,) of transformers in bf16 behind these ids."""
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(place).eval()
+    with torch.inference_mode():
+        logits: Tensor = theirs(torch.tensor([list(ids)], device=place)).logits[0, -1]
+    return logits
+
+
+@command("gate", PLACE)
+def main(
+    bench: Bench,
+    max_tokens: Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="of each run")] = 60,
+) -> None:
+    """Does every tree write what transformers writes here, every layer streamed? Exits with 2 where one does not."""
+    logging.disable_progress_bar()  # of weights that take a blink to load
+    place, rows = bench.setting(), []
+    setting = resident_pair("4GiB")._replace(device=place.device, gpu_memory=place.gpu_memory, platform=place.platform)
+    for one in gates(setting, PROMPT, max_tokens):
+        rows.append(bench.row(one))
+        print(row_line(one), flush=True)
+    if not all(one["is_met"] for one in rows):
+        raise WrongTokenError("bf16 misses by more than rounding: no speed is worth printing")
+    bench.finish(rows, settings=setting.as_dict(), ceiling={"logits": BF16_NOISE})

@@ -1,0 +1,69 @@
+"""What accelerate's CPU offload takes for a token of the same model on the same device.
+
+Its layers are as many and as large as ours, and as many of them stay on the device. All streamed layers share the
+weights of two, which lie in ordinary memory as its users have them: a copy takes as long wherever it comes from, and
+there is no room for a second copy of the model. What it writes is therefore noise, and only its time counts.
+"""
+
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from accelerate import cpu_offload, init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from offload.streaming.device import Device
+
+_NUM_TOKENS, _NUM_SHARED = 3, 2
+
+
+def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: bool) -> float:
+    """Seconds per token.
+
+    Args:
+        model: folder with a config; its weights are not read.
+        num_resident: layers that stay on the device.
+        is_pinned: whether its weights are page-locked for it, which only a device can do.
+    """
+    with init_empty_weights(include_buffers=False):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).eval()
+    layers = theirs.get_decoder().layers
+    for part in (theirs.get_input_embeddings(), theirs.get_output_embeddings(), theirs.get_decoder().norm):
+        _give(part, _weights(part, device.place))
+    theirs.get_decoder().rotary_emb.to(device.place)
+    if num_resident:
+        stays = _weights(layers[0], device.place)
+        for layer in layers[:num_resident]:
+            _give(layer, stays)
+    sources = [_weights(layers[-1], torch.device("cpu"), is_pinned) for _ in range(_NUM_SHARED)]
+    for index, layer in enumerate(layers[num_resident:]):
+        _give(layer, sources[index % _NUM_SHARED])
+        cpu_offload(layer, execution_device=device.place)
+    return _token_s(theirs, device)
+
+
+def _weights(module: nn.Module, place: torch.device, is_pinned: bool = False) -> dict[str, nn.Parameter]:
+    made = {}
+    for name, like in module.named_parameters():
+        weight = torch.empty(like.shape, dtype=torch.bfloat16, device=place, pin_memory=is_pinned).fill_(0.01)
+        made[name] = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+def _give(module: nn.Module, weights: dict[str, nn.Parameter]) -> None:
+    for name, weight in weights.items():
+        owner, _, key = name.rpartition(".")
+        module.get_submodule(owner)._parameters[key] = weight
+
+
+@torch.inference_mode()
+def _token_s(model: nn.Module, device: Device) -> float:
+    cache, seconds, token = None, [], torch.tensor([[5]], device=device.place)
+    for _ in range(_NUM_TOKENS + 1):
+        started = time.perf_counter()
+        cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+        device.synchronize(device.record(device.compute))
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:])

@@ -1,0 +1,113 @@
+"""The same weights for llama.cpp: a Llama checkpoint written as GGUF, bit for bit where the format allows it.
+
+Matrices keep their 16 bits; norms become float32, as llama.cpp wants them. Rows of the query and key projections are
+reordered: its rotary embedding turns neighbours (2i, 2i+1) where Hugging Face's turns (i, i + K/2). No vocabulary is
+written, because the bench speaks in token ids.
+
+    python -m offload.bench.peers.gguf_writer FOLDER FILE.gguf
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offload.bench.harness.whole_file import whole
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.errors import UserError
+
+_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_IN_LAYER = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}  # fmt: skip
+
+
+def write_gguf(source: Path, destination: Path) -> None:
+    """Write `source` as one file; it appears under its name when it is whole.
+
+    Raises:
+        UserError: not a plain Llama in bf16.
+    """
+    checkpoint = open_checkpoint(source)
+    _check(checkpoint)
+    import gguf
+
+    with whole(destination) as place:
+        writer = gguf.GGUFWriter(place, "llama")
+        _add_metadata(writer, checkpoint.config)
+        for name, values in _tensors(checkpoint):  # float32, or bf16 as uint16
+            is_norm = values.dtype == np.float32
+            writer.add_tensor(name, values, raw_dtype=None if is_norm else gguf.GGMLQuantizationType.BF16)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of a query or key projection in the order of llama.cpp: both halves of each head interleaved."""
+    num_rows, width = rows_RD.shape
+    halves = rows_RD.reshape(num_heads, 2, num_rows // num_heads // 2, width)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(num_rows, width)
+
+
+def _add_metadata(writer: Any, config: dict[str, Any]) -> None:
+    head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    told = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "vocab_size": "vocab_size",
+            "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+            "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads",
+            "layer_norm_rms_eps": "rms_norm_eps"}  # fmt: skip
+    for name, key in told.items():
+        getattr(writer, f"add_{name}")(config[key])
+    for name in ("key_length", "value_length", "rope_dimension_count"):
+        getattr(writer, f"add_{name}")(head_width)
+    writer.add_rope_freq_base(_rope(config)["rope_theta"])
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
+    """All of them; matrices are views of the mapped files, so that writing takes no memory."""
+    config = checkpoint.config
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    shards = [np.memmap(path, dtype=np.uint8, mode="r") for path in checkpoint.shards]
+    for name, entry in checkpoint.tensors.items():
+        new_name = _gguf_name(name)
+        values = shards[entry.shard][entry.lo : entry.hi].view(np.uint16).reshape(entry.shape)
+        part = new_name.split(".")[-2]
+        if part in heads:
+            values = reordered(values, heads[part])
+        yield new_name, _widened(values) if values.ndim == 1 else values
+
+
+def _gguf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem in _OUTER:
+        return f"{_OUTER[stem]}.weight"
+    _, _, index, part = stem.split(".", 3)
+    return f"blk.{index}.{_IN_LAYER[part]}.weight"
+
+
+def _widened(bf16: np.ndarray) -> np.ndarray:
+    return (bf16.astype(np.uint32) << 16).view(np.float32)
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    config, name = checkpoint.config, checkpoint.directory.name
+    if config.get("model_type") != "llama" or _rope(config)["rope_type"] != "default":
+        raise UserError(f"{name}: only a Llama with plain rotary positions is written as GGUF: leave llama.cpp out")
+    for tensor, entry in checkpoint.tensors.items():
+        stem = tensor.removesuffix(".weight")
+        is_known = stem in _OUTER or (stem.startswith("model.layers.") and stem.split(".", 3)[-1] in _IN_LAYER)
+        if entry.dtype != "BF16" or not is_known:
+            raise UserError(f"{name}: {tensor} is not bf16 or has no place in a GGUF Llama: leave llama.cpp out")
+
+
+if __name__ == "__main__":
+    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,58 @@
+"""`transformers` beyond memory: layers that accelerate loads from disk for every pass, or the mapped file as it is.
+
+Options: `weights` is `disk` or `mmap`; `assistant` is None or settings of an assistant model, {} for its defaults;
+`lookup` is the number of tokens of prompt lookup, 0 without.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from offload.bench.peers.child import Emit, Order, free_bytes
+
+_LAYER_ROOM_BYTES = 256 << 20  # for the layer at work, activations, keys and values
+
+
+class Transformers:
+    """A model as `from_pretrained` makes it, and `generate`."""
+
+    def __init__(self, order: Order) -> None:
+        is_disk = order.options["weights"] == "disk"  # as many layers in memory as the cap leaves room for
+        room = {"device_map": "auto", "max_memory": {"cpu": free_bytes(order) - _LAYER_ROOM_BYTES}} if is_disk else {}
+        self._model = AutoModelForCausalLM.from_pretrained(order.target, dtype=torch.bfloat16, **room)
+        self._options: dict[str, Any] = {}
+        if order.options["assistant"] is not None:
+            assistant = AutoModelForCausalLM.from_pretrained(order.draft, dtype=torch.bfloat16)
+            assistant.generation_config.update(**order.options["assistant"])
+            self._options["assistant_model"] = assistant
+        if order.options["lookup"]:
+            self._options["prompt_lookup_num_tokens"] = order.options["lookup"]
+
+    def use_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
+    def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
+        prompt_1T = torch.tensor([prompt_ids])
+        limits = {"max_new_tokens": num_tokens, "max_time": limit_s, "do_sample": False}
+        more = {"attention_mask": torch.ones_like(prompt_1T), "streamer": _Bursts(emit)}
+        self._model.generate(prompt_1T, **limits, **more, **self._options)
+
+
+class _Bursts(BaseStreamer):
+    """Hands on what `generate` streams, without the prompt that comes first."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit, self._is_prompt = emit, True
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._is_prompt:
+            self._emit(value.flatten().tolist())
+        self._is_prompt = False
+
+    def end(self) -> None: ...
+
+
+def open_peer(order: Order) -> Transformers:
+    return Transformers(order)

@@ -1,0 +1,66 @@
+"""llama.cpp through llama-cpp-python, on the mapped GGUF; option `draft_tokens` is the draft's n-max, 0 without one."""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from time import perf_counter
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp.llama_speculative import LlamaDraftModel
+
+from offload.bench.peers.child import Emit, Order
+
+_CONTEXT = 512
+_GREEDY = {"temp": 0.0, "top_k": 1, "repeat_penalty": 1.0}
+
+
+class LlamaCpp:
+    """One context of the target, and one of the draft where asked for."""
+
+    def __init__(self, order: Order) -> None:
+        num_drafted = order.options["draft_tokens"]
+        self._draft = _Draft(order.draft, num_drafted) if num_drafted else None
+        self._model = _open(order.target, self._draft)
+
+    def use_threads(self, count: int) -> None:
+        for model in (self._model, *([self._draft.model] if self._draft else [])):
+            llama_cpp.llama_set_n_threads(model.ctx, count, count)
+
+    def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
+        stop, burst = perf_counter() + limit_s, list[int]()
+
+        def end_pass() -> None:
+            emit(burst.copy())
+            burst.clear()
+
+        if self._draft:
+            self._draft.before = end_pass
+        self._model.reset()
+        for token in islice(self._model.generate(prompt_ids, **_GREEDY), num_tokens):
+            burst.append(int(token))
+            if not self._draft:
+                end_pass()
+            if perf_counter() > stop:
+                break
+
+
+class _Draft(LlamaDraftModel):
+    """Continues greedily with a small model, which keeps the keys and values of what the texts share."""
+
+    def __init__(self, path: str, num_tokens: int) -> None:
+        self.model, self._num_tokens = _open(path, None), num_tokens
+        self.before: Callable[[], None] = lambda: None  # called when a pass of the target is over
+
+    def __call__(self, input_ids: Sequence[int], /, **_: Any) -> np.ndarray:
+        self.before()
+        tokens = self.model.generate([int(token) for token in input_ids], **_GREEDY)
+        return np.fromiter(islice(tokens, self._num_tokens), dtype=np.intc)
+
+
+def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:
+    return llama_cpp.Llama(path, n_ctx=_CONTEXT, draft_model=draft, use_mmap=True, verbose=False)
+
+
+def open_peer(order: Order) -> LlamaCpp:
+    return LlamaCpp(order)

@@ -1,0 +1,40 @@
+"""Our own decoder as one of the compared programs; option `tree` is that of `--tree`."""
+
+from itertools import takewhile
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from offload.bench.peers.child import Emit, Order, free_bytes
+from offload.config import Sampling
+from offload.engine.load import load
+
+_MARGIN_BYTES = 96 << 20  # libraries that the first run imports, tables of the kernel
+
+
+class Ours:
+    """A decoder whose budget is what the cap leaves beside the imported libraries."""
+
+    def __init__(self, order: Order) -> None:
+        _ = torch.__version__, transformers.AutoModelForCausalLM  # imported lazily: now, so that it is counted
+        ram_bytes = free_bytes(order) - _MARGIN_BYTES
+        how: dict[str, Any] = {"device": "cpu", "context": 512}  # the others have no device either
+        self._decoder = load(order.target, order.draft, ram=ram_bytes, tree=order.options["tree"], **how)
+
+    def use_threads(self, count: int) -> None:
+        torch.set_num_threads(count)
+
+    def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
+        run = self._decoder.run(prompt_ids, Sampling(), max_new_tokens=num_tokens)
+        num_seen, stop = 0, perf_counter() + limit_s
+        for _ in takewhile(lambda _: perf_counter() < stop, run):
+            token_ids = run.result().token_ids
+            if len(token_ids) > num_seen:
+                emit(token_ids[num_seen:])
+            num_seen = len(token_ids)
+
+
+def open_peer(order: Order) -> Ours:
+    return Ours(order)

@@ -1,0 +1,268 @@
+"""The same model, prompts and memory for other programs: how many times more tokens per second ours gives.
+
+Every program runs in a process and a memory group of its own, whose cap counts the page cache too, greedily and on the
+same prompts; slow ones get fewer of them and fewer new tokens, as the table says. Each may use the better of one and
+two threads; ours chooses for itself. Ours is measured first and last, because disks drift. No speed is printed for
+tokens that the original model, resident in float32, would not have chosen.
+
+    offload bench peers --quick                            13 to 15 minutes on two cores
+    offload bench peers --quick --peer mmap --python ~/others/bin/python
+
+Programs that are not installed are listed as missing; `--python` names another interpreter that has them.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from offload.bench.harness.command import Bench, command, one_of, say_link
+from offload.bench.harness.prompts import prompts
+from offload.bench.harness.record import Guard, Row
+from offload.bench.harness.setting import PROMPT_TOKENS, find_setting
+from offload.bench.harness.text_table import aligned
+from offload.bench.peers.child import Order, rate
+from offload.bench.peers.run import Outcome, gguf_file, interpreter_with, last_line, proved, run_child
+from offload.cli.demo import cache_folder
+from offload.config import parse_size
+from offload.engine.text import encode_prompt, load_tokenizer
+from offload.errors import UserError
+
+OURS, QUICK_LIMIT_S, FULL_LIMIT_S = "ours", 60.0, 240.0
+_ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
+
+
+class Program(NamedTuple):
+    """One way to decode, and how much of it is measured in quick mode."""
+
+    title: str
+    module: str  # has `open_peer`
+    options: dict[str, Any]  # see the module
+    needs: tuple[str, ...]  # what the interpreter must be able to import
+    num_tokens: int  # new ones per prompt; four times as many without --quick
+    num_prompts: int
+    wanted: float | None = None  # at least: our tokens per second / theirs
+    threads: tuple[int, ...] = (1, 2)
+
+    @property
+    def reads_gguf(self) -> bool:
+        """Whether it wants the weights in llama.cpp's format."""
+        return "gguf" in self.needs
+
+
+def _ours(tree: str, size: tuple[int, int], wanted: float | None) -> Program:
+    needs = ("torch", "transformers")
+    return Program(f"ours, --tree {tree}", f"{_HERE}.ours", {"tree": tree}, needs, *size, wanted, threads=())
+
+
+def _transformers(title: str, size: tuple[int, int], wanted: float | None, **options: Any) -> Program:
+    options = {"weights": "disk", "assistant": None, "lookup": 0, **options}
+    return Program(title, f"{_HERE}.hugging_face", options, ("transformers", "accelerate"), *size, wanted)
+
+
+def _llama_cpp(title: str, draft_tokens: int, size: tuple[int, int], wanted: float) -> Program:
+    options = {"draft_tokens": draft_tokens}
+    return Program(title, f"{_HERE}.llama_cpp", options, ("llama_cpp", "gguf"), *size, wanted)
+
+
+_HERE = "offload.bench.peers"
+_TUNED = {
+    "num_assistant_tokens": 16,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+_ONE_BY_ONE, _DRAFTED = (8, 2), (20, 6)  # (new tokens, prompts)
+PROGRAMS: dict[str, Program] = {
+    OURS: _ours("grown:128x20", _DRAFTED, None),
+    "none": _ours("none", _ONE_BY_ONE, 5),
+    "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
+    "disk-assistant": _transformers("disk offload, assistant at its defaults", (12, 6), None, assistant={}),
+    "disk-tuned": _transformers("disk offload, assistant tuned", _DRAFTED, 3, assistant=_TUNED),
+    "disk-lookup": _transformers("disk offload, prompt lookup", (8, 6), None, lookup=10),
+    "mmap": _transformers("transformers on the mmap", _ONE_BY_ONE, 8, weights="mmap"),
+    "mmap-tuned": _transformers("the mmap, assistant tuned", _DRAFTED, 3, weights="mmap", assistant=_TUNED),
+    "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 8),
+    "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 16", 16, _DRAFTED, 2.5),
+}
+
+
+class Setting(NamedTuple):
+    """What all programs have in common."""
+
+    target: Path
+    draft: Path
+    model: Path  # small, computes what the target computes: the gate asks it
+    gguf_folder: Path
+    prompts: list[list[int]]
+    cap_bytes: int
+    pythons: tuple[str, ...]
+    is_quick: bool = True
+
+
+def compare(
+    names: Sequence[str], programs: Mapping[str, Program], setting: Setting, say: Callable[[Row], Any]
+) -> list[Row]:
+    """Measure ours, the named programs and ours again; the rows, ours first, with their ratios.
+
+    Args:
+        say: hears of every row once it is known; ratios are only in what is returned.
+    """
+    outcomes: dict[str, Outcome] = {}
+    for name in (OURS, *(name for name in names if name != OURS), OURS):
+        outcome = measure(programs[name], setting)
+        outcomes[name] = _joined(outcomes[name], outcome) if name in outcomes else outcome
+        say(_row(name, programs[name], outcome))
+    rows = [_row(name, programs[name], outcome) for name, outcome in outcomes.items()]
+    ours = rows[0].get("tokens_per_s")
+    return [{**row, **_ratio(ours, row, programs[row["peer"]].wanted)} for row in rows]
+
+
+def measure(program: Program, setting: Setting) -> Outcome:
+    python = interpreter_with(program.needs, setting.pythons)
+    if python is None:
+        return Outcome(reason=f"missing: no interpreter here can import {' and '.join(program.needs)}")
+    target, draft = setting.target, setting.draft
+    try:
+        if program.reads_gguf:
+            target, draft = (gguf_file(path, setting.gguf_folder, python) for path in (target, draft))
+    except subprocess.CalledProcessError as error:
+        return Outcome(reason=f"failed: {last_line(error.stderr)}")
+    order = Order(
+        module=program.module,
+        options=program.options,
+        target=str(target),
+        draft=str(draft),
+        prompts=setting.prompts[: program.num_prompts],
+        num_tokens=program.num_tokens if setting.is_quick else min(4 * program.num_tokens, _ROOM_FOR_NEW),
+        limit_s=QUICK_LIMIT_S if setting.is_quick else FULL_LIMIT_S,
+        threads=list(program.threads),
+        cap_bytes=setting.cap_bytes,
+        group=None,
+    )
+    return proved(run_child(python, order), setting.model, setting.prompts)
+
+
+def _joined(first: Outcome, second: Outcome) -> Outcome:
+    if first.reason or second.reason:
+        return Outcome(reason=first.reason or second.reason)
+    peaks = [each.peak_bytes for each in (first, second) if each.peak_bytes is not None]
+    return second._replace(
+        runs=[*first.runs, *second.runs],
+        num_near=first.num_near + second.num_near,
+        is_capped=first.is_capped and second.is_capped,
+        peak_bytes=max(peaks, default=None),
+        rss_bytes=max(first.rss_bytes, second.rss_bytes),
+    )
+
+
+def _row(name: str, program: Program, outcome: Outcome) -> Row:
+    row: Row = {"peer": name, "title": program.title}
+    if outcome.reason:
+        return {**row, "reason": outcome.reason}
+    runs = list(outcome.runs)
+    num_tokens = sum(run.num_decoded for run in runs)
+    same = ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s")
+    return {
+        **row,
+        "tokens_per_s": rate(runs),
+        "s_per_token": 1 / rate(runs),
+        "tokens_per_s_by_prompt": [rate([run]) for run in runs],
+        "tokens_per_pass": num_tokens / sum(len(run.bursts) - 1 for run in runs),
+        "first_token_s": mean(run.bursts[0][0] for run in runs),
+        "num_tokens": num_tokens,
+        "prompts": [run.prompt for run in runs],
+        "num_prompts": len({run.prompt for run in runs}),
+        "threads": outcome.num_threads,
+        "near_ties": outcome.num_near,
+        **{key: getattr(outcome, key) for key in same},
+    }
+
+
+def _ratio(ours: float | None, row: Row, wanted: float | None) -> Row:
+    if ours is None or row["peer"] == OURS or "tokens_per_s" not in row:
+        return {}
+    ratio = ours / row["tokens_per_s"]
+    return {"ratio": ratio} if wanted is None else {"ratio": ratio, "wanted": wanted, "is_met": ratio >= wanted}
+
+
+def table(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Heading and one line per row, as text; a row without figures says why."""
+    yield ["", "tokens/s", "s/token", "ours / it", "wanted", "a pass", "tokens", "prompts", "threads",
+           "first token", "memory"]  # fmt: skip
+    for row in rows:
+        yield [row["title"], row["reason"]] if "reason" in row else _cells(row)
+
+
+def _cells(row: Row) -> list[str]:
+    ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
+    wanted = f">= {row['wanted']:g} {'met' if row['is_met'] else 'MISSED'}" if "wanted" in row else ""
+    held = f"{row['peak_bytes'] / 1e9:.2f} GB" if row["is_capped"] and row["peak_bytes"] else "uncapped"
+    rates = [f"{row['tokens_per_s']:.2f}", f"{row['s_per_token']:.3f}", ratio, wanted]
+    counts = [f"{row['tokens_per_pass']:.1f}", str(row["num_tokens"]), str(row["num_prompts"])]
+    return [row["title"], *rates, *counts, str(row["threads"] or "own"), f"{row['first_token_s']:.1f} s", held]
+
+
+def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
+    """Ours / theirs, prompt by prompt: absolute speed is the disk's affair."""
+    ours = _rates(rows[0])
+    guards = {}
+    for row in rows[1:]:
+        ratios = {str(prompt): ours[prompt] / theirs for prompt, theirs in _rates(row).items() if prompt in ours}
+        guards[f"ours / {row['peer']}"] = Guard(list(ratios.values()), "higher", list(ratios))
+    return guards
+
+
+def _rates(row: Row) -> dict[int, float]:
+    pairs = list(zip(row.get("prompts", ()), row.get("tokens_per_s_by_prompt", ()), strict=True))
+    return {prompt: mean(one for other, one in pairs if other == prompt) for prompt, _ in pairs}
+
+
+@command(
+    *("peers", "size quick compare"),
+    examples=[
+        "offload bench peers --quick",
+        "offload bench peers --quick --peer none --peer llama-draft --python ~/others/bin/python --json peers.json",
+    ],
+)
+def main(
+    bench: Bench,
+    peer: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all")
+    ] = None,
+    cap: Annotated[str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")] = "1.2GB",
+    python: Annotated[
+        str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")
+    ] = None,
+) -> None:
+    """How many times more tokens per second than other programs, with the same files, prompts and memory?"""
+    one_of(peer or (), PROGRAMS, "--peer")
+    if python is not None and shutil.which(python) is None:
+        raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
+    cap_bytes, found = parse_size(cap, "--cap"), find_setting(None, None, bench.given("size"), None, bench.screen)
+    tokenizer = load_tokenizer(found.origin)
+    assert tokenizer is not None and found.draft is not None, "the packaged pair has both"
+    texts = prompts(["code"], max(program.num_prompts for program in PROGRAMS.values()))
+    ids = [encode_prompt(tokenizer, prompt.text, raw=True)[:PROMPT_TOKENS] for prompt in texts]
+    pythons = (sys.executable, *([python] if python else []))
+    setting = Setting(found.target, found.draft, found.origin, cache_folder(), ids, cap_bytes, pythons, bench.quick)
+    settings = {**found.as_dict(), "ram_bytes": cap_bytes, "num_prompt_tokens": PROMPT_TOKENS}
+    bench.check_same(found._replace(ram_bytes=cap_bytes))
+    ceiling, programs = say_link(found), PROGRAMS
+    if settings["target_bytes"] <= cap_bytes:
+        print("the target fits into --cap: no ratio was promised for that")
+        programs = {name: program._replace(wanted=None) for name, program in PROGRAMS.items()}
+
+    def say(row: Row) -> None:
+        print(f"{row['peer']}: {row.get('reason') or '{:.2f} tokens/s'.format(row['tokens_per_s'])}", file=sys.stderr)
+        bench.row(row)
+
+    rows = compare(peer or list(PROGRAMS), programs, setting, say)
+    print(aligned(table(rows)))
+    bench.finish(rows, settings=settings, ceiling={"bytes_per_s": ceiling}, guards=guards_of(rows))
+    if "reason" in rows[0]:
+        raise typer.Exit(1)
