@@ -339,7 +339,9 @@ def _setting(folder: Path, stack: ExitStack, *, is_quick: bool, is_tiny: bool, g
     if is_tiny:
         card: Device | None = HostDevice()
         stack.enter_context(mock.patch.object(loading, "open_device", lambda name, gpu: card))
-        stack.enter_context(mock.patch.object(loading, "open_arena", lambda place: PinnedAllocator([PlainWay()])))
+        stack.enter_context(
+            mock.patch.object(loading, "open_pinned_allocator", lambda place: PinnedAllocator([PlainWay()]))
+        )
         plan_memory = room.plan_memory
         as_cuda = lambda *args, **more: plan_memory(*args, **{**more, "device": "cuda"})  # noqa: E731
         stack.enter_context(mock.patch.object(room, "plan_memory", as_cuda))

@@ -68,7 +68,7 @@ class OnCard(Tensor):
     __array__ = numpy
 
 
-class Budgets(TorchDispatchMode):
+class StrictDevice(TorchDispatchMode):
     """While it is entered the GPU is there.
 
     Attributes:
@@ -76,14 +76,14 @@ class Budgets(TorchDispatchMode):
         sends: sizes of what it has sent.
     """
 
-    entered: ClassVar[list["Budgets"]] = []
+    entered: ClassVar[list["StrictDevice"]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.looks: list[int] = []
         self.sends: list[int] = []
 
-    def __enter__(self) -> "Budgets":
+    def __enter__(self) -> "StrictDevice":
         self.entered.append(self)
         return super().__enter__()
 
@@ -115,7 +115,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "aten::_fused_sdp_choice":
         return _MATH
     if name == "aten::scaled_dot_product_attention":
-        with Budgets():
+        with StrictDevice():
             return func.decompose(*args, **kwargs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     is_here = any(isinstance(tensor, OnCard) for tensor in tensors)
@@ -167,6 +167,6 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Te
 @torch.library.impl("aten::_copy_from", "PrivateUse1")
 def _copy_from(source: Tensor, to: Tensor, non_blocking: bool = False) -> Tensor:
     if isinstance(to, OnCard) and not isinstance(source, OnCard):
-        Budgets.entered[-1].sends.append(to.numel())
+        StrictDevice.entered[-1].sends.append(to.numel())
     _held(to).copy_(_held(source))
     return to

@@ -109,7 +109,7 @@ def test_on_a_card_decoding_stands_beside_copies_to_it(decoded: Path, monkeypatc
     monkeypatch.setattr(loading, "open_device", lambda *how: HostDevice())
     monkeypatch.setattr(setting, "place_of", lambda _, gpu_memory: {"device": "cuda:0", "gpu_memory": gpu_memory})
     for module in (loading, card_link):
-        monkeypatch.setattr(module, "open_arena", lambda place: PinnedAllocator([PlainWay()]))
+        monkeypatch.setattr(module, "open_pinned_allocator", lambda place: PinnedAllocator([PlainWay()]))
     monkeypatch.setattr(setting, "plain_rate", None)
     command = ["bench", "decode", "--quick", *SIZE, "--ram", "2GiB", "--gpu-mem", "4GiB", *FEW, "--temp", "0"]
     with all_streamed():

@@ -29,7 +29,7 @@ def test_close_gives_back_threads_files_and_memory(looper: Path, monkeypatch: py
         buffers.append(weakref.ref(buffer))
         return buffer
 
-    for module in ("host_store", "layer_stream"):
+    for module in ("streaming.disk", "streaming.layer_stream"):
         monkeypatch.setattr(f"offload.{module}.allocate", remembered)
     before = None
     for _ in range(4):

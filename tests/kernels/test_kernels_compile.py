@@ -35,12 +35,12 @@ sys.modules["triton"] = None
 import importlib, torch
 for name in {names}:
     importlib.import_module(f"offload.kernels.{{name}}")
-from offload.kernels.registry import TWINS
-from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_twin
-assert TWINS.keyed_gumbel(1, 2, 30).shape == (30,)
+from offload.kernels.registry import REFERENCES
+from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_reference
+assert REFERENCES.keyed_gumbel(1, 2, 30).shape == (30,)
 states = torch.randn(2, 3, 16)
 sight = Sight(pack_bits(torch.ones(3, 3, dtype=torch.bool)), 0, torch.arange(3))
-tree_attention_twin(states, states, states, sight, scaling=1.0)
+tree_attention_reference(states, states, states, sight, scaling=1.0)
 """,
     )
 

@@ -59,7 +59,7 @@ def test_a_tree_is_chosen_by_what_the_card_takes(pair: tuple[Path, Path, list[in
 def test_memory_that_is_not_locked_will_do(pair: tuple[Path, Path, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, wanted = pair
     place_layers(monkeypatch, *TIERS["all three"])
-    monkeypatch.setattr(loading, "open_arena", lambda place: PinnedAllocator([], ["told not to"]))
+    monkeypatch.setattr(loading, "open_pinned_allocator", lambda place: PinnedAllocator([], ["told not to"]))
     with offload.load(target, draft, tree="8x3", **HOW) as decoder:
         assert any("could not be page-locked" in note and "told not to" in note for note in decoder.notes)
         assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW).token_ids == wanted

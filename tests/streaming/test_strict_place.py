@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
-from strict_place import Budgets, OnCard, place
+from strict_place import OnCard, StrictDevice, place
 from test_cuda_graphs import passes
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
 from test_families import config_of, tiny_model
@@ -39,14 +39,16 @@ PER_LAYER = ("gemma3n_text", "gemma4_text")  # have a table of inputs to every l
 
 
 @pytest.fixture
-def card(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Budgets:
+def card(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> StrictDevice:
     """To be entered once everything else is ready."""
     monkeypatch.setattr(FakeDevice, "place", place())
-    return Budgets()
+    return StrictDevice()
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])
-def test_greedy_ids_equal_transformers(family: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_ids_equal_transformers(
+    family: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft, wanted = pair_of(family, base)
     place_layers(monkeypatch, *TIERS["all three"])
     with card, offload.load(target, draft, tree="16x6", **LOAD) as decoder:
@@ -55,7 +57,9 @@ def test_greedy_ids_equal_transformers(family: str, card: Budgets, base: Path, m
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_draws_on_the_card(rule: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rule_draws_on_the_card(
+    rule: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shared noise is the same anywhere; draws from distributions come from another generator on a GPU."""
     target, draft, _ = pair_of("llama", base)
     how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 4, "max_new_tokens": 8}
@@ -69,7 +73,7 @@ def test_every_rule_draws_on_the_card(rule: str, card: Budgets, base: Path, monk
             assert ours == decoder.generate(prompts()[1], **how).token_ids
 
 
-def test_an_automatic_tree_is_found(card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automatic_tree_is_found(card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, wanted = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
     monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
@@ -79,7 +83,7 @@ def test_an_automatic_tree_is_found(card: Budgets, base: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("tree", ["16x6", "grown:16x6"])
 def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
-    tree: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch
+    tree: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a level for a static tree, twice a pass for a dynamic one; behind the sweep once a token, and to learn."""
     target, draft, _ = pair_of("llama", base)
@@ -118,7 +122,7 @@ def placed_model(family: str, base: Path) -> StreamedModel:
 def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
     save(tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family)), tmp_path / family)
     wanted = logits_of_two_trees(resident_model(open_checkpoint(tmp_path / family), "float32"))
-    with Budgets():
+    with StrictDevice():
         for attend in (None, Spy()):
             model = placed_model(family, tmp_path)
             model.attend_with(attend)
@@ -131,7 +135,7 @@ def test_families_compute_the_same(family: str, tmp_path: Path) -> None:
 def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> None:
     save(tiny_model(FAMILIES[family]() if family in FAMILIES else config_of(family)), tmp_path / family)
     shape = model_shape(open_checkpoint(tmp_path / family), "float32")
-    with Budgets():
+    with StrictDevice():
         model = placed_model(family, tmp_path)
     inside = {id(one) for one in model.meta_model.get_decoder().layers.parameters()}
     rest = {id(one): one for one in model.meta_model.parameters() if id(one) not in inside}.values()
@@ -144,7 +148,7 @@ def test_what_stays_and_what_goes_is_planned_so(family: str, tmp_path: Path) -> 
 class Recorder:
     """Stands in for a CUDA graph, in which nothing may cross over."""
 
-    def __init__(self, card: Budgets) -> None:
+    def __init__(self, card: StrictDevice) -> None:
         self._card, self.num_recorded = card, 0
 
     def __call__(self, work: Work) -> Work:
@@ -160,7 +164,7 @@ def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(build(FAMILIES[family]()), tmp_path))
     plain = resident_model(checkpoint, "float32")
     wanted = passes(plain, KVCache(plain.num_layers, 29 + 24 + 12))
-    with Budgets() as card:
+    with StrictDevice() as card:
         recorder, model = Recorder(card), resident_model(checkpoint, "float32", place())
         model.replay_with(Graphs(model, lambda: recorder))
         got = passes(model, KVCache(model.num_layers, 29 + 24 + 12))
@@ -170,7 +174,7 @@ def test_recorded_passes_stay_on_the_card(family: str, tmp_path: Path) -> None:
 
 
 def test_a_recording_that_looks_or_fetches_is_refused(tmp_path: Path) -> None:
-    with Budgets() as card:
+    with StrictDevice() as card:
         held = torch.ones(4, device=place())
         for work in (
             lambda: float(held.sum()),
@@ -190,7 +194,7 @@ def noise_of_the_host(seed: int, position: int, vocab_size: int, device: Any) ->
 
 @pytest.mark.parametrize("mistake", ["noise", "masks", "numpy"])
 def test_what_is_left_on_the_wrong_side_is_refused(
-    mistake: str, card: Budgets, base: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft, _ = pair_of("llama", base)
     place_layers(monkeypatch, *TIERS["host"])
