@@ -9,6 +9,7 @@ with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
 conversation with it. `UserError` is raised for what can be mended, in one line, and `ReadError` where the disk fails.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
 __version__ = "0.1.0"
+
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    # How often an OpenMP thread looks for work before it sleeps; its library reads this when torch loads it. By default
+    # it looks ten times as often, on a core that others need; if it slept at once, small products would take longer.
+    os.environ["GOMP_SPINCOUNT"] = "30000"
 
 _HOMES = {
     "Chat": "engine.chat",

@@ -1,10 +1,9 @@
-"""What this machine has to give: memory (a container's limit included) and the thread count that computes fastest."""
+"""What this machine has to give: memory, a container's limit included."""
 
 import ctypes
 import os
 import platform
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,40 +68,6 @@ def cpu_name() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-def fastest_num_threads(num_rows: int, width: int, dtype_name: str, *, budget_s: float = 0.12) -> int:
-    """The number of compute threads with the shortest product of `num_rows` rows and a (width, width) matrix.
-
-    On shared cores more threads can be several times slower, so the count is measured, not assumed. One core is left
-    to whoever feeds the computation: threads that wait for each other on a core that a reader needs stall both. Ties
-    within a tenth go to fewer threads.
-    """
-    import torch
-
-    most = max(1, len(os.sched_getaffinity(0)) - 1)
-    counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most})
-    weight = torch.ones(width, width, dtype=getattr(torch, dtype_name))
-    rows = torch.ones(num_rows, width, dtype=weight.dtype)
-    before, best = torch.get_num_threads(), (float("inf"), 1)
-    for count in counts:
-        torch.set_num_threads(count)
-        elapsed_s = _median_s(lambda: torch.nn.functional.linear(rows, weight), budget_s / len(counts))
-        if elapsed_s < 0.9 * best[0]:
-            best = (elapsed_s, count)
-    torch.set_num_threads(before)
-    return best[1]
-
-
-def _median_s(work: Callable[[], object], budget_s: float) -> float:
-    work()
-    times: list[float] = []
-    stop = time.perf_counter() + budget_s
-    while time.perf_counter() < stop or len(times) < 3:
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
 
 
 def _meminfo_available() -> int:

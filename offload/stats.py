@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from offload.threads.policy import Modes
+
 
 @dataclass(slots=True)
 class Stats:
@@ -21,6 +23,7 @@ class Stats:
     bytes_streamed: int = 0
     peak_rss_bytes: int = 0
     peak_device_bytes: int = 0
+    threads: Modes | None = None  # of the last step
     tree_num_nodes: int = 1
     tree_depth: int = 0
     is_tree_dynamic: bool = False  # size and depth are bounds then
@@ -68,4 +71,8 @@ class Stats:
         more = ("bytes_streamed", "link_bytes_per_s", "peak_rss_bytes", "peak_device_bytes", "accepted_per_sweep")
         figures: dict[str, object] = {name: getattr(self, name) for name in names + more}
         tree = {"num_nodes": self.tree_num_nodes, "depth": self.tree_depth, "is_grown": self.is_tree_dynamic}
-        return {**figures, "tree": tree}
+        return {
+            **figures,
+            "threads": self.threads and {name: mode._asdict() for name, mode in self.threads._asdict().items()},
+            "tree": tree,
+        }

@@ -61,10 +61,11 @@ def _old_triton_beside_new_numpy() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _afresh() -> Iterator[None]:
-    """Compute threads as ever, for a decoder leaves the number that it was loaded with; and no decoder is left open."""
+def _afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One core and one thread, for a decoder leaves the number that its last step had; and no decoder is left open."""
     import torch
 
+    monkeypatch.setattr("offload.threads.cores.num_cores", lambda: 1)
     torch.set_num_threads(1)
     before = _num_readers()
     yield

@@ -4,7 +4,8 @@
 drift by the hour, so the link is measured in any case. Without a profile the quick calibration takes about a second.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from offload.checkpoint.safetensors import compute_dtype_name
 from offload.config import Sampling, drafting_of
 from offload.drafting.model import ModelDrafter
 from offload.kernels.registry import REFERENCES, KernelSet
-from offload.machine import fastest_num_threads
 from offload.memory.planner import Files
 from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Costs
@@ -28,8 +28,12 @@ from offload.planning.room import Room
 from offload.planning.tree_policy import FindProfile, Trees
 from offload.sampling.sampler import Sampler
 from offload.streaming.source import ByteSource
+from offload.threads.cores import num_cores
+from offload.threads.fastest import fastest_num_threads
+from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
+from offload.threads.waiting import ThreadWaiting
 
-_TYPICAL_NODES = 64
+_TYPICAL_NODES, _TYPICAL_DRAFTED = 64, 8  # rows of a sweep and of a draft step
 _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 _LINK_S = 0.3
 
@@ -53,7 +57,6 @@ class RunSettings(NamedTuple):
 
     sampling: Sampling
     rule: str
-    threads: int | None  # that the user wants; None takes the profile's number, or measures it
 
 
 def calibrate(
@@ -62,11 +65,12 @@ def calibrate(
     draft: StreamedModel,
     store: ByteSource,
     settings: RunSettings,
+    threads: ThreadPolicy,
     *,
     link: Callable[[], float] | None = None,
     kernels: KernelSet = REFERENCES,
-) -> int:
-    """Find out what an automatic choice needs to know, and tell `trees`; returns the number of compute threads.
+) -> None:
+    """Find out what an automatic choice needs to know, and tell `trees`.
 
     Args:
         target: embeddings and head are bound, no layer borrows yet.
@@ -75,27 +79,34 @@ def calibrate(
         kernels: that the run will compute with.
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
-    num_threads = settings.threads or (profile.num_threads if profile else pick_num_threads(target, _TYPICAL_NODES))
-    torch.set_num_threads(num_threads)
-    trees.num_threads, trees.link_bytes_per_s = num_threads, link() if link else _link_bytes_per_s(trees, store)
-    if profile is None or profile.num_threads != num_threads:
+    trees.num_threads, trees.link_bytes_per_s = threads.most, link() if link else _link_bytes_per_s(trees, store)
+    if profile is None or profile.num_threads != threads.most:
         slab = store.fetch(target.layer_layouts[0])
         target.attend_with(kernels.tree_attention)
         drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
         sampler = Sampler(settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels)
+        torch.set_num_threads(threads.start.sweep.num_threads)
+        compute_s = sweep_curve(target, slab)
+        torch.set_num_threads(threads.start.draft.num_threads)
+        draft_step_s = draft_curve(drafter, sampler, [0] * _PROMPT_TOKENS, drafter.new_state())
         trees.costs = Costs(
-            compute_s=sweep_curve(target, slab),
-            draft_step_s=draft_curve(drafter, sampler, [0] * _PROMPT_TOKENS, drafter.new_state()),
-            verify_s=0.0,
-            link_bytes_per_s=trees.link_bytes_per_s,
+            compute_s=compute_s, draft_step_s=draft_step_s, verify_s=0.0, link_bytes_per_s=trees.link_bytes_per_s
         )
-    return num_threads
 
 
-def pick_num_threads(target: StreamedModel, num_rows: int) -> int:
-    """The fastest number of compute threads for sweeps of so many rows."""
-    width = int(getattr(target.meta_model.config, "hidden_size", 0) or 1024)
-    return fastest_num_threads(num_rows, min(width, 4096), str(target.dtype).removeprefix("torch."))
+def pick_threads(target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES) -> ThreadPolicy:
+    """The policy for this machine, beginning with what is fastest for sweeps of so many rows and for drafting."""
+    ladder = thread_ladder(num_cores())
+    with closing(ThreadWaiting()) as waiting:
+        waiting.let_sleep(True)  # as they will at first
+        sweep = _fastest(ladder, target, num_rows)
+        drafting = _fastest(ladder, draft, _TYPICAL_DRAFTED) if draft else sweep
+    return ThreadPolicy(ladder, Modes(Mode(drafting, is_asleep=True), Mode(sweep, is_asleep=True)))
+
+
+def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> int:
+    width = int(getattr(model.meta_model.config, "hidden_size", 0) or 1024)
+    return fastest_num_threads(ladder, num_rows, min(width, 4096), model.dtype)
 
 
 def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:

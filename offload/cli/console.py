@@ -12,6 +12,7 @@ from offload.cli.flags import as_flags
 from offload.config import format_bytes
 from offload.memory.plan import MemoryPlan, Tier
 from offload.stats import Stats
+from offload.threads.policy import Modes
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.calibration.estimate import Estimate
@@ -91,9 +92,12 @@ class Console:
         self._label = label
 
 
-def plan_line(plan: MemoryPlan, num_threads: int) -> str:
+def plan_line(plan: MemoryPlan, modes: Modes) -> str:
     """The plan in one line."""
+    num_threads, num_drafting = modes.sweep.num_threads, modes.draft.num_threads
     threads = f"{num_threads} compute thread{'s' if num_threads > 1 else ''}"
+    if num_drafting != num_threads:
+        threads += f", {num_drafting} for drafting"
     if not plan.num_slots:
         return f"all {len(plan.layer_bytes)} layers fit into memory, nothing is streamed; {threads}"
     passing = f"pass through {plan.num_slots} slots: {format_bytes(plan.streamed_bytes)} a sweep"
@@ -105,15 +109,11 @@ def plan_line(plan: MemoryPlan, num_threads: int) -> str:
 
 
 def opening_lines(
-    notes: Sequence[str],
-    plan: MemoryPlan,
-    num_threads: int,
-    comparisons: Sequence[Outcome],
-    choice: "TreeChoice | None",
+    notes: Sequence[str], plan: MemoryPlan, modes: Modes, comparisons: Sequence[Outcome], choice: "TreeChoice | None"
 ) -> str:
     """What a run begins with: what is not as fast as it could be, what lies where, which kernels, which tree."""
     kernels, tree = [kernel_line(comparisons)] if comparisons else [], [choice_lines(choice)] if choice else []
-    return "\n".join([*notes, plan_line(plan, num_threads), *kernels, *tree])
+    return "\n".join([*notes, plan_line(plan, modes), *kernels, *tree])
 
 
 def kernel_line(outcomes: Sequence[Outcome]) -> str:
@@ -224,7 +224,7 @@ def profile_lines(tuned: "Profile", candidates: Sequence["Candidate"]) -> str:
             f"  {ranks}  all {len(tuned.acceptance)}: {sum(tuned.acceptance):.3f}; trees follow {traced}",
             _curve_line("sweep, computing alone (s)", costs.compute_s),
             _curve_line("one draft step (s)", costs.draft_step_s),
-            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; {tuned.num_threads} compute threads; "
+            f"link {costs.link_bytes_per_s / 1e9:.2f} GB/s; at most {tuned.num_threads} compute threads; "
             f"overlap penalty between link and computing {costs.overlap_penalty:g}",
             "trees that --tree auto would choose from here:",
             *candidate_rows(candidates[:_TREES_SHOWN]),

@@ -25,7 +25,7 @@ RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of accep
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
 Threads = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, measured at start")
+    int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, by what steps take")
 ]
 ProfileFile = Annotated[
     str | None,

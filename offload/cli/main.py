@@ -103,7 +103,7 @@ def generate(
         with open_decoder(model, draft, options, request, **hooks) as decoder:
             run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
             choice = run.tree_choice if draft else None
-            console.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, choice))
+            console.say(opening_lines(decoder.notes, decoder.plan, decoder.threads.start, decoder.comparisons, choice))
             console.expect_prompt(decoder.plan, run.result().stats.num_prompt_tokens)
             _write_run(run, console, as_json=as_json)
 
@@ -297,7 +297,7 @@ def demo(
         with run.open_demo(target, options, console, request) as decoder:
             allowed = format_bytes(decoder.plan.ram_bytes)
             console.say(f"target of {format_bytes(size_bytes)} in {target}, {allowed} allowed")
-            console.say(opening_lines(decoder.notes, decoder.plan, decoder.num_threads, decoder.comparisons, None))
+            console.say(opening_lines(decoder.notes, decoder.plan, decoder.threads.start, decoder.comparisons, None))
             show = partial(_show, console, decoder.plan, is_silent=as_json)
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)

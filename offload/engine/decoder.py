@@ -10,6 +10,8 @@ from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+import torch
+
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
 from offload.config import Sampling
 from offload.drafting.base import Drafter
@@ -23,6 +25,8 @@ from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.tree_policy import TreeChoice, Trees
 from offload.sampling.sampler import Sampler
+from offload.threads.policy import Mode, ThreadPolicy
+from offload.threads.waiting import ThreadWaiting
 from offload.tree.topology import Shape, chain
 from offload.verification.rules import Rule, find_rule
 
@@ -54,14 +58,16 @@ class Decoder:
         rule: Rule,
         tokenizer: Tokenizer | None,
         end_ids: frozenset[int],
-        num_threads: int,
+        threads: ThreadPolicy,
         resources: ExitStack,
         notes: abc.Sequence[str] = (),
         choice: KernelChoice = NO_KERNELS,
     ) -> None:
         self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
         self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
-        self.plan, self.tokenizer, self.num_threads, self._is_closed = plan, tokenizer, num_threads, False
+        self.plan, self.tokenizer, self.threads, self._is_closed = plan, tokenizer, threads, False
+        self._waiting = ThreadWaiting()
+        resources.callback(self._waiting.close)
         self._kernels, self.comparisons = choice.kernels, choice.comparisons
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
         self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
@@ -105,8 +111,13 @@ class Decoder:
         caches.clear(len(tokens) - 1)  # of a step that was cut short they may hold more
         stream, started = self.target.stream, time.perf_counter()
         moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
+        num_new = len(tokens) - caches.target.length  # the root, and at first the prompt
+        num_rows = num_new - 1 + sequence.shape.num_nodes
+        modes = self.threads.modes(num_rows)
+        self._compute_in(modes.draft)
         drafted = self.drafter.grow(sequence.shape, tokens, sampler, caches.draft)
         grown = time.perf_counter()
+        self._compute_in(modes.sweep)
         logits = self.target.score(drafted.tree, tokens, caches.target)
         self.target.wait()
         scored = time.perf_counter()
@@ -121,7 +132,9 @@ class Decoder:
             stall_s=stream.stall_s - stalled_s,
             num_bytes=stream.bytes_read - moved_bytes,
         )
-        sequence.stats.peak_device_bytes = self.target.peak_device_bytes
+        if num_new == 1:
+            self.threads.took(num_rows, draft_s=grown - started, sweep_s=scored - grown)
+        sequence.stats.threads, sequence.stats.peak_device_bytes = modes, self.target.peak_device_bytes
         return counted
 
     def generate(
@@ -205,6 +218,16 @@ class Decoder:
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         text = TextStream(self.tokenizer, prompt_ids, request.stops)
         return Run(self.step, sequence, text, Setup(self.plan, choice, self.comparisons))
+
+    @property
+    def num_threads(self) -> int:
+        """The most that compute at once."""
+        return self.threads.most
+
+    def _compute_in(self, mode: Mode) -> None:
+        torch.set_num_threads(mode.num_threads)
+        if mode.num_threads > 1:
+            self._waiting.let_sleep(mode.is_asleep)
 
     def tree_choice(self, sampling: Sampling) -> TreeChoice:
         """The tree that a run with these settings gets, and why."""

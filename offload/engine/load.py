@@ -14,7 +14,7 @@ import torch
 from offload.calibration.copy_choice import choose_copies
 from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
-from offload.calibration.startup import RunSettings, calibrate, pick_num_threads, trees_of
+from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling
 from offload.engine.build import Pair, Progress, counter, open_pair, read_pair
@@ -32,6 +32,7 @@ from offload.streaming.device import CudaDevice, Device, open_device
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import Layers, open_layers
 from offload.streaming.source import OpenSource
+from offload.threads.policy import Mode, Modes, ThreadPolicy
 from offload.verification.rules import find_rule
 
 PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
@@ -98,7 +99,7 @@ def open_decoder(
     """`load` with its options in one piece; `device` is one that is open. Raises what `load` raises."""
     spec = options.tree_spec(has_draft=draft is not None)
     device = device or open_device(options.device, options.gpu_memory)
-    settings = RunSettings(request.sampling if request else Sampling(), options.rule, options.threads)
+    settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
     names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.kind == "auto" else spec.num_nodes
     files = Files(*fetch(names, lambda *headers: room.plan(Files(*headers), least_nodes)))
@@ -112,7 +113,8 @@ def open_decoder(
         _pick_copies(pair, plan_for(1), resources)
         read_pair(pair, on_bytes)  # the first weights: what can be refused has been
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
-        plan, num_threads = _plan_tree(trees, pair, settings, plan_for, choice.kernels)
+        threads = _thread_policy(options.threads, pair, spec.num_nodes)
+        plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
         stream = _start_stream(pair, plan, on_bytes, resources)
         return Decoder(
             Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer),
@@ -122,7 +124,7 @@ def open_decoder(
             rule=find_rule(options.rule),
             tokenizer=pair.tokenizer,
             end_ids=pair.end_ids,
-            num_threads=num_threads,
+            threads=threads,
             resources=resources.pop_all(),
             notes=pair.notes,
             choice=choice,
@@ -130,20 +132,23 @@ def open_decoder(
 
 
 def _plan_tree(
-    trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, kernels: KernelSet
-) -> tuple[MemoryPlan, int]:
-    """Settle the tree, and with it the memory plan and the number of compute threads."""
-    if pair.device is not None and settings.threads is None:
-        settings = settings._replace(threads=torch.get_num_threads())  # which the GPU does not compute with
-    num_threads = settings.threads
+    trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, threads: ThreadPolicy, kernels: KernelSet
+) -> MemoryPlan:
+    """Settle the tree, and with it the memory plan."""
     if pair.draft is not None and trees.wish.kind == "auto":
         link = None if pair.device is None else partial(_link_to_device, pair, plan_for(1))
-        num_threads = calibrate(trees, pair.target, pair.draft, pair.store, settings, link=link, kernels=kernels)
+        calibrate(trees, pair.target, pair.draft, pair.store, settings, threads, link=link, kernels=kernels)
     plan = plan_for(trees.for_run(settings.sampling, settings.rule).shape.num_nodes)
     trees.settle(plan)
-    num_threads = num_threads or pick_num_threads(pair.target, plan.num_nodes)
-    torch.set_num_threads(num_threads)
-    return plan, num_threads
+    return plan
+
+
+def _thread_policy(fixed: int | None, pair: Pair, num_rows: int) -> ThreadPolicy:
+    """A fixed count as named, or torch's own where a device computes; else the fastest, for sweeps of so many rows."""
+    if fixed is None and pair.device is None:
+        return pick_threads(pair.target, pair.draft, num_rows)
+    count = fixed or torch.get_num_threads()
+    return ThreadPolicy([count], Modes(Mode(count), Mode(count)))
 
 
 def _link_to_device(pair: Pair, plan: MemoryPlan) -> float:

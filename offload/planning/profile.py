@@ -102,7 +102,7 @@ class Profile:
     acceptance: tuple[float, ...]  # by rank
     standard_error: tuple[float, ...]  # of each entry
     smoothing: float  # how many sightings the product form is worth, chosen on held-out traces
-    num_threads: int
+    num_threads: int  # the most that computed
     costs: Costs
     dynamic_yields: tuple[DynamicYield, ...]  # of a few bounds; none where the rule or the way of tracing has none
     traces: tuple[tuple[int, ...], ...]  # rank of every token, window by window; -1: not among the candidates

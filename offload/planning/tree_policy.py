@@ -147,7 +147,7 @@ class Trees:
         traffic_of: what a sweep moves with trees of so many nodes; once memory is planned, what that plan moves.
         link_bytes_per_s: measured just now; disks drift, so a profile's own figure may be old.
         costs: measured at start, for runs without a profile; None where nothing was measured.
-        num_threads: that this run computes with.
+        num_threads: the most that this run computes with.
         context: positions that there is room for: a tree must be less deep; None where that is not known yet.
     """
 
@@ -207,7 +207,7 @@ class Trees:
         return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth)
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
-        """The profile's curves where they are of as many threads, else what was measured at start; today's link."""
+        """The profile's curves where its most threads are ours, else what was measured at start; today's link."""
         is_usable = profile is not None and self.num_threads in (None, profile.num_threads)
         costs = profile.costs if profile is not None and is_usable else self.costs
         if costs is None or self.link_bytes_per_s is None:

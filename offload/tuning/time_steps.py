@@ -10,6 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 import numpy as np
+import torch
 
 from offload.calibration.link import link_bytes_per_s
 from offload.calibration.quick import draft_curve
@@ -51,6 +52,7 @@ def measure_costs(
     compute_s = np.maximum.accumulate([median(step.sweep_s - step.stall_s for step in steps) for steps in by_size])
     draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
     sequence = decoder.begin(prompt, sampling)
+    torch.set_num_threads(decoder.threads.modes(largest).draft.num_threads)
     curve = draft_curve(_drafter(decoder), sequence.sampler, prompt, sequence.caches.draft)
     costs = Costs(
         compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from offload import machine
 from offload.checkpoint.safetensors import Checkpoint, TensorEntry
@@ -349,24 +348,3 @@ def test_this_machine_has_memory() -> None:
     before, found, after = machine._meminfo_available(), machine.available_ram_bytes(), machine._meminfo_available()
     assert 0 < found <= max(before, after) + 256 * MIB, "others take and give memory meanwhile"
     assert machine.peak_rss_bytes() >= 0.9 * machine.rss_bytes() > 10 * MIB
-
-
-@pytest.mark.parametrize(("two_threads_s", "num_threads"), [(0.5, 2), (0.95, 1), (3.0, 1)])
-def test_threads_are_measured_and_ties_go_to_fewer(
-    two_threads_s: float, num_threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = torch.get_num_threads()
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
-    monkeypatch.setattr(machine, "_median_s", lambda work, budget_s: [1.0, two_threads_s][torch.get_num_threads() - 1])
-    assert machine.fastest_num_threads(4, 8, "float32") == num_threads
-    assert torch.get_num_threads() == before
-
-
-@pytest.mark.parametrize(("cores", "counts"), [({5}, [1]), ({0, 3}, [1]), (set(range(12)), [1, 2, 4, 8, 11])])
-def test_one_core_is_left_to_the_readers(cores: set[int], counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: cores)
-    monkeypatch.setattr(torch, "set_num_threads", tried.append)
-    monkeypatch.setattr(machine, "_median_s", lambda work, budget_s: 1.0)
-    assert machine.fastest_num_threads(4, 8, "float32") == 1
-    assert tried == [*counts, torch.get_num_threads()]

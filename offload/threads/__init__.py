@@ -1,0 +1,1 @@
+"""How many threads compute, and how they wait for each other."""

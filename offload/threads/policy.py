@@ -1,0 +1,134 @@
+"""How many threads compute and how they wait: for passes and for drafting, chosen again from what real steps take.
+
+More threads are not always faster. A pass of many rows wants every core, drafting's small products want few, and the
+answer changes when another process takes a core: then threads that look for work while they wait stall the others. So
+now and then a step is tried with the next larger or smaller count, or the other way to wait, which stays if quicker.
+
+Invariant: the wait for the next trial grows with what the last one lost, so trials cost about a percent.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+_NUM_RECENT = 7  # steps whose median stands for the mode in use
+_NUM_TRIED = 3  # steps in a row that another mode has to win
+_MORE_BAR = 0.95  # times the usual time that what takes more of the cores must stay below; what leaves more wins ties
+_SLOWED = 1.2  # times as slow as when modes were last compared: something has changed
+_LOST_SHARE = 0.01  # of all time, for trials
+_FIRST_WAIT, _LEAST_WAIT, _MOST_WAIT = 3, 8, 128  # steps until the next trial
+
+
+class Mode(NamedTuple):
+    """How something is computed."""
+
+    num_threads: int
+    is_asleep: bool = False  # while they wait; else they look for work for a while first
+
+
+class Modes(NamedTuple):
+    """Those of one step."""
+
+    draft: Mode  # while the tree grows
+    sweep: Mode  # while the target scores it
+
+
+class ThreadPolicy:
+    """The modes of one decoder.
+
+    Args:
+        ladder: counts that may be used, rising, see `thread_ladder`; with one that is alone the start stays for good.
+        start: modes until steps have told more.
+    """
+
+    def __init__(self, ladder: Sequence[int], start: Modes) -> None:
+        self.most, self.start, self._ladder = ladder[-1], start, ladder
+        self._choices: dict[int, tuple[_Choice, _Choice]] = {}
+
+    def modes(self, num_rows: int) -> Modes:
+        """What to compute the next step of so many rows with."""
+        known = self._choices.get(num_rows)
+        return Modes(*(choice.mode for choice in known)) if known else self.start
+
+    def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
+        """How long a step in these modes was. Tell only what can be compared: a prompt's step is like no other."""
+        if num_rows not in self._choices:
+            draft, sweep = (_Choice(self._ladder, mode) for mode in self.start)
+            self._choices[num_rows] = draft, sweep
+        for choice, seconds in zip(self._choices[num_rows], (draft_s, sweep_s), strict=True):
+            choice.took(seconds)
+
+
+def thread_ladder(most: int) -> list[int]:
+    """The counts worth trying up to `most`: powers of two, all cores, and one less, which a busy neighbour leaves."""
+    powers = {2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most}
+    return sorted(powers | {most, max(1, most - 1)})
+
+
+_REVERSE = {"fewer": "more", "more": "fewer", "other way": "other way"}
+
+
+class _Choice:
+    """The mode for one kind of work, and the trial of another."""
+
+    def __init__(self, ladder: Sequence[int], start: Mode) -> None:
+        self._ladder, self.mode, self._usual, self._move = ladder, start, start, ""
+        self._recent, self._tried = deque[float](maxlen=_NUM_RECENT), list[float]()
+        self._wait = dict.fromkeys(("other way", "fewer", "more"), _FIRST_WAIT)  # steps until each is tried
+        self._compared_s = float("inf")  # the usual time when modes were last compared
+
+    def took(self, seconds: float) -> None:
+        if self._move:
+            self._tried.append(seconds)
+            self._judge()
+            return
+        self._recent.append(seconds)
+        self._wait = {move: wait - 1 for move, wait in self._wait.items()}
+        if self._has_slowed():
+            self._compared_s, self._wait["fewer"] = median(self._recent), 0  # others are there: leave more
+            if not self._usual.is_asleep:
+                self._wait["other way"] = 0
+        self._try_next()
+
+    def _has_slowed(self) -> bool:
+        lately = list(self._recent)[-_NUM_TRIED:]
+        return len(lately) == _NUM_TRIED and median(lately) > _SLOWED * self._compared_s
+
+    def _try_next(self) -> None:
+        for move in sorted(self._wait, key=self._wait.__getitem__):
+            mode = self._after(move)
+            if mode is not None and self._wait[move] <= 0:
+                self.mode, self._move, self._tried, self._compared_s = mode, move, [], median(self._recent)
+                return
+
+    def _after(self, move: str) -> Mode | None:
+        """The mode that a move leads to, if there is one."""
+        count, is_asleep = self._usual
+        if len(self._ladder) == 1 or (move == "other way" and count == 1):
+            return None
+        if move == "other way":
+            return Mode(count, not is_asleep)
+        at = self._ladder.index(count) + (1 if move == "more" else -1)
+        return Mode(self._ladder[at], is_asleep=True) if 0 <= at < len(self._ladder) else None
+
+    def _judge(self) -> None:
+        """Give up at the first sign that the trial is slower: where it is much slower, every step counts."""
+        usual_s, tried_s = median(self._recent), median(self._tried)
+        takes_more = (self.mode.num_threads, not self.mode.is_asleep) > (
+            self._usual.num_threads,
+            not self._usual.is_asleep,
+        )
+        if tried_s > usual_s * (_MORE_BAR if takes_more else 1.0):
+            self._wait[self._move] = _steps_for(sum(self._tried) - len(self._tried) * usual_s, usual_s)
+            self.mode, self._move = self._usual, ""
+        elif len(self._tried) == _NUM_TRIED:
+            self._wait = dict.fromkeys(self._wait, 1)
+            self._wait[_REVERSE[self._move]] = _steps_for(usual_s - tried_s, tried_s)
+            self._usual, self._recent, self._move = self.mode, deque(self._tried, _NUM_RECENT), ""
+            self._compared_s = tried_s
+
+
+def _steps_for(lost_s: float, step_s: float) -> int:
+    """Steps until so much may be lost again."""
+    return min(_MOST_WAIT, max(_LEAST_WAIT, round(lost_s / (_LOST_SHARE * step_s))))

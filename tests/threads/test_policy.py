@@ -1,0 +1,286 @@
+"""Thread counts: the policy fed with simulated times, where it starts, what a run computes with, how threads spin."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, save_pair
+
+import offload
+from offload.threads import cores, fastest_threads
+from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
+
+NUM_STEPS, NUM_FIRST, NUM_ROWS = 110, 10, 64  # in the first steps a wrong start is left behind
+COUNT_CORES = cores.num_cores  # in tests there is one
+Cost = Callable[[int, int, bool], float]  # seconds of a step by its threads, its number and whether they sleep
+
+
+def quiet(count: int, step: int, is_asleep: bool = True) -> float:
+    return 0.05 + (1.2 if is_asleep and count > 1 else 1) / count
+
+
+def small(count: int, step: int, is_asleep: bool = True) -> float:
+    return 1 + 0.2 * count
+
+
+def link(count: int, step: int, is_asleep: bool = True) -> float:
+    return 1.0
+
+
+def hogged(num_cores: int) -> Cost:
+    """One core is shared with another process: the slowest of equal shares sets the time."""
+    return lambda count, step, is_asleep: 1 / count if count < num_cores else (1.2 if is_asleep else 4) / count
+
+
+def spinning(count: int, step: int, is_asleep: bool = True) -> float:
+    return 1.0 if count == 1 else 1.1 if is_asleep else 2.0
+
+
+def slowed(count: int, step: int, is_asleep: bool = True) -> float:
+    """The disk becomes slower for all counts alike, twice."""
+    return quiet(count, step, is_asleep) * (1 + step // 30)
+
+
+def simulate(cost: Cost, num_cores: int, start: int, *, noise: float = 0.05, seed: int = 0) -> list[float]:
+    """True seconds of every step under the policy, which is told of them with noise."""
+    noises, policy = random.Random(seed), ThreadPolicy(thread_ladder(num_cores), both(start))
+    taken = []
+    for step in range(NUM_STEPS):
+        modes = policy.modes(NUM_ROWS)
+        taken.append(cost(modes.sweep.num_threads, step, modes.sweep.is_asleep))
+        true_s = (cost(mode.num_threads, step, mode.is_asleep) for mode in modes)
+        draft_s, sweep_s = (seconds * noises.lognormvariate(0, noise) for seconds in true_s)
+        policy.took(NUM_ROWS, draft_s=draft_s, sweep_s=sweep_s)
+    return taken
+
+
+def best_s(cost: Cost, num_cores: int) -> float:
+    """Of all steps but the first, with the best mode that is fixed."""
+    modes = [(count, is_asleep) for count in thread_ladder(num_cores) for is_asleep in (True, False)]
+    steps = range(NUM_FIRST, NUM_STEPS)
+    return min(sum(cost(count, step, is_asleep) for step in steps) for count, is_asleep in modes)
+
+
+def both(count: int) -> Modes:
+    return Modes(Mode(count, is_asleep=True), Mode(count, is_asleep=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("cost", "num_cores", "start"),
+    [
+        (quiet, 1, 1),
+        (quiet, 2, 2),
+        (quiet, 2, 1),
+        (quiet, 64, 64),
+        (small, 2, 1),
+        (small, 64, 1),
+        (link, 16, 16),
+        (hogged(2), 2, 2),
+        (hogged(2), 2, 1),
+        (hogged(8), 8, 8),
+        (spinning, 2, 1),
+        (spinning, 2, 2),
+        (slowed, 4, 4),
+    ],
+)
+def test_within_five_percent_of_the_best_count(cost: Cost, num_cores: int, start: int, seed: int) -> None:
+    taken = simulate(cost, num_cores, start, seed=seed)
+    assert sum(taken[NUM_FIRST:]) <= 1.05 * best_s(cost, num_cores)
+
+
+@pytest.mark.parametrize("is_leaving", [True, False])
+def test_follows_a_neighbour_that_comes_or_goes(is_leaving: bool) -> None:
+    def cost(count: int, step: int, is_asleep: bool) -> float:
+        is_hogged = (step < NUM_STEPS // 2) == is_leaving
+        return (spinning if is_hogged else quiet)(count, step, is_asleep)
+
+    late = slice(NUM_STEPS - 10, NUM_STEPS)
+    best = [min(cost(1, step, True), cost(2, step, True), cost(2, step, False)) for step in range(NUM_STEPS)]
+    taken = simulate(cost, 2, 1 if is_leaving else 2)
+    assert sum(taken[late]) <= 1.05 * sum(best[late]), "it has settled again"
+    assert sum(taken[NUM_FIRST:]) <= 1.05 * best_s(cost, 2)
+
+
+@pytest.mark.parametrize("start", [1, 4])
+def test_a_wrong_start_is_left_behind(start: int) -> None:
+    cost = quiet if start == 1 else small
+    best = best_s(cost, 4) / (NUM_STEPS - NUM_FIRST)
+    assert sum(simulate(cost, 4, start)[40:80]) <= 1.05 * 40 * best
+
+
+def test_fewer_threads_win_ties() -> None:
+    policy = ThreadPolicy(thread_ladder(2), both(2))
+    for _ in range(40):
+        policy.took(NUM_ROWS, draft_s=1.0, sweep_s=1.0)
+    assert policy.modes(NUM_ROWS) == both(1)
+
+
+def test_sizes_do_not_share_what_was_found() -> None:
+    policy = ThreadPolicy(thread_ladder(2), both(2))
+    for _ in range(40):
+        policy.took(1, draft_s=1.0, sweep_s=1.0)
+    assert policy.modes(1) == both(1) and policy.modes(NUM_ROWS) == both(2)
+
+
+def test_one_count_is_kept() -> None:
+    policy = ThreadPolicy([3], both(3))
+    for step in range(50):
+        policy.took(NUM_ROWS, draft_s=1.0 + step, sweep_s=1.0 + step)
+        assert policy.modes(NUM_ROWS) == both(3)
+
+
+@pytest.mark.parametrize(
+    ("most", "ladder"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (12, [1, 2, 4, 8, 11, 12]), (16, [1, 2, 4, 8, 15, 16])]
+)
+def test_ladder(most: int, ladder: list[int]) -> None:
+    assert thread_ladder(most) == ladder
+
+
+@pytest.mark.parametrize(("two_s", "count"), [(0.5, 2), (0.95, 1), (3.0, 1)])
+def test_the_start_is_measured_and_ties_go_to_fewer(two_s: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(fastest_threads, "_median_s", lambda work, budget_s: [1.0, two_s][torch.get_num_threads() - 1])
+    assert fastest_threads.fastest_num_threads([1, 2], 4, 8, torch.float32) == count
+    assert torch.get_num_threads() == before
+
+
+# Cores
+
+
+def write_files(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def test_cpu_quotas_of_both_versions(tmp_path: Path) -> None:
+    root, membership = tmp_path / "fs", tmp_path / "self"
+    write_files(root / "a" / "b", cpu__max="150000 100000")
+    write_files(root / "a", cpu__max="max 100000")
+    write_files(root / "cpu" / "x", cpu__cfs_quota_us="400000", cpu__cfs_period_us="100000")
+    write_files(root / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    membership.write_text("3:cpu,cpuacct:/x\n4:memory:/y\n0::/a/b\n")
+    assert cores.cpu_quotas(root, membership) == [4.0, 1.5]
+    assert cores.cpu_quotas(root, tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize(("quotas", "num_cores"), [([], 6), ([1.5, 8.0], 2), ([0.2], 1)])
+def test_cores_are_those_that_may_be_kept_busy(
+    quotas: list[float], num_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
+    monkeypatch.setattr(cores, "cpu_quotas", lambda root, membership: quotas)
+    assert COUNT_CORES() == num_cores
+
+
+# Runs
+
+
+class Alternating(ThreadPolicy):
+    """Other modes in every step."""
+
+    def __init__(self) -> None:
+        super().__init__([1, 2], both(1))
+        self.told: list[tuple[int, Modes]] = []
+
+    def modes(self, num_rows: int) -> Modes:
+        one, asleep, looking = Mode(1), Mode(2, is_asleep=True), Mode(2)
+        return [Modes(one, asleep), Modes(looking, one), Modes(asleep, looking), both(1)][len(self.told) % 4]
+
+    def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
+        self.told.append((num_rows, self.modes(num_rows)))
+
+
+def test_ids_do_not_depend_on_modes_that_change(tmp_path: Path) -> None:
+    pair = save_pair(FAMILIES["llama"](), tmp_path, noise=0.003)
+    how = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3}
+    with offload.load(*pair, "1GiB", "12x3", dtype="float32", context=128, threads=1) as decoder:
+        wanted = decoder.generate([5, 6, 7], **how)
+        decoder.threads = policy = Alternating()
+        got = decoder.generate([5, 6, 7], **how)
+    assert got.token_ids == wanted.token_ids
+    assert len(policy.told) == got.stats.num_sweeps >= 4, "every step but the prompt's is told"
+    assert {num_rows for num_rows, _ in policy.told} == {12}
+    last = policy.told[-1][1]
+    assert got.stats.threads == last
+    assert got.as_dict()["stats"]["threads"]["sweep"] == last.sweep._asdict()
+
+
+@pytest.mark.parametrize("tree", ["auto", "8x3"])
+def test_a_named_count_is_used_for_everything(tree: str, tmp_path: Path) -> None:
+    pair = save_pair(FAMILIES["llama"](), tmp_path)
+    with offload.load(*pair, "1GiB", tree, context=128, threads=2, profile="none") as decoder:
+        result = decoder.generate([5, 6, 7], max_new_tokens=4)
+        assert torch.get_num_threads() == 2 == decoder.num_threads
+    assert result.stats.threads == (Mode(2), Mode(2))
+
+
+def test_without_a_named_count_no_more_threads_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "num_cores", lambda: 3)
+    pair = save_pair(FAMILIES["llama"](), tmp_path)
+    with offload.load(*pair, "1GiB", "8x3", context=128, profile="none") as decoder:
+        assert decoder.num_threads == 3 and max(mode.num_threads for mode in decoder.threads.start) <= 3
+
+
+# Spinning
+
+WATCH = """
+import sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            import os
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+import {module}
+import torch
+"""
+
+
+@pytest.mark.parametrize("module", ["offload", "offload.engine.load"])
+@pytest.mark.parametrize(
+    ("own", "seen"), [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")]
+)
+def test_threads_spin_for_a_bounded_time_unless_the_user_says_otherwise(
+    module: str, own: dict[str, str], seen: str
+) -> None:
+    others = {name: value for name, value in os.environ.items() if "OMP" not in name}
+    code = WATCH.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], env=others | own, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == seen, done.stderr
+
+
+IDLE = """
+import time
+from offload.threads.waiting import ThreadWaiting
+import torch
+def idle_s():
+    torch.set_num_threads(2)
+    torch.zeros(1 << 20, dtype=torch.uint8).add_(1)
+    before = time.process_time()
+    time.sleep(0.2)
+    return time.process_time() - before
+waiting = ThreadWaiting()
+looking_s = idle_s()
+waiting.let_sleep(True)
+asleep_s = idle_s()
+waiting.close()
+print(looking_s, asleep_s, "libgomp" in open("/proc/self/maps").read())
+"""
+
+
+def test_threads_that_wait_can_be_let_sleep() -> None:
+    """The one that has nothing to do looks for work as long as it is told to, which here is for ever."""
+    own = {**os.environ, "GOMP_SPINCOUNT": "100000000000"}
+    done = subprocess.run([sys.executable, "-c", IDLE], env=own, capture_output=True, text=True, check=True)
+    looking_s, asleep_s, is_libgomp = done.stdout.split()
+    assert float(asleep_s) < 0.02 or is_libgomp == "False"
+    if is_libgomp == "True" and len(os.sched_getaffinity(0)) > 1:
+        assert float(looking_s) > 0.02, "without it they look for work"
