@@ -9,6 +9,7 @@ import time
 from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 
@@ -33,6 +34,23 @@ from offload.verification.rules import Rule, find_rule
 _ROOT, _UNLIMITED = chain(0), Limits()
 
 
+class Settled(NamedTuple):
+    """What loading has decided for all runs."""
+
+    plan: MemoryPlan
+    trees: Trees
+    rule: Rule  # where a run names none
+    threads: ThreadPolicy
+    choice: KernelChoice = NO_KERNELS
+
+
+class Language(NamedTuple):
+    """How a model's tokens are read."""
+
+    tokenizer: Tokenizer | None
+    end_ids: frozenset[int]  # tokens that end a text
+
+
 class Decoder:
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
 
@@ -52,25 +70,19 @@ class Decoder:
         self,
         target: Target,
         drafter: Drafter,
+        settled: Settled,
+        language: Language,
         *,
-        plan: MemoryPlan,
-        trees: Trees,
-        rule: Rule,
-        tokenizer: Tokenizer | None,
-        end_ids: frozenset[int],
-        threads: ThreadPolicy,
         resources: ExitStack,
         notes: abc.Sequence[str] = (),
-        choice: KernelChoice = NO_KERNELS,
     ) -> None:
-        self.target, self.drafter, self._trees, self.rule = target, drafter, trees, rule
-        self._end_ids, self._vocab_size, self._resources = end_ids, target.vocab_size, resources
-        self.plan, self.tokenizer, self.threads, self._is_closed = plan, tokenizer, threads, False
-        self._waiting = ThreadWaiting()
+        self.plan, self._trees, self.rule, self.threads, (self._kernels, self.comparisons) = settled
+        self.target, self.drafter, self._resources = target, drafter, resources
+        self.tokenizer, self._end_ids = language
+        self._vocab_size, self._is_closed, self._waiting = target.vocab_size, False, ThreadWaiting()
         resources.callback(self._waiting.close)
-        self._kernels, self.comparisons = choice.kernels, choice.comparisons
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
-        self.notes = [*notes, *([target.stream.note] if target.stream.note and plan.num_slots else [])]
+        self.notes = [*notes, *([target.stream.note] if target.stream.note and self.plan.num_slots else [])]
 
     def begin(
         self,

@@ -18,7 +18,7 @@ from offload.calibration.startup import RunSettings, calibrate, pick_threads, tr
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling
 from offload.engine.build import Pair, Progress, counter, open_pair, read_pair
-from offload.engine.decoder import Decoder
+from offload.engine.decoder import Decoder, Language, Settled
 from offload.engine.request import Request
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
@@ -119,15 +119,10 @@ def open_decoder(
         return Decoder(
             Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer),
             pair.drafter(plan, choice.kernels),
-            plan=plan,
-            trees=trees,
-            rule=find_rule(options.rule),
-            tokenizer=pair.tokenizer,
-            end_ids=pair.end_ids,
-            threads=threads,
+            Settled(plan, trees, find_rule(options.rule), threads, choice),
+            Language(pair.tokenizer, pair.end_ids),
             resources=resources.pop_all(),
             notes=pair.notes,
-            choice=choice,
         )
 
 
