@@ -28,7 +28,7 @@ from offload.planning.room import Room
 from offload.planning.tree_policy import FindProfile, Trees
 from offload.sampling.sampler import Sampler
 from offload.streaming.source import ByteSource
-from offload.threads.cores import num_cores
+from offload.threads import cores
 from offload.threads.fastest import fastest_num_threads
 from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
 from offload.threads.waiting import ThreadWaiting
@@ -96,7 +96,7 @@ def calibrate(
 
 def pick_threads(target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES) -> ThreadPolicy:
     """The policy for this machine, beginning with what is fastest for sweeps of so many rows and for drafting."""
-    ladder = thread_ladder(num_cores())
+    ladder = thread_ladder(cores.num_cores())
     with closing(ThreadWaiting()) as waiting:
         waiting.let_sleep(True)  # as they will at first
         sweep = _fastest(ladder, target, num_rows)

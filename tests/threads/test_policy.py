@@ -12,7 +12,8 @@ import torch
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.threads import cores, fastest_threads
+from offload.threads import cores
+from offload.threads import fastest as fastest_threads
 from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
 
 NUM_STEPS, NUM_FIRST, NUM_ROWS = 110, 10, 64  # in the first steps a wrong start is left behind
