@@ -13,7 +13,8 @@ from statistics import median
 from typing import NamedTuple
 
 _NUM_RECENT = 7  # steps whose median stands for the mode in use
-_NUM_TRIED = 3  # steps in a row that another mode has to win
+_NUM_TRIED = 3  # steps in a row by whose median another mode is judged
+_HOPELESS = 1.2  # times as slow as usual: such a trial is given up at its first step
 _MORE_BAR = 0.95  # times the usual time that what takes more of the cores must stay below; what leaves more wins ties
 _SLOWED = 1.2  # times as slow as when modes were last compared: something has changed
 _LOST_SHARE = 0.01  # of all time, for trials
@@ -113,8 +114,10 @@ class _Choice:
         return Mode(self._ladder[at], is_asleep=True) if 0 <= at < len(self._ladder) else None
 
     def _judge(self) -> None:
-        """Give up at the first sign that the trial is slower: where it is much slower, every step counts."""
+        """By the median of a few steps, since neighbours slow single ones; what is much slower is not tried twice."""
         usual_s, tried_s = median(self._recent), median(self._tried)
+        if len(self._tried) < _NUM_TRIED and min(self._tried) < _HOPELESS * usual_s:
+            return
         takes_more = (self.mode.num_threads, not self.mode.is_asleep) > (
             self._usual.num_threads,
             not self._usual.is_asleep,
@@ -122,7 +125,7 @@ class _Choice:
         if tried_s > usual_s * (_MORE_BAR if takes_more else 1.0):
             self._wait[self._move] = _steps_for(sum(self._tried) - len(self._tried) * usual_s, usual_s)
             self.mode, self._move = self._usual, ""
-        elif len(self._tried) == _NUM_TRIED:
+        else:
             self._wait = dict.fromkeys(self._wait, 1)
             self._wait[_REVERSE[self._move]] = _steps_for(usual_s - tried_s, tried_s)
             self._usual, self._recent, self._move = self.mode, deque(self._tried, _NUM_RECENT), ""
