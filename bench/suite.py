@@ -7,6 +7,7 @@ file imports nothing heavy, since `offload --help` passes through it.
     python -m offload.bench.suite decode --quick     the same, from a checkout where nothing is installed
 """
 
+import runpy
 import signal
 import sys
 from importlib import import_module
@@ -85,7 +86,5 @@ def _leave(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from offload.cli.main import main
-
     sys.argv = ["offload", "bench", *sys.argv[1:]]
-    main()
+    runpy.run_module("offload", run_name="__main__")

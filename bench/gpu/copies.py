@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from offload.bench.gpu.row_log import Row, add_row
-from offload.bench.promises import failure, row
+from offload.bench.harness.promises import failure, row
 from offload.calibration.copy_choice import CANDIDATES, STAGING_BYTES, choose_copies, is_right, observe, using
 from offload.calibration.link import copy_bytes_per_s
 from offload.streaming.copy_policy import AT_ONCE, CopyPolicy

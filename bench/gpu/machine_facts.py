@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.bench.gpu.row_log import Row, add_row
-from offload.bench.promises import failure, row
+from offload.bench.harness.promises import failure, row
 from offload.machine import available_ram_bytes, cpu_name
 from offload.streaming.disk import allocate
 

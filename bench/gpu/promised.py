@@ -13,7 +13,7 @@ wanted, what was seen and whether it is met.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -43,7 +43,7 @@ from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.plan import Tier
 from offload.streaming.device import CudaDevice, Device
-from offload.streaming.pinned import PinnedAllocator
+from offload.streaming.device_carrier import DeviceCarrier
 
 QUICK_LAYERS = 18
 PARTS = ("gate", "link", "sweeps", "drafting", "trees", "trace", "soak", "memory", "accelerate")
@@ -76,22 +76,14 @@ class Job:
     amounts: Amounts
     parts: Sequence[str]
     trace: Path | None
-    arenas: list[PinnedAllocator] = field(default_factory=list)
     copy_bytes_per_s: float = 0.0
     best_s: float | None = None  # per token
     num_resident: int = 0
 
     @property
     def device(self) -> Device:
-        assert self.setting.platform.device is not None, "a device was named"
-        return self.setting.platform.device
-
-    def open_pinned_allocator(self, place: torch.device) -> PinnedAllocator:
-        self.arenas.append(self._open(place))
-        return self.arenas[-1]
-
-    def __post_init__(self) -> None:
-        self._open = self.setting.platform.open_pinned_allocator
+        assert self.setting.opened is not None, "a device was named"
+        return self.setting.opened
 
 
 def link(job: Job) -> Iterator[Row]:
@@ -182,7 +174,9 @@ def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
 def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Peaks beside budgets; nothing else may use the device, for all that CUDA keeps there is taken to be ours."""
     plan, budget = decoder.plan, parse_size(job.setting.gpu_memory or 0, "--gpu-mem")
-    pinned, held = sum(arena.pinned_bytes for arena in job.arenas), plan.bytes_in(Tier.HOST)
+    carrier, held = decoder.target.stream.carrier, plan.bytes_in(Tier.HOST)
+    assert isinstance(carrier, DeviceCarrier), "layers are streamed to a device"
+    pinned = carrier.pinned.pinned_bytes
     reserved, allocated, beside = peaks(job.device)
     counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
     name = "device memory at its peak against --gpu-mem"
@@ -222,7 +216,7 @@ ON_DECODER = {
 
 def measure(job: Job) -> Iterator[Row]:
     """All rows, each as soon as it is known; after a wrong token in the gate there are no others."""
-    small = resident_pair("4GiB")._replace(platform=job.setting.platform, device=job.setting.device)
+    small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
     try:
         yield from gates(small, PROMPT, job.amounts.num_gate) if "gate" in job.parts else ()
     except WrongTokenError as error:
@@ -239,10 +233,7 @@ def measure(job: Job) -> Iterator[Row]:
 def on_decoder(job: Job, wanted: Sequence[str]) -> Iterator[Row]:
     """What needs the large model, which is loaded once."""
     started, amounts = time.perf_counter(), job.amounts
-    setting = job.setting._replace(
-        platform=job.setting.platform._replace(open_pinned_allocator=job.open_pinned_allocator)
-    )
-    with setting.open(f"{max(amounts.sizes)}x24", context=amounts.context) as decoder:
+    with job.setting.open(f"{max(amounts.sizes)}x24", context=amounts.context) as decoder:
         yield row("loading", time.perf_counter() - started, None, None, "s")
         plan, job.num_resident = decoder.plan, decoder.plan.num_resident
         told = {"notes": decoder.notes, "plan": plan.as_dict(), "kernels": rows_of(decoder.comparisons)}
@@ -281,7 +272,7 @@ def main(
     ram = bench.given("ram")
     with ExitStack() as resources:
         num_layers = layers or _num_layers(bench.quick, asked, ram)
-        setting = resources.enter_context(synthetic_setting(num_layers, ram, place["platform"]))
+        setting = resources.enter_context(synthetic_setting(num_layers, ram, place["opened"]))
         job, rows = Job(setting._replace(**place), amounts, part or PARTS, trace_file), list[Row]()
         try:
             for one in measure(job):

@@ -27,16 +27,16 @@ class CopyRates(NamedTuple):
 
 def copy_rates(setting: Setting, num_bytes: int) -> CopyRates:
     """Of copies of that size; what was needed for them is given back."""
-    device = setting.platform.device
+    device = setting.opened
     assert device is not None, "copies go to a device"
-    arena = setting.platform.open_pinned_allocator(device.place)
+    pinned = device.open_allocator()
     try:
-        array = arena.allocate(num_bytes).array
-        how = f"copies of {format_bytes(num_bytes)}: {arena.note or f'page-locked ({arena.ways})'}"
+        array = pinned.allocate(num_bytes).array
+        how = f"copies of {format_bytes(num_bytes)}: {pinned.note or f'page-locked ({pinned.ways})'}"
         return CopyRates(how, copy_bytes_per_s(device, array), copy_bytes_per_s(device, array[_ODD_BYTES:]))
     finally:
         del array
-        arena.close()
+        pinned.close()
         if device.place.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device.place)

@@ -81,7 +81,7 @@ class Bench:
             if ask("layers") is not None:
                 if ask("model") or ask("draft"):
                     raise UserError("--layers makes the models: leave out --model and --draft, or leave it out")
-                setting = self._resources.enter_context(synthetic_setting(ask("layers"), ask("ram"), place["platform"]))
+                setting = self._resources.enter_context(synthetic_setting(ask("layers"), ask("ram"), place["opened"]))
             else:
                 setting = find_setting(
                     ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen, is_run=is_run

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
+from offload.engine.build import resident_model
 from offload.engine.decoder import Decoder
-from offload.engine.load import load, resident_model
+from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.model.kv_cache import KVCache
@@ -128,12 +129,12 @@ def _resident_scores(model: StreamedModel, ids: list[int], start: int) -> Tensor
 
 
 def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
-    decoder.target.reset()
     ids, rows = [*prompt_ids, *new_ids], []
+    cache = decoder.begin(ids, Sampling()).caches.target
     for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
         path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
-        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo]).whole())
-        decoder.target.commit(range(len(path_N)))
+        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo], cache).whole())
+        decoder.target.commit(range(len(path_N)), ids[:lo], cache)
     return torch.cat(rows)
 
 

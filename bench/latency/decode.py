@@ -137,7 +137,7 @@ def measure(
     if predict:
         look = partial(link_bytes_per_s, setting.shards[0], budget_s=_LINK_S)
     first_ids = encoded(decoder, found[0], PROMPT_TOKENS)
-    for case in cases[:1] if setting.platform.device is None else cases:  # a device records the widths of each tree
+    for case in cases[:1] if setting.opened is None else cases:  # a device records the widths of each tree
         timed_run(decoder, first_ids, case, 2, seed=0)
     costs = (
         measure_costs(decoder, first_ids, Sampling(), partial(tell, label="measuring the curves")) if predict else None

@@ -34,7 +34,7 @@ def gates(setting: Setting, prompt: str, num_new: int) -> Iterator[Row]:
     Raises:
         WrongTokenError: an id is wrong in float32, or a run in bf16 ends before the reference does.
     """
-    place = setting.platform.device.place if setting.platform.device else torch.device("cpu")
+    place = setting.opened.place if setting.opened else torch.device("cpu")
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.float32, num_new)
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "float32", TREES):
         if ours != wanted:
@@ -94,7 +94,7 @@ def main(
     """Does every tree write what transformers writes here, every layer streamed? Exits with 2 where one does not."""
     logging.disable_progress_bar()  # of weights that take a blink to load
     place, rows = bench.setting(), []
-    setting = resident_pair("4GiB")._replace(device=place.device, gpu_memory=place.gpu_memory, platform=place.platform)
+    setting = resident_pair("4GiB")._replace(device=place.device, gpu_memory=place.gpu_memory, opened=place.opened)
     for one in gates(setting, PROMPT, max_tokens):
         rows.append(bench.row(one))
         print(row_line(one), flush=True)

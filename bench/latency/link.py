@@ -75,7 +75,7 @@ def device_rows(setting: Setting) -> list[Row]:
     """Copies of a layer to the device, and of its own memory."""
     found = copy_rates(setting, model_shape(open_checkpoint(setting.target)).layer_bytes[0])
     rates = {found.how: found.bytes_per_s, f"{found.how}, from behind a page": found.odd_bytes_per_s,
-             "memory of the device": memory_bytes_per_s(setting.platform.device)}  # fmt: skip
+             "memory of the device": memory_bytes_per_s(setting.opened)}  # fmt: skip
     return [_row(name, [rate], [found.bytes_per_s]) for name, rate in rates.items()]
 
 
@@ -85,7 +85,7 @@ def main(bench: Bench) -> None:
     setting, effort = bench.setting(is_run=False), QUICK if bench.quick else FULL
     bench.check_same(setting)
     torch.set_num_threads(1)
-    rows, ceilings = ([], []) if setting.platform.device is None else ([*map(bench.row, device_rows(setting))], [])
+    rows, ceilings = ([], []) if setting.opened is None else ([*map(bench.row, device_rows(setting))], [])
     if setting.is_synthetic:  # no disk is behind it
         ceilings = [rows[0]["bytes_per_s"]] if rows else [memory_bytes_per_s(None)]
     else:

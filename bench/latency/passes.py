@@ -87,7 +87,7 @@ def measure(
 
 def _floor_s(setting: Setting, decoder: Decoder) -> float:
     num_bytes = max(1, decoder.plan.streamed_bytes)
-    if setting.platform.device is None:
+    if setting.opened is None:
         return plain_read_s(setting.shards, num_bytes)
     return num_bytes / setting.ceiling(decoder.plan)
 
@@ -112,7 +112,7 @@ def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
 def draft_rows(setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Iterator[Row]:
     """A forward of the draft against its rows, beside reading its weights once."""
     assert setting.draft is not None, "there is a draft"
-    shape, rate = model_shape(open_checkpoint(setting.draft)), memory_bytes_per_s(setting.platform.device)
+    shape, rate = model_shape(open_checkpoint(setting.draft)), memory_bytes_per_s(setting.opened)
     least_s = (sum(shape.layer_bytes) + shape.head_bytes) / rate
     curve = draft_passes(decoder, prompt_ids, budget_s)
     for width, seconds in zip(curve.sizes, curve.seconds, strict=True):
@@ -123,7 +123,7 @@ def draft_rows(setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], bu
 def compute_s(setting: Setting, num_rows: int) -> float:
     """The least that the products of so many rows take, at the rate of the target's own largest matrix."""
     target = open_checkpoint(setting.target)
-    rate = flops_per_s(setting.platform.device, target.config["intermediate_size"], target.config["hidden_size"])
+    rate = flops_per_s(setting.opened, target.config["intermediate_size"], target.config["hidden_size"])
     return 2 * model_shape(target).num_weights * num_rows / rate
 
 

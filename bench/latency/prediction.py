@@ -24,10 +24,9 @@ from offload.bench.latency.decode import Effort, rows_of, run
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.errors import UserError
-from offload.memory.device_planner import Budgets, make_device_plan
-from offload.planning.cost_model import Traffic, step_time
+from offload.memory.planner import Budgets, make_plan
+from offload.planning.cost_model import Traffic, costs_on, step_time, traffic_on
 from offload.planning.hardware import KNOWN
-from offload.planning.predict import costs_on, traffic_on
 from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
 
 _LLAMA_2_70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -74,7 +73,7 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     gpu, (target, draft) = KNOWN["l40"], _shapes()
     costs, small = costs_on(gpu, target, draft, _CONTEXT), draft if topology.depth > 0 else None
     budgets = Budgets(gpu.gpu_bytes, gpu.ram_bytes)
-    plan = make_device_plan(target, small, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
+    plan = make_plan(target, small, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
     here_s = step_time(costs, traffic_on(gpu, plan), topology).total_s

@@ -116,4 +116,5 @@ def _environment() -> dict[str, str]:
     root = Path(offload.__file__).resolve().parents[1]
     paths = [str(root)] if (root / "pyproject.toml").is_file() else []
     paths += filter(None, [os.environ.get("PYTHONPATH")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # set by our own import
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}

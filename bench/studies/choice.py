@@ -27,9 +27,12 @@ from offload.cli.console import Console
 from offload.config import Sampling, parse_size
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
-from offload.planning.traces import bursts, tokens_per_sweep
-from offload.planning.tree_policy import tree_for
-from offload.tree.topology import DynamicShape, Shape, chain, expected_tokens, isotonic
+from offload.planning.options import LoadOptions
+from offload.planning.profile import Profile
+from offload.planning.traces import bursts
+from offload.planning.tree_policy import TreeChoice, TreeSelector
+from offload.tree.spec import TreeSpec
+from offload.tree.topology import DynamicShape, Shape, Topology, chain, expected_tokens, isotonic
 from offload.tuning.trace_acceptance import dynamic_again, ranks_of, write
 from offload.tuning.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
 
@@ -66,9 +69,14 @@ def tuned_on_first_halves(setting: Setting, sampling: Sampling, num_tokens: int,
         paths = [Path(name) / f"{path.parent.name}-{path.name}" for path in corpus_files(held_out=True)]
         for path, (first, _) in zip(paths, _halves(), strict=True):
             path.write_text(first or " x", encoding="utf-8")
-        how: dict[str, Any] = {"num_tokens": num_tokens, "tree": tree, "device": "cpu", "ram": setting.ram_bytes}
-        tuned = tune(str(setting.target), str(setting.draft), paths, sampling, **how)
+        options = LoadOptions(tree=tree or "auto", device="cpu", ram=setting.ram_bytes)
+        tuned = tune(str(setting.target), str(setting.draft), paths, sampling, options, num_tokens=num_tokens)
         yield tuned._replace(path=tuned.path.rename(Path(name) / tuned.path.name))
+
+
+def tree_for(profile: Profile, size: Size) -> TreeChoice:
+    """What `--tree NxD` means with this profile."""
+    return TreeSelector(profile.identity.rule, profile).choose(TreeSpec("best", *size))
 
 
 def _halves() -> list[tuple[str, str]]:
@@ -100,7 +108,8 @@ def measure_traces(pair: Pair, scale: Scale) -> Figures:
 
 def _compared(setting: Setting, decoder: Decoder, tuned: Tuned, size: Size, prompts: Prompts) -> Figures:
     profile, name, measured, written = tuned.profile, "{}x{}".format(*size), [], []
-    tree, _ = tree_for(profile.acceptance, *size)
+    choice = tree_for(profile, size)
+    assert isinstance(choice.shape, Topology), "a static tree was named"
     for seed, prompt in enumerate(prompts):
         sampling = Sampling(temperature=profile.identity.temperature, seed=seed)
         run = decoder.run(prompt, sampling, max_new_tokens=NUM_NEW + _AHEAD, tree=name)
@@ -110,7 +119,7 @@ def _compared(setting: Setting, decoder: Decoder, tuned: Tuned, size: Size, prom
         measured.append(_whole([result.stats.num_first_tokens, *result.stats.accepted_per_sweep]))
     setting.prove(written)
     got, error = _mean(measured)
-    predicted, product = tokens_per_sweep(tree, profile.traces), expected_tokens(tree, isotonic(profile.acceptance))
+    predicted, product = choice.tokens_per_sweep, expected_tokens(choice.shape, isotonic(profile.acceptance))
     figures = {"measured": got, "standard_error": error, "traces": predicted, "traces_error": predicted / got - 1}
     names = {"temperature": profile.identity.temperature, "tree": name, "num_measured_tokens": sum(map(sum, measured))}
     return {**names, **figures, "product_form": product, "product_form_error": product / got - 1}
@@ -158,7 +167,7 @@ def _against_grid(setting: Setting, tuned: Tuned, effort: Effort, limit: int | N
     chosen, largest = (best.shape.num_nodes, best.shape.depth), tuned.profile.costs.compute_s.sizes[-1]
     grid: dict[Size, Shape] = {(1, 0): chain(0), chosen: best.shape}
     for n, d in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
-        static, _ = tree_for(tuned.profile.acceptance, n, d)
+        static = tree_for(tuned.profile, (n, d)).shape
         tree = DynamicShape(n, min(d, n - 1)) if choice.is_dynamic else static  # the choice is among trees of one kind
         grid.setdefault((tree.num_nodes, tree.depth), tree)
     steps: dict[Size, list[float]] = {size: [] for size in grid}

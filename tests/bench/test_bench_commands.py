@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from shell import Outcome, process, shell
 
 from offload.bench import suite
@@ -20,7 +20,7 @@ from offload.bench.harness.timeline import read_trace
 from offload.bench.latency import decode, link, passes, prediction
 from offload.errors import UserError
 from offload.stats import Stats
-from offload.streaming.layer_stream import LayerStream
+from offload.streaming.layers import Layers
 
 SIZE = ["--size", "100MB"]
 RAM = ["--ram", "230MB"]
@@ -188,14 +188,14 @@ def test_link_and_its_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     result = result_of(shell("bench", "link", "--quick", *SIZE), "link")
     names = [row["name"] for row in result["rows"]]
     assert {"O_DIRECT, 2 x 1 MiB", "layer stream, 3 slots", "memory to memory"} <= set(names)
-    right = LayerStream.acquire
+    right = Layers.acquire
 
-    def wrong(self: LayerStream, layer: int) -> np.ndarray:
+    def wrong(self: Layers, layer: int) -> torch.Tensor:
         slab = right(self, layer)
         slab[slab.nbytes // 2] ^= 1
         return slab
 
-    monkeypatch.setattr(LayerStream, "acquire", wrong)
+    monkeypatch.setattr(Layers, "acquire", wrong)
     outcome = shell("bench", "link", "--quick", *SIZE)
     assert outcome.code == 2 and "other bytes than the file has" in outcome.err
 

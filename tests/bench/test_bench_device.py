@@ -15,7 +15,7 @@ from offload.bench.harness import setting
 from offload.bench.harness.gate import Proof, Written, WrongTokenError
 from offload.bench.harness.promises import PROMISES
 from offload.bench.harness.setting import PRETEND, place_of, resident_pair, synthetic_setting
-from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_store, origin, sketch
+from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_source, origin, sketch
 from offload.bench.harness.timeline import LANES, read_trace
 from offload.bench.latency import exact
 from offload.cli.demo import PAIR, PROMPT
@@ -168,9 +168,8 @@ def test_a_synthetic_checkpoint_computes_what_the_small_one_does(tmp_path: Path)
     target = sketch(PAIR / "target", tmp_path / "target", TINY)
     draft = sketch(PAIR / "draft", tmp_path / "draft", TINY_DRAFT)
     small = origin(PAIR / "target", tmp_path / "origin", TINY)
-    platform = place_of(PRETEND, None)["platform"]._replace(device=None)
-    assert platform.open_store is open_store
-    with load(target, draft, "2GiB", "16x6", device=platform, context=256, threads=1, dtype="float32") as decoder:
+    how: dict[str, Any] = {"device": "cpu", "open_source": open_source, "context": 256, "threads": 1}
+    with load(target, draft, "2GiB", "16x6", dtype="float32", **how) as decoder:
         ids = decoder.encode(PROMPT, raw=True)
         run = decoder.generate(ids, max_new_tokens=24)
         assert max(draw_gaps(small, ids, run.token_ids, Sampling())) < 1e-3
@@ -182,7 +181,7 @@ def test_a_synthetic_checkpoint_computes_what_the_small_one_does(tmp_path: Path)
 def test_layers_that_cannot_be_are_refused() -> None:
     with (
         pytest.raises(setting.UserError, match="--layers must be 8 to"),
-        synthetic_setting(3, "1GiB", place_of(PRETEND, None)["platform"]),
+        synthetic_setting(3, "1GiB", place_of(PRETEND, None)["opened"]),
     ):
         pass
 
