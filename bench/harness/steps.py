@@ -162,7 +162,8 @@ class BareStream:
         self._stream.begin_sweep()
         for before in range(layer):
             self._pass_one(before)
-        slab = self._stream.acquire(layer).numpy()
+        self._stream.acquire(layer)
+        slab = self._stream.stage.held[layer].numpy()
         for piece in self._layouts[layer].pieces:
             size = piece.hi - piece.lo
             wanted = np.fromfile(self._source.paths[piece.shard], np.uint8, size, offset=piece.lo)

@@ -72,7 +72,7 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     """A Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
     gpu, (target, draft) = KNOWN["l40"], _shapes()
     costs, small = costs_on(gpu, target, draft, _CONTEXT), draft if topology.depth > 0 else None
-    budgets = Budgets(gpu.gpu_bytes, gpu.ram_bytes)
+    budgets = Budgets(gpu.ram_bytes, gpu.gpu_bytes)
     plan = make_plan(target, small, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
