@@ -20,17 +20,15 @@ from offload.errors import UserError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 COMMANDS = {  # name: file, what it answers
-    "link": ("latency.link", "how fast bytes arrive: threads, block sizes, the stream without computing"),
     "passes": ("latency.passes", "seconds of a forward of target and draft against its rows, beside link and memory"),
     "decode": ("latency.decode", "tokens per second and latencies: prompts x temperatures x trees x rules"),
     "gate": ("latency.exact", "whether every tree writes the ids of transformers, every layer streamed"),
     "main-job": ("latency.main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
-    "prediction": ("latency.prediction", "what the plan promises beside what was measured: here, and the paper's L40"),
+    "prediction": ("latency.prediction", "what the plan promises beside what the paper measured on an L40"),
     "device": ("gpu.promised", "each promise of the device path: gate, passes, trees, memory, accelerate"),
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
     "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
-    "tree": ("studies.studies", "studies of trees and rules: Sequoia's, dynamic trees, the chosen tree"),
-    "report": ("harness.report", "Markdown and pictures from stored results"),
+    "choice": ("studies.choice", "whether the tree of --tree auto is the best one, really streamed"),
     "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
 }
 

@@ -6,7 +6,7 @@ A step that was begun several times counts with all its rows; of two with the sa
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from offload.bench.gpu.row_log import Row, add_row
+from offload.bench.harness.row_log import Row, add_row
 
 DONE = "done"
 

@@ -30,7 +30,7 @@ from offload.bench.harness.record import writable
 from offload.bench.harness.setting import PRETEND, Setting, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.steps import record_steps, repeated_scores
 from offload.bench.harness.synthetic import LLAMA_2_70B
-from offload.bench.harness.timeline import require_pictures, write_trace
+from offload.bench.harness.timeline import write_trace
 from offload.bench.latency import passes
 from offload.bench.latency.decode import Case, timed_run
 from offload.bench.latency.exact import gates
@@ -152,7 +152,7 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
 
 
 def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Two steps by the device's own clock, as a picture."""
+    """Two steps by the device's own clock."""
     if job.trace is not None:
         ids = decoder.encode(PROMPT, raw=True)
         timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
@@ -243,25 +243,22 @@ def on_decoder(job: Job, wanted: Sequence[str]) -> Iterator[Row]:
             yield from attempt(name, promise, part(job, decoder))
 
 
+Layers = Annotated[int | None, typer.Option(metavar="N", help=f"default: what fits; {QUICK_LAYERS} with --quick")]
+Part = Annotated[list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PARTS)}; default: all")]
+MaxTokens = Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="with each tree")]
+Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="two steps", callback=writable)]
+
+
 @command("device", PLACE, "quick", examples=["offload bench device --quick", "offload bench device --device pretend"])
 def main(
     bench: Bench,
-    layers: Annotated[
-        int | None, typer.Option(metavar="N", help=f"default: what fits of 80; {QUICK_LAYERS} with --quick")
-    ] = None,
-    part: Annotated[list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PARTS)}; default: all")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="with each tree")
-    ] = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="two steps for ui.perfetto.dev, and .svg", callback=writable),
-    ] = None,
+    layers: Layers = None,
+    part: Part = None,
+    max_tokens: MaxTokens = None,
+    trace_file: Trace = None,
 ) -> None:
     """What a device gives, each promise beside its ceiling; exits with 1 where one is missed."""
     one_of(part or (), PARTS, "--part")
-    if trace_file is not None:
-        require_pictures()
     asked = bench.given("device")
     amounts = TINY if asked == PRETEND else Amounts()
     amounts = amounts._replace(num_new=max_tokens or amounts.num_new)

@@ -9,9 +9,9 @@ from typing import BinaryIO, NamedTuple
 
 from offload.bench.gpu.attempts import DONE, is_wrong, mark_begin, mark_end, rows_of, status_of, statuses
 from offload.bench.gpu.child import GRACE_S, beside, run_child
-from offload.bench.gpu.row_log import read_rows
 from offload.bench.gpu.steps import Step
 from offload.bench.harness.promises import verdict_lines, verdicts
+from offload.bench.harness.row_log import read_rows
 
 
 class Files(NamedTuple):

@@ -6,7 +6,6 @@ refuse is refused before anything is measured, and with `--rows` a row is on dis
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
@@ -20,12 +19,14 @@ from offload.bench.harness.gate import Proof, Written
 from offload.bench.harness.plain_reader import Reading, plain_rate
 from offload.bench.harness.prompts import Prompt, prompts
 from offload.bench.harness.record import Guard, Row, new_result, read, store, writable
+from offload.bench.harness.row_log import add_row
 from offload.bench.harness.setting import CEILING_BYTES, Setting, find_setting, place_of, synthetic_setting
 from offload.bench.harness.text_table import aligned
 from offload.bench.harness.whole_file import whole
 from offload.cli import flags
 from offload.cli.console import Console
 from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
 
 
 def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -> tuple[Any, Any]:
@@ -41,9 +42,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {  # name: how it is given, default
     "device": _flag(str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"),
     "gpu_mem": (flags.GpuMem, None),
     "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
-    "source": _flag(
-        list[str] | None, "code, prose, chat or a text or .jsonl file; several", "--prompts", metavar="SET"
-    ),
+    "source": _flag(list[str] | None, "code or a text or .jsonl file; several", "--prompts", metavar="SET"),
     "quick": _flag(bool, "up to four minutes on two cores, larger errors", "--quick", default=False),
     "rows_file": _flag(Path | None, "append each row when it is known, one JSON object a line", "--rows", **_TO_WRITE),
     "json_file": _flag(Path | None, "store the result", "--json", **_TO_WRITE),
@@ -64,11 +63,6 @@ class Bench:
         self._old = None if given.get("compare") is None else read(given["compare"])
         if self._old is not None:
             require_same(self._old, name, {})
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether no file was named that is to be written or compared with."""
-        return not any(self._given.get(name) for name in ("json_file", "rows_file", "compare"))
 
     def given(self, name: str) -> Any:
         return self._given[name]
@@ -103,7 +97,7 @@ class Bench:
     def row(self, row: Row) -> Row:
         """Keep a row on disk, whatever happens next; returns it."""
         if self._given.get("rows_file") is not None:
-            append_row(self._given["rows_file"], {"bench": self.name, **row})
+            add_row(self._given["rows_file"], {"bench": self.name, **row})
         return row
 
     def finish(
@@ -169,26 +163,22 @@ def say_nothing(done: int, total: int, label: str) -> None:
     """For those who measure without a screen."""
 
 
-def append_row(path: Path, row: Row) -> None:
-    """One more line, on disk when this returns. Raises `UserError`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"cannot write --rows {path} ({error.strerror}): name another file") from None
-
-
 def say_ceiling(text: str, rate: float) -> float:
     print(f"ceiling: {text}, {rate / 1e9:.3f} GB/s", flush=True)
     return rate
 
 
 def say_link(setting: Setting) -> float:
-    """The ceiling of everything that streams from disk; what streams to a device has to say its own, with a plan."""
+    """The ceiling of everything that streams from disk."""
     return say_ceiling(Reading().label, plain_rate(setting.shards, CEILING_BYTES))
+
+
+def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
+    """The ceiling of a place: on a CPU before anything is opened, on a device with its plan."""
+    if setting.opened is None and plan is None:
+        say_link(setting)
+    elif setting.opened is not None and plan is not None:
+        say_ceiling(f"layers to {setting.device}", setting.ceiling(plan))
 
 
 def say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -8,23 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.timeline import Timeline
 from offload.calibration.quick import draft_curve
-from offload.checkpoint.safetensors import Checkpoint
 from offload.config import Sampling
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
-from offload.errors import UserError
-from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve
-from offload.streaming.disk import DiskReader
-from offload.streaming.host_carrier import HostCarrier
-from offload.streaming.host_device import HostDevice
-from offload.streaming.layers import Layers
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, Shape, best_first, chain
 
@@ -130,51 +122,3 @@ def repeated_scores(decoder: Decoder, num_rows: int, num_sweeps: int, held_bytes
         return num_same, held_bytes() - before_bytes
     finally:
         target.stream.poison_released = False
-
-
-class BareStream:
-    """The layers of a model through as few slots as a run has, and nobody computes."""
-
-    num_slots = 3
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._source = DiskReader(checkpoint.shards)
-        self._layouts = StreamedModel(checkpoint).layer_layouts
-        carrier = HostCarrier(self._source, self._layouts, [], HostDevice())
-        self._stream = Layers(carrier, self.num_slots)
-        self._stream.load_resident()
-
-    def rate(self, num_bytes: int) -> float:
-        """Bytes per second over as many layers as that takes, the first ones not counted: they were there."""
-        self._stream.begin_sweep()
-        for layer in range(self.num_slots):
-            self._pass_one(layer)
-        started, moved_bytes, layer = time.perf_counter(), 0, self.num_slots
-        while moved_bytes < num_bytes:
-            moved_bytes += self._layouts[layer % len(self._layouts)].slab_bytes
-            self._pass_one(layer % len(self._layouts))
-            layer += 1
-        return moved_bytes / (time.perf_counter() - started)
-
-    def prove(self) -> None:
-        """A layer in the middle is, byte for byte, what the file says. Raises `UserError`."""
-        layer = len(self._layouts) // 2
-        self._stream.begin_sweep()
-        for before in range(layer):
-            self._pass_one(before)
-        self._stream.acquire(layer)
-        slab = self._stream.stage.held[layer].numpy()
-        for piece in self._layouts[layer].pieces:
-            size = piece.hi - piece.lo
-            wanted = np.fromfile(self._source.paths[piece.shard], np.uint8, size, offset=piece.lo)
-            if not np.array_equal(wanted, slab[piece.slab_lo : piece.slab_lo + size]):
-                raise UserError(f"layer {layer} came with other bytes than the file has: no speed is worth printing")
-        self._stream.release(layer)
-
-    def close(self) -> None:
-        self._stream.close()
-        self._source.close()
-
-    def _pass_one(self, layer: int) -> None:
-        self._stream.acquire(layer)
-        self._stream.release(layer)

@@ -13,20 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
 from offload.bench.gpu.rates import flops_per_s, memory_bytes_per_s
-from offload.bench.harness.command import (
-    MODELS,
-    PLACE,
-    Bench,
-    Tell,
-    command,
-    say_ceiling,
-    say_link,
-    say_nothing,
-    say_table,
-)
+from offload.bench.harness.command import MODELS, PLACE, Bench, Tell, command, say_floor, say_nothing, say_table
 from offload.bench.harness.gate import Written
 from offload.bench.harness.plain_reader import plain_read_s
 from offload.bench.harness.prompts import Prompt, encoded, prompts
@@ -145,12 +133,10 @@ def main(bench: Bench) -> None:
     bench.check_same(setting)
     texts, rows = prompts(["code"], effort.rounds), list[Row]()
     tree = f"{max(sizes)}x24" if max(sizes) > 1 and setting.draft is not None else "none"
-    if setting.device == "cpu":
-        say_link(setting)
+    say_floor(setting)
     with bench.screen as screen, setting.open(tree, context=_CONTEXT) as decoder:
         plan, num_threads = decoder.plan, decoder.num_threads
-        if setting.device != "cpu":
-            say_ceiling(f"layers to {setting.device}", setting.ceiling(plan))
+        say_floor(setting, plan)
         measured = measure(setting, decoder, texts, effort._replace(sizes=sizes), bench.row, screen.count)
         if setting.draft is not None:
             rows = list(draft_rows(setting, decoder, encoded(decoder, texts[0], 32), effort.draft_s))
@@ -159,19 +145,11 @@ def main(bench: Bench) -> None:
     say_table(["forward", "s", "stall s", "compute s", "of the ceiling", "slower side"], map(_cells, rows))
     floor_s = median(measured.read_s)
     print(f"the ceiling takes {floor_s:.3f} s for the {plan.streamed_bytes / 1e9:.3f} GB of a sweep")
+    timed = {row["name"]: row["sweep_s_samples"] for row in rows if "sweep_s_samples" in row}
     bench.finish(
         rows,
-        settings={
-            **setting.as_dict(),
-            **effort._asdict(),
-            "num_threads": num_threads,
-            "torch_threads": torch.get_num_threads(),
-        },
+        settings={**setting.as_dict(), **effort._asdict(), "num_threads": num_threads},
         ceiling={"bytes_per_s": plan.streamed_bytes / floor_s, "sweep_s": floor_s, "samples": measured.read_s},
-        guards={
-            f"{row['name']} / ceiling": Guard([s / floor_s for s in row["sweep_s_samples"]], "lower")
-            for row in rows
-            if "sweep_s_samples" in row
-        },
+        guards={f"{name} / ceiling": Guard([s / floor_s for s in timed[name]], "lower") for name in timed},
         proof=proof,
     )

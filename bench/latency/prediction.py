@@ -1,29 +1,17 @@
-"""Predictions beside measurements: the paper's offloading on an L40 (2402.12374, Table 5), and this machine's decoding.
+"""The plan beside the paper's offloading on an L40 (2402.12374, Table 5); a second, from data sheets alone.
 
-The first needs data sheets only. The paper's rows are given their tokens per step, so that seconds alone are compared,
-and are predicted twice: all layers crossing the link, one thing after the other, which is what the paper's own figures
-add up to, and as this program would run, with as many layers resident as fit and everything overlapped. The second is
-`decode` with its predictions: the curves are measured on this machine, as `offload tune` does, and the link before and
-after every run, because disks drift.
-
-    offload bench prediction              both; two or three minutes on two cores
-    offload bench prediction --paper      the first alone, a second
+The paper's rows are given their tokens per step, so that seconds alone are compared, and are predicted twice: all
+layers crossing the link, one thing after the other, which is what the paper's own figures add up to, and as this
+program would run, with as many layers resident as fit and everything overlapped.
 """
 
-import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import NamedTuple
 
-import typer
-
-from offload.bench.harness.command import MODELS, Bench, command, say_table
-from offload.bench.harness.record import Guard, Row
-from offload.bench.latency.decode import Effort, rows_of, run
+from offload.bench.harness.command import Bench, command, say_table
+from offload.bench.harness.record import Row
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import ModelShape, model_shape
-from offload.errors import UserError
 from offload.memory.planner import Budgets, make_plan
 from offload.planning.cost_model import Traffic, costs_on, step_time, traffic_on
 from offload.planning.hardware import KNOWN
@@ -36,7 +24,6 @@ _LLAMA_2_7B = {**_LLAMA_2_70B, "hidden_size": 4096, "num_hidden_layers": 32, "nu
                "num_key_value_heads": 32, "intermediate_size": 11008}  # fmt: skip
 _CONTEXT = 256  # 128 prompt tokens and as many new ones, as in the paper
 PAPER_BASE_S = 5.6  # the paper's own system, one token per sweep
-EFFORT = Effort(4, 48, 8, (0.0,), ("none", "64x16", "128x20"))
 
 
 class PaperRow(NamedTuple):
@@ -98,50 +85,14 @@ def _shapes() -> tuple[ModelShape, ModelShape]:
     return target, draft
 
 
-def machine_rows(decoded: Sequence[Row]) -> Iterator[Row]:
-    """What `decode` has measured and predicted. Raises `UserError` where a tree's texts all ended at once."""
-    names = ("measured_s_per_token", "predicted_s_per_token", "predicted_over_measured", "ratios", "link_bytes_per_s")
-    for row in decoded:
-        if "ratios" not in row:
-            raise UserError(f"every text ended within its first burst with --tree {row['tree']}: give other --prompts")
-        yield {"row": row["tree"], "tokens_per_step": row["tokens_per_sweep"], **{name: row[name] for name in names}}
+def cells(row: Row) -> list[str]:
+    others = (f"{row[key]:.3f} ({row[key] / row['paper_s'] - 1:+.1%})" for key in ("in_turn", "overlapped"))
+    return [row["row"], f"{row['tokens_per_step']:.2f}", f"{row['paper_s']:.2f}", *others, f"{row['here']:.3f}"]
 
 
-def _say_paper(rows: Sequence[Row]) -> None:
-    def cells(row: Row) -> list[str]:
-        others = (f"{row[key]:.3f} ({row[key] / row['paper_s'] - 1:+.1%})" for key in ("in_turn", "overlapped"))
-        return [row["row"], f"{row['tokens_per_step']:.2f}", f"{row['paper_s']:.2f}", *others, f"{row['here']:.3f}"]
-
+@command("prediction")
+def main(bench: Bench) -> None:
+    """What the plan promises beside what the paper measured on an L40; measures nothing."""
+    rows = [bench.row(row) for row in paper_rows()]
     say_table(["L40, Llama-2-70B with 7B", "tokens", "paper", "in turn", "overlapped", "here"], map(cells, rows))
-
-
-@command(
-    *("prediction", MODELS, "ram source compare"),
-    examples=["offload bench prediction --paper", "offload bench prediction --size 1GB --json now.json"],
-)
-def main(bench: Bench, paper: Annotated[bool, typer.Option("--paper", help="the paper's table alone")] = False) -> None:
-    """Does the plan keep its word? Predicted and measured seconds per token; two to three minutes on two cores."""
-    rows: list[Any] = paper_rows()
-    if paper and not bench.keeps_nothing:
-        raise UserError("--paper measures nothing: leave out --json, --rows and --compare")
-    if paper:
-        _say_paper(rows)
-        print(json.dumps({"bench": "prediction", "rows": rows}))
-        return
-    setting = bench.setting(needs_draft=True)
-    found, names = bench.prompts(EFFORT.num_prompts)
-    bench.check_same(setting, prompts=names)
-    measured = run(bench, setting, EFFORT, found, predict=True)
-    proof = bench.prove(setting, measured.written)
-    here = [bench.row(row) for row in machine_rows(rows_of(measured.runs))]
-    _say_paper(rows)
-    figures = ("tokens_per_step", "measured_s_per_token", "predicted_s_per_token", "predicted_over_measured")
-    head = ["this machine", "tokens/sweep", "measured s", "predicted s", "ratio"]
-    say_table(head, ([row["row"], *(f"{row[name]:.3f}" for name in figures)] for row in here))
-    bench.finish(
-        rows + here,
-        settings={**setting.as_dict(), "prompts": names},
-        ceiling={"bytes_per_s": median(measured.ceilings)},
-        guards={f"prediction, {row['row']}": Guard([abs(one - 1) for one in row["ratios"]], "lower") for row in here},
-        proof=proof,
-    )
+    bench.end({"bench": "prediction", "rows": rows})

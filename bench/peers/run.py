@@ -34,6 +34,18 @@ class Outcome(NamedTuple):
     rss_bytes: int = 0  # of the process
     load_s: float = 0.0
 
+    def joined(self, later: "Outcome") -> "Outcome":
+        """Both measurements of the same program."""
+        if self.reason or later.reason:
+            return Outcome(reason=self.reason or later.reason)
+        peaks, near = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None], self.num_near
+        runs, is_capped = [*self.runs, *later.runs], self.is_capped and later.is_capped
+        most: dict[str, Any] = {
+            "peak_bytes": max(peaks, default=None),
+            "rss_bytes": max(self.rss_bytes, later.rss_bytes),
+        }
+        return later._replace(runs=runs, num_near=near + later.num_near, is_capped=is_capped, **most)
+
 
 def interpreter_with(modules: Sequence[str], pythons: Sequence[str]) -> str | None:
     """The first interpreter that can import all modules; None when none can."""

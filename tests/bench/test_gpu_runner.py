@@ -19,11 +19,11 @@ from shell import ROOT
 from offload.bench.gpu import child, runner
 from offload.bench.gpu.__main__ import main
 from offload.bench.gpu.attempts import rows_of, statuses
-from offload.bench.gpu.row_log import add_row, read_rows
 from offload.bench.gpu.runner import Files
 from offload.bench.gpu.steps import Step, all_steps
+from offload.bench.harness.row_log import add_row, read_rows
 
-ADD = "from offload.bench.gpu.row_log import add_row; from pathlib import Path; import os, signal, sys, time\n"
+ADD = "from offload.bench.harness.row_log import add_row; from pathlib import Path; import os, signal, sys, time\n"
 ADD += "def add(name, **more):\n"
 ADD += " add_row(Path('{rows}'), {'row': name, 'value': 1.0, 'unit': 's', 'ratio': None, **more})\n"
 HANG = "\nwhile True: time.sleep(60)"
