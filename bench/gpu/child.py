@@ -43,16 +43,6 @@ def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> Ending:
 
 
 @contextmanager
-def beside(command: Sequence[str], log: BinaryIO) -> Iterator[None]:
-    """Meanwhile a second child runs; none for an empty command."""
-    if not command:
-        yield
-        return
-    with _group(command, log):
-        yield
-
-
-@contextmanager
 def _group(command: Sequence[str], log: BinaryIO) -> "Iterator[subprocess.Popen[bytes]]":
     """A child and all that it starts; on leaving they are gone."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}

@@ -1,9 +1,5 @@
 """Each promise of the device path beside its ceiling, on a 70B-shaped target with a 7B-shaped draft.
 
-    offload bench device --quick                            # 18 layers, minutes
-    offload bench device --layers 40 --ram 80GiB --gpu-mem 24GiB --rows rows.jsonl
-    offload bench device --device pretend --layers 8        # whether the script works, on the host
-
 The pair is made in host memory, and computes what the packaged one computes: every token can be proved. The parts are
 those of the other commands (`gate`, `link`, `passes`, `decode`, `peers`) on one decoder that is loaded once. Nothing is
 timed before the gate has passed; what breaks later is a row of its own, and the last lines say of each promise what was
@@ -87,7 +83,7 @@ class Job:
 
 
 def link(job: Job) -> Iterator[Row]:
-    found = copy_rates(job.setting, LLAMA_2_70B.layer_bytes if isinstance(job.device, CudaDevice) else 4 << 20)
+    found = copy_rates(job.device, LLAMA_2_70B.layer_bytes if isinstance(job.device, CudaDevice) else 4 << 20)
     job.copy_bytes_per_s = found.bytes_per_s
     yield row(found.how, found.bytes_per_s / 1e9, None, None, "GB/s")
     pace = found.odd_bytes_per_s / 1e9, found.bytes_per_s / 1e9
@@ -102,19 +98,16 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
     job.setting.prove(measured.written)
     found = {one["num_nodes"]: one for one in passes.rows_of(measured, decoder.plan.streamed_bytes) if "limit" in one}
     one_s = found[sizes[0]]["sweep_s"]
-    link_s = found[sizes[0]]["bytes_moved"] / (
-        job.copy_bytes_per_s or decoder.plan.streamed_bytes / measured.read_s[-1]
-    )
+    copy_bytes_per_s = job.copy_bytes_per_s or decoder.plan.streamed_bytes / measured.read_s[-1]
+    link_s = found[sizes[0]]["bytes_moved"] / copy_bytes_per_s
     for size in sizes:
         compute_s = passes.compute_s(job.setting, size)
         is_link, is_first = compute_s < link_s, size == sizes[0]
         ceiling_s = max(link_s, compute_s) if is_first or not is_link else one_s
         name = "bytes / copy rate" if is_first else "one token" if is_link else "products / rate"
         promise = "link" if is_first else "hidden compute" if size == job.amounts.hidden_size else None
-        limit = 1.05 if is_link else None
-        yield row(
-            f"sweep of {size} rows against {name}", found[size]["sweep_s"], ceiling_s, limit, "s", promise=promise
-        )
+        about, limit = f"sweep of {size} rows against {name}", 1.05 if is_link else None
+        yield row(about, found[size]["sweep_s"], ceiling_s, limit, "s", promise=promise)
 
 
 def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
@@ -177,7 +170,10 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
     carrier, held = decoder.target.stream.carrier, plan.bytes_in(Tier.HOST)
     assert isinstance(carrier, DeviceCarrier), "layers are streamed to a device"
     pinned = carrier.pinned.pinned_bytes
-    reserved, allocated, beside = peaks(job.device)
+    reserved = allocated = beside = 0  # by torch at most, in tensors, and what CUDA keeps beside it now
+    if isinstance(job.device, CudaDevice):
+        reserved = torch.cuda.max_memory_reserved(job.device.place)
+        allocated, beside = torch.cuda.max_memory_allocated(job.device.place), job.device.bytes_beside_torch()
     counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
     name = "device memory at its peak against --gpu-mem"
     yield row(name, (reserved + beside) / _GIB, budget / _GIB, 1.0, "GiB", promise="memory")
@@ -185,15 +181,6 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
     own = "... of it beside torch: context, kernels, graphs"
     yield row(own, beside / _GIB, plan.gpu_runtime_bytes / _GIB, None, "GiB")
     yield row("... of it in tensors, against what the plan counts", allocated / _GIB, counted / _GIB, None, "GiB")
-
-
-def peaks(device: Device) -> tuple[int, int, int]:
-    """What torch has reserved and allocated at most, and what CUDA keeps beside it now; nothing on the host."""
-    if not isinstance(device, CudaDevice):
-        return 0, 0, 0
-    asked = (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
-    reserved, allocated = (int(ask(device.place)) for ask in asked)
-    return reserved, allocated, device.bytes_beside_torch()
 
 
 def accelerate(job: Job) -> Iterator[Row]:
@@ -217,11 +204,12 @@ ON_DECODER = {
 def measure(job: Job) -> Iterator[Row]:
     """All rows, each as soon as it is known; after a wrong token in the gate there are no others."""
     small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
-    try:
-        yield from gates(small, PROMPT, job.amounts.num_gate) if "gate" in job.parts else ()
-    except WrongTokenError as error:
-        yield failure("gate", "exact", error)
-        return
+    if "gate" in job.parts:
+        try:
+            yield from gates(small, PROMPT, job.amounts.num_gate)
+        except WrongTokenError as error:
+            yield failure("gate", "exact", error)
+            return
     if "link" in job.parts:
         yield from attempt("link", None, link(job))
     if wanted := [name for name in ON_DECODER if name in job.parts]:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from offload.bench.harness.setting import Setting
 from offload.calibration.link import copy_bytes_per_s
 from offload.config import format_bytes
 from offload.streaming.device import Device
@@ -25,10 +24,8 @@ class CopyRates(NamedTuple):
     odd_bytes_per_s: float  # the same from some bytes behind a page, as slabs of most files are sent
 
 
-def copy_rates(setting: Setting, num_bytes: int) -> CopyRates:
+def copy_rates(device: Device, num_bytes: int) -> CopyRates:
     """Of copies of that size; what was needed for them is given back."""
-    device = setting.opened
-    assert device is not None, "copies go to a device"
     pinned = device.open_allocator()
     try:
         array = pinned.allocate(num_bytes).array
@@ -60,11 +57,9 @@ def memory_bytes_per_s(device: Device | None) -> float:
 def _seconds(device: Device | None, work: Callable[[], object]) -> float:
     seconds = []
     for _ in range(_NUM_RUNS):
-        if device is not None:
-            device.synchronize(device.record(device.compute))
         started = time.perf_counter()
         work()
-        if device is not None:
+        if device is not None:  # the wait before the first one is among those that do not count
             device.synchronize(device.record(device.compute))
         seconds.append(time.perf_counter() - started)
     return median(seconds[_NUM_WARM:])

@@ -5,34 +5,21 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from offload.bench.gpu.attempts import DONE, is_wrong, mark_begin, mark_end, rows_of, status_of, statuses
-from offload.bench.gpu.child import GRACE_S, beside, run_child
+from offload.bench.gpu.child import GRACE_S, run_child
 from offload.bench.gpu.steps import Step
 from offload.bench.harness.promises import verdict_lines, verdicts
 from offload.bench.harness.row_log import read_rows
 
 
-class Files(NamedTuple):
-    """What a run writes into its folder; the children add a trace and its picture."""
+class Files:
+    """What a run writes into its folder: rows and marks between, a summary, all that children say; they add a trace."""
 
-    folder: Path
-
-    @property
-    def rows(self) -> Path:
-        """A line for each row, and marks between."""
-        return self.folder / "rows.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The tables, replaced after each step."""
-        return self.folder / "summary.txt"
-
-    @property
-    def log(self) -> Path:
-        """All that the children say."""
-        return self.folder / "log.txt"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows, self.summary, self.log = (folder / name for name in ("rows.jsonl", "summary.txt", "log.txt"))
 
 
 class _Clock:
@@ -96,8 +83,7 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
     mark_begin(files.rows, step.name, limit_s)
     started, status = time.monotonic(), "interrupted"
     try:
-        with beside(_command(step.beside, files), log):
-            exit_status, is_over = run_child(_command(step.command, files), limit_s, log)
+        exit_status, is_over = run_child(_command(step.command, files), limit_s, log)
         status = status_of(exit_status, is_over, rows_of(read_rows(files.rows), step.name))
     finally:
         mark_end(files.rows, step.name, status, time.monotonic() - started)
@@ -107,7 +93,7 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
 
 def _command(arguments: Sequence[str], files: Files) -> list[str]:
     filled = [one.replace("{rows}", str(files.rows)).replace("{out}", str(files.folder)) for one in arguments]
-    return [sys.executable, *filled] if filled else []
+    return [sys.executable, *filled]
 
 
 def _is_wrong(files: Files, step: str) -> bool:

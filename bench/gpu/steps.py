@@ -16,7 +16,6 @@ class Step(NamedTuple):
     budget_s: float  # its share; what earlier steps left unused comes on top
     least_s: float  # with less it is not begun
     skips_after: tuple[str, ...] = ()  # steps whose wrong token makes this one pointless
-    beside: tuple[str, ...] = ()  # a second child that uses the time; ended with the first
 
 
 def _bench(name: str, *flags: str) -> tuple[str, ...]:
@@ -44,10 +43,9 @@ def steps_on(*place: str, layers: tuple[str, str], has_workers: bool) -> tuple[S
     few, many = (("--layers", count) for count in layers)
     workers = ("-p", "xdist", "-n", "8") if has_workers else ()
     promised = _parts("link sweeps drafting trees trace soak memory accelerate")
-    compiling = ("-m", "offload.bench.gpu.compile_kernels")
     return (
         Step("facts", ("-m", "offload.bench.gpu.machine_facts", "--rows", "{rows}"), 25, 5),
-        Step("gate", _bench("device", *_parts("gate"), *place, *few), 90, 40, beside=compiling),
+        Step("gate", _bench("device", *_parts("gate"), *place, *few), 90, 40),
         Step("device", _bench("device", *promised, "--trace", "{out}/trace.json", *place, *few), 260, 120, ("gate",)),
         Step("tests", _tests(_ON_DEVICE), 90, 30),
         Step("kernel-tests", _tests(_OF_KERNELS, *workers), 120, 40),

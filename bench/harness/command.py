@@ -67,19 +67,17 @@ class Bench:
     def given(self, name: str) -> Any:
         return self._given[name]
 
-    def setting(self, *, needs_draft: bool = False, is_run: bool = True) -> Setting:
+    def setting(self, *, needs_draft: bool = False) -> Setting:
         """The models and the place that the flags name. Raises `UserError`."""
         ask, device = self._given.get, self._given.get("device", "cpu")
         place = place_of(device, ask("gpu_mem"))
         with self.screen:
+            if ask("layers") is not None and (ask("model") or ask("draft")):
+                raise UserError("--layers makes the models: leave out --model and --draft, or leave it out")
             if ask("layers") is not None:
-                if ask("model") or ask("draft"):
-                    raise UserError("--layers makes the models: leave out --model and --draft, or leave it out")
                 setting = self._resources.enter_context(synthetic_setting(ask("layers"), ask("ram"), place["opened"]))
             else:
-                setting = find_setting(
-                    ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen, is_run=is_run
-                )
+                setting = find_setting(ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen)
         if needs_draft and setting.draft is None:
             raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
         return setting._replace(**place)

@@ -143,9 +143,8 @@ def _repeats_draws(run: Written) -> bool:
 
 
 def _gaps(run: Written, score: Score) -> list[float]:
-    if not run.new_ids:
-        return []
-    gaps = gaps_of(score(run.prompt_ids, run.new_ids), len(run.prompt_ids), run.new_ids, run.sampling)
+    logits_TV = score(run.prompt_ids, run.new_ids) if run.new_ids else torch.empty(0, 1)
+    gaps = gaps_of(logits_TV, len(run.prompt_ids), run.new_ids, run.sampling)
     draws_hold(gaps, run.sampling)
     return gaps
 

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from offload.bench.harness.record import Row
-from offload.bench.harness.whole_file import whole
 from offload.errors import UserError
 
 
@@ -29,7 +28,5 @@ def draw_sizes(rows: Sequence[Row], path: Path) -> None:
         place.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     place.set_xscale("log", base=2)
     place.set(xlabel="nodes", ylabel="tokens per sweep", ylim=(0, None))
-    place.grid(True, color="#e4e4e4")
     place.legend(frameon=False)
-    with whole(path) as target:
-        figure.savefig(target)
+    figure.savefig(path)

@@ -1,6 +1,6 @@
 """The ceiling of everything that streams from disk: a few threads that read the same files and do nothing else.
 
-It shares no code with the host store, so that a slow store cannot hide behind a ceiling of its own making.
+It shares no code with the disk reader, so that a slow one cannot hide behind a ceiling of its own making.
 """
 
 import mmap

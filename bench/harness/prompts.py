@@ -4,16 +4,18 @@
 MT-Bench (`turns`), `prompt` or `text`. Invariant: the same machine gives the same prompts in the same order.
 """
 
+import hashlib
 import json
+import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.bench.harness.corpus import held_out_files, read_source
 from offload.engine.decoder import Decoder
 from offload.errors import UserError
 
 CODE = "code"
+_HELD_OUT_PERCENT = 3
 _CHARS = 1200  # of a text: more than enough for 128 tokens
 _LEAST_BYTES, _MOST_BYTES = 4000, 60_000  # of a file: shorter ones are stubs, longer ones tables
 
@@ -85,3 +87,19 @@ def _question(line: str, place: str) -> str:
 def _spread(found: list[Prompt], num: int) -> list[Prompt]:
     num = min(num, len(found))
     return [found[index * len(found) // num] for index in range(num)]
+
+
+def held_out_files() -> list[Path]:
+    """The standard library's files that the packaged pair was not trained on, split by a hash of their paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if not {"site-packages", "lib2to3", "idlelib"} & set(path.parts))
+    return [path for path in files if _is_held_out(path.relative_to(root))]
+
+
+def read_source(path: Path) -> str:
+    """A few test files are deliberately not UTF-8: what does not decode is dropped."""
+    return path.read_text(encoding="utf-8", errors="ignore")
+
+
+def _is_held_out(relative: Path) -> bool:
+    return hashlib.sha256(str(relative).encode()).digest()[0] * 100 < _HELD_OUT_PERCENT * 256

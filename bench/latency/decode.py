@@ -165,9 +165,8 @@ def timed_run(
 
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
     """One row per case, in the order of the runs; speed-ups are against the baseline, which comes first."""
-    plain, *rows = [
-        _row(case, [run for run in runs if run.case == case]) for case in dict.fromkeys(run.case for run in runs)
-    ]
+    cases = dict.fromkeys(run.case for run in runs)
+    plain, *rows = [_row(case, [run for run in runs if run.case == case]) for case in cases]
     for row in rows if plain["decode_tokens_per_s"] else ():
         row["speedup"] = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
         pairs = zip(row["tokens_per_s_samples"], plain["tokens_per_s_samples"], strict=True)
@@ -254,22 +253,17 @@ Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="steps for ui.p
 Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="tokens per sweep by size", callback=writable)]
 
 
-@command(
-    *("decode", MODELS, PLACE, "source quick compare"),
-    examples=[
-        "offload bench decode --quick",
-        "offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl --json now.json",
-        "offload bench decode --quick --trace sweep.json --compare before.json",
-    ],
-)
+_EXAMPLES = ("offload bench decode --quick --trace sweep.json --compare before.json",
+    "offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl")  # fmt: skip
+
+
+@command("decode", MODELS, PLACE, "source quick compare", examples=_EXAMPLES)
 def main(
     bench: Bench, temp: Temps = None, tree: Trees = None, rule: Rules = None, num_prompts: Num = None,
     max_tokens: MaxTokens = None, preset: Preset = None, trace: Trace = None, picture: Picture = None,
 ) -> None:  # fmt: skip
     """How many tokens per second, how smoothly, and what of the link is used?"""
-    _check_flags(bench, preset, trace)
-    if picture is not None:
-        require_pictures()
+    _check_flags(bench, preset, trace, picture)
     effort = PRESETS[preset] if preset else QUICK if bench.quick else FULL
     effort = Effort(num_prompts=num_prompts or effort.num_prompts, num_tokens=max_tokens or effort.num_tokens,
         num_plain=min(effort.num_plain, max_tokens or effort.num_plain),
@@ -301,13 +295,15 @@ def run(bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt],
         return measure(setting, decoder, effort, found, note=bench.row, tell=screen.count, trace=trace)
 
 
-def _check_flags(bench: Bench, preset: str | None, trace: Path | None) -> None:
+def _check_flags(bench: Bench, preset: str | None, trace: Path | None, picture: Path | None) -> None:
     if preset is not None and preset not in PRESETS:
         raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}: leave it out for our own")
     if preset is not None and bench.quick:
         raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
     if trace is not None and trace == bench.json_file:
         raise UserError(f"--trace {trace} would be written over by --json {bench.json_file}: name another file")
+    if picture is not None:
+        require_pictures()
 
 
 def _check(effort: Effort, asked_trees: Sequence[str]) -> None:

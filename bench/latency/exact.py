@@ -3,8 +3,6 @@
 In float32 they are equal, whatever the tree. In bf16 a tree and a single row round differently, so the two may part
 where two tokens lie closer than rounding; from there on they write different texts, so only the first such place says
 anything.
-
-    offload bench gate --device cuda -n 60
 """
 
 from collections.abc import Iterator, Sequence

@@ -4,9 +4,6 @@ Forwards of all sizes take turns on one text, round after round, with a plain re
 device: copies to it): the time that it takes is the floor under every sweep. A sweep costs the same up to the size at
 which computing becomes the slower side. The draft reads its weights once per forward, so it cannot be faster than
 memory. The prompt's sweep stands beside the others.
-
-    offload bench passes --quick
-    offload bench passes --device cuda --gpu-mem 24GiB --layers 18 --rows rows.jsonl
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -24,27 +24,14 @@ _LLAMA_2_7B = {**_LLAMA_2_70B, "hidden_size": 4096, "num_hidden_layers": 32, "nu
                "num_key_value_heads": 32, "intermediate_size": 11008}  # fmt: skip
 _CONTEXT = 256  # 128 prompt tokens and as many new ones, as in the paper
 PAPER_BASE_S = 5.6  # the paper's own system, one token per sweep
-
-
-class PaperRow(NamedTuple):
-    """One row of Table 5."""
-
-    text: str
-    temperature: float
-    num_nodes: int
-    depth: int
-    tokens_per_step: float
-    s_per_token: float
-
-
-TABLE_5 = (
-    PaperRow("C4", 0.0, 768, 22, 12.18, 0.56),
-    PaperRow("C4", 0.6, 768, 23, 10.12, 0.69),
-    PaperRow("OpenWebText", 0.0, 768, 18, 9.83, 0.69),
-    PaperRow("OpenWebText", 0.6, 768, 19, 9.05, 0.76),
-    PaperRow("CNN Daily", 0.0, 768, 17, 10.46, 0.64),
-    PaperRow("CNN Daily", 0.6, 768, 18, 9.58, 0.70),
-)
+TABLE_5 = {  # text and temperature: nodes, depth, tokens per step, seconds per token
+    "C4, T = 0": (768, 22, 12.18, 0.56),
+    "C4, T = 0.6": (768, 23, 10.12, 0.69),
+    "OpenWebText, T = 0": (768, 18, 9.83, 0.69),
+    "OpenWebText, T = 0.6": (768, 19, 9.05, 0.76),
+    "CNN Daily, T = 0": (768, 17, 10.46, 0.64),
+    "CNN Daily, T = 0.6": (768, 18, 9.58, 0.70),
+}
 
 
 class Predicted(NamedTuple):
@@ -71,11 +58,10 @@ def paper_rows() -> list[Row]:
     """The baseline and Table 5, measured by the paper and predicted."""
     base = predict_l40(chain(0), 1.0)
     rows: list[Row] = [{"row": "no tree", "tokens_per_step": 1.0, "paper_s": PAPER_BASE_S, **base._asdict()}]
-    for paper in TABLE_5:
-        topology = best_first(DEFAULT_ACCEPTANCE, paper.num_nodes, paper.depth)
-        name = f"{paper.text}, T = {paper.temperature:g}, {paper.num_nodes}x{paper.depth}"
-        figures = {"tokens_per_step": paper.tokens_per_step, "paper_s": paper.s_per_token}
-        rows.append({"row": name, **figures, **predict_l40(topology, paper.tokens_per_step)._asdict()})
+    for name, (num_nodes, depth, tokens_per_step, paper_s) in TABLE_5.items():
+        predicted = predict_l40(best_first(DEFAULT_ACCEPTANCE, num_nodes, depth), tokens_per_step)
+        figures = {"tokens_per_step": tokens_per_step, "paper_s": paper_s, **predicted._asdict()}
+        rows.append({"row": f"{name}, {num_nodes}x{depth}", **figures})
     return rows
 
 

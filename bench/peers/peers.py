@@ -18,11 +18,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import Bench, command, one_of, say_link
+from offload.bench.harness.command import Bench, command, one_of, say_link, say_table
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, find_setting
-from offload.bench.harness.text_table import aligned
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.run import Outcome, gguf_file, interpreter_with, last_line, proved, run_child
 from offload.cli.demo import cache_folder
@@ -213,7 +212,8 @@ def main(bench: Bench, peer: Peers = None, cap: Cap = "1.2GB", python: Python = 
         bench.row(row)
 
     rows = compare(peer or list(PROGRAMS), programs, setting, say)
-    print(aligned(table(rows)))
+    head, *lines = table(rows)
+    say_table(head, lines)
     bench.finish(rows, settings=settings, ceiling={"bytes_per_s": ceiling}, guards=guards_of(rows))
     if "reason" in rows[0]:
         raise typer.Exit(1)

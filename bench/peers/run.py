@@ -40,11 +40,8 @@ class Outcome(NamedTuple):
             return Outcome(reason=self.reason or later.reason)
         peaks, near = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None], self.num_near
         runs, is_capped = [*self.runs, *later.runs], self.is_capped and later.is_capped
-        most: dict[str, Any] = {
-            "peak_bytes": max(peaks, default=None),
-            "rss_bytes": max(self.rss_bytes, later.rss_bytes),
-        }
-        return later._replace(runs=runs, num_near=near + later.num_near, is_capped=is_capped, **most)
+        same = later._replace(runs=runs, num_near=near + later.num_near, is_capped=is_capped)
+        return same._replace(peak_bytes=max(peaks, default=None), rss_bytes=max(self.rss_bytes, later.rss_bytes))
 
 
 def interpreter_with(modules: Sequence[str], pythons: Sequence[str]) -> str | None:

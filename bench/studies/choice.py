@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from offload.bench.harness.command import Bench, command, say_link, say_table
-from offload.bench.harness.corpus import held_out_files, read_source
 from offload.bench.harness.gate import Written
+from offload.bench.harness.prompts import held_out_files, read_source
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import Setting, find_setting, resident_pair
 from offload.bench.harness.steps import step_times

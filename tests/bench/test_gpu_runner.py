@@ -97,13 +97,6 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
     assert len(pids) == 2 and all(is_gone(pid) for pid in pids)
 
 
-def test_a_child_beside_a_step_ends_with_it(tmp_path: Path) -> None:
-    beside = ("-c", ADD + "add('beside', pid=os.getpid())" + HANG)
-    run(tmp_path / "out", step("gate", "add('one'); time.sleep(1.5)", beside=beside))
-    (pid,) = [row["pid"] for row in read_rows(Files(tmp_path / "out").rows) if "pid" in row]
-    assert is_gone(pid) and status(tmp_path / "out", "gate") == "done"
-
-
 def test_a_wrong_token_skips_timings_and_nothing_else(tmp_path: Path) -> None:
     wrong = "add('gate: failed', promise='exact', is_met=False, error='wrong'); sys.exit(2)"
     others = step("timing", "add('fast')", skips_after=("gate",)), step("tests", "add('green')")
