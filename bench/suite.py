@@ -1,10 +1,7 @@
-"""`offload bench`: one command per question, each in a file of its own that is imported only when it is called.
+"""`offload bench`: one command per question, each a `main` in a file that is imported only when it is called.
 
-A command's file has `main`, made by `harness.command.command` or a function that typer understands. Invariant: this
-file imports nothing heavy, since `offload --help` passes through it.
-
-    offload bench decode --quick
-    python -m offload.bench.suite decode --quick     the same, from a checkout where nothing is installed
+Invariant: this file imports nothing heavy, since `offload --help` passes through it. `python -m offload.bench.suite` is
+the same from a checkout where nothing is installed.
 """
 
 import runpy

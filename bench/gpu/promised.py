@@ -92,9 +92,9 @@ def link(job: Job) -> Iterator[Row]:
 
 def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Sweeps of all sizes against moving their bytes and computing their products."""
-    texts, sizes = [Prompt("demo", PROMPT)], job.amounts.sizes
+    sizes = job.amounts.sizes
     effort = passes.ON_DEVICE._replace(sizes=sizes)
-    measured = passes.measure(job.setting, decoder, texts, effort)
+    measured = passes.measure(job.setting, decoder, [Prompt("demo", PROMPT)], effort)
     job.setting.prove(measured.written)
     found = {one["num_nodes"]: one for one in passes.rows_of(measured, decoder.plan.streamed_bytes) if "limit" in one}
     one_s = found[sizes[0]]["sweep_s"]
@@ -113,9 +113,8 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
 def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
     """A draft step against its width, beside reading the draft's weights once."""
     for one in passes.draft_rows(job.setting, decoder, [5] * 32, job.amounts.draft_s):
-        width = one["num_draft_rows"]
-        name = f"draft step of {width} rows against reading its weights"
-        promise = "step" if width == job.amounts.draft_width else None
+        name = f"draft step of {one['num_draft_rows']} rows against reading its weights"
+        promise = "step" if one["num_draft_rows"] == job.amounts.draft_width else None
         yield row(name, one["draft_step_s"], one["weights_s"], 1.5, "s", promise=promise)
 
 

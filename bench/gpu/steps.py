@@ -33,15 +33,18 @@ def _parts(names: str) -> tuple[str, ...]:
     return tuple(word for name in names.split() for word in ("--part", name))
 
 
-def steps_on(*place: str, layers: tuple[str, str], has_workers: bool) -> tuple[Step, ...]:
-    """The table.
+ON_GPU = ("--device", "cuda", "--gpu-mem", "24GiB", "--ram", "100GiB")
+ON_HOST = ("--device", "pretend")
 
-    Args:
-        place: flags that name the device and how much of the machine is used.
-        layers: of the synthetic model, in the first call and in what is left of the second.
+
+def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
+    """The table on this machine; layers are those of the synthetic model, in the first call and in what is left.
+
+    pytest-xdist is used where it is.
     """
+    place, layers = (ON_HOST, ("8", "8")) if is_rehearsal else (ON_GPU, ("18", "40"))
     few, many = (("--layers", count) for count in layers)
-    workers = ("-p", "xdist", "-n", "8") if has_workers else ()
+    workers = ("-p", "xdist", "-n", "8") if find_spec("xdist") else ()
     promised = _parts("link sweeps drafting trees trace soak memory accelerate")
     return (
         Step("facts", ("-m", "offload.bench.gpu.machine_facts", "--rows", "{rows}"), 25, 5),
@@ -52,14 +55,3 @@ def steps_on(*place: str, layers: tuple[str, str], has_workers: bool) -> tuple[S
         Step("kernels", _bench("kernels"), 80, 30, ("gate",)),
         Step("large", _bench("device", *_parts("link sweeps trees"), *place, *many), 330, 200, ("gate",)),
     )
-
-
-ON_GPU = ("--device", "cuda", "--gpu-mem", "24GiB", "--ram", "100GiB")
-
-
-def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
-    """On this machine; pytest-xdist is used where it is."""
-    has_workers = find_spec("xdist") is not None
-    if is_rehearsal:
-        return steps_on("--device", "pretend", layers=("8", "8"), has_workers=has_workers)
-    return steps_on(*ON_GPU, layers=("18", "40"), has_workers=has_workers)

@@ -21,8 +21,6 @@ from offload.bench.harness.prompts import Prompt, prompts
 from offload.bench.harness.record import Guard, Row, new_result, read, store, writable
 from offload.bench.harness.row_log import add_row
 from offload.bench.harness.setting import CEILING_BYTES, Setting, find_setting, place_of, synthetic_setting
-from offload.bench.harness.text_table import aligned
-from offload.bench.harness.whole_file import whole
 from offload.cli import flags
 from offload.cli.console import Console
 from offload.errors import UserError
@@ -88,7 +86,7 @@ class Bench:
         return found, [prompt.name for prompt in found]
 
     def check_same(self, setting: Setting, **others: object) -> None:
-        """Refuse, before anything is measured, what `--compare` could not be compared with. Raises `UserError`."""
+        """Refuse, before anything is measured, what could not be compared. Raises `UserError`."""
         if self._old is not None:
             require_same(self._old, self.name, {**setting.as_dict(), **others})
 
@@ -109,7 +107,7 @@ class Bench:
         settings = {**settings, "quick": self.quick}
         result = new_result(self.name, settings=settings, ceiling=ceiling, rows=rows, guards=guards or {})
         if self.json_file is not None:
-            store(result, self.json_file)
+            store(result.as_dict(), self.json_file)
         found = [] if self._old is None else changes(self._old, result)
         if self._old is not None:
             tell(self._old, result, found)
@@ -120,8 +118,7 @@ class Bench:
     def end(self, found: Row) -> None:
         """The last line of a command that has an object of its own, stored with `--json`."""
         if self.json_file is not None:
-            with whole(self.json_file) as place:
-                place.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            store(found, self.json_file)
         print(json.dumps(found), flush=True)
 
     def prove(self, setting: Setting, written: Sequence[Written]) -> Proof:
@@ -167,7 +164,6 @@ def say_ceiling(text: str, rate: float) -> float:
 
 
 def say_link(setting: Setting) -> float:
-    """The ceiling of everything that streams from disk."""
     return say_ceiling(Reading().label, plain_rate(setting.shards, CEILING_BYTES))
 
 
@@ -180,12 +176,13 @@ def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
 
 
 def say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    print(aligned([head, *rows]))
-
-
-def say_row(row: Row) -> None:
-    """One result as a block: name and value of each figure."""
-    print(*(f"{key}: {value}" for key, value in row.items()), sep="\n   ", end="\n\n", flush=True)
+    """The first column to the left, figures to the right; what a row shorter than the others says stands as it is."""
+    lines = [head, *rows]
+    widths = [max(len(row[i]) for row in lines if len(row) == len(head)) for i in range(len(head))]
+    widths[0] = max(len(row[0]) for row in lines)
+    for first, *others in lines:
+        figures = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=False)]
+        print("  ".join([first.ljust(widths[0]), *(figures if len(figures) == len(head) - 1 else others)]).rstrip())
 
 
 def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:

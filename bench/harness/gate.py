@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.bench.harness.promises import WrongTokenError
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
 from offload.engine.build import resident_model
@@ -35,10 +36,6 @@ from offload.verification.rules import find_rule
 
 MOST_SIGMAS = 5.0
 Score = Callable[[Sequence[int], Sequence[int]], Tensor]  # prompt, new ids -> logits (T, V) that predicted each new id
-
-
-class WrongTokenError(UserError):
-    """A token is not the reference's: nothing that was measured with it counts."""
 
 
 class Written(NamedTuple):

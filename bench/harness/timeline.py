@@ -5,14 +5,12 @@ each step; nothing is inferred but the moment at which a copy really began: it i
 still read, so it begins when they end, at the earliest.
 """
 
-import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offload.bench.harness.whole_file import whole
-from offload.errors import UserError
+from offload.bench.harness.record import store
 
 LANES = ("sweep", "draft", "verify", "wait", "compute", "copy")  # from top to bottom
 
@@ -56,11 +54,6 @@ def write_trace(events: Sequence[Event], path: Path) -> None:
     for at, kind in enumerate(LANES):
         told.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": at, "args": {"name": kind}})
     for kind, layer, start_s, end_s in events:
-        named = {"name": kind, "args": {}} if layer < 0 else {"name": f"{kind} {layer}", "args": {"layer": layer}}
-        when = {"ts": (start_s - zero_s) * 1e6, "dur": (end_s - start_s) * 1e6}
-        told.append({"ph": "X", "cat": kind, "pid": 1, "tid": LANES.index(kind), **named, **when})
-    try:
-        with whole(path) as place:
-            place.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": told}) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write --trace {path} ({error.strerror}): name another file") from None
+        named = {"name": kind, "args": {"layer": layer}, "ts": (start_s - zero_s) * 1e6, "dur": (end_s - start_s) * 1e6}
+        told.append({"ph": "X", "cat": kind, "pid": 1, "tid": LANES.index(kind), **named})
+    store({"displayTimeUnit": "ms", "traceEvents": told}, path)

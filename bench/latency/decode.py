@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import MODELS, PLACE, Bench, Tell, command, say_floor, say_nothing, say_table
+from offload.bench.harness.command import MODELS, PLACE, Bench, Tell, command, one_of, say_floor, say_nothing, say_table
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies
 from offload.bench.harness.picture import draw_sizes, require_pictures
@@ -48,13 +48,13 @@ class Case(NamedTuple):
     tree: str
 
     @property
-    def name(self) -> str:
-        return self.tree if self.is_plain else f"T={self.temperature:g} {self.rule} {self.tree}"
-
-    @property
     def is_plain(self) -> bool:
         """Whether it is one token per sweep, to which temperature and rule are all one."""
         return self.tree == "none"
+
+    @property
+    def name(self) -> str:
+        return self.tree if self.is_plain else f"T={self.temperature:g} {self.rule} {self.tree}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +215,18 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
     return guards
 
 
-HEAD = ("case", "tokens/s", "x none", "tokens/sweep", "ttft s", "tpot s", "sweep s", "itl p99 s", "draft s",
-    "link used")  # fmt: skip
+HEAD = [
+    "case",
+    "tokens/s",
+    "x none",
+    "tokens/sweep",
+    "ttft s",
+    "tpot s",
+    "sweep s",
+    "itl p99 s",
+    "draft s",
+    "link used",
+]
 
 
 def cells(row: Row) -> list[str]:
@@ -296,8 +306,7 @@ def run(bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt],
 
 
 def _check_flags(bench: Bench, preset: str | None, trace: Path | None, picture: Path | None) -> None:
-    if preset is not None and preset not in PRESETS:
-        raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}: leave it out for our own")
+    one_of([preset] if preset else [], PRESETS, "--preset")
     if preset is not None and bench.quick:
         raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
     if trace is not None and trace == bench.json_file:
@@ -308,8 +317,7 @@ def _check_flags(bench: Bench, preset: str | None, trace: Path | None, picture: 
 
 def _check(effort: Effort, asked_trees: Sequence[str]) -> None:
     """Refuse cases that cannot run before anything is made or measured. Raises `UserError`."""
-    asked = [*product(effort.rules, asked_trees), *((case.rule, case.tree) for case in effort.cases())]
-    for rule, tree in asked:
+    for rule, tree in (*product(effort.rules, asked_trees), *((case.rule, case.tree) for case in effort.cases())):
         tree_to_fill(tree, rule, has_draft=True)
     for temperature in effort.temperatures:
         Sampling(temperature=temperature)

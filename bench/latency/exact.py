@@ -7,7 +7,7 @@ anything.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
@@ -76,12 +76,11 @@ def in_bf16(setting: Setting, prompt: str, place: torch.device, num_new: int) ->
         yield {**row(name, gap, BF16_NOISE, 1.0, "logits", promise="exact"), "parts_at": at}
 
 
+@torch.inference_mode()
 def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
     """Logits (V,) of transformers in bf16 behind these ids."""
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(place).eval()
-    with torch.inference_mode():
-        logits: Tensor = theirs(torch.tensor([list(ids)], device=place)).logits[0, -1]
-    return logits
+    return cast(Tensor, theirs(torch.tensor([list(ids)], device=place)).logits[0, -1])
 
 
 @command("gate", PLACE)

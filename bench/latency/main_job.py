@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from offload.bench.harness.command import Bench, command, one_of, say_link, say_row
+from offload.bench.harness.command import Bench, command, one_of, say_link
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, find_setting
@@ -135,5 +135,5 @@ def main(
     for name in row or _ROWS:
         for wish in size or (["1GB", "2GB"] if name in ("streaming", "memory") else ["2GB"]):
             results.append(bench.row({"size": wish, **_ROWS[name](wish)}))
-            say_row(results[-1])
+            print(*(f"{key}: {value}" for key, value in results[-1].items()), sep="\n   ", end="\n\n", flush=True)
     bench.finish(results, settings={"rows": list(row or _ROWS), "sizes": size}, ceiling={"bytes_per_s": rate})

@@ -83,15 +83,15 @@ def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
     for size in sorted({one.num_rows for one in measured.passes}):
         of_size = [one for one in measured.passes if one.num_rows == size]
         sweep_s, stall_s = (median(getattr(one, name) for one in of_size) for name in ("seconds", "stall_s"))
-        yield {"name": f"sweep of {size} rows", "num_nodes": size, "sweep_s": sweep_s, "stall_s": stall_s,
-            "compute_s": sweep_s - stall_s, "bytes_moved": median(one.num_bytes for one in of_size),
-            "link_utilisation": floor_s / sweep_s if streamed_bytes else None,
-            "limit": "link" if streamed_bytes and stall_s > _STALLED_SHARE * sweep_s else "compute",
-            "sweep_s_samples": [one.seconds for one in of_size]}  # fmt: skip
-    prompt_s = median(measured.prompt_s)
-    yield {"name": "sweep of a prompt", "num_nodes": PROMPT_TOKENS, "sweep_s": prompt_s,
-           "link_utilisation": floor_s / prompt_s if streamed_bytes else None,
-           "sweep_s_samples": measured.prompt_s}  # fmt: skip
+        limit = "link" if streamed_bytes and stall_s > _STALLED_SHARE * sweep_s else "compute"
+        more = {"stall_s": stall_s, "compute_s": sweep_s - stall_s, "bytes_moved": of_size[0].num_bytes, "limit": limit}
+        yield _row(f"sweep of {size} rows", size, [one.seconds for one in of_size], floor_s) | more
+    yield _row("sweep of a prompt", PROMPT_TOKENS, measured.prompt_s, floor_s)
+
+
+def _row(name: str, num_nodes: int, seconds: list[float], floor_s: float) -> Row:
+    told = {"name": name, "num_nodes": num_nodes, "sweep_s": median(seconds), "sweep_s_samples": seconds}
+    return {**told, "link_utilisation": floor_s / median(seconds)}
 
 
 def draft_rows(setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Iterator[Row]:
@@ -115,9 +115,8 @@ def compute_s(setting: Setting, num_rows: int) -> float:
 def _cells(row: Row) -> list[str]:
     if "draft_step_s" in row:
         return [row["name"], f"{row['draft_step_s']:.4f}", "-", "-", f"{row['of_ceiling']:.3f}", "memory"]
-    used = "-" if row["link_utilisation"] is None else f"{row['link_utilisation']:.3f}"
     parts = [f"{row[name]:.3f}" if name in row else "-" for name in ("stall_s", "compute_s")]
-    return [row["name"], f"{row['sweep_s']:.3f}", *parts, used, row.get("limit", "-")]
+    return [row["name"], f"{row['sweep_s']:.3f}", *parts, f"{row['link_utilisation']:.3f}", row.get("limit", "-")]
 
 
 @command("passes", MODELS, PLACE, "source quick compare", examples=["offload bench passes --quick --json passes.json"])

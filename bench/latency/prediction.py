@@ -11,7 +11,7 @@ from typing import NamedTuple
 from offload.bench.harness.command import Bench, command, say_table
 from offload.bench.harness.record import Row
 from offload.checkpoint.hub import checkpoint_of_config
-from offload.checkpoint.sizes import ModelShape, model_shape
+from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import Budgets, make_plan
 from offload.planning.cost_model import Traffic, costs_on, step_time, traffic_on
 from offload.planning.hardware import KNOWN
@@ -44,7 +44,8 @@ class Predicted(NamedTuple):
 
 def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     """A Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
-    gpu, (target, draft) = KNOWN["l40"], _shapes()
+    gpu, file = KNOWN["l40"], Path("config.json")
+    target, draft = (model_shape(checkpoint_of_config(config, file)) for config in (_LLAMA_2_70B, _LLAMA_2_7B))
     costs, small = costs_on(gpu, target, draft, _CONTEXT), draft if topology.depth > 0 else None
     budgets = Budgets(gpu.ram_bytes, gpu.gpu_bytes)
     plan = make_plan(target, small, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
@@ -63,12 +64,6 @@ def paper_rows() -> list[Row]:
         figures = {"tokens_per_step": tokens_per_step, "paper_s": paper_s, **predicted._asdict()}
         rows.append({"row": f"{name}, {num_nodes}x{depth}", **figures})
     return rows
-
-
-def _shapes() -> tuple[ModelShape, ModelShape]:
-    configs = (_LLAMA_2_70B, _LLAMA_2_7B)
-    target, draft = (model_shape(checkpoint_of_config(config, Path("config.json"))) for config in configs)
-    return target, draft
 
 
 def cells(row: Row) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.bench.harness.whole_file import whole
+from offload.bench.harness.record import whole
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.errors import UserError
 

@@ -134,19 +134,15 @@ def _row(name: str, program: Program, outcome: Outcome) -> Row:
     if outcome.reason:
         return {**row, "reason": outcome.reason}
     runs, same = list(outcome.runs), ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s")
-    num_tokens = sum(run.num_decoded for run in runs)
+    num_tokens, by_prompt = sum(run.num_decoded for run in runs), [rate([run]) for run in runs]
+    row |= {"tokens_per_s": rate(runs), "s_per_token": 1 / rate(runs), "tokens_per_s_by_prompt": by_prompt}
+    row |= {"num_tokens": num_tokens, "prompts": [run.prompt for run in runs]}
+    row |= {"threads": outcome.num_threads, "near_ties": outcome.num_near}
     return {
         **row,
-        "tokens_per_s": rate(runs),
-        "s_per_token": 1 / rate(runs),
-        "tokens_per_s_by_prompt": [rate([run]) for run in runs],
+        "num_prompts": len(set(row["prompts"])),
         "tokens_per_pass": num_tokens / sum(len(run.bursts) - 1 for run in runs),
         "first_token_s": mean(run.bursts[0][0] for run in runs),
-        "num_tokens": num_tokens,
-        "prompts": [run.prompt for run in runs],
-        "num_prompts": len({run.prompt for run in runs}),
-        "threads": outcome.num_threads,
-        "near_ties": outcome.num_near,
         **{key: getattr(outcome, key) for key in same},
     }
 

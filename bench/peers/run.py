@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import offload
 from offload.bench.harness.memory_cap import new_cap
-from offload.bench.harness.whole_file import partial_path
+from offload.bench.harness.record import partial_path
 from offload.bench.peers.child import Measured, Order
 from offload.config import Sampling
 

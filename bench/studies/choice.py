@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from offload.bench.harness.command import Bench, command, say_link, say_table
@@ -32,7 +32,6 @@ from offload.tuning.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, 
 LEAST_RAM_BYTES = 300_000_000  # room for the largest trees of the grid
 WANTED = 1.07  # at most: seconds per token of the chosen tree / of the best
 _AHEAD = 32  # tokens written beyond a window, so that its last sweep counts as a whole
-Prompts = Sequence[tuple[int, ...]]
 Size = tuple[int, int]  # nodes, depth
 
 
@@ -111,22 +110,19 @@ def _grid(tuned: Tuned, effort: Effort, choice: TreeChoice) -> dict[Size, Shape]
     return grid
 
 
-def _yields(grid: dict[Size, Shape], prompts: Prompts) -> dict[Size, float]:
+def _yields(grid: dict[Size, Shape], prompts: Sequence[tuple[int, ...]]) -> dict[Size, float]:
     """Tokens per sweep of every tree on the text that the target writes behind the prompts."""
     largest, sampling = f"{max(tree.num_nodes for tree in grid.values())}x{DEPTH}", Sampling()
     with resident_pair(None).open(largest, context=512) as decoder:
         texts = [(prompt, write(decoder, prompt, sampling, NUM_NEW + _AHEAD, largest)) for prompt in prompts]
         traces = [ranks_of(decoder, *text, sampling) for text in texts]
 
-        def tokens_per_sweep(tree: Shape) -> float:
+        def sweeps(tree: Shape) -> list[list[int]]:
             if isinstance(tree, DynamicShape):
-                every = [dynamic_again(decoder, *text, sampling, tree) for text in texts]
-            else:
-                every = [bursts(tree, trace) for trace in traces]
-            whole = [count for sweeps in every for count in _whole(sweeps)]
-            return sum(whole) / len(whole)
+                return [dynamic_again(decoder, *text, sampling, tree) for text in texts]
+            return [bursts(tree, trace) for trace in traces]
 
-        return {size: tokens_per_sweep(tree) for size, tree in grid.items()}
+        return {size: mean(count for one in sweeps(tree) for count in _whole(one)) for size, tree in grid.items()}
 
 
 def _whole(sweeps: Sequence[int]) -> list[int]:

@@ -79,7 +79,7 @@ def test_decode_tells_what_every_case_took(decoded: Path) -> None:
 def test_trace_has_every_layer_of_every_step(decoded: Path) -> None:
     events = [one for one in json.loads((decoded / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
     kinds = {kind: [one for one in events if one["cat"] == kind] for kind in ("draft", "sweep", "compute", "copy")}
-    layers = {kind: [one["args"].get("layer") for one in found] for kind, found in kinds.items()}
+    layers = {kind: [one["args"]["layer"] for one in found] for kind, found in kinds.items()}
     num_layers = 1 + max(layers["compute"])
     assert len(kinds["draft"]) == len(kinds["sweep"]) == 3
     assert layers["compute"] == [*range(num_layers)] * 3

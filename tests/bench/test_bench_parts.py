@@ -14,9 +14,8 @@ from offload.bench.harness.compare import change, changes, tell
 from offload.bench.harness.gate import MOST_SIGMAS, Proof, Written, prove, reference, surprise_sigmas
 from offload.bench.harness.plain_reader import Reading, plain_read_s
 from offload.bench.harness.prompts import prompts
-from offload.bench.harness.record import Guard, Result, new_result, read, store
+from offload.bench.harness.record import Guard, Result, new_result, read, store, whole
 from offload.bench.harness.timeline import Event, Timeline, write_trace
-from offload.bench.harness.whole_file import whole
 from offload.cli.demo import PAIR
 from offload.config import Sampling
 
@@ -140,7 +139,7 @@ def a_result(bench: str = "decode", **guards: Guard) -> Result:
 
 def test_results_are_stored_as_they_are(tmp_path: Path) -> None:
     result = a_result(speed=Guard([1.0, 3.0, 2.0], "higher", ["p", "q", "r"]), empty=Guard([], "lower"))
-    store(result, tmp_path / "deep" / "a.json")
+    store(result.as_dict(), tmp_path / "deep" / "a.json")
     assert read(tmp_path / "deep" / "a.json") == result
     stored = json.loads((tmp_path / "deep" / "a.json").read_text())
     wanted = {"schema", "bench", "settings", "ceiling", "rows", "guards", "machine", "created", "commit"}
@@ -241,7 +240,7 @@ def test_copies_follow_each_other_in_a_trace(tmp_path: Path) -> None:
     ]
     write_trace(events, tmp_path / "t.json")
     told = [one for one in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if one["ph"] == "X"]
-    spans = [(one["cat"], one["args"].get("layer", -1), one["ts"], one["ts"] + one["dur"]) for one in told]
+    spans = [(one["cat"], one["args"]["layer"], one["ts"], one["ts"] + one["dur"]) for one in told]
     assert spans == [(event.kind, event.layer, event.start_s * 1e6, event.end_s * 1e6) for event in events]
 
 

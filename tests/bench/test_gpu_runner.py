@@ -18,8 +18,7 @@ from shell import ROOT
 
 from offload.bench.gpu import child, runner
 from offload.bench.gpu.__main__ import main
-from offload.bench.gpu.attempts import rows_of, statuses
-from offload.bench.gpu.runner import Files
+from offload.bench.gpu.runner import Files, rows_of, statuses
 from offload.bench.gpu.steps import Step, all_steps
 from offload.bench.harness.row_log import add_row, read_rows
 
