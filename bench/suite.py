@@ -1,12 +1,10 @@
-"""`offload bench`: one command per question, each in a file of its own that is imported only when it is called.
+"""`offload bench`: one command per question, each a `main` in a file that is imported only when it is called.
 
-A command's file has `main`, made by `harness.command.command` or a function that typer understands. Invariant: this
-file imports nothing heavy, since `offload --help` passes through it.
-
-    offload bench decode --quick
-    python -m offload.bench.suite decode --quick     the same, from a checkout where nothing is installed
+Invariant: this file imports nothing heavy, since `offload --help` passes through it. `python -m offload.bench.suite` is
+the same from a checkout where nothing is installed.
 """
 
+import runpy
 import signal
 import sys
 from importlib import import_module
@@ -19,17 +17,15 @@ from offload.errors import UserError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 COMMANDS = {  # name: file, what it answers
-    "link": ("latency.link", "how fast bytes arrive: threads, block sizes, the stream without computing"),
     "passes": ("latency.passes", "seconds of a forward of target and draft against its rows, beside link and memory"),
     "decode": ("latency.decode", "tokens per second and latencies: prompts x temperatures x trees x rules"),
     "gate": ("latency.exact", "whether every tree writes the ids of transformers, every layer streamed"),
     "main-job": ("latency.main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
-    "prediction": ("latency.prediction", "what the plan promises beside what was measured: here, and the paper's L40"),
+    "prediction": ("latency.prediction", "what the plan promises beside what the paper measured on an L40"),
     "device": ("gpu.promised", "each promise of the device path: gate, passes, trees, memory, accelerate"),
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
     "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
-    "tree": ("studies.studies", "studies of trees and rules: Sequoia's, dynamic trees, the chosen tree"),
-    "report": ("harness.report", "Markdown and pictures from stored results"),
+    "choice": ("studies.choice", "whether the tree of --tree auto is the best one, really streamed"),
     "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
 }
 
@@ -85,7 +81,5 @@ def _leave(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from offload.cli.main import main
-
     sys.argv = ["offload", "bench", *sys.argv[1:]]
-    main()
+    runpy.run_module("offload", run_name="__main__")

@@ -11,22 +11,17 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 GRACE_S = 5.0  # between asking and making
 _PR_SET_PDEATHSIG, _LIBC = 1, ctypes.CDLL(None)
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-class Ending(NamedTuple):
-    """How a child has ended."""
+def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> tuple[int | None, bool]:
+    """Run to the end or the limit; returns the exit status, and whether time was over.
 
-    exit_status: int | None  # negative: a signal; None: not even SIGKILL has ended it, as in a stuck driver
-    is_over_budget: bool
-
-
-def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> Ending:
-    """Run to the end or the limit.
+    The status is negative after a signal, and None where not even SIGKILL has ended it, as in a stuck driver.
 
     Raises:
         KeyboardInterrupt: whoever waits was interrupted; the child has been ended as at its limit.
@@ -34,22 +29,12 @@ def run_child(command: Sequence[str], limit_s: float, log: BinaryIO) -> Ending:
     with _group(command, log) as child:
         try:
             child.wait(limit_s)
-            return Ending(child.returncode, False)
+            return child.returncode, False
         except subprocess.TimeoutExpired:
-            return Ending(_end(child), True)
+            return _end(child), True
         except KeyboardInterrupt:
             _end(child)
             raise
-
-
-@contextmanager
-def beside(command: Sequence[str], log: BinaryIO) -> Iterator[None]:
-    """Meanwhile a second child runs; none for an empty command."""
-    if not command:
-        yield
-        return
-    with _group(command, log):
-        yield
 
 
 @contextmanager

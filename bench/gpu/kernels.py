@@ -1,18 +1,12 @@
 """Every kernel against what runs without it, on this GPU: first whether both agree, then which one is faster.
 
-The same selection that a run makes at its start, at many sizes.
-
-    offload bench kernels                    shapes of Llama-2-70B, vocabularies of 32,000 and 128,256
+The same selection that a run makes at its start, for shapes of Llama-2-70B and vocabularies of 32,000 and 128,256.
 """
-
-from collections.abc import Sequence
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from offload.bench.harness.command import Bench, command
+from offload.bench.harness.command import Bench, command, say_table
 from offload.calibration.kernel_comparison import Outcome, rows_of, verdicts
 from offload.calibration.kernel_selection import Shapes, choose_kernels
 from offload.errors import UserError
@@ -20,12 +14,9 @@ from offload.kernels.jit import HAS_TRITON
 from offload.streaming.device import CudaDevice
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table("kernel", "shape", "kernel, ms", "without, ms", "without / kernel")
-    for one in outcomes:
-        times = [f"{seconds * 1000:.4f}" for seconds in (one.kernel_s, one.rival_s) if seconds is not None]
-        table.add_row(one.kernel, one.shape, *(times or [one.reason, ""]), f"{one.ratio:.2f}" if times else "")
-    return table
+def cells(one: Outcome) -> list[str]:
+    times = [f"{seconds * 1000:.4f}" for seconds in (one.kernel_s, one.rival_s) if seconds is not None]
+    return [one.kernel, one.shape, *(times or [one.reason, ""]), f"{one.ratio:.2f}" if times else ""]
 
 
 @command("kernels")
@@ -37,7 +28,7 @@ def main(bench: Bench) -> None:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
     _, outcomes = choose_kernels(Shapes(), device)
-    Console().print(_table(outcomes))
+    say_table(["kernel", "shape", "kernel, ms", "without, ms", "without / kernel"], map(cells, outcomes))
     found = {kernel: verdict._asdict() for kernel, verdict in verdicts(outcomes).items()}
     rows = [bench.row(row) for row in rows_of(outcomes)]
     bench.end({"bench": "kernels", "device": device.name, "verdicts": found, "rows": rows})

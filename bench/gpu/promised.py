@@ -1,9 +1,5 @@
 """Each promise of the device path beside its ceiling, on a 70B-shaped target with a 7B-shaped draft.
 
-    offload bench device --quick                            # 18 layers, minutes
-    offload bench device --layers 40 --ram 80GiB --gpu-mem 24GiB --rows rows.jsonl
-    offload bench device --device pretend --layers 8        # whether the script works, on the host
-
 The pair is made in host memory, and computes what the packaged one computes: every token can be proved. The parts are
 those of the other commands (`gate`, `link`, `passes`, `decode`, `peers`) on one decoder that is loaded once. Nothing is
 timed before the gate has passed; what breaks later is a row of its own, and the last lines say of each promise what was
@@ -13,7 +9,7 @@ wanted, what was seen and whether it is met.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -30,7 +26,7 @@ from offload.bench.harness.record import writable
 from offload.bench.harness.setting import PRETEND, Setting, place_of, resident_pair, synthetic_setting
 from offload.bench.harness.steps import record_steps, repeated_scores
 from offload.bench.harness.synthetic import LLAMA_2_70B
-from offload.bench.harness.timeline import require_pictures, write_trace
+from offload.bench.harness.timeline import write_trace
 from offload.bench.latency import passes
 from offload.bench.latency.decode import Case, timed_run
 from offload.bench.latency.exact import gates
@@ -43,7 +39,7 @@ from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.plan import Tier
 from offload.streaming.device import CudaDevice, Device
-from offload.streaming.pinned import PinnedAllocator
+from offload.streaming.device_carrier import DeviceCarrier
 
 QUICK_LAYERS = 18
 PARTS = ("gate", "link", "sweeps", "drafting", "trees", "trace", "soak", "memory", "accelerate")
@@ -76,26 +72,18 @@ class Job:
     amounts: Amounts
     parts: Sequence[str]
     trace: Path | None
-    arenas: list[PinnedAllocator] = field(default_factory=list)
     copy_bytes_per_s: float = 0.0
     best_s: float | None = None  # per token
     num_resident: int = 0
 
     @property
     def device(self) -> Device:
-        assert self.setting.platform.device is not None, "a device was named"
-        return self.setting.platform.device
-
-    def open_pinned_allocator(self, place: torch.device) -> PinnedAllocator:
-        self.arenas.append(self._open(place))
-        return self.arenas[-1]
-
-    def __post_init__(self) -> None:
-        self._open = self.setting.platform.open_pinned_allocator
+        assert self.setting.opened is not None, "a device was named"
+        return self.setting.opened
 
 
 def link(job: Job) -> Iterator[Row]:
-    found = copy_rates(job.setting, LLAMA_2_70B.layer_bytes if isinstance(job.device, CudaDevice) else 4 << 20)
+    found = copy_rates(job.device, LLAMA_2_70B.layer_bytes if isinstance(job.device, CudaDevice) else 4 << 20)
     job.copy_bytes_per_s = found.bytes_per_s
     yield row(found.how, found.bytes_per_s / 1e9, None, None, "GB/s")
     pace = found.odd_bytes_per_s / 1e9, found.bytes_per_s / 1e9
@@ -104,33 +92,29 @@ def link(job: Job) -> Iterator[Row]:
 
 def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Sweeps of all sizes against moving their bytes and computing their products."""
-    texts, sizes = [Prompt("demo", PROMPT)], job.amounts.sizes
+    sizes = job.amounts.sizes
     effort = passes.ON_DEVICE._replace(sizes=sizes)
-    measured = passes.measure(job.setting, decoder, texts, effort)
+    measured = passes.measure(job.setting, decoder, [Prompt("demo", PROMPT)], effort)
     job.setting.prove(measured.written)
     found = {one["num_nodes"]: one for one in passes.rows_of(measured, decoder.plan.streamed_bytes) if "limit" in one}
     one_s = found[sizes[0]]["sweep_s"]
-    link_s = found[sizes[0]]["bytes_moved"] / (
-        job.copy_bytes_per_s or decoder.plan.streamed_bytes / measured.read_s[-1]
-    )
+    copy_bytes_per_s = job.copy_bytes_per_s or decoder.plan.streamed_bytes / measured.read_s[-1]
+    link_s = found[sizes[0]]["bytes_moved"] / copy_bytes_per_s
     for size in sizes:
         compute_s = passes.compute_s(job.setting, size)
         is_link, is_first = compute_s < link_s, size == sizes[0]
         ceiling_s = max(link_s, compute_s) if is_first or not is_link else one_s
         name = "bytes / copy rate" if is_first else "one token" if is_link else "products / rate"
         promise = "link" if is_first else "hidden compute" if size == job.amounts.hidden_size else None
-        limit = 1.05 if is_link else None
-        yield row(
-            f"sweep of {size} rows against {name}", found[size]["sweep_s"], ceiling_s, limit, "s", promise=promise
-        )
+        about, limit = f"sweep of {size} rows against {name}", 1.05 if is_link else None
+        yield row(about, found[size]["sweep_s"], ceiling_s, limit, "s", promise=promise)
 
 
 def drafting(job: Job, decoder: Decoder) -> Iterator[Row]:
     """A draft step against its width, beside reading the draft's weights once."""
     for one in passes.draft_rows(job.setting, decoder, [5] * 32, job.amounts.draft_s):
-        width = one["num_draft_rows"]
-        name = f"draft step of {width} rows against reading its weights"
-        promise = "step" if width == job.amounts.draft_width else None
+        name = f"draft step of {one['num_draft_rows']} rows against reading its weights"
+        promise = "step" if one["num_draft_rows"] == job.amounts.draft_width else None
         yield row(name, one["draft_step_s"], one["weights_s"], 1.5, "s", promise=promise)
 
 
@@ -160,7 +144,7 @@ def one_tree(job: Job, decoder: Decoder, tree: str, promise: str | None) -> Iter
 
 
 def trace(job: Job, decoder: Decoder) -> Iterator[Row]:
-    """Two steps by the device's own clock, as a picture."""
+    """Two steps by the device's own clock."""
     if job.trace is not None:
         ids = decoder.encode(PROMPT, raw=True)
         timeline, new_ids = record_steps(decoder, ids, job.amounts.trees[-1], 2)
@@ -182,8 +166,13 @@ def soak(job: Job, decoder: Decoder) -> Iterator[Row]:
 def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Peaks beside budgets; nothing else may use the device, for all that CUDA keeps there is taken to be ours."""
     plan, budget = decoder.plan, parse_size(job.setting.gpu_memory or 0, "--gpu-mem")
-    pinned, held = sum(arena.pinned_bytes for arena in job.arenas), plan.bytes_in(Tier.HOST)
-    reserved, allocated, beside = peaks(job.device)
+    carrier, held = decoder.target.stream.carrier, plan.bytes_in(Tier.HOST)
+    assert isinstance(carrier, DeviceCarrier), "layers are streamed to a device"
+    pinned = carrier.pinned.pinned_bytes
+    reserved = allocated = beside = 0  # by torch at most, in tensors, and what CUDA keeps beside it now
+    if isinstance(job.device, CudaDevice):
+        reserved = torch.cuda.max_memory_reserved(job.device.place)
+        allocated, beside = torch.cuda.max_memory_allocated(job.device.place), job.device.bytes_beside_torch()
     counted = plan.gpu_total_bytes - plan.gpu_runtime_bytes
     name = "device memory at its peak against --gpu-mem"
     yield row(name, (reserved + beside) / _GIB, budget / _GIB, 1.0, "GiB", promise="memory")
@@ -191,15 +180,6 @@ def memory(job: Job, decoder: Decoder) -> Iterator[Row]:
     own = "... of it beside torch: context, kernels, graphs"
     yield row(own, beside / _GIB, plan.gpu_runtime_bytes / _GIB, None, "GiB")
     yield row("... of it in tensors, against what the plan counts", allocated / _GIB, counted / _GIB, None, "GiB")
-
-
-def peaks(device: Device) -> tuple[int, int, int]:
-    """What torch has reserved and allocated at most, and what CUDA keeps beside it now; nothing on the host."""
-    if not isinstance(device, CudaDevice):
-        return 0, 0, 0
-    asked = (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
-    reserved, allocated = (int(ask(device.place)) for ask in asked)
-    return reserved, allocated, device.bytes_beside_torch()
 
 
 def accelerate(job: Job) -> Iterator[Row]:
@@ -222,12 +202,13 @@ ON_DECODER = {
 
 def measure(job: Job) -> Iterator[Row]:
     """All rows, each as soon as it is known; after a wrong token in the gate there are no others."""
-    small = resident_pair("4GiB")._replace(platform=job.setting.platform, device=job.setting.device)
-    try:
-        yield from gates(small, PROMPT, job.amounts.num_gate) if "gate" in job.parts else ()
-    except WrongTokenError as error:
-        yield failure("gate", "exact", error)
-        return
+    small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
+    if "gate" in job.parts:
+        try:
+            yield from gates(small, PROMPT, job.amounts.num_gate)
+        except WrongTokenError as error:
+            yield failure("gate", "exact", error)
+            return
     if "link" in job.parts:
         yield from attempt("link", None, link(job))
     if wanted := [name for name in ON_DECODER if name in job.parts]:
@@ -239,10 +220,7 @@ def measure(job: Job) -> Iterator[Row]:
 def on_decoder(job: Job, wanted: Sequence[str]) -> Iterator[Row]:
     """What needs the large model, which is loaded once."""
     started, amounts = time.perf_counter(), job.amounts
-    setting = job.setting._replace(
-        platform=job.setting.platform._replace(open_pinned_allocator=job.open_pinned_allocator)
-    )
-    with setting.open(f"{max(amounts.sizes)}x24", context=amounts.context) as decoder:
+    with job.setting.open(f"{max(amounts.sizes)}x24", context=amounts.context) as decoder:
         yield row("loading", time.perf_counter() - started, None, None, "s")
         plan, job.num_resident = decoder.plan, decoder.plan.num_resident
         told = {"notes": decoder.notes, "plan": plan.as_dict(), "kernels": rows_of(decoder.comparisons)}
@@ -252,25 +230,22 @@ def on_decoder(job: Job, wanted: Sequence[str]) -> Iterator[Row]:
             yield from attempt(name, promise, part(job, decoder))
 
 
+Layers = Annotated[int | None, typer.Option(metavar="N", help=f"default: what fits; {QUICK_LAYERS} with --quick")]
+Part = Annotated[list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PARTS)}; default: all")]
+MaxTokens = Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="with each tree")]
+Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="two steps", callback=writable)]
+
+
 @command("device", PLACE, "quick", examples=["offload bench device --quick", "offload bench device --device pretend"])
 def main(
     bench: Bench,
-    layers: Annotated[
-        int | None, typer.Option(metavar="N", help=f"default: what fits of 80; {QUICK_LAYERS} with --quick")
-    ] = None,
-    part: Annotated[list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PARTS)}; default: all")] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="with each tree")
-    ] = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="two steps for ui.perfetto.dev, and .svg", callback=writable),
-    ] = None,
+    layers: Layers = None,
+    part: Part = None,
+    max_tokens: MaxTokens = None,
+    trace_file: Trace = None,
 ) -> None:
     """What a device gives, each promise beside its ceiling; exits with 1 where one is missed."""
     one_of(part or (), PARTS, "--part")
-    if trace_file is not None:
-        require_pictures()
     asked = bench.given("device")
     amounts = TINY if asked == PRETEND else Amounts()
     amounts = amounts._replace(num_new=max_tokens or amounts.num_new)
@@ -281,7 +256,7 @@ def main(
     ram = bench.given("ram")
     with ExitStack() as resources:
         num_layers = layers or _num_layers(bench.quick, asked, ram)
-        setting = resources.enter_context(synthetic_setting(num_layers, ram, place["platform"]))
+        setting = resources.enter_context(synthetic_setting(num_layers, ram, place["opened"]))
         job, rows = Job(setting._replace(**place), amounts, part or PARTS, trace_file), list[Row]()
         try:
             for one in measure(job):

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from offload.bench.gpu.row_log import add_row
-from offload.bench.promises import row
+from offload.bench.harness.promises import row
+from offload.bench.harness.row_log import add_row
 
 
 def pytest_addoption(parser: Any) -> None:

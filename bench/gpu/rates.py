@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from offload.bench.harness.setting import Setting
 from offload.calibration.link import copy_bytes_per_s
 from offload.config import format_bytes
 from offload.streaming.device import Device
@@ -25,18 +24,16 @@ class CopyRates(NamedTuple):
     odd_bytes_per_s: float  # the same from some bytes behind a page, as slabs of most files are sent
 
 
-def copy_rates(setting: Setting, num_bytes: int) -> CopyRates:
+def copy_rates(device: Device, num_bytes: int) -> CopyRates:
     """Of copies of that size; what was needed for them is given back."""
-    device = setting.platform.device
-    assert device is not None, "copies go to a device"
-    arena = setting.platform.open_pinned_allocator(device.place)
+    pinned = device.open_allocator()
     try:
-        array = arena.allocate(num_bytes).array
-        how = f"copies of {format_bytes(num_bytes)}: {arena.note or f'page-locked ({arena.ways})'}"
+        array = pinned.allocate(num_bytes).array
+        how = f"copies of {format_bytes(num_bytes)}: {pinned.note or f'page-locked ({pinned.ways})'}"
         return CopyRates(how, copy_bytes_per_s(device, array), copy_bytes_per_s(device, array[_ODD_BYTES:]))
     finally:
         del array
-        arena.close()
+        pinned.close()
         if device.place.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device.place)
@@ -60,11 +57,9 @@ def memory_bytes_per_s(device: Device | None) -> float:
 def _seconds(device: Device | None, work: Callable[[], object]) -> float:
     seconds = []
     for _ in range(_NUM_RUNS):
-        if device is not None:
-            device.synchronize(device.record(device.compute))
         started = time.perf_counter()
         work()
-        if device is not None:
+        if device is not None:  # the wait before the first one is among those that do not count
             device.synchronize(device.record(device.compute))
         seconds.append(time.perf_counter() - started)
     return median(seconds[_NUM_WARM:])

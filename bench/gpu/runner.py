@@ -1,38 +1,30 @@
-"""Steps one after the other within one budget of time; what happens to one costs the others nothing but time."""
+"""Steps one after the other within one budget of time; what happens to one costs the others nothing but time.
+
+The file of rows has a mark where each step begins and ends, and rows between are that step's. A step that was begun
+several times counts with all its rows; of two with the same name the later one holds.
+"""
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
-from offload.bench.gpu.attempts import DONE, is_wrong, mark_begin, mark_end, rows_of, status_of, statuses
-from offload.bench.gpu.child import GRACE_S, beside, run_child
-from offload.bench.gpu.row_log import read_rows
+from offload.bench.gpu.child import GRACE_S, run_child
 from offload.bench.gpu.steps import Step
-from offload.bench.promises import verdict_lines, verdicts
+from offload.bench.harness.promises import verdict_lines, verdicts
+from offload.bench.harness.row_log import Row, add_row, read_rows
+
+DONE = "done"
 
 
-class Files(NamedTuple):
-    """What a run writes into its folder; the children add a trace and its picture."""
+class Files:
+    """What a run writes into its folder: rows and marks between, a summary, all that children say; they add a trace."""
 
-    folder: Path
-
-    @property
-    def rows(self) -> Path:
-        """A line for each row, and marks between."""
-        return self.folder / "rows.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The tables, replaced after each step."""
-        return self.folder / "summary.txt"
-
-    @property
-    def log(self) -> Path:
-        """All that the children say."""
-        return self.folder / "log.txt"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows, self.summary, self.log = (folder / name for name in ("rows.jsonl", "summary.txt", "log.txt"))
 
 
 class _Clock:
@@ -63,9 +55,9 @@ def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
             limit_s = clock.limit_s(step)
             wrong = next((name for name in step.skips_after if _is_wrong(files, name)), None)
             if wrong is not None:
-                mark_end(files.rows, step.name, f"skipped: wrong tokens in {wrong}")
+                _mark_end(files, step, f"skipped: wrong tokens in {wrong}")
             elif limit_s < step.least_s:
-                mark_end(files.rows, step.name, f"skipped: {max(0.0, limit_s):.0f} s are left")
+                _mark_end(files, step, f"skipped: {max(0.0, limit_s):.0f} s are left")
             else:
                 clock.take(step, _run_step(step, files, limit_s, log))
             write_summary(steps, files)
@@ -93,22 +85,63 @@ def _run_step(step: Step, files: Files, limit_s: float, log: BinaryIO) -> float:
     print(f"{step.name}: at most {limit_s:.0f} s", flush=True)
     log.write(f"== {step.name}\n".encode())
     log.flush()
-    mark_begin(files.rows, step.name, limit_s)
+    add_row(files.rows, {"step": step.name, "event": "begin", "limit_s": round(limit_s, 1)})
     started, status = time.monotonic(), "interrupted"
     try:
-        with beside(_command(step.beside, files), log):
-            exit_status, is_over = run_child(_command(step.command, files), limit_s, log)
+        told = [one.replace("{rows}", str(files.rows)).replace("{out}", str(files.folder)) for one in step.command]
+        exit_status, is_over = run_child([sys.executable, *told], limit_s, log)
         status = status_of(exit_status, is_over, rows_of(read_rows(files.rows), step.name))
     finally:
-        mark_end(files.rows, step.name, status, time.monotonic() - started)
+        _mark_end(files, step, status, time.monotonic() - started)
     print(f"{step.name}: {status}", flush=True)
     return time.monotonic() - started
 
 
-def _command(arguments: Sequence[str], files: Files) -> list[str]:
-    filled = [one.replace("{rows}", str(files.rows)).replace("{out}", str(files.folder)) for one in arguments]
-    return [sys.executable, *filled] if filled else []
+def _mark_end(files: Files, step: Step, status: str, wall_s: float = 0.0) -> None:
+    """The step is over, or was not begun at all."""
+    add_row(files.rows, {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)})
 
 
 def _is_wrong(files: Files, step: str) -> bool:
-    return is_wrong(rows_of(read_rows(files.rows), step))
+    """Whether a token was: nothing that is measured with it counts."""
+    rows = rows_of(read_rows(files.rows), step)
+    return any(row.get("promise") == "exact" and row.get("is_met") is False for row in rows)
+
+
+def statuses(rows: Iterable[Row]) -> dict[str, tuple[str, float]]:
+    """Of every step its last status, and seconds; a skipped one keeps what an earlier run says of it."""
+    found: dict[str, tuple[str, float]] = {}
+    for row in rows:
+        if row.get("event") == "begin":
+            found[row["step"]] = ("killed with the runner", 0.0)
+        elif row.get("event") == "end" and not (row["status"].startswith("skipped") and row["step"] in found):
+            found[row["step"]] = (row["status"], row["wall_s"])
+    return found
+
+
+def rows_of(rows: Iterable[Row], step: str) -> list[Row]:
+    """What was measured in a step; errors only of the last time."""
+    kept: dict[str, Row] = {}
+    current = None
+    for row in rows:
+        if row.get("event") == "begin":
+            current = row["step"]
+            if current == step:
+                kept = {name: one for name, one in kept.items() if not one.get("error")}
+        elif row.get("event") == "end":
+            current = None
+        elif current == step and "row" in row:
+            kept.pop(row["row"], None)
+            kept[row["row"]] = row
+    return list(kept.values())
+
+
+def status_of(exit_status: int | None, is_over_budget: bool, rows: Sequence[Row]) -> str:
+    """What an ending means; 1 is that of a bench, or of tests, of which something is not met: then a row says so."""
+    if exit_status is None:
+        return "stuck, not even SIGKILL ended it"
+    if is_over_budget:
+        return "over its budget"
+    if exit_status == 0 or (exit_status == 1 and any(row.get("is_met") is False for row in rows)):
+        return DONE
+    return f"failed with {exit_status}"

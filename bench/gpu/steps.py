@@ -3,10 +3,8 @@
 from importlib.util import find_spec
 from typing import NamedTuple
 
-_ON_DEVICE = (
-    "streaming/test_on_a_device streaming/test_copies_on_gpu streaming/test_device_path streaming/test_pinned "
-    "sampling/test_sampler"
-)
+_ON_DEVICE = "streaming/test_on_a_device streaming/test_copies_on_gpu streaming/test_device_path "
+_ON_DEVICE += "streaming/test_pinned sampling/test_sampler"
 _OF_KERNELS = "kernels/test_kernels kernels/test_tree_attention calibration/test_kernel_selection"
 
 
@@ -18,7 +16,6 @@ class Step(NamedTuple):
     budget_s: float  # its share; what earlier steps left unused comes on top
     least_s: float  # with less it is not begun
     skips_after: tuple[str, ...] = ()  # steps whose wrong token makes this one pointless
-    beside: tuple[str, ...] = ()  # a second child that uses the time; ended with the first
 
 
 def _bench(name: str, *flags: str) -> tuple[str, ...]:
@@ -36,36 +33,25 @@ def _parts(names: str) -> tuple[str, ...]:
     return tuple(word for name in names.split() for word in ("--part", name))
 
 
-def steps_on(*place: str, layers: tuple[str, str], has_workers: bool, has_pictures: bool) -> tuple[Step, ...]:
-    """The table.
+ON_GPU = ("--device", "cuda", "--gpu-mem", "24GiB", "--ram", "100GiB")
+ON_HOST = ("--device", "pretend")
 
-    Args:
-        place: flags that name the device and how much of the machine is used.
-        layers: of the synthetic model, in the first call and in what is left of the second.
+
+def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
+    """The table on this machine; layers are those of the synthetic model, in the first call and in what is left.
+
+    pytest-xdist is used where it is.
     """
+    place, layers = (ON_HOST, ("8", "8")) if is_rehearsal else (ON_GPU, ("18", "40"))
     few, many = (("--layers", count) for count in layers)
-    pictures = ("--trace", "{out}/trace.json") if has_pictures else ()
-    workers = ("-p", "xdist", "-n", "8") if has_workers else ()
+    workers = ("-p", "xdist", "-n", "8") if find_spec("xdist") else ()
     promised = _parts("link sweeps drafting trees trace soak memory accelerate")
-    compiling = ("-m", "offload.bench.gpu.compile_kernels")
     return (
         Step("facts", ("-m", "offload.bench.gpu.machine_facts", "--rows", "{rows}"), 25, 5),
-        Step("copies", ("-m", "offload.bench.gpu.copies", "--rows", "{rows}"), 45, 15),
-        Step("gate", _bench("device", *_parts("gate"), *place, *few), 90, 40, beside=compiling),
-        Step("device", _bench("device", *promised, *pictures, *place, *few), 260, 120, ("gate",)),
+        Step("gate", _bench("device", *_parts("gate"), *place, *few), 90, 40),
+        Step("device", _bench("device", *promised, "--trace", "{out}/trace.json", *place, *few), 260, 120, ("gate",)),
         Step("tests", _tests(_ON_DEVICE), 90, 30),
         Step("kernel-tests", _tests(_OF_KERNELS, *workers), 120, 40),
         Step("kernels", _bench("kernels"), 80, 30, ("gate",)),
         Step("large", _bench("device", *_parts("link sweeps trees"), *place, *many), 330, 200, ("gate",)),
     )
-
-
-ON_GPU = ("--device", "cuda", "--gpu-mem", "24GiB", "--ram", "100GiB")
-
-
-def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
-    """On this machine; matplotlib and pytest-xdist are used where they are."""
-    found = {"has_workers": find_spec("xdist") is not None, "has_pictures": find_spec("matplotlib") is not None}
-    if is_rehearsal:
-        return steps_on("--device", "pretend", layers=("8", "8"), **found)
-    return steps_on(*ON_GPU, layers=("18", "40"), **found)

@@ -6,7 +6,6 @@ refuse is refused before anything is measured, and with `--rows` a row is on dis
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
@@ -20,12 +19,12 @@ from offload.bench.harness.gate import Proof, Written
 from offload.bench.harness.plain_reader import Reading, plain_rate
 from offload.bench.harness.prompts import Prompt, prompts
 from offload.bench.harness.record import Guard, Row, new_result, read, store, writable
+from offload.bench.harness.row_log import add_row
 from offload.bench.harness.setting import CEILING_BYTES, Setting, find_setting, place_of, synthetic_setting
-from offload.bench.harness.text_table import aligned
-from offload.bench.harness.whole_file import whole
 from offload.cli import flags
 from offload.cli.console import Console
 from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
 
 
 def _flag(kind: Any, told: str, *names: str, default: Any = None, **more: Any) -> tuple[Any, Any]:
@@ -41,9 +40,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {  # name: how it is given, default
     "device": _flag(str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"),
     "gpu_mem": (flags.GpuMem, None),
     "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
-    "source": _flag(
-        list[str] | None, "code, prose, chat or a text or .jsonl file; several", "--prompts", metavar="SET"
-    ),
+    "source": _flag(list[str] | None, "code or a text or .jsonl file; several", "--prompts", metavar="SET"),
     "quick": _flag(bool, "up to four minutes on two cores, larger errors", "--quick", default=False),
     "rows_file": _flag(Path | None, "append each row when it is known, one JSON object a line", "--rows", **_TO_WRITE),
     "json_file": _flag(Path | None, "store the result", "--json", **_TO_WRITE),
@@ -65,27 +62,20 @@ class Bench:
         if self._old is not None:
             require_same(self._old, name, {})
 
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether no file was named that is to be written or compared with."""
-        return not any(self._given.get(name) for name in ("json_file", "rows_file", "compare"))
-
     def given(self, name: str) -> Any:
         return self._given[name]
 
-    def setting(self, *, needs_draft: bool = False, is_run: bool = True) -> Setting:
+    def setting(self, *, needs_draft: bool = False) -> Setting:
         """The models and the place that the flags name. Raises `UserError`."""
         ask, device = self._given.get, self._given.get("device", "cpu")
         place = place_of(device, ask("gpu_mem"))
         with self.screen:
+            if ask("layers") is not None and (ask("model") or ask("draft")):
+                raise UserError("--layers makes the models: leave out --model and --draft, or leave it out")
             if ask("layers") is not None:
-                if ask("model") or ask("draft"):
-                    raise UserError("--layers makes the models: leave out --model and --draft, or leave it out")
-                setting = self._resources.enter_context(synthetic_setting(ask("layers"), ask("ram"), place["platform"]))
+                setting = self._resources.enter_context(synthetic_setting(ask("layers"), ask("ram"), place["opened"]))
             else:
-                setting = find_setting(
-                    ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen, is_run=is_run
-                )
+                setting = find_setting(ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen)
         if needs_draft and setting.draft is None:
             raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
         return setting._replace(**place)
@@ -96,14 +86,14 @@ class Bench:
         return found, [prompt.name for prompt in found]
 
     def check_same(self, setting: Setting, **others: object) -> None:
-        """Refuse, before anything is measured, what `--compare` could not be compared with. Raises `UserError`."""
+        """Refuse, before anything is measured, what could not be compared. Raises `UserError`."""
         if self._old is not None:
             require_same(self._old, self.name, {**setting.as_dict(), **others})
 
     def row(self, row: Row) -> Row:
         """Keep a row on disk, whatever happens next; returns it."""
         if self._given.get("rows_file") is not None:
-            append_row(self._given["rows_file"], {"bench": self.name, **row})
+            add_row(self._given["rows_file"], {"bench": self.name, **row})
         return row
 
     def finish(
@@ -117,7 +107,7 @@ class Bench:
         settings = {**settings, "quick": self.quick}
         result = new_result(self.name, settings=settings, ceiling=ceiling, rows=rows, guards=guards or {})
         if self.json_file is not None:
-            store(result, self.json_file)
+            store(result.as_dict(), self.json_file)
         found = [] if self._old is None else changes(self._old, result)
         if self._old is not None:
             tell(self._old, result, found)
@@ -128,8 +118,7 @@ class Bench:
     def end(self, found: Row) -> None:
         """The last line of a command that has an object of its own, stored with `--json`."""
         if self.json_file is not None:
-            with whole(self.json_file) as place:
-                place.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            store(found, self.json_file)
         print(json.dumps(found), flush=True)
 
     def prove(self, setting: Setting, written: Sequence[Written]) -> Proof:
@@ -169,35 +158,31 @@ def say_nothing(done: int, total: int, label: str) -> None:
     """For those who measure without a screen."""
 
 
-def append_row(path: Path, row: Row) -> None:
-    """One more line, on disk when this returns. Raises `UserError`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise UserError(f"cannot write --rows {path} ({error.strerror}): name another file") from None
-
-
 def say_ceiling(text: str, rate: float) -> float:
     print(f"ceiling: {text}, {rate / 1e9:.3f} GB/s", flush=True)
     return rate
 
 
 def say_link(setting: Setting) -> float:
-    """The ceiling of everything that streams from disk; what streams to a device has to say its own, with a plan."""
     return say_ceiling(Reading().label, plain_rate(setting.shards, CEILING_BYTES))
 
 
+def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
+    """The ceiling of a place: on a CPU before anything is opened, on a device with its plan."""
+    if setting.opened is None and plan is None:
+        say_link(setting)
+    elif setting.opened is not None and plan is not None:
+        say_ceiling(f"layers to {setting.device}", setting.ceiling(plan))
+
+
 def say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    print(aligned([head, *rows]))
-
-
-def say_row(row: Row) -> None:
-    """One result as a block: name and value of each figure."""
-    print(*(f"{key}: {value}" for key, value in row.items()), sep="\n   ", end="\n\n", flush=True)
+    """The first column to the left, figures to the right; what a row shorter than the others says stands as it is."""
+    lines = [head, *rows]
+    widths = [max(len(row[i]) for row in lines if len(row) == len(head)) for i in range(len(head))]
+    widths[0] = max(len(row[0]) for row in lines)
+    for first, *others in lines:
+        figures = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=False)]
+        print("  ".join([first.ljust(widths[0]), *(figures if len(figures) == len(head) - 1 else others)]).rstrip())
 
 
 def one_of(names: Iterable[str], known: Iterable[str], flag: str) -> None:

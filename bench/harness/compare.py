@@ -3,15 +3,14 @@
 Results of another model, budget, temperature or text are not compared at all; another machine is named beside them.
 
 Where both runs measured the same things (the same prompts), each is compared with itself, so that what differs between
-prompts cancels; else medians are, with the scatter of both runs. A flag needs a change for the worse that is larger
-than the 99 % range of Student's t on the logarithms and than `FLOOR`, because machines breathe.
+prompts cancels; else means of logarithms are, with the scatter of both runs. A flag needs a change for the worse that
+is larger than the 99 % range of Student's t and than `FLOOR`, because machines breathe.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from statistics import geometric_mean, mean, median, stdev
+from statistics import mean, stdev
 from typing import Annotated, NamedTuple
 
 import typer
@@ -24,7 +23,6 @@ DECISIVE = (*("target", "target_bytes", "draft", "ram_bytes", "device", "gpu_mem
     "num_prompt_tokens", "num_new_tokens"))  # fmt: skip
 _MACHINE = ("cpu", "num_cores", "memory_bytes", "system", "python", "torch", "transformers")
 _T_99 = {1: 63.7, 2: 9.92, 3: 5.84, 4: 4.60, 5: 4.03, 6: 3.71, 7: 3.50, 8: 3.36, 9: 3.25, 10: 3.17, 15: 2.95, 30: 2.75}
-_MEDIAN_ERROR = 1.2533  # of a median, against the error of a mean (normal scatter)
 
 
 class Change(NamedTuple):
@@ -56,13 +54,6 @@ def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> Non
             raise UserError(f"--compare: {told}: measure with the same options")
 
 
-def differences(old: Result, new: Result) -> list[str]:
-    """What else may explain a change: another machine, other libraries, other code."""
-    pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in _MACHINE]
-    pairs.append(("commit", old.commit, new.commit))
-    return [f"note: {name} was {then}, is {now}" for name, then, now in pairs if then != now]
-
-
 def changes(old: Result, new: Result) -> list[Change]:
     """All figures that both results guard. Raises `UserError` for results that measure different things."""
     require_same(old, new.bench, new.settings)
@@ -76,53 +67,38 @@ def changes(old: Result, new: Result) -> list[Change]:
 
 
 def tell(old: Result, new: Result, found: Sequence[Change]) -> None:
-    """Print the verdicts, and before them what differs besides."""
-    for line in (*differences(old, new), *(one.line for one in found)):
-        print(line)
+    """Print the verdicts, and before them what else may explain a change: another machine, other code."""
+    pairs = [(name, old.machine.get(name), new.machine.get(name)) for name in _MACHINE]
+    for name, then, now in (*pairs, ("commit", old.commit, new.commit)):
+        if then != now:
+            print(f"note: {name} was {then}, is {now}")
+    for one in found:
+        print(one.line)
 
 
 def change(name: str, old: Guard, new: Guard) -> Change:
     """One figure. Samples of zero, such as of a text that ended in its first burst, are left out."""
-    sign, (old, new) = 1 if new.better == "higher" else -1, _above_zero(old, new)
-    if not old.samples or not new.samples:
+    sign, before, after = 1 if new.better == "higher" else -1, old.samples, new.samples
+    is_paired = bool(old.labels) and old.labels == new.labels
+    if is_paired:
+        kept = [pair for pair in zip(before, after, strict=True) if min(pair) > 0]
+        before, after = [one for one, _ in kept], [one for _, one in kept]
+    before, after = ([math.log(value) for value in values if value > 0] for values in (before, after))
+    if not before or not after:
         return Change(name, math.nan, math.nan, 1.0, math.inf, False)
-    centre, error, freedom = _log_change(old, new)
-    noise = _t_99(freedom) * error if freedom else math.inf
-    worse_by = -sign * centre
-    is_worse = worse_by > noise and worse_by > -math.log1p(-FLOOR)
+    gain, freedom = mean(after) - mean(before), min(len(before), len(after)) - 1
+    if is_paired:
+        error = _standard_error([b - a for a, b in zip(before, after, strict=True)])
+    else:
+        error = math.hypot(_standard_error(before), _standard_error(after))
+    noise = _T_99[max(known for known in _T_99 if known <= freedom)] * error if freedom else math.inf
+    is_worse = -sign * gain > max(noise, -math.log1p(-FLOOR))
     spread = math.expm1(min(noise, 50.0)) if freedom else math.inf
-    middle = geometric_mean if _is_paired(old, new) else median  # so that their quotient is the ratio
-    return Change(name, middle(old.samples), middle(new.samples), math.exp(sign * centre), spread, is_worse)
-
-
-def _above_zero(old: Guard, new: Guard) -> tuple[Guard, Guard]:
-    if not _is_paired(old, new):
-        return tuple(replace(one, samples=[value for value in one.samples if value > 0]) for one in (old, new))
-    kept = [(a, b, label) for a, b, label in zip(old.samples, new.samples, old.labels, strict=True) if min(a, b) > 0]
-    before, after, labels = ([one[at] for one in kept] for at in range(3))
-    return replace(old, samples=before, labels=labels), replace(new, samples=after, labels=labels)
-
-
-def _is_paired(old: Guard, new: Guard) -> bool:
-    return bool(old.labels) and old.labels == new.labels
-
-
-def _log_change(old: Guard, new: Guard) -> tuple[float, float, int]:
-    """Of medians or of pairs: the logarithm of after / before, its standard error, its degrees of freedom."""
-    before, after = ([math.log(value) for value in one.samples] for one in (old, new))
-    if _is_paired(old, new):
-        logs = [b - a for a, b in zip(before, after, strict=True)]
-        return mean(logs), _standard_error(logs), len(logs) - 1
-    error = _MEDIAN_ERROR * math.hypot(_standard_error(before), _standard_error(after))
-    return median(after) - median(before), error, min(len(before), len(after)) - 1
+    return Change(name, math.exp(mean(before)), math.exp(mean(after)), math.exp(sign * gain), spread, is_worse)
 
 
 def _standard_error(values: Sequence[float]) -> float:
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-
-
-def _t_99(freedom: int) -> float:
-    return _T_99[max(known for known in _T_99 if known <= freedom)]
 
 
 def main(

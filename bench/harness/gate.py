@@ -18,10 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.bench.harness.promises import WrongTokenError
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
+from offload.engine.build import resident_model
 from offload.engine.decoder import Decoder
-from offload.engine.load import load, resident_model
+from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.model.kv_cache import KVCache
@@ -34,10 +36,6 @@ from offload.verification.rules import find_rule
 
 MOST_SIGMAS = 5.0
 Score = Callable[[Sequence[int], Sequence[int]], Tensor]  # prompt, new ids -> logits (T, V) that predicted each new id
-
-
-class WrongTokenError(UserError):
-    """A token is not the reference's: nothing that was measured with it counts."""
 
 
 class Written(NamedTuple):
@@ -128,12 +126,12 @@ def _resident_scores(model: StreamedModel, ids: list[int], start: int) -> Tensor
 
 
 def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:
-    decoder.target.reset()
     ids, rows = [*prompt_ids, *new_ids], []
+    cache = decoder.begin(ids, Sampling()).caches.target
     for lo in range(len(prompt_ids), len(ids), decoder.plan.num_nodes):
         path_N = torch.tensor(ids[lo - 1 : min(lo - 1 + decoder.plan.num_nodes, len(ids) - 1)])
-        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo]).whole())
-        decoder.target.commit(range(len(path_N)))
+        rows.append(decoder.target.score(TokenTree(chain(len(path_N) - 1), path_N), ids[:lo], cache).whole())
+        decoder.target.commit(range(len(path_N)), ids[:lo], cache)
     return torch.cat(rows)
 
 
@@ -142,9 +140,8 @@ def _repeats_draws(run: Written) -> bool:
 
 
 def _gaps(run: Written, score: Score) -> list[float]:
-    if not run.new_ids:
-        return []
-    gaps = gaps_of(score(run.prompt_ids, run.new_ids), len(run.prompt_ids), run.new_ids, run.sampling)
+    logits_TV = score(run.prompt_ids, run.new_ids) if run.new_ids else torch.empty(0, 1)
+    gaps = gaps_of(logits_TV, len(run.prompt_ids), run.new_ids, run.sampling)
     draws_hold(gaps, run.sampling)
     return gaps
 

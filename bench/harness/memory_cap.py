@@ -76,13 +76,8 @@ def drop_pages(path: Path) -> None:
 def _set_limit(cap: MemoryCap, cap_bytes: int) -> bool:
     """Whether the group takes the limit; never creates a file, for only the kernel's own do anything."""
     try:
-        limit = os.open(cap.folder / cap.files.limit, os.O_WRONLY)
+        with (cap.folder / cap.files.limit).open("r+", encoding="ascii") as limit:
+            limit.write(str(cap_bytes))
     except OSError:
         return False
-    try:
-        os.write(limit, str(cap_bytes).encode())
-    except OSError:
-        return False
-    finally:
-        os.close(limit)
     return os.access(cap.processes, os.W_OK)

@@ -5,7 +5,7 @@ moment, so the latency between tokens is zero within a burst and a whole sweep b
 about speed here and its p99 everything about smoothness. That is why the time per sweep stands beside it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,33 +27,25 @@ def latencies(runs: Sequence[Sequence[Burst]]) -> dict[str, float]:
     counts what came after the first bursts, `output_tokens_per_s` all, prompt time included.
     """
     told = [bursts for bursts in ([burst for burst in run if burst.num_tokens] for run in runs) if bursts]
-    num_later = [sum(burst.num_tokens for burst in bursts[1:]) for bursts in told]
-    decode_s = [bursts[-1].time_s - bursts[0].time_s for bursts in told]
-    all_s, num_tokens = sum(bursts[-1].time_s for bursts in told), sum(b.num_tokens for bursts in told for b in bursts)
-    observed: dict[str, Iterable[float]] = {
+    later = [(bursts[-1].time_s - bursts[0].time_s, sum(burst.num_tokens for burst in bursts[1:])) for bursts in told]
+    gaps = [(after.time_s - before.time_s, after.num_tokens) for bursts in told for before, after in pairwise(bursts)]
+    within = sum(burst.num_tokens - 1 for bursts in told for burst in bursts)  # tokens that arrived with another one
+    observed: dict[str, list[float]] = {
         "ttft_s": [bursts[0].time_s for bursts in told],
-        "tpot_s": [took_s / count for took_s, count in zip(decode_s, num_later, strict=True) if count],
-        "itl_s": [gap_s for bursts in told for gap_s in token_gaps(bursts)],
-        "sweep_s": [b.time_s - a.time_s for bursts in told for a, b in pairwise(bursts)],
+        "tpot_s": [took_s / count for took_s, count in later if count],
+        "itl_s": [gap_s for gap_s, _ in gaps] + [0.0] * within,
+        "sweep_s": [gap_s for gap_s, _ in gaps],
         "e2el_s": [bursts[-1].time_s for bursts in told],
     }
-    flat = {f"{kind}_{name}": value for name, values in observed.items() for kind, value in spread(values).items()}
-    rates = num_tokens / all_s if all_s else 0.0, sum(num_later) / sum(decode_s) if sum(decode_s) else 0.0
-    return flat | dict(zip(("output_tokens_per_s", "decode_tokens_per_s"), rates, strict=True))
-
-
-def spread(values: Iterable[float]) -> dict[str, float]:
-    """Mean, median and p99 (linear between observations); zeros where there are none."""
-    found = np.asarray(list(values) or [0.0], dtype=float)
-    return {"mean": float(found.mean()), "median": float(np.median(found)), "p99": float(np.percentile(found, 99))}
-
-
-def token_gaps(bursts: Sequence[Burst]) -> list[float]:
-    """Seconds between each token and the one before it: one gap per burst, then zeros."""
-    gaps = [0.0] * (bursts[0].num_tokens - 1)
-    for before, burst in pairwise(bursts):
-        gaps += [burst.time_s - before.time_s, *[0.0] * (burst.num_tokens - 1)]
-    return gaps
+    flat = dict[str, float]()
+    for name, values in observed.items():
+        found = np.asarray(values or [0.0])
+        kinds = {"mean": found.mean(), "median": np.median(found), "p99": np.percentile(found, 99)}
+        flat |= {f"{kind}_{name}": float(value) for kind, value in kinds.items()}
+    decode_s, num_later = (sum(values) for values in zip(*later, strict=True)) if later else (0.0, 0)
+    num_tokens, all_s = num_later + sum(bursts[0].num_tokens for bursts in told), sum(observed["e2el_s"])
+    flat["output_tokens_per_s"] = num_tokens / all_s if all_s else 0.0
+    return {**flat, "decode_tokens_per_s": num_later / decode_s if decode_s else 0.0}
 
 
 def acceptance_by_depth(accepted_per_sweep: Sequence[int], depth: int) -> list[float]:

@@ -1,6 +1,6 @@
 """The ceiling of everything that streams from disk: a few threads that read the same files and do nothing else.
 
-It shares no code with the host store, so that a slow store cannot hide behind a ceiling of its own making.
+It shares no code with the disk reader, so that a slow one cannot hide behind a ceiling of its own making.
 """
 
 import mmap
@@ -62,10 +62,7 @@ def plain_rate(shards: Sequence[Path], num_bytes: int, how: Reading = Reading())
 
 
 def _touched(num_bytes: int) -> memoryview:
-    """A buffer of huge pages that really lies in memory: the first use of a page is not the disk's affair.
-
-    With small pages O_DIRECT pins each of 2,000 pages of a block for itself: 1.2 instead of 2.0 GB/s were seen.
-    """
+    """Huge pages that are there already; with small ones O_DIRECT pins each for itself: 1.2 instead of 2.0 GB/s."""
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)

@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from offload.bench.harness.gate import WrongTokenError
-from offload.errors import reason
+from offload.errors import UserError, reason
 
 Row = dict[str, Any]
 
@@ -23,6 +22,10 @@ PROMISES = {
     "against accelerate": ">= 10 x the tokens/s of accelerate's CPU offload",
     "soak": "sweeps with poisoned slots: the same scores, no NaN, no drift in memory",
 }
+
+
+class WrongTokenError(UserError):
+    """A token is not the reference's: nothing that was measured with it counts."""
 
 
 def row(

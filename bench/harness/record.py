@@ -10,7 +10,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,8 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from offload.bench.harness.whole_file import whole
-from offload.errors import UserError
+from offload.errors import UserError, reason
 from offload.machine import available_ram_bytes, cpu_name
 
 SCHEMA = 1
@@ -59,30 +59,19 @@ class Result:
 
 
 def new_result(bench: str, *, settings: Row, ceiling: Row, rows: Sequence[Row], guards: dict[str, Guard]) -> Result:
-    return Result(
-        bench=bench,
-        settings=settings,
-        ceiling=ceiling,
-        rows=list(rows),
-        guards={name: guard for name, guard in guards.items() if guard.samples},
-        machine=this_machine(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=checkout_commit(),
-    )
+    what: Row = {"bench": bench, "settings": settings, "ceiling": ceiling, "rows": list(rows)}
+    kept = {name: guard for name, guard in guards.items() if guard.samples}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Result(**what, guards=kept, machine=this_machine(), created=now, commit=checkout_commit())
 
 
 def this_machine() -> Row:
-    return {
-        "cpu": cpu_name(),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "available_bytes": available_ram_bytes(),
-        "load_average": os.getloadavg()[0],
-        "system": platform.system() + " " + platform.release(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-    }
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sizes = {"num_cores": len(os.sched_getaffinity(0)), "memory_bytes": memory_bytes}
+    now = {"available_bytes": available_ram_bytes(), "load_average": os.getloadavg()[0]}
+    libraries = {name: version(name) for name in ("torch", "transformers")}
+    system = {"system": f"{platform.system()} {platform.release()}", "python": platform.python_version()}
+    return {"cpu": cpu_name(), **sizes, **now, **system, **libraries}
 
 
 def checkout_commit() -> str | None:
@@ -94,13 +83,13 @@ def checkout_commit() -> str | None:
     return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
-def store(result: Result, path: Path) -> None:
-    """Write a result. Raises `UserError` where that cannot be."""
+def store(found: Row, path: Path) -> None:
+    """Write what JSON can hold. Raises `UserError` where that cannot be."""
     try:
         with whole(path) as place:
-            place.write_text(json.dumps(result.as_dict(), indent=1) + "\n", encoding="utf-8")
+            place.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write --json {path} ({error.strerror}): name another file") from None
+        raise UserError(f"cannot write {path} ({error.strerror}): name another file") from None
 
 
 def writable(path: Path | None) -> Path | None:
@@ -118,10 +107,8 @@ def read(path: Path) -> Result:
     """A stored result. Raises `UserError` for anything else."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): give a file written by offload bench --json") from None
-    except ValueError:
-        raise UserError(f"{path} is not JSON: give a file written by offload bench --json") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({reason(error)}): give a file written by offload bench --json") from None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise UserError(f"{path} is no result of offload bench: give a file written with --json")
     names = ("bench", "settings", "ceiling", "rows", "machine", "created", "commit")
@@ -132,3 +119,24 @@ def read(path: Path) -> Result:
         return Result(guards=guards, **{name: stored[name] for name in names})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is no whole result of offload bench ({error!r}): measure again") from None
+
+
+def partial_path(path: Path) -> Path:
+    """Where `path` is written to until it is whole; it keeps its suffix, by which libraries tell formats."""
+    return path.with_name(f".writing-{path.name}")
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A place to write to, which becomes `path` if the block ends well; folders are made. Raises `OSError`."""
+    path = path.resolve()  # a link stays one, and what it points to is replaced
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a pipe or a device takes what is written, and is not to be replaced
+        yield path
+        return
+    partial = partial_path(path)
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

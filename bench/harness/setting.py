@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from offload.bench.harness.gate import Proof, Written, prove, reference
 from offload.bench.harness.plain_reader import plain_rate
-from offload.bench.harness.pretend import PretendDevice, PretendPages
-from offload.bench.harness.synthetic import LLAMA_2_7B, LLAMA_2_70B, TINY, TINY_DRAFT, open_store, origin, sketch
+from offload.bench.harness.synthetic import LLAMA_2_7B, LLAMA_2_70B, TINY, TINY_DRAFT, open_source, origin, sketch
 from offload.calibration.link import copy_bytes_per_s
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
@@ -23,13 +22,14 @@ from offload.cli.console import Console
 from offload.cli.demo import PAIR, inflated_target
 from offload.config import parse_size
 from offload.engine.decoder import Decoder
-from offload.engine.load import Platform, load
+from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import plan_memory
+from offload.memory.planner import Files, plan_memory
 from offload.streaming.device import Device, open_device
-from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
+from offload.streaming.host_device import HostDevice
+from offload.tree.spec import parse_tree
 
 PROMPT_TOKENS, PRETEND = 128, "pretend"
 CEILING_BYTES = 400_000_000  # of one look at the link
@@ -46,7 +46,7 @@ class Setting(NamedTuple):
     ram_bytes: int
     device: str = "cpu"
     gpu_memory: str | int | None = None
-    platform: Platform = Platform(None, open_store, open_pinned_allocator)
+    opened: Device | None = None  # None is the CPU
 
     @property
     def shards(self) -> Sequence[Path]:
@@ -59,32 +59,30 @@ class Setting(NamedTuple):
 
     def open(self, tree: str, **options: Any) -> Decoder:
         """A decoder with room for that tree; `options` are those of `load`."""
-        place = {"device": self.platform, "gpu_memory": self.gpu_memory}
-        return load(self.target, self.draft, self.ram_bytes, tree, **{"profile": "none", **place, **options})
+        place: dict[str, Any] = {"device": self.opened or "cpu", "gpu_memory": self.gpu_memory}
+        how = {"profile": "none", "open_source": open_source, **place, **options}
+        return load(self.target, self.draft, self.ram_bytes, tree, **how)
 
     def open_streamed(self, tree: str, **options: Any) -> Decoder:
         """The same with every layer streamed: the budget is the least that works. Raises `UserError`."""
-        target, draft = open_checkpoint(self.target), None if self.draft is None else open_checkpoint(self.draft)
+        files = Files(open_checkpoint(self.target), None if self.draft is None else open_checkpoint(self.draft))
         how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
-        on_device = self.platform.device is not None
-        least = _least_budget(
-            lambda size: plan_for(target, draft, tree, how, size, self.ram_bytes if on_device else None)
-        )
-        budget: dict[str, Any] = (
-            {"gpu_memory": least, "ram_bytes": self.ram_bytes} if on_device else {"ram_bytes": least}
-        )
-        return self._replace(**budget).open(tree, **options)
+        plan = partial(plan_memory, files, num_nodes=parse_tree(tree).num_nodes, **how)
+        if self.opened is None:
+            return self._replace(ram_bytes=_least_budget(lambda size: plan(ram=size))).open(tree, **options)
+        on_device = partial(plan, ram=self.ram_bytes, device="cuda")
+        return self._replace(gpu_memory=_least_budget(lambda size: on_device(gpu=size))).open(tree, **options)
 
     def ceiling(self, plan: MemoryPlan) -> float:
         """Bytes per second at which layers could arrive now: of a plain reader, or of copies to a device."""
-        device = self.platform.device
+        device = self.opened
         if device is None:
             return plain_rate(self.shards, CEILING_BYTES)
-        arena = self.platform.open_pinned_allocator(device.place)
+        pinned = device.open_allocator()
         try:
-            seconds = plan.streamed_bytes / copy_bytes_per_s(device, arena.allocate(_COPY_BYTES).array)
+            seconds = plan.streamed_bytes / copy_bytes_per_s(device, pinned.allocate(_COPY_BYTES).array)
         finally:
-            arena.close()
+            pinned.close()
         if plan.disk_streamed_bytes and not self.is_synthetic:
             seconds = max(seconds, plan.disk_streamed_bytes / plain_rate(self.shards, CEILING_BYTES))
         return plan.streamed_bytes / seconds if seconds else float("inf")
@@ -100,17 +98,10 @@ class Setting(NamedTuple):
         return {**names, "ram_bytes": self.ram_bytes, "device": self.device, "gpu_memory": self.gpu_memory}
 
 
-def find_setting(
-    model: str | None, draft: str | None, size: str, ram: str | None, screen: Console, *, is_run: bool = True
-) -> Setting:
-    """The named models, or the packaged pair with a target of `size`. Raises `UserError`.
-
-    Args:
-        is_run: the target is to be decoded with, so what has no room is refused before it is fetched.
-    """
+def find_setting(model: str | None, draft: str | None, size: str, ram: str | None, screen: Console) -> Setting:
+    """The named models, or the packaged pair with a target of `size`. Raises `UserError`, before it fetches."""
     if model is not None:
-        check = partial(_require_room, ram) if is_run else lambda *headers: None
-        target, *small = fetch([model] if draft is None else [model, draft], check)
+        target, *small = fetch([model] if draft is None else [model, draft], partial(_require_room, ram))
         budget_bytes = parse_size(ram or sum(path.stat().st_size for path in target.shards) // 4, "--ram")
         return Setting(target.directory, small[0].directory if small else None, target.directory, budget_bytes)
     size_bytes = parse_size(size, "--size")
@@ -125,9 +116,9 @@ def resident_pair(ram: str | None) -> Setting:
 
 
 @contextmanager
-def synthetic_setting(num_layers: int, ram: str | None, platform: Platform) -> Iterator[Setting]:
+def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -> Iterator[Setting]:
     """The pair in the shape of Llama-2 70B and 7B, as many layers; on the pretend device of some megabytes."""
-    is_tiny = platform.device is None or platform.device.place.type == "cpu"
+    is_tiny = device is None or device.place.type == "cpu"
     shape, small = (TINY, TINY_DRAFT) if is_tiny else (LLAMA_2_70B, LLAMA_2_7B)
     shape = shape._replace(num_layers=num_layers)
     ram_bytes = int(_FREE_SHARE * available_ram_bytes()) if ram is None else parse_size(ram, "--ram")
@@ -145,23 +136,9 @@ def synthetic_setting(num_layers: int, ram: str | None, platform: Platform) -> I
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
     """What a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
     if device == PRETEND:
-        platform = Platform(PretendDevice(), open_store, lambda place: PinnedAllocator([PretendPages()]))
-        return {"device": PRETEND, "gpu_memory": gpu_memory or "1136MiB", "platform": platform}
+        return {"device": PRETEND, "gpu_memory": gpu_memory or "1136MiB", "opened": HostDevice()}
     opened: Device | None = open_device(device, gpu_memory)
-    name = str(opened.place) if opened else "cpu"
-    return {"device": name, "gpu_memory": gpu_memory, "platform": Platform(opened, open_store, open_pinned_allocator)}
-
-
-def plan_for(
-    target: Checkpoint, draft: Checkpoint | None, tree: str, how: dict[str, Any], budget: int, ram_bytes: int | None
-) -> MemoryPlan:
-    """The plan with that budget: of a device where `ram_bytes` is given, else of the host. Raises `UserError`."""
-    from offload.tree.spec import parse_tree
-
-    num_nodes = parse_tree(tree).num_nodes
-    if ram_bytes is None:
-        return plan_memory(target, draft, ram=budget, num_nodes=num_nodes, **how)
-    return plan_memory(target, draft, ram=ram_bytes, num_nodes=num_nodes, device="cuda", gpu=budget, **how)
+    return {"device": str(opened.place) if opened else "cpu", "gpu_memory": gpu_memory, "opened": opened}
 
 
 def _least_budget(plan: Callable[[int], MemoryPlan]) -> int:
@@ -178,4 +155,4 @@ def _least_budget(plan: Callable[[int], MemoryPlan]) -> int:
 
 def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:
     """Refuse, from headers alone, a budget that is too small even for the least of runs. Raises `UserError`."""
-    plan_memory(target, draft, ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1)
+    plan_memory((target, draft), ram=ram or target.num_bytes // 4, dtype="auto", context=1, num_nodes=1)

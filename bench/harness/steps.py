@@ -1,29 +1,21 @@
-"""The places where the bench touches a decoder beyond `generate` and `run`: single passes, draft passes, steps, poison.
+"""Where the bench touches a decoder beyond `generate` and `run`: single passes, draft passes, steps, poisoned slots.
 
-One file, because these are the product's internals, which change. Invariant: what a pass emits is the target's own
-greedy token, so every pass that is timed can be proved.
+Invariant: what a pass emits is the target's own greedy token, so every pass that is timed can be proved.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from offload.bench.harness.gate import Written
 from offload.bench.harness.timeline import Timeline
 from offload.calibration.quick import draft_curve
-from offload.checkpoint.safetensors import Checkpoint
 from offload.config import Sampling
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
-from offload.errors import UserError
-from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve
-from offload.stats import Stats
-from offload.streaming.disk import HostStore
-from offload.streaming.layer_stream import LayerStream
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, Shape, best_first, chain
 
@@ -44,50 +36,50 @@ class PassRunner:
     """Forwards of any size behind one text, each of which the text goes on by one token."""
 
     def __init__(self, decoder: Decoder, prompt_ids: Sequence[int]) -> None:
-        self._decoder, self._num_prompt, self.tokens = decoder, len(prompt_ids), list(prompt_ids)
-        decoder.begin(Sampling(), decoder.rule)
+        self._decoder, self._text = decoder, decoder.begin(prompt_ids, Sampling())
 
     def run(self, num_rows: int) -> Pass:
         """One forward of a tree with so many nodes; the first one takes the prompt in as well."""
         target, stream = self._decoder.target, self._decoder.target.stream
+        tokens, cache = self._text.tokens, self._text.caches.target
         shape = best_first(DEFAULT_ACCEPTANCE, num_rows, _DEPTH) if num_rows > 1 else chain(0)
-        node_N = torch.cat([torch.tensor(self.tokens[-1:]), torch.arange(num_rows - 1) % 1000 + 3])
+        node_N = torch.cat([torch.tensor(tokens[-1:]), torch.arange(num_rows - 1) % 1000 + 3])
         tree, stalled_s, moved_bytes = TokenTree(shape, node_N), stream.stall_s, stream.bytes_read
         started = time.perf_counter()
-        scores = target.score(tree, self.tokens)
+        scores = target.score(tree, tokens, cache)
         target.wait()
         seconds = time.perf_counter() - started
-        self.tokens.append(int(scores.whole()[0].argmax()))
-        target.commit([0])
+        token = int(scores.whole()[0].argmax())
+        target.commit([0], tokens, cache)
+        tokens.append(token)
         return Pass(num_rows, seconds, stream.stall_s - stalled_s, stream.bytes_read - moved_bytes)
 
     def written(self) -> Written:
-        prompt_ids, new_ids = self.tokens[: self._num_prompt], self.tokens[self._num_prompt :]
-        return Written(prompt_ids, new_ids, Sampling(), "match")
+        text = self._text
+        return Written(text.tokens[: text.num_prompt_tokens], text.new_ids, Sampling(), "match")
 
 
 def draft_passes(decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Curve:
     """Seconds of a draft pass against its rows; the widths that a run records are recorded before."""
-    drafter, sampler = decoder.drafter, decoder.begin(Sampling(), decoder.rule)
+    drafter, text = decoder.drafter, decoder.begin(prompt_ids, Sampling())
     assert isinstance(drafter, ModelDrafter), "there is a draft"
     for width in _BURSTS:
-        drafter.reset()
-        drafter.grow(chain(1), [prompt_ids[-1]] * width, sampler)
-    return draft_curve(drafter, sampler, prompt_ids, budget_s=budget_s)
+        text.caches.clear()
+        drafter.grow(chain(1), [prompt_ids[-1]] * width, text.sampler, text.caches.draft)
+    return draft_curve(drafter, text.sampler, prompt_ids, text.caches.draft, budget_s=budget_s)
 
 
 def step_times(
     decoder: Decoder, prompt_ids: Sequence[int], shape: Shape, num_steps: int
 ) -> tuple[list[float], Written]:
     """Seconds of greedy steps with one tree; the first takes the prompt in and the second finds full slots."""
-    seconds, tokens = list[float](), list(prompt_ids)
-    sampler = decoder.begin(Sampling(), decoder.rule)
+    seconds, text = list[float](), decoder.begin(prompt_ids, Sampling(), shape=shape)
     for index in range(num_steps + 2):
         started = time.perf_counter()
-        tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
+        decoder.step(text)
         if index > 1:
             seconds.append(time.perf_counter() - started)
-    return seconds, Written(list(prompt_ids), tokens[len(prompt_ids) :], Sampling(), decoder.rule.name)
+    return seconds, Written(list(prompt_ids), text.new_ids, Sampling(), decoder.rule.name)
 
 
 def record_steps(decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_steps: int) -> tuple[Timeline, list[int]]:
@@ -97,80 +89,35 @@ def record_steps(decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_ste
     """
     stream, timeline = decoder.target.stream, Timeline()
     shape = decoder.run(prompt_ids, Sampling(), max_new_tokens=1, tree=tree).tree_choice.shape
-    sampler, tokens = decoder.begin(Sampling(), decoder.rule), list(prompt_ids)
-    tokens += decoder.step(tokens, shape, decoder.rule, sampler, Stats())
+    text = decoder.begin(prompt_ids, Sampling(), shape=shape)
+    decoder.step(text)
     stream.record = timeline.add
     try:
         for _ in range(num_steps):
-            stats, started = Stats(), time.perf_counter()
-            tokens += decoder.step(tokens, shape, decoder.rule, sampler, stats)
+            stats, started = text.set_shape(shape), time.perf_counter()
+            decoder.step(text)
             drafted, swept = started + stats.draft_s, started + stats.draft_s + stats.sweep_s
             timeline.add("draft", -1, started, drafted)
             timeline.add("sweep", -1, drafted, swept)
             timeline.add("verify", -1, swept, swept + stats.verify_s)
     finally:
         stream.record = None
-    return timeline, tokens[len(prompt_ids) :]
+    return timeline, text.new_ids
 
 
 def repeated_scores(decoder: Decoder, num_rows: int, num_sweeps: int, held_bytes: Callable[[], int]) -> tuple[int, int]:
     """Sweeps with NaN in every slot that is free: how many repeat the first scores, and the bytes that are lost."""
     target, topology = decoder.target, best_first(DEFAULT_ACCEPTANCE, num_rows, 12)
     tree, num_same = TokenTree(topology, torch.arange(num_rows) + 3), 0
-    decoder.begin(Sampling(), decoder.rule)
-    target.stream._poison_released = True  # type: ignore[attr-defined]
+    tokens, cache = [5, 6, 7], decoder.begin([5, 6, 7], Sampling()).caches.target
+    target.stream.poison_released = True
     try:
-        wanted = target.score(tree, [5, 6, 7]).whole()
+        wanted = target.score(tree, tokens, cache).whole()
         assert not wanted.isnan().any(), "a slot was read before its layer had arrived"
         before_bytes = held_bytes()
         for _ in range(num_sweeps):
-            target.reset()
-            num_same += int(torch.equal(target.score(tree, [5, 6, 7]).whole(), wanted))
+            cache.clear()
+            num_same += int(torch.equal(target.score(tree, tokens, cache).whole(), wanted))
         return num_same, held_bytes() - before_bytes
     finally:
-        target.stream._poison_released = False  # type: ignore[attr-defined]
-
-
-class BareStream:
-    """The layers of a model through as few slots as a run has, and nobody computes."""
-
-    num_slots = 3
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._store = HostStore(checkpoint.shards)
-        self._layouts = StreamedModel(checkpoint).layer_layouts
-        self._stream = LayerStream(self._store, self._layouts, [False] * len(self._layouts), self.num_slots)
-        self._stream.load_resident()
-
-    def rate(self, num_bytes: int) -> float:
-        """Bytes per second over as many layers as that takes, the first ones not counted: they were there."""
-        self._stream.begin_sweep()
-        for layer in range(self.num_slots):
-            self._pass_one(layer)
-        started, moved_bytes, layer = time.perf_counter(), 0, self.num_slots
-        while moved_bytes < num_bytes:
-            moved_bytes += self._layouts[layer % len(self._layouts)].slab_bytes
-            self._pass_one(layer % len(self._layouts))
-            layer += 1
-        return moved_bytes / (time.perf_counter() - started)
-
-    def prove(self) -> None:
-        """A layer in the middle is, byte for byte, what the file says. Raises `UserError`."""
-        layer = len(self._layouts) // 2
-        self._stream.begin_sweep()
-        for before in range(layer):
-            self._pass_one(before)
-        slab = self._stream.acquire(layer)
-        for piece in self._layouts[layer].pieces:
-            size = piece.hi - piece.lo
-            wanted = np.fromfile(self._store.paths[piece.shard], np.uint8, size, offset=piece.lo)
-            if not np.array_equal(wanted, slab[piece.slab_lo : piece.slab_lo + size]):
-                raise UserError(f"layer {layer} came with other bytes than the file has: no speed is worth printing")
-        self._stream.release(layer)
-
-    def close(self) -> None:
-        self._store.close()
-
-    def _pass_one(self, layer: int) -> None:
-        self._stream.acquire(layer)
-        self._stream.release(layer)
+        target.stream.poison_released = False

@@ -1,6 +1,6 @@
 """A synthetic checkpoint: the packaged pair in the shape of a large model, made in memory as it is asked for.
 
-The files have headers and holes; who reads through `MakingStore` gets the weights. What the large model computes is
+The files have headers and holes; who reads through `Maker` gets the weights. What the large model computes is
 what the small one computes, so acceptance is real and every token can be proved: the small weights lie in a corner of
 the large matrices, everything else is random and meets zeros. Three things differ from padding by a power of four:
 
@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from offload.checkpoint.layout import Piece, SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.streaming.disk import HostStore
+from offload.streaming.disk import DiskReader
 
 NUM_MAKERS = 16  # threads that copy, each without torch
 NOTE = "synthetic.json"
@@ -70,7 +70,7 @@ TINY, TINY_DRAFT = Shape(768, 16, 4, 128, 768, 5000, 8), Shape(256, 4, 4, 128, 3
 
 
 def sketch(source: Path, folder: Path, shape: Shape) -> Path:
-    """A folder that reads as a checkpoint of that shape through `MakingStore`; it takes some kilobytes of disk."""
+    """A folder that reads as a checkpoint of that shape through `Maker`; it takes some kilobytes of disk."""
     config = json.loads((source / "config.json").read_text())
     eps = config["rms_norm_eps"] * config["hidden_size"] / shape.hidden
     config |= {"hidden_size": shape.hidden, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
@@ -105,25 +105,25 @@ def origin(source: Path, folder: Path, shape: Shape) -> Path:
     return folder
 
 
-def open_store(shards: Sequence[Path], **options: Any) -> HostStore:
+def open_source(shards: Sequence[Path], **options: Any) -> DiskReader:
     """The byte source of any checkpoint: one that was sketched is made, others are read."""
-    return MakingStore(shards) if (shards[0].parent / NOTE).is_file() else HostStore(shards, **options)
+    return Maker(shards) if (shards[0].parent / NOTE).is_file() else DiskReader(shards, **options)
 
 
-class MakingStore(HostStore):
+class Maker(DiskReader):
     """Gives the weights of a sketch where its files have holes."""
 
     def __init__(self, shards: Sequence[Path], **_: object) -> None:
         super().__init__(shards)
         note = json.loads((shards[0].parent / NOTE).read_text())
-        self._maker = _Maker(Path(note["source"]), Shape(**note["shape"]))
+        self._weights = _Weights(Path(note["source"]), Shape(**note["shape"]))
         self._entries = sorted(open_checkpoint(shards[0].parent).tensors.items(), key=lambda one: one[1].lo)
         self._makers = ThreadPoolExecutor(NUM_MAKERS, thread_name_prefix="bench-make")
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start making a slab; see `HostStore.read`."""
+        """Start making a slab; see `DiskReader.read`."""
         parts = [part for piece in layout.pieces for part in self._within(piece)]
-        return [self._makers.submit(self._maker.fill, name, slab[at : at + size]) for name, at, size in parts]
+        return [self._makers.submit(self._weights.fill, name, slab[at : at + size]) for name, at, size in parts]
 
     def close(self) -> None:
         self._makers.shutdown(wait=True, cancel_futures=True)
@@ -135,7 +135,7 @@ class MakingStore(HostStore):
                 yield name.removesuffix(".weight"), piece.slab_lo + entry.lo - piece.lo, entry.hi - entry.lo
 
 
-class _Maker:
+class _Weights:
     """Writes whole tensors, as bits of bf16: ballast or zeros, then the small weights over them."""
 
     _pool = np.empty(0, np.uint16)
@@ -151,9 +151,9 @@ class _Maker:
         assert shape.num_layers >= num_real and self._h < shape.hidden, "the small model must fit in"
         assert math.isqrt(shape.head_dim // self._k) ** 2 * self._k == shape.head_dim, "q is scaled by a power of two"
         with self._lock:
-            if not len(_Maker._pool):
+            if not len(_Weights._pool):
                 ballast = np.random.default_rng(0).standard_normal(_POOL_ITEMS, dtype=np.float32) * np.float32(0.02)
-                _Maker._pool = (ballast.view(np.uint32) >> 16).astype(np.uint16)
+                _Weights._pool = (ballast.view(np.uint32) >> 16).astype(np.uint16)
 
     def fill(self, name: str, slab: np.ndarray) -> None:
         weight = slab.view(np.uint16) if slab.ctypes.data % 2 == 0 else np.empty(len(slab) // 2, np.uint16)

@@ -3,16 +3,15 @@
 For every prompt the trees take turns, the one-token sweep among them, and between any two runs a plain reader looks at
 the link (on a device: copies to it): what a run used of it is a share of what the ceiling was just before and after.
 `sequoia` and `pipeinfer` are the protocols of those papers (2402.12374: 128 + 128 tokens at T = 0 and 0.6; 2407.11798:
-128 + 512, greedy); `trees` are many trees on the packaged pair,
-resident: what a sweep yields does not depend on streaming.
+128 + 512, greedy). `trees`, `sizes` and `rules` are what Sequoia's figures 2 and 5 ask, on the packaged pair, resident:
+what a sweep yields does not depend on streaming. `predicted_tokens_per_sweep` is the product form of its section 3.
 
 Invariant: nothing is printed before every token of every run was proved.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -20,39 +19,25 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import (
-    MODELS,
-    PLACE,
-    Bench,
-    Tell,
-    command,
-    say_ceiling,
-    say_link,
-    say_nothing,
-    say_table,
-)
+from offload.bench.harness.command import MODELS, PLACE, Bench, Tell, command, one_of, say_floor, say_nothing, say_table
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies
+from offload.bench.harness.picture import draw_sizes, require_pictures
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Guard, Row, writable
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, resident_pair
 from offload.bench.harness.steps import record_steps
-from offload.bench.harness.timeline import Event, require_pictures, trace_files, write_trace
+from offload.bench.harness.timeline import Event, write_trace
 from offload.calibration.kernel_comparison import rows_of as rows_of_kernels
-from offload.calibration.link import link_bytes_per_s
-from offload.cli.console import Console
-from offload.config import Sampling, drafting_of
+from offload.config import RULES, Sampling, drafting_of
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
 from offload.errors import UserError
-from offload.planning.cost_model import Costs, Traffic, step_time
 from offload.tree.spec import parse_tree, tree_to_fill
-from offload.tuning.time_steps import measure_costs
 
 _MOST_PROMPT_TOKENS = 512  # of a question in its chat template, which is not cut
 _STALLED_SHARE = 0.05  # of its sweeps: a run that waits for less is not bound by the link
 _TRACED_STEPS = 3
-_LINK_S = 0.5  # of one look at the link where times are predicted
 
 
 class Case(NamedTuple):
@@ -63,13 +48,13 @@ class Case(NamedTuple):
     tree: str
 
     @property
-    def name(self) -> str:
-        return self.tree if self.is_plain else f"T={self.temperature:g} {self.rule} {self.tree}"
-
-    @property
     def is_plain(self) -> bool:
         """Whether it is one token per sweep, to which temperature and rule are all one."""
         return self.tree == "none"
+
+    @property
+    def name(self) -> str:
+        return self.tree if self.is_plain else f"T={self.temperature:g} {self.rule} {self.tree}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +83,11 @@ PRESETS = {
     "sequoia": Effort(8, 128, 8),
     "pipeinfer": Effort(4, 512, 8, temperatures=(0.0,)),
     "trees": Effort(8, 64, 2, (0.0,), ("none", *_CHAINS, *_STATIC, *(f"grown:{tree}" for tree in _STATIC))),
+    "sizes": Effort(16, 64, 2, (0.6,), ("none", *_CHAINS, *_STATIC), ("sequoia", "match")),
+    "rules": Effort(16, 64, 2, (0.2, 0.6, 1.0), ("none", "64x16"), tuple(RULES)),
 }
+
+RESIDENT = ("trees", "sizes", "rules")
 
 
 class Timed(NamedTuple):
@@ -109,7 +98,6 @@ class Timed(NamedTuple):
     bursts: list[Burst]
     result: Generation
     ceiling: float  # bytes per second, before and after in the mean
-    predicted_step_s: float | None = None
 
 
 class Measured(NamedTuple):
@@ -124,41 +112,32 @@ class Measured(NamedTuple):
 
 def measure(
     setting: Setting, decoder: Decoder, effort: Effort, found: Sequence[Prompt], *,
-    note: Callable[[Row], Any] = bool, tell: Tell = say_nothing, trace: bool = False, predict: bool = False,
+    note: Callable[[Row], Any] = bool, tell: Tell = say_nothing, trace: bool = False,
 ) -> Measured:  # fmt: skip
     """All runs, prompt by prompt.
 
     Args:
         note: hears of every run when it is over, before its tokens are proved.
-        predict: measure the curves of a step first, and predict every run from them and from the link around it.
     """
     cases, runs, written, events = effort.cases(), list[Timed](), list[Written](), list[Event]()
-    look = partial(setting.ceiling, decoder.plan)
-    if predict:
-        look = partial(link_bytes_per_s, setting.shards[0], budget_s=_LINK_S)
     first_ids = encoded(decoder, found[0], PROMPT_TOKENS)
-    for case in cases[:1] if setting.platform.device is None else cases:  # a device records the widths of each tree
+    for case in cases[:1] if setting.opened is None else cases:  # a device records the widths of each tree
         timed_run(decoder, first_ids, case, 2, seed=0)
-    costs = (
-        measure_costs(decoder, first_ids, Sampling(), partial(tell, label="measuring the curves")) if predict else None
-    )
-    ceilings = [look()]
+    ceilings = [setting.ceiling(decoder.plan)]
     for seed, prompt in enumerate(found):
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
         for case in cases:
             num_tokens = effort.num_plain if case.is_plain else effort.num_tokens
             bursts, result = timed_run(decoder, ids, case, num_tokens, seed=seed)
-            ceilings.append(look())
-            link = mean(ceilings[-2:])
-            runs.append(Timed(prompt.name, case, bursts, result, link, _predicted_s(costs, link, decoder, result)))
+            ceilings.append(setting.ceiling(decoder.plan))
+            runs.append(Timed(prompt.name, case, bursts, result, mean(ceilings[-2:])))
             written.append(Written(ids, result.token_ids, result.sampling, result.rule))
             told = {"name": case.name, "prompt": prompt.name, "tokens_per_s": result.stats.tokens_per_s}
             note({**told, "tokens_per_sweep": result.stats.tokens_per_sweep, "is_proved": False})
             tell(len(runs), len(found) * len(cases), "decoding")
     if trace:
-        timeline, new_ids = record_steps(
-            decoder, first_ids, tree_under(decoder.rule.name, cases[-1].tree), _TRACED_STEPS
-        )
+        tree = tree_under(decoder.rule.name, cases[-1].tree)
+        timeline, new_ids = record_steps(decoder, first_ids, tree, _TRACED_STEPS)
         written.append(Written(first_ids, new_ids, Sampling(), decoder.rule.name))
         events = timeline.events()
     plan = {"num_threads": decoder.num_threads, "streamed_bytes": decoder.plan.streamed_bytes}
@@ -184,18 +163,10 @@ def timed_run(
     return [Burst(*pair) for pair in zip(times, counts, strict=False)], result  # the last piece may be text alone
 
 
-def _predicted_s(costs: Costs | None, link: float, decoder: Decoder, result: Generation) -> float | None:
-    if costs is None:
-        return None
-    now = replace(costs, link_bytes_per_s=link)
-    return step_time(now, Traffic.of(decoder.plan), result.tree_choice.shape).total_s
-
-
 def rows_of(runs: Sequence[Timed]) -> list[Row]:
     """One row per case, in the order of the runs; speed-ups are against the baseline, which comes first."""
-    plain, *rows = [
-        _row(case, [run for run in runs if run.case == case]) for case in dict.fromkeys(run.case for run in runs)
-    ]
+    cases = dict.fromkeys(run.case for run in runs)
+    plain, *rows = [_row(case, [run for run in runs if run.case == case]) for case in cases]
     for row in rows if plain["decode_tokens_per_s"] else ():
         row["speedup"] = row["decode_tokens_per_s"] / plain["decode_tokens_per_s"]
         pairs = zip(row["tokens_per_s_samples"], plain["tokens_per_s_samples"], strict=True)
@@ -209,47 +180,27 @@ def _row(case: Case, runs: Sequence[Timed]) -> Row:
     num_sweeps, nodes, depth = len(accepted), stats[0].tree_num_nodes, stats[0].tree_depth
     used = [one.link_bytes_per_s / run.ceiling for one, run in zip(stats, runs, strict=True)]
     is_linked = sum(one.stall_s for one in stats) > _STALLED_SHARE * sum(one.sweep_s for one in stats)
-    samples = {
-        f"{name}_samples": [getattr(one, name) for one in stats] for name in ("tokens_per_s", "tokens_per_sweep")
-    }
+    rates = ("tokens_per_s", "tokens_per_sweep")
+    samples = {f"{name}_samples": [getattr(one, name) for one in stats] for name in rates}
     peaks = {name: max(getattr(one, name) for one in stats) for name in ("peak_rss_bytes", "peak_device_bytes")}
     row = {"name": case.name, **case._asdict(), **latencies([run.bursts for run in runs]), **samples, **peaks}
     row |= {"num_prompts": len(runs), "num_tokens": sum(one.num_new_tokens for one in stats), "num_sweeps": num_sweeps}
+    times = ("draft_s", "stall_s", "sweep_s")
+    is_dynamic = stats[0].is_tree_dynamic  # such a tree may be smaller than its bounds
     return {
         **row,
-        **{
-            name: sum(getattr(s, name) for s in stats) / max(1, num_sweeps)
-            for name in ("draft_s", "stall_s", "sweep_s")
-        },
+        **{name: sum(getattr(s, name) for s in stats) / max(1, num_sweeps) for name in times},
         "num_nodes": nodes,
         "tokens_per_sweep": sum(accepted) / max(1, num_sweeps),
-        "num_draft_tokens": None
-        if stats[0].is_tree_dynamic
-        else (nodes - 1) * num_sweeps,  # dynamic ones may be smaller
+        "predicted_tokens_per_sweep": runs[0].result.tree_choice.tokens_per_sweep,
+        "num_draft_tokens": None if is_dynamic else (nodes - 1) * num_sweeps,
         "num_accepted_tokens": sum(accepted) - num_sweeps,
         "accepted_per_pos": acceptance_by_depth(accepted, depth),
         "link_utilisation": median(used),
         "link_utilisation_samples": used,
         "limit": "link" if is_linked else "compute",
         "runs": [{"prompt": run.prompt, "bursts": run.bursts} for run in runs],
-        **_prediction(runs),
     }
-
-
-def _prediction(runs: Sequence[Timed]) -> Row:
-    """Predicted beside measured seconds per token; whole bursts, since what is cut off at the end was paid for."""
-    pairs = []
-    for run in runs:
-        stats = run.result.stats
-        num_tokens = sum(stats.accepted_per_sweep)
-        if run.predicted_step_s is not None and num_tokens:  # a text that ended in its first burst has no step
-            pairs.append((run.predicted_step_s * stats.num_sweeps / num_tokens, stats.decode_s / num_tokens))
-    if not pairs:
-        return {}
-    ratios = [predicted / measured for predicted, measured in pairs]
-    return {"measured_s_per_token": median(measured for _, measured in pairs),
-        "predicted_s_per_token": median(predicted for predicted, _ in pairs), "predicted_over_measured": median(ratios),
-        "ratios": ratios, "link_bytes_per_s": [run.ceiling for run in runs]}  # fmt: skip
 
 
 def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
@@ -264,8 +215,18 @@ def guards_of(rows: Sequence[Row], names: list[str]) -> dict[str, Guard]:
     return guards
 
 
-HEAD = ("case", "tokens/s", "x none", "tokens/sweep", "ttft s", "tpot s", "sweep s", "itl p99 s", "draft s",
-    "link used")  # fmt: skip
+HEAD = [
+    "case",
+    "tokens/s",
+    "x none",
+    "tokens/sweep",
+    "ttft s",
+    "tpot s",
+    "sweep s",
+    "itl p99 s",
+    "draft s",
+    "link used",
+]
 
 
 def cells(row: Row) -> list[str]:
@@ -297,37 +258,29 @@ Rules = Annotated[list[str] | None, typer.Option(metavar="RULE", help="of accept
 Num = Annotated[int | None, typer.Option(metavar="N", min=1, help="of every set")]
 MaxTokens = Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="new ones per prompt")]
 Preset = Annotated[str | None, typer.Option(metavar="NAME", help=f"a protocol: {', '.join(PRESETS)}")]
-Trace = Annotated[Path | None, typer.Option(metavar="FILE",
-    help="a few steps as FILE.json for ui.perfetto.dev, FILE.svg", callback=writable)]  # fmt: skip
+Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="steps for ui.perfetto.dev", callback=writable)]
+
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="tokens per sweep by size", callback=writable)]
 
 
-@command(
-    *("decode", MODELS, PLACE, "source quick compare"),
-    examples=[
-        "offload bench decode --quick",
-        "offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl --json now.json",
-        "offload bench decode --quick --trace sweep.json --compare before.json",
-    ],
-)
+_EXAMPLES = ("offload bench decode --quick --trace sweep.json --compare before.json",
+    "offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl")  # fmt: skip
+
+
+@command("decode", MODELS, PLACE, "source quick compare", examples=_EXAMPLES)
 def main(
-    bench: Bench,
-    temp: Temps = None,
-    tree: Trees = None,
-    rule: Rules = None,
-    num_prompts: Num = None,
-    max_tokens: MaxTokens = None,
-    preset: Preset = None,
-    trace: Trace = None,
-) -> None:
+    bench: Bench, temp: Temps = None, tree: Trees = None, rule: Rules = None, num_prompts: Num = None,
+    max_tokens: MaxTokens = None, preset: Preset = None, trace: Trace = None, picture: Picture = None,
+) -> None:  # fmt: skip
     """How many tokens per second, how smoothly, and what of the link is used?"""
-    _check_flags(bench, preset, trace)
+    _check_flags(bench, preset, trace, picture)
     effort = PRESETS[preset] if preset else QUICK if bench.quick else FULL
     effort = Effort(num_prompts=num_prompts or effort.num_prompts, num_tokens=max_tokens or effort.num_tokens,
         num_plain=min(effort.num_plain, max_tokens or effort.num_plain),
         temperatures=tuple(temp or effort.temperatures), trees=tuple(dict.fromkeys(["none", *(tree or effort.trees)])),
         rules=tuple(rule or effort.rules))  # fmt: skip
     _check(effort, tree or ())
-    setting = resident_pair(None) if preset == "trees" else bench.setting(needs_draft=effort.trees != ("none",))
+    setting = resident_pair(None) if preset in RESIDENT else bench.setting(needs_draft=effort.trees != ("none",))
     found, names = bench.prompts(effort.num_prompts)
     settings = {**setting.as_dict(), "prompts": names, "num_new_tokens": effort.num_tokens, "preset": preset}
     bench.check_same(setting, prompts=names, num_new_tokens=effort.num_tokens)
@@ -337,38 +290,34 @@ def main(
     say_table(HEAD, map(cells, rows))
     if trace is not None:
         write_trace(measured.events, trace)
+    if picture is not None:
+        draw_sizes(rows, picture)
     bench.finish(rows, settings={**settings, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},
         ceiling={"bytes_per_s": median(measured.ceilings), "samples": measured.ceilings}, guards=guards_of(rows, names),
         proof=proof)  # fmt: skip
 
 
-def run(
-    bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt], trace: bool = False, **how: Any
-) -> Measured:
+def run(bench: Bench, setting: Setting, effort: Effort, found: Sequence[Prompt], trace: bool) -> Measured:
     """Say the ceiling, then measure all runs; unproved."""
-    if setting.device == "cpu":
-        say_link(setting)
-    with Console(is_quiet=False) as screen, open_for(setting, effort) as decoder:
-        if setting.device != "cpu":
-            say_ceiling(f"layers to {setting.device}", setting.ceiling(decoder.plan))
-        return measure(setting, decoder, effort, found, note=bench.row, tell=screen.count, trace=trace, **how)
+    say_floor(setting)
+    with bench.screen as screen, open_for(setting, effort) as decoder:
+        say_floor(setting, decoder.plan)
+        return measure(setting, decoder, effort, found, note=bench.row, tell=screen.count, trace=trace)
 
 
-def _check_flags(bench: Bench, preset: str | None, trace: Path | None) -> None:
-    if preset is not None and preset not in PRESETS:
-        raise UserError(f"--preset must be one of {', '.join(PRESETS)}, got {preset!r}: leave it out for our own")
+def _check_flags(bench: Bench, preset: str | None, trace: Path | None, picture: Path | None) -> None:
+    one_of([preset] if preset else [], PRESETS, "--preset")
     if preset is not None and bench.quick:
         raise UserError("--preset and --quick exclude each other: shorten a preset with --num-prompts and -n")
-    if trace is not None:
+    if trace is not None and trace == bench.json_file:
+        raise UserError(f"--trace {trace} would be written over by --json {bench.json_file}: name another file")
+    if picture is not None:
         require_pictures()
-        if bench.json_file in trace_files(trace):
-            raise UserError(f"--trace {trace} would be written over by --json {bench.json_file}: name another file")
 
 
 def _check(effort: Effort, asked_trees: Sequence[str]) -> None:
     """Refuse cases that cannot run before anything is made or measured. Raises `UserError`."""
-    asked = [*product(effort.rules, asked_trees), *((case.rule, case.tree) for case in effort.cases())]
-    for rule, tree in asked:
+    for rule, tree in (*product(effort.rules, asked_trees), *((case.rule, case.tree) for case in effort.cases())):
         tree_to_fill(tree, rule, has_draft=True)
     for temperature in effort.temperatures:
         Sampling(temperature=temperature)

@@ -3,13 +3,11 @@
 In float32 they are equal, whatever the tree. In bf16 a tree and a single row round differently, so the two may part
 where two tokens lie closer than rounding; from there on they write different texts, so only the first such place says
 anything.
-
-    offload bench gate --device cuda -n 60
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
@@ -34,7 +32,7 @@ def gates(setting: Setting, prompt: str, num_new: int) -> Iterator[Row]:
     Raises:
         WrongTokenError: an id is wrong in float32, or a run in bf16 ends before the reference does.
     """
-    place = setting.platform.device.place if setting.platform.device else torch.device("cpu")
+    place = setting.opened.place if setting.opened else torch.device("cpu")
     prompt_ids, wanted = reference_ids(setting.target, prompt, place, torch.float32, num_new)
     for tree, ours in streamed_ids(setting, prompt_ids, num_new, "float32", TREES):
         if ours != wanted:
@@ -78,12 +76,11 @@ def in_bf16(setting: Setting, prompt: str, place: torch.device, num_new: int) ->
         yield {**row(name, gap, BF16_NOISE, 1.0, "logits", promise="exact"), "parts_at": at}
 
 
+@torch.inference_mode()
 def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
     """Logits (V,) of transformers in bf16 behind these ids."""
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(place).eval()
-    with torch.inference_mode():
-        logits: Tensor = theirs(torch.tensor([list(ids)], device=place)).logits[0, -1]
-    return logits
+    return cast(Tensor, theirs(torch.tensor([list(ids)], device=place)).logits[0, -1])
 
 
 @command("gate", PLACE)
@@ -94,7 +91,7 @@ def main(
     """Does every tree write what transformers writes here, every layer streamed? Exits with 2 where one does not."""
     logging.disable_progress_bar()  # of weights that take a blink to load
     place, rows = bench.setting(), []
-    setting = resident_pair("4GiB")._replace(device=place.device, gpu_memory=place.gpu_memory, platform=place.platform)
+    setting = resident_pair("4GiB")._replace(device=place.device, gpu_memory=place.gpu_memory, opened=place.opened)
     for one in gates(setting, PROMPT, max_tokens):
         rows.append(bench.row(one))
         print(row_line(one), flush=True)

@@ -4,29 +4,14 @@ Forwards of all sizes take turns on one text, round after round, with a plain re
 device: copies to it): the time that it takes is the floor under every sweep. A sweep costs the same up to the size at
 which computing becomes the slower side. The draft reads its weights once per forward, so it cannot be faster than
 memory. The prompt's sweep stands beside the others.
-
-    offload bench passes --quick
-    offload bench passes --device cuda --gpu-mem 24GiB --layers 18 --rows rows.jsonl
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
 from offload.bench.gpu.rates import flops_per_s, memory_bytes_per_s
-from offload.bench.harness.command import (
-    MODELS,
-    PLACE,
-    Bench,
-    Tell,
-    command,
-    say_ceiling,
-    say_link,
-    say_nothing,
-    say_table,
-)
+from offload.bench.harness.command import MODELS, PLACE, Bench, Tell, command, say_floor, say_nothing, say_table
 from offload.bench.harness.gate import Written
 from offload.bench.harness.plain_reader import plain_read_s
 from offload.bench.harness.prompts import Prompt, encoded, prompts
@@ -87,7 +72,7 @@ def measure(
 
 def _floor_s(setting: Setting, decoder: Decoder) -> float:
     num_bytes = max(1, decoder.plan.streamed_bytes)
-    if setting.platform.device is None:
+    if setting.opened is None:
         return plain_read_s(setting.shards, num_bytes)
     return num_bytes / setting.ceiling(decoder.plan)
 
@@ -98,21 +83,21 @@ def rows_of(measured: Measured, streamed_bytes: int) -> Iterator[Row]:
     for size in sorted({one.num_rows for one in measured.passes}):
         of_size = [one for one in measured.passes if one.num_rows == size]
         sweep_s, stall_s = (median(getattr(one, name) for one in of_size) for name in ("seconds", "stall_s"))
-        yield {"name": f"sweep of {size} rows", "num_nodes": size, "sweep_s": sweep_s, "stall_s": stall_s,
-            "compute_s": sweep_s - stall_s, "bytes_moved": median(one.num_bytes for one in of_size),
-            "link_utilisation": floor_s / sweep_s if streamed_bytes else None,
-            "limit": "link" if streamed_bytes and stall_s > _STALLED_SHARE * sweep_s else "compute",
-            "sweep_s_samples": [one.seconds for one in of_size]}  # fmt: skip
-    prompt_s = median(measured.prompt_s)
-    yield {"name": "sweep of a prompt", "num_nodes": PROMPT_TOKENS, "sweep_s": prompt_s,
-           "link_utilisation": floor_s / prompt_s if streamed_bytes else None,
-           "sweep_s_samples": measured.prompt_s}  # fmt: skip
+        limit = "link" if streamed_bytes and stall_s > _STALLED_SHARE * sweep_s else "compute"
+        more = {"stall_s": stall_s, "compute_s": sweep_s - stall_s, "bytes_moved": of_size[0].num_bytes, "limit": limit}
+        yield _row(f"sweep of {size} rows", size, [one.seconds for one in of_size], floor_s) | more
+    yield _row("sweep of a prompt", PROMPT_TOKENS, measured.prompt_s, floor_s)
+
+
+def _row(name: str, num_nodes: int, seconds: list[float], floor_s: float) -> Row:
+    told = {"name": name, "num_nodes": num_nodes, "sweep_s": median(seconds), "sweep_s_samples": seconds}
+    return {**told, "link_utilisation": floor_s / median(seconds)}
 
 
 def draft_rows(setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Iterator[Row]:
     """A forward of the draft against its rows, beside reading its weights once."""
     assert setting.draft is not None, "there is a draft"
-    shape, rate = model_shape(open_checkpoint(setting.draft)), memory_bytes_per_s(setting.platform.device)
+    shape, rate = model_shape(open_checkpoint(setting.draft)), memory_bytes_per_s(setting.opened)
     least_s = (sum(shape.layer_bytes) + shape.head_bytes) / rate
     curve = draft_passes(decoder, prompt_ids, budget_s)
     for width, seconds in zip(curve.sizes, curve.seconds, strict=True):
@@ -123,16 +108,15 @@ def draft_rows(setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], bu
 def compute_s(setting: Setting, num_rows: int) -> float:
     """The least that the products of so many rows take, at the rate of the target's own largest matrix."""
     target = open_checkpoint(setting.target)
-    rate = flops_per_s(setting.platform.device, target.config["intermediate_size"], target.config["hidden_size"])
+    rate = flops_per_s(setting.opened, target.config["intermediate_size"], target.config["hidden_size"])
     return 2 * model_shape(target).num_weights * num_rows / rate
 
 
 def _cells(row: Row) -> list[str]:
     if "draft_step_s" in row:
         return [row["name"], f"{row['draft_step_s']:.4f}", "-", "-", f"{row['of_ceiling']:.3f}", "memory"]
-    used = "-" if row["link_utilisation"] is None else f"{row['link_utilisation']:.3f}"
     parts = [f"{row[name]:.3f}" if name in row else "-" for name in ("stall_s", "compute_s")]
-    return [row["name"], f"{row['sweep_s']:.3f}", *parts, used, row.get("limit", "-")]
+    return [row["name"], f"{row['sweep_s']:.3f}", *parts, f"{row['link_utilisation']:.3f}", row.get("limit", "-")]
 
 
 @command("passes", MODELS, PLACE, "source quick compare", examples=["offload bench passes --quick --json passes.json"])
@@ -145,12 +129,10 @@ def main(bench: Bench) -> None:
     bench.check_same(setting)
     texts, rows = prompts(["code"], effort.rounds), list[Row]()
     tree = f"{max(sizes)}x24" if max(sizes) > 1 and setting.draft is not None else "none"
-    if setting.device == "cpu":
-        say_link(setting)
+    say_floor(setting)
     with bench.screen as screen, setting.open(tree, context=_CONTEXT) as decoder:
         plan, num_threads = decoder.plan, decoder.num_threads
-        if setting.device != "cpu":
-            say_ceiling(f"layers to {setting.device}", setting.ceiling(plan))
+        say_floor(setting, plan)
         measured = measure(setting, decoder, texts, effort._replace(sizes=sizes), bench.row, screen.count)
         if setting.draft is not None:
             rows = list(draft_rows(setting, decoder, encoded(decoder, texts[0], 32), effort.draft_s))
@@ -159,19 +141,11 @@ def main(bench: Bench) -> None:
     say_table(["forward", "s", "stall s", "compute s", "of the ceiling", "slower side"], map(_cells, rows))
     floor_s = median(measured.read_s)
     print(f"the ceiling takes {floor_s:.3f} s for the {plan.streamed_bytes / 1e9:.3f} GB of a sweep")
+    timed = {row["name"]: row["sweep_s_samples"] for row in rows if "sweep_s_samples" in row}
     bench.finish(
         rows,
-        settings={
-            **setting.as_dict(),
-            **effort._asdict(),
-            "num_threads": num_threads,
-            "torch_threads": torch.get_num_threads(),
-        },
+        settings={**setting.as_dict(), **effort._asdict(), "num_threads": num_threads},
         ceiling={"bytes_per_s": plan.streamed_bytes / floor_s, "sweep_s": floor_s, "samples": measured.read_s},
-        guards={
-            f"{row['name']} / ceiling": Guard([s / floor_s for s in row["sweep_s_samples"]], "lower")
-            for row in rows
-            if "sweep_s_samples" in row
-        },
+        guards={f"{name} / ceiling": Guard([s / floor_s for s in timed[name]], "lower") for name in timed},
         proof=proof,
     )

@@ -1,33 +1,20 @@
-"""Predictions beside measurements: the paper's offloading on an L40 (2402.12374, Table 5), and this machine's decoding.
+"""The plan beside the paper's offloading on an L40 (2402.12374, Table 5); a second, from data sheets alone.
 
-The first needs data sheets only. The paper's rows are given their tokens per step, so that seconds alone are compared,
-and are predicted twice: all layers crossing the link, one thing after the other, which is what the paper's own figures
-add up to, and as this program would run, with as many layers resident as fit and everything overlapped. The second is
-`decode` with its predictions: the curves are measured on this machine, as `offload tune` does, and the link before and
-after every run, because disks drift.
-
-    offload bench prediction              both; two or three minutes on two cores
-    offload bench prediction --paper      the first alone, a second
+The paper's rows are given their tokens per step, so that seconds alone are compared, and are predicted twice: all
+layers crossing the link, one thing after the other, which is what the paper's own figures add up to, and as this
+program would run, with as many layers resident as fit and everything overlapped.
 """
 
-import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import NamedTuple
 
-import typer
-
-from offload.bench.harness.command import MODELS, Bench, command, say_table
-from offload.bench.harness.record import Guard, Row
-from offload.bench.latency.decode import Effort, rows_of, run
+from offload.bench.harness.command import Bench, command, say_table
+from offload.bench.harness.record import Row
 from offload.checkpoint.hub import checkpoint_of_config
-from offload.checkpoint.sizes import ModelShape, model_shape
-from offload.errors import UserError
-from offload.memory.device_planner import Budgets, make_device_plan
-from offload.planning.cost_model import Traffic, step_time
+from offload.checkpoint.sizes import model_shape
+from offload.memory.planner import Budgets, make_plan
+from offload.planning.cost_model import Traffic, costs_on, step_time, traffic_on
 from offload.planning.hardware import KNOWN
-from offload.planning.predict import costs_on, traffic_on
 from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
 
 _LLAMA_2_70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -37,28 +24,14 @@ _LLAMA_2_7B = {**_LLAMA_2_70B, "hidden_size": 4096, "num_hidden_layers": 32, "nu
                "num_key_value_heads": 32, "intermediate_size": 11008}  # fmt: skip
 _CONTEXT = 256  # 128 prompt tokens and as many new ones, as in the paper
 PAPER_BASE_S = 5.6  # the paper's own system, one token per sweep
-EFFORT = Effort(4, 48, 8, (0.0,), ("none", "64x16", "128x20"))
-
-
-class PaperRow(NamedTuple):
-    """One row of Table 5."""
-
-    text: str
-    temperature: float
-    num_nodes: int
-    depth: int
-    tokens_per_step: float
-    s_per_token: float
-
-
-TABLE_5 = (
-    PaperRow("C4", 0.0, 768, 22, 12.18, 0.56),
-    PaperRow("C4", 0.6, 768, 23, 10.12, 0.69),
-    PaperRow("OpenWebText", 0.0, 768, 18, 9.83, 0.69),
-    PaperRow("OpenWebText", 0.6, 768, 19, 9.05, 0.76),
-    PaperRow("CNN Daily", 0.0, 768, 17, 10.46, 0.64),
-    PaperRow("CNN Daily", 0.6, 768, 18, 9.58, 0.70),
-)
+TABLE_5 = {  # text and temperature: nodes, depth, tokens per step, seconds per token
+    "C4, T = 0": (768, 22, 12.18, 0.56),
+    "C4, T = 0.6": (768, 23, 10.12, 0.69),
+    "OpenWebText, T = 0": (768, 18, 9.83, 0.69),
+    "OpenWebText, T = 0.6": (768, 19, 9.05, 0.76),
+    "CNN Daily, T = 0": (768, 17, 10.46, 0.64),
+    "CNN Daily, T = 0.6": (768, 18, 9.58, 0.70),
+}
 
 
 class Predicted(NamedTuple):
@@ -71,10 +44,11 @@ class Predicted(NamedTuple):
 
 def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     """A Llama-2-70B with a 7B draft on the known L40, at the paper's length of text."""
-    gpu, (target, draft) = KNOWN["l40"], _shapes()
+    gpu, file = KNOWN["l40"], Path("config.json")
+    target, draft = (model_shape(checkpoint_of_config(config, file)) for config in (_LLAMA_2_70B, _LLAMA_2_7B))
     costs, small = costs_on(gpu, target, draft, _CONTEXT), draft if topology.depth > 0 else None
-    budgets = Budgets(gpu.gpu_bytes, gpu.ram_bytes)
-    plan = make_device_plan(target, small, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
+    budgets = Budgets(gpu.ram_bytes, gpu.gpu_bytes)
+    plan = make_plan(target, small, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
     here_s = step_time(costs, traffic_on(gpu, plan), topology).total_s
@@ -85,64 +59,21 @@ def paper_rows() -> list[Row]:
     """The baseline and Table 5, measured by the paper and predicted."""
     base = predict_l40(chain(0), 1.0)
     rows: list[Row] = [{"row": "no tree", "tokens_per_step": 1.0, "paper_s": PAPER_BASE_S, **base._asdict()}]
-    for paper in TABLE_5:
-        topology = best_first(DEFAULT_ACCEPTANCE, paper.num_nodes, paper.depth)
-        name = f"{paper.text}, T = {paper.temperature:g}, {paper.num_nodes}x{paper.depth}"
-        figures = {"tokens_per_step": paper.tokens_per_step, "paper_s": paper.s_per_token}
-        rows.append({"row": name, **figures, **predict_l40(topology, paper.tokens_per_step)._asdict()})
+    for name, (num_nodes, depth, tokens_per_step, paper_s) in TABLE_5.items():
+        predicted = predict_l40(best_first(DEFAULT_ACCEPTANCE, num_nodes, depth), tokens_per_step)
+        figures = {"tokens_per_step": tokens_per_step, "paper_s": paper_s, **predicted._asdict()}
+        rows.append({"row": f"{name}, {num_nodes}x{depth}", **figures})
     return rows
 
 
-def _shapes() -> tuple[ModelShape, ModelShape]:
-    configs = (_LLAMA_2_70B, _LLAMA_2_7B)
-    target, draft = (model_shape(checkpoint_of_config(config, Path("config.json"))) for config in configs)
-    return target, draft
+def cells(row: Row) -> list[str]:
+    others = (f"{row[key]:.3f} ({row[key] / row['paper_s'] - 1:+.1%})" for key in ("in_turn", "overlapped"))
+    return [row["row"], f"{row['tokens_per_step']:.2f}", f"{row['paper_s']:.2f}", *others, f"{row['here']:.3f}"]
 
 
-def machine_rows(decoded: Sequence[Row]) -> Iterator[Row]:
-    """What `decode` has measured and predicted. Raises `UserError` where a tree's texts all ended at once."""
-    names = ("measured_s_per_token", "predicted_s_per_token", "predicted_over_measured", "ratios", "link_bytes_per_s")
-    for row in decoded:
-        if "ratios" not in row:
-            raise UserError(f"every text ended within its first burst with --tree {row['tree']}: give other --prompts")
-        yield {"row": row["tree"], "tokens_per_step": row["tokens_per_sweep"], **{name: row[name] for name in names}}
-
-
-def _say_paper(rows: Sequence[Row]) -> None:
-    def cells(row: Row) -> list[str]:
-        others = (f"{row[key]:.3f} ({row[key] / row['paper_s'] - 1:+.1%})" for key in ("in_turn", "overlapped"))
-        return [row["row"], f"{row['tokens_per_step']:.2f}", f"{row['paper_s']:.2f}", *others, f"{row['here']:.3f}"]
-
+@command("prediction")
+def main(bench: Bench) -> None:
+    """What the plan promises beside what the paper measured on an L40; measures nothing."""
+    rows = [bench.row(row) for row in paper_rows()]
     say_table(["L40, Llama-2-70B with 7B", "tokens", "paper", "in turn", "overlapped", "here"], map(cells, rows))
-
-
-@command(
-    *("prediction", MODELS, "ram source compare"),
-    examples=["offload bench prediction --paper", "offload bench prediction --size 1GB --json now.json"],
-)
-def main(bench: Bench, paper: Annotated[bool, typer.Option("--paper", help="the paper's table alone")] = False) -> None:
-    """Does the plan keep its word? Predicted and measured seconds per token; two to three minutes on two cores."""
-    rows: list[Any] = paper_rows()
-    if paper and not bench.keeps_nothing:
-        raise UserError("--paper measures nothing: leave out --json, --rows and --compare")
-    if paper:
-        _say_paper(rows)
-        print(json.dumps({"bench": "prediction", "rows": rows}))
-        return
-    setting = bench.setting(needs_draft=True)
-    found, names = bench.prompts(EFFORT.num_prompts)
-    bench.check_same(setting, prompts=names)
-    measured = run(bench, setting, EFFORT, found, predict=True)
-    proof = bench.prove(setting, measured.written)
-    here = [bench.row(row) for row in machine_rows(rows_of(measured.runs))]
-    _say_paper(rows)
-    figures = ("tokens_per_step", "measured_s_per_token", "predicted_s_per_token", "predicted_over_measured")
-    head = ["this machine", "tokens/sweep", "measured s", "predicted s", "ratio"]
-    say_table(head, ([row["row"], *(f"{row[name]:.3f}" for name in figures)] for row in here))
-    bench.finish(
-        rows + here,
-        settings={**setting.as_dict(), "prompts": names},
-        ceiling={"bytes_per_s": median(measured.ceilings)},
-        guards={f"prediction, {row['row']}": Guard([abs(one - 1) for one in row["ratios"]], "lower") for row in here},
-        proof=proof,
-    )
+    bench.end({"bench": "prediction", "rows": rows})

@@ -20,11 +20,9 @@ _NUM_TOKENS, _NUM_SHARED = 3, 2
 
 
 def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: bool) -> float:
-    """Seconds per token.
+    """Seconds per token of a folder with a config, whose weights are not read; `num_resident` layers stay there.
 
     Args:
-        model: folder with a config; its weights are not read.
-        num_resident: layers that stay on the device.
         is_pinned: whether its weights are page-locked for it, which only a device can do.
     """
     with init_empty_weights(include_buffers=False):

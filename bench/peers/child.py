@@ -1,7 +1,6 @@
 """One compared program in a process of its own: joins its memory group, runs its prompts, prints one JSON line.
 
-The parent (`peers.py`) says everything in one argument, an `Order`. This file imports nothing heavy, so that the
-program under test finds its memory empty, and the module that knows the program is imported inside the group.
+This file imports nothing heavy: the module that knows the program is imported inside the group, by its `Order`.
 """
 
 import json
@@ -75,12 +74,11 @@ def follow(order: Order) -> dict[str, Any]:
     peer: Peer = import_module(order.module).open_peer(order)
     load_s = time.perf_counter() - started
     trials = {count: _trial(peer, order, count) for count in order.threads}
-    best = max(trials, key=lambda count: rate([trials[count]]), default=0)
+    best = max(trials, key=lambda count: trials[count], default=0)
     if best:
         peer.use_threads(best)
     runs = [_run(peer, order, prompt, order.num_tokens) for prompt in range(len(order.prompts))]
-    trial_rates = {count: rate([trial]) for count, trial in trials.items()}
-    figures = {"num_threads": best, "trial_tokens_per_s": trial_rates, "load_s": load_s, "rss_bytes": peak_rss_bytes()}
+    figures = {"num_threads": best, "trial_tokens_per_s": trials, "load_s": load_s, "rss_bytes": peak_rss_bytes()}
     return {"runs": runs, **figures}
 
 
@@ -93,9 +91,9 @@ class _EnoughError(Exception):
     """Raised through a program that has decoded what was wanted."""
 
 
-def _trial(peer: Peer, order: Order, num_threads: int) -> Measured:
+def _trial(peer: Peer, order: Order, num_threads: int) -> float:
     peer.use_threads(num_threads)
-    return _run(peer, order, 0, max(_FEWEST_TOKENS, order.num_tokens // 4))
+    return rate([_run(peer, order, 0, max(_FEWEST_TOKENS, order.num_tokens // 4))])
 
 
 def _run(peer: Peer, order: Order, prompt: int, num_tokens: int) -> Measured:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.bench.harness.whole_file import whole
+from offload.bench.harness.record import whole
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.errors import UserError
 
@@ -22,6 +22,10 @@ _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 _IN_LAYER = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}  # fmt: skip
+_TOLD = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "vocab_size": "vocab_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads",
+    "layer_norm_rms_eps": "rms_norm_eps"}  # fmt: skip
 
 
 def write_gguf(source: Path, destination: Path) -> None:
@@ -31,13 +35,21 @@ def write_gguf(source: Path, destination: Path) -> None:
         UserError: not a plain Llama in bf16.
     """
     checkpoint = open_checkpoint(source)
-    _check(checkpoint)
+    config, rope = checkpoint.config, _rope(checkpoint.config)
+    if config.get("model_type") != "llama" or rope["rope_type"] != "default":
+        raise UserError(f"{source.name}: only a Llama with plain rotary positions is written as GGUF: leave it out")
     import gguf
 
     with whole(destination) as place:
         writer = gguf.GGUFWriter(place, "llama")
-        _add_metadata(writer, checkpoint.config)
-        for name, values in _tensors(checkpoint):  # float32, or bf16 as uint16
+        for name, key in _TOLD.items():
+            getattr(writer, f"add_{name}")(config[key])
+        head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        for name in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{name}")(head_width)
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_tokenizer_model("no_vocab")
+        for name, values in _tensors(checkpoint):
             is_norm = values.dtype == np.float32
             writer.add_tensor(name, values, raw_dtype=None if is_norm else gguf.GGMLQuantizationType.BF16)
         writer.write_header_to_file()
@@ -53,60 +65,26 @@ def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(num_rows, width)
 
 
-def _add_metadata(writer: Any, config: dict[str, Any]) -> None:
-    head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    told = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "vocab_size": "vocab_size",
-            "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
-            "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads",
-            "layer_norm_rms_eps": "rms_norm_eps"}  # fmt: skip
-    for name, key in told.items():
-        getattr(writer, f"add_{name}")(config[key])
-    for name in ("key_length", "value_length", "rope_dimension_count"):
-        getattr(writer, f"add_{name}")(head_width)
-    writer.add_rope_freq_base(_rope(config)["rope_theta"])
-    writer.add_tokenizer_model("no_vocab")
-
-
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """All of them; matrices are views of the mapped files, so that writing takes no memory."""
-    config = checkpoint.config
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    """Norms in float32, matrices in bf16 as uint16: views of the mapped files, so that writing takes no memory."""
+    heads = {"attn_q": checkpoint.config["num_attention_heads"], "attn_k": checkpoint.config["num_key_value_heads"]}
     shards = [np.memmap(path, dtype=np.uint8, mode="r") for path in checkpoint.shards]
     for name, entry in checkpoint.tensors.items():
-        new_name = _gguf_name(name)
+        stem = name.removesuffix(".weight")
+        _, _, index, part = stem.split(".", 3) if stem.startswith("model.layers.") else ("", "", "", "")
+        new_part = _OUTER.get(stem) or _IN_LAYER.get(part)
+        if entry.dtype != "BF16" or new_part is None:
+            raise UserError(f"{name} is not bf16 or has no place in a GGUF Llama: leave llama.cpp out")
         values = shards[entry.shard][entry.lo : entry.hi].view(np.uint16).reshape(entry.shape)
-        part = new_name.split(".")[-2]
-        if part in heads:
-            values = reordered(values, heads[part])
-        yield new_name, _widened(values) if values.ndim == 1 else values
-
-
-def _gguf_name(name: str) -> str:
-    stem = name.removesuffix(".weight")
-    if stem in _OUTER:
-        return f"{_OUTER[stem]}.weight"
-    _, _, index, part = stem.split(".", 3)
-    return f"blk.{index}.{_IN_LAYER[part]}.weight"
-
-
-def _widened(bf16: np.ndarray) -> np.ndarray:
-    return (bf16.astype(np.uint32) << 16).view(np.float32)
+        if new_part in heads:
+            values = reordered(values, heads[new_part])
+        widened = (values.astype(np.uint32) << 16).view(np.float32) if values.ndim == 1 else values
+        yield f"blk.{index}.{new_part}.weight" if index else f"{new_part}.weight", widened
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0), **rope}
-
-
-def _check(checkpoint: Checkpoint) -> None:
-    config, name = checkpoint.config, checkpoint.directory.name
-    if config.get("model_type") != "llama" or _rope(config)["rope_type"] != "default":
-        raise UserError(f"{name}: only a Llama with plain rotary positions is written as GGUF: leave llama.cpp out")
-    for tensor, entry in checkpoint.tensors.items():
-        stem = tensor.removesuffix(".weight")
-        is_known = stem in _OUTER or (stem.startswith("model.layers.") and stem.split(".", 3)[-1] in _IN_LAYER)
-        if entry.dtype != "BF16" or not is_known:
-            raise UserError(f"{name}: {tensor} is not bf16 or has no place in a GGUF Llama: leave llama.cpp out")
 
 
 if __name__ == "__main__":

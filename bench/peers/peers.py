@@ -5,9 +5,6 @@ same prompts; slow ones get fewer of them and fewer new tokens, as the table say
 two threads; ours chooses for itself. Ours is measured first and last, because disks drift. No speed is printed for
 tokens that the original model, resident in float32, would not have chosen.
 
-    offload bench peers --quick                            13 to 15 minutes on two cores
-    offload bench peers --quick --peer mmap --python ~/others/bin/python
-
 Programs that are not installed are listed as missing; `--python` names another interpreter that has them.
 """
 
@@ -21,11 +18,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from offload.bench.harness.command import Bench, command, one_of, say_link
+from offload.bench.harness.command import Bench, command, one_of, say_link, say_table
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, find_setting
-from offload.bench.harness.text_table import aligned
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.run import Outcome, gguf_file, interpreter_with, last_line, proved, run_child
 from offload.cli.demo import cache_folder
@@ -35,6 +31,9 @@ from offload.errors import UserError
 
 OURS, QUICK_LIMIT_S, FULL_LIMIT_S = "ours", 60.0, 240.0
 _ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
+_ONE_BY_ONE, _DRAFTED = (8, 2), (20, 6)  # (new tokens, prompts)
+_TUNED = {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "constant",
+          "assistant_confidence_threshold": 0.0}  # fmt: skip
 
 
 class Program(NamedTuple):
@@ -49,34 +48,22 @@ class Program(NamedTuple):
     wanted: float | None = None  # at least: our tokens per second / theirs
     threads: tuple[int, ...] = (1, 2)
 
-    @property
-    def reads_gguf(self) -> bool:
-        """Whether it wants the weights in llama.cpp's format."""
-        return "gguf" in self.needs
-
 
 def _ours(tree: str, size: tuple[int, int], wanted: float | None) -> Program:
     needs = ("torch", "transformers")
-    return Program(f"ours, --tree {tree}", f"{_HERE}.ours", {"tree": tree}, needs, *size, wanted, threads=())
+    return Program(f"ours, --tree {tree}", f"{__package__}.ours", {"tree": tree}, needs, *size, wanted, threads=())
 
 
 def _transformers(title: str, size: tuple[int, int], wanted: float | None, **options: Any) -> Program:
     options = {"weights": "disk", "assistant": None, "lookup": 0, **options}
-    return Program(title, f"{_HERE}.hugging_face", options, ("transformers", "accelerate"), *size, wanted)
+    return Program(title, f"{__package__}.hugging_face", options, ("transformers", "accelerate"), *size, wanted)
 
 
 def _llama_cpp(title: str, draft_tokens: int, size: tuple[int, int], wanted: float) -> Program:
     options = {"draft_tokens": draft_tokens}
-    return Program(title, f"{_HERE}.llama_cpp", options, ("llama_cpp", "gguf"), *size, wanted)
+    return Program(title, f"{__package__}.llama_cpp", options, ("llama_cpp", "gguf"), *size, wanted)
 
 
-_HERE = "offload.bench.peers"
-_TUNED = {
-    "num_assistant_tokens": 16,
-    "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.0,
-}
-_ONE_BY_ONE, _DRAFTED = (8, 2), (20, 6)  # (new tokens, prompts)
 PROGRAMS: dict[str, Program] = {
     OURS: _ours("grown:128x20", _DRAFTED, None),
     "none": _ours("none", _ONE_BY_ONE, 5),
@@ -115,11 +102,14 @@ def compare(
     outcomes: dict[str, Outcome] = {}
     for name in (OURS, *(name for name in names if name != OURS), OURS):
         outcome = measure(programs[name], setting)
-        outcomes[name] = _joined(outcomes[name], outcome) if name in outcomes else outcome
+        outcomes[name] = outcomes[name].joined(outcome) if name in outcomes else outcome
         say(_row(name, programs[name], outcome))
     rows = [_row(name, programs[name], outcome) for name, outcome in outcomes.items()]
-    ours = rows[0].get("tokens_per_s")
-    return [{**row, **_ratio(ours, row, programs[row["peer"]].wanted)} for row in rows]
+    for row in rows[1:] if "tokens_per_s" in rows[0] else ():
+        if "tokens_per_s" in row:
+            wanted, row["ratio"] = programs[row["peer"]].wanted, rows[0]["tokens_per_s"] / row["tokens_per_s"]
+            row |= {} if wanted is None else {"wanted": wanted, "is_met": row["ratio"] >= wanted}
+    return rows
 
 
 def measure(program: Program, setting: Setting) -> Outcome:
@@ -128,66 +118,33 @@ def measure(program: Program, setting: Setting) -> Outcome:
         return Outcome(reason=f"missing: no interpreter here can import {' and '.join(program.needs)}")
     target, draft = setting.target, setting.draft
     try:
-        if program.reads_gguf:
+        if "gguf" in program.needs:
             target, draft = (gguf_file(path, setting.gguf_folder, python) for path in (target, draft))
     except subprocess.CalledProcessError as error:
         return Outcome(reason=f"failed: {last_line(error.stderr)}")
-    order = Order(
-        module=program.module,
-        options=program.options,
-        target=str(target),
-        draft=str(draft),
-        prompts=setting.prompts[: program.num_prompts],
-        num_tokens=program.num_tokens if setting.is_quick else min(4 * program.num_tokens, _ROOM_FOR_NEW),
-        limit_s=QUICK_LIMIT_S if setting.is_quick else FULL_LIMIT_S,
-        threads=list(program.threads),
-        cap_bytes=setting.cap_bytes,
-        group=None,
-    )
+    num_tokens = program.num_tokens if setting.is_quick else min(4 * program.num_tokens, _ROOM_FOR_NEW)
+    limit_s, prompts_of = QUICK_LIMIT_S if setting.is_quick else FULL_LIMIT_S, setting.prompts[: program.num_prompts]
+    what = program.module, program.options, str(target), str(draft), prompts_of, num_tokens, limit_s
+    order = Order(*what, threads=list(program.threads), cap_bytes=setting.cap_bytes, group=None)
     return proved(run_child(python, order), setting.model, setting.prompts)
-
-
-def _joined(first: Outcome, second: Outcome) -> Outcome:
-    if first.reason or second.reason:
-        return Outcome(reason=first.reason or second.reason)
-    peaks = [each.peak_bytes for each in (first, second) if each.peak_bytes is not None]
-    return second._replace(
-        runs=[*first.runs, *second.runs],
-        num_near=first.num_near + second.num_near,
-        is_capped=first.is_capped and second.is_capped,
-        peak_bytes=max(peaks, default=None),
-        rss_bytes=max(first.rss_bytes, second.rss_bytes),
-    )
 
 
 def _row(name: str, program: Program, outcome: Outcome) -> Row:
     row: Row = {"peer": name, "title": program.title}
     if outcome.reason:
         return {**row, "reason": outcome.reason}
-    runs = list(outcome.runs)
-    num_tokens = sum(run.num_decoded for run in runs)
-    same = ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s")
+    runs, same = list(outcome.runs), ("trial_tokens_per_s", "is_capped", "peak_bytes", "rss_bytes", "load_s")
+    num_tokens, by_prompt = sum(run.num_decoded for run in runs), [rate([run]) for run in runs]
+    row |= {"tokens_per_s": rate(runs), "s_per_token": 1 / rate(runs), "tokens_per_s_by_prompt": by_prompt}
+    row |= {"num_tokens": num_tokens, "prompts": [run.prompt for run in runs]}
+    row |= {"threads": outcome.num_threads, "near_ties": outcome.num_near}
     return {
         **row,
-        "tokens_per_s": rate(runs),
-        "s_per_token": 1 / rate(runs),
-        "tokens_per_s_by_prompt": [rate([run]) for run in runs],
+        "num_prompts": len(set(row["prompts"])),
         "tokens_per_pass": num_tokens / sum(len(run.bursts) - 1 for run in runs),
         "first_token_s": mean(run.bursts[0][0] for run in runs),
-        "num_tokens": num_tokens,
-        "prompts": [run.prompt for run in runs],
-        "num_prompts": len({run.prompt for run in runs}),
-        "threads": outcome.num_threads,
-        "near_ties": outcome.num_near,
         **{key: getattr(outcome, key) for key in same},
     }
-
-
-def _ratio(ours: float | None, row: Row, wanted: float | None) -> Row:
-    if ours is None or row["peer"] == OURS or "tokens_per_s" not in row:
-        return {}
-    ratio = ours / row["tokens_per_s"]
-    return {"ratio": ratio} if wanted is None else {"ratio": ratio, "wanted": wanted, "is_met": ratio >= wanted}
 
 
 def table(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -209,8 +166,7 @@ def _cells(row: Row) -> list[str]:
 
 def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
     """Ours / theirs, prompt by prompt: absolute speed is the disk's affair."""
-    ours = _rates(rows[0])
-    guards = {}
+    ours, guards = _rates(rows[0]), {}
     for row in rows[1:]:
         ratios = {str(prompt): ours[prompt] / theirs for prompt, theirs in _rates(row).items() if prompt in ours}
         guards[f"ours / {row['peer']}"] = Guard(list(ratios.values()), "higher", list(ratios))
@@ -222,23 +178,13 @@ def _rates(row: Row) -> dict[int, float]:
     return {prompt: mean(one for other, one in pairs if other == prompt) for prompt, _ in pairs}
 
 
-@command(
-    *("peers", "size quick compare"),
-    examples=[
-        "offload bench peers --quick",
-        "offload bench peers --quick --peer none --peer llama-draft --python ~/others/bin/python --json peers.json",
-    ],
-)
-def main(
-    bench: Bench,
-    peer: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all")
-    ] = None,
-    cap: Annotated[str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")] = "1.2GB",
-    python: Annotated[
-        str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")
-    ] = None,
-) -> None:
+Peers = Annotated[list[str] | None, typer.Option(metavar="NAME", help=f"of {', '.join(PROGRAMS)}; default: all")]
+Cap = Annotated[str, typer.Option(metavar="SIZE", help="memory of each process, page cache included")]
+Python = Annotated[str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")]
+
+
+@command(*("peers", "size quick compare"), examples=["offload bench peers --quick --peer mmap --python others/python"])
+def main(bench: Bench, peer: Peers = None, cap: Cap = "1.2GB", python: Python = None) -> None:
     """How many times more tokens per second than other programs, with the same files, prompts and memory?"""
     one_of(peer or (), PROGRAMS, "--peer")
     if python is not None and shutil.which(python) is None:
@@ -262,7 +208,8 @@ def main(
         bench.row(row)
 
     rows = compare(peer or list(PROGRAMS), programs, setting, say)
-    print(aligned(table(rows)))
+    head, *lines = table(rows)
+    say_table(head, lines)
     bench.finish(rows, settings=settings, ceiling={"bytes_per_s": ceiling}, guards=guards_of(rows))
     if "reason" in rows[0]:
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import offload
 from offload.bench.harness.memory_cap import new_cap
-from offload.bench.harness.whole_file import partial_path
+from offload.bench.harness.record import partial_path
 from offload.bench.peers.child import Measured, Order
 from offload.config import Sampling
 
@@ -33,6 +33,15 @@ class Outcome(NamedTuple):
     peak_bytes: int | None = None  # of the group, page cache included
     rss_bytes: int = 0  # of the process
     load_s: float = 0.0
+
+    def joined(self, later: "Outcome") -> "Outcome":
+        """Both measurements of the same program."""
+        if self.reason or later.reason:
+            return Outcome(reason=self.reason or later.reason)
+        peaks, near = [one.peak_bytes for one in (self, later) if one.peak_bytes is not None], self.num_near
+        runs, is_capped = [*self.runs, *later.runs], self.is_capped and later.is_capped
+        same = later._replace(runs=runs, num_near=near + later.num_near, is_capped=is_capped)
+        return same._replace(peak_bytes=max(peaks, default=None), rss_bytes=max(self.rss_bytes, later.rss_bytes))
 
 
 def interpreter_with(modules: Sequence[str], pythons: Sequence[str]) -> str | None:
@@ -116,4 +125,5 @@ def _environment() -> dict[str, str]:
     root = Path(offload.__file__).resolve().parents[1]
     paths = [str(root)] if (root / "pyproject.toml").is_file() else []
     paths += filter(None, [os.environ.get("PYTHONPATH")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}  # set by our own import
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}

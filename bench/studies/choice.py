@@ -1,10 +1,8 @@
-"""Two promises about trees: that traces tell what decoding yields, and that the chosen tree is the best one.
+"""Is the chosen tree the best one? What `--tree auto` takes, after one tune, against a grid of sizes and depths.
 
-`traces`: a profile from the first half of every held-out file predicts the tokens per sweep on text that begins in the
-second half; Sequoia's product form, from the same profile, stands beside it. `choice`: the tree that `--tree auto`
-takes, after one tune, against a grid of sizes and depths, on the disk as it is and with the link slowed down to a fifth
-(Sequoia, figure 5c and table 3). Trees take turns; a tree's tokens per sweep are counted on more tokens than are
-streamed while timing. Every token that is written is proved.
+On the disk as it is, and with the link slowed down to a fifth (Sequoia, 2402.12374: figure 5c and table 3). Trees take
+turns; a tree's tokens per sweep are counted on more tokens than are streamed while timing. Prompts are the second
+halves of files that the pair was not trained on, of whose first halves the profile is made. All tokens are proved.
 """
 
 import tempfile
@@ -12,38 +10,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from offload.bench.harness.command import Bench, command, say_link, say_table
 from offload.bench.harness.gate import Written
-from offload.bench.harness.picture import line
+from offload.bench.harness.prompts import held_out_files, read_source
+from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import Setting, find_setting, resident_pair
 from offload.bench.harness.steps import step_times
-from offload.bench.studies.pair_text import FULL, QUICK, Figures, Pair, Scale
-from offload.bench.train_pair import corpus_files, read_source
-from offload.cli.console import Console
 from offload.config import Sampling, parse_size
-from offload.engine.decoder import Decoder
-from offload.engine.request import Request
-from offload.planning.traces import bursts, tokens_per_sweep
-from offload.planning.tree_policy import tree_for
-from offload.tree.topology import DynamicShape, Shape, chain, expected_tokens, isotonic
+from offload.planning.options import LoadOptions
+from offload.planning.profile import Profile
+from offload.planning.traces import bursts
+from offload.planning.tree_policy import TreeChoice, TreeSelector
+from offload.tree.spec import TreeSpec
+from offload.tree.topology import DynamicShape, Shape, chain
 from offload.tuning.trace_acceptance import dynamic_again, ranks_of, write
 from offload.tuning.tune import DEPTH, NUM_NEW, NUM_PROMPT, Tuned, cut_windows, tune
 
-MODEL_TREES = ((64, 16), (256, 16))
 LEAST_RAM_BYTES = 300_000_000  # room for the largest trees of the grid
+WANTED = 1.07  # at most: seconds per token of the chosen tree / of the best
 _AHEAD = 32  # tokens written beyond a window, so that its last sweep counts as a whole
-Prompts = Sequence[tuple[int, ...]]
 Size = tuple[int, int]  # nodes, depth
 
 
 class Effort(NamedTuple):
     """How much is measured."""
 
-    size: str  # of the target
     num_tokens: int  # traced, and as many decoded again
     sizes: tuple[int, ...]
     depths: tuple[int, ...]
@@ -52,118 +46,43 @@ class Effort(NamedTuple):
     largest: str | None = None  # tree to time; None is what memory has room for
 
 
-EFFORTS = {
-    FULL: Effort("1GB", 8192, (16, 32, 64, 128, 256, 512), (4, 8, 12, 16, 24), (4, 1), 8),
-    QUICK: Effort("1GB", 1024, (16, 64, 256), (6, 14), (1, 1), 3),
-}
-TINY_EFFORT = Effort("60MB", 32, (8, 16), (3,), (1, 1), 1, "16x4")
+FULL = Effort(2048, (16, 32, 64, 128, 256, 512), (4, 8, 12, 16, 24), (4, 1), 8)
+QUICK = Effort(1024, (16, 64, 256), (6, 14), (1, 1), 3)
 
 
 @contextmanager
-def tuned_on_first_halves(setting: Setting, sampling: Sampling, num_tokens: int, tree: str | None) -> Iterator[Tuned]:
+def tuned_on_first_halves(setting: Setting, effort: Effort) -> Iterator[Tuned]:
     """The outcome of `offload tune`; its profile lies in a folder of its own, out of the user's cache."""
     with tempfile.TemporaryDirectory() as name:
-        paths = [Path(name) / f"{path.parent.name}-{path.name}" for path in corpus_files(held_out=True)]
+        paths = [Path(name) / f"{path.parent.name}-{path.name}" for path in held_out_files()]
         for path, (first, _) in zip(paths, _halves(), strict=True):
             path.write_text(first or " x", encoding="utf-8")
-        how: dict[str, Any] = {"num_tokens": num_tokens, "tree": tree, "device": "cpu", "ram": setting.ram_bytes}
-        tuned = tune(str(setting.target), str(setting.draft), paths, sampling, **how)
+        options = LoadOptions(tree=effort.largest or "auto", device="cpu", ram=setting.ram_bytes)
+        models = str(setting.target), str(setting.draft)
+        tuned = tune(*models, paths, Sampling(), options, num_tokens=effort.num_tokens)
         yield tuned._replace(path=tuned.path.rename(Path(name) / tuned.path.name))
 
 
+def tree_for(profile: Profile, size: Size) -> TreeChoice:
+    """What `--tree NxD` means with this profile."""
+    return TreeSelector(profile.identity.rule, profile).choose(TreeSpec("best", *size))
+
+
 def _halves() -> list[tuple[str, str]]:
-    texts = [read_source(path) for path in corpus_files(held_out=True)]
+    texts = [read_source(path) for path in held_out_files()]
     return [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
 
 
-def _other_prompts(decoder: Decoder, num_tokens: int) -> Prompts:
-    return cut_windows([decoder.encode(text, raw=True) for _, text in _halves() if text], num_tokens, False)
-
-
-def measure_traces(pair: Pair, scale: Scale) -> Figures:
-    """Tokens per sweep as predicted from one half of every file, and as measured on the other; wanted within 10 %."""
-    effort, setting, rows = EFFORTS.get(scale, TINY_EFFORT), resident_pair(None), []
-    for temperature in (0.0, 0.6) if scale in EFFORTS else (0.0,):
-        sampling = Sampling(temperature=temperature)
-        with tuned_on_first_halves(setting, sampling, effort.num_tokens, effort.largest) as tuned:
-            how: dict[str, Any] = {"context": 512, "request": Request(sampling=sampling), "profile": tuned.path}
-            with setting.open("256x16", **how) as decoder:
-                prompts = _other_prompts(decoder, effort.num_tokens)
-                rows += [_compared(setting, decoder, tuned, size, prompts) for size in MODEL_TREES]
-    table = [["T", "tree", "measured", "+-", "traces", "error", "product form", "error"]]
-    for row in rows:
-        figures = [f"{row[name]:.2f}" for name in ("measured", "standard_error", "traces")]
-        errors = [f"{row['traces_error']:+.1%}", f"{row['product_form']:.2f}", f"{row['product_form_error']:+.1%}"]
-        table.append([f"{row['temperature']}", row["tree"], *figures, *errors])
-    return {"rows": rows, "wanted": "traces within 0.10", "table": table}
-
-
-def _compared(setting: Setting, decoder: Decoder, tuned: Tuned, size: Size, prompts: Prompts) -> Figures:
-    profile, name, measured, written = tuned.profile, "{}x{}".format(*size), [], []
-    tree, _ = tree_for(profile.acceptance, *size)
-    for seed, prompt in enumerate(prompts):
-        sampling = Sampling(temperature=profile.identity.temperature, seed=seed)
-        run = decoder.run(prompt, sampling, max_new_tokens=NUM_NEW + _AHEAD, tree=name)
-        list(run)
-        result = run.result()
-        written.append(Written(list(prompt), result.token_ids, sampling, result.rule))
-        measured.append(_whole([result.stats.num_first_tokens, *result.stats.accepted_per_sweep]))
-    setting.prove(written)
-    got, error = _mean(measured)
-    predicted, product = tokens_per_sweep(tree, profile.traces), expected_tokens(tree, isotonic(profile.acceptance))
-    figures = {"measured": got, "standard_error": error, "traces": predicted, "traces_error": predicted / got - 1}
-    names = {"temperature": profile.identity.temperature, "tree": name, "num_measured_tokens": sum(map(sum, measured))}
-    return {**names, **figures, "product_form": product, "product_form_error": product / got - 1}
-
-
-def measure(pair: Pair, scale: Scale) -> Figures:
-    """Seconds per token over a grid of sizes and depths, with the tree that the optimiser takes in its midst."""
-    effort, table = EFFORTS.get(scale, TINY_EFFORT), [["link", "tree", "s/token", "against the chosen one"]]
-    ram = max(LEAST_RAM_BYTES, parse_size(effort.size, "--size") // 4)
-    setting = find_setting(None, None, effort.size, str(ram), Console(is_quiet=True))
-    with tuned_on_first_halves(setting, Sampling(), min(2048, effort.num_tokens), effort.largest) as tuned:
-        fifth = int(tuned.profile.costs.link_bytes_per_s / 5)
-        links = [_against_grid(setting, tuned, effort, *how) for how in zip((None, fifth), effort.rounds, strict=True)]
-    for link in links:
-        chosen_s, best = link["s_per_token"][link["chosen"]], best_of_size(link)
-        table.append([link["link"], f"{link['chosen']}, chosen", f"{chosen_s:.4f}", "1.00"])
-        for size, seconds in best.items():
-            table.append([link["link"], f"{size}, best depth", f"{seconds:.4f}", f"{seconds / chosen_s:.2f}"])
-    return {"links": links, "table": table, "picture": [_panel(link) for link in links]}
-
-
-def best_of_size(link: Figures) -> dict[int, float]:
-    """Seconds per token of every size in the grid, with the depth that suits it best."""
-    best: dict[int, float] = {}
-    for shape, seconds in link["s_per_token"].items():
-        size = int(shape.split("x")[0])
-        best[size] = min(seconds, best.get(size, seconds))
-    return dict(sorted(best.items()))
-
-
-def _panel(link: Figures) -> Figures:
-    seconds, best = link["s_per_token"], best_of_size(link)
-    sizes, one_s = [size for size in best if size > 1], seconds["1x0"]
-    chosen = line(f"chosen: {link['chosen']}", [int(link["chosen"].split("x")[0])], [one_s / seconds[link["chosen"]]])
-    words = {"title": f"link {link['link']}", "xlabel": "tree size (nodes)", "ylabel": "times the speed without a tree"}
-    lines = [line("best depth", sizes, [one_s / best[size] for size in sizes]), chosen]
-    return {"lines": lines, "ticks": sizes, "levels": [[1, "no tree"]], **words}
-
-
-def _against_grid(setting: Setting, tuned: Tuned, effort: Effort, limit: int | None, num_rounds: int) -> Figures:
+def against_grid(setting: Setting, tuned: Tuned, effort: Effort, limit: int | None, num_rounds: int) -> list[Row]:
+    """Seconds per token of every tree, with that link; the chosen one first."""
     options: dict[str, Any] = {"context": 512, "profile": tuned.path, "link_limit": limit}
     with setting.open("auto", **options) as decoder:
-        choice = decoder.run([0], Sampling(), max_new_tokens=1).tree_choice
-    best = choice.candidates[0]
-    chosen, largest = (best.shape.num_nodes, best.shape.depth), tuned.profile.costs.compute_s.sizes[-1]
-    grid: dict[Size, Shape] = {(1, 0): chain(0), chosen: best.shape}
-    for n, d in ((n, d) for n in effort.sizes if n <= largest for d in effort.depths):
-        static, _ = tree_for(tuned.profile.acceptance, n, d)
-        tree = DynamicShape(n, min(d, n - 1)) if choice.is_dynamic else static  # the choice is among trees of one kind
-        grid.setdefault((tree.num_nodes, tree.depth), tree)
+        choice = decoder.tree_choice(Sampling())
+    grid, written = _grid(tuned, effort, choice), list[Written]()
     steps: dict[Size, list[float]] = {size: [] for size in grid}
-    with setting.open(f"{largest}x{DEPTH}", **options) as decoder:
-        prompts, written = _other_prompts(decoder, effort.num_tokens), []
+    with setting.open(f"{tuned.profile.costs.compute_s.sizes[-1]}x{DEPTH}", **options) as decoder:
+        texts = [decoder.encode(text, raw=True) for _, text in _halves() if text]
+        prompts = cut_windows(texts, effort.num_tokens, False)
         for index in range(num_rounds):
             for size, tree in grid.items():
                 prompt = prompts[index % len(prompts)][:NUM_PROMPT]
@@ -171,24 +90,27 @@ def _against_grid(setting: Setting, tuned: Tuned, effort: Effort, limit: int | N
                 steps[size] += seconds
                 written.append(done)
     setting.prove(written)
-    yields = _yields(grid, prompts)
-    step_s = {size: median(steps[size]) for size in sorted(grid)}
-    s_per_token = {"{}x{}".format(*size): step_s[size] / yields[size] for size in step_s}
-    winner, name = min(s_per_token, key=lambda one: s_per_token[one]), "{}x{}".format(*chosen)
-    return {
-        "link": "as it is" if limit is None else f"at {limit / 1e9:.2f} GB/s",
-        "value": s_per_token[name] / s_per_token[winner],
-        "wanted": "<= 1.07",
-        "chosen": name,
-        "best": winner,
-        "predicted": {"tokens_per_sweep": best.tokens_per_sweep, "step_s": best.step_s, "limit": best.limit},
-        "measured": {"tokens_per_sweep": yields[chosen], "step_s": step_s[chosen]},
-        "s_per_token": s_per_token,
-        "step_s": {"{}x{}".format(*size): seconds for size, seconds in step_s.items()},
-    }
+    yields, link = _yields(grid, prompts), "as it is" if limit is None else f"at {limit / 1e9:.2f} GB/s"
+    s_per_token = {size: median(steps[size]) / yields[size] for size in grid}
+    return [_row(link, size, s_per_token, yields[size]) for size in grid]
 
 
-def _yields(grid: dict[Size, Shape], prompts: Prompts) -> dict[Size, float]:
+def _row(link: str, size: Size, s_per_token: dict[Size, float], tokens_per_sweep: float) -> Row:
+    chosen = next(iter(s_per_token))
+    row = {"link": link, "tree": "{}x{}".format(*size), "s_per_token": s_per_token[size], "is_chosen": size == chosen}
+    return {**row, "tokens_per_sweep": tokens_per_sweep, "over_chosen": s_per_token[size] / s_per_token[chosen]}
+
+
+def _grid(tuned: Tuned, effort: Effort, choice: TreeChoice) -> dict[Size, Shape]:
+    """The tree that was chosen, none, and others of its kind."""
+    grid: dict[Size, Shape] = {(choice.shape.num_nodes, choice.shape.depth): choice.shape, (1, 0): chain(0)}
+    for n, d in ((n, d) for n in effort.sizes if n <= tuned.profile.costs.compute_s.sizes[-1] for d in effort.depths):
+        tree = DynamicShape(n, min(d, n - 1)) if choice.is_dynamic else tree_for(tuned.profile, (n, d)).shape
+        grid.setdefault((tree.num_nodes, tree.depth), tree)
+    return grid
+
+
+def _yields(grid: dict[Size, Shape], prompts: Sequence[tuple[int, ...]]) -> dict[Size, float]:
     """Tokens per sweep of every tree on the text that the target writes behind the prompts."""
     largest, sampling = f"{max(tree.num_nodes for tree in grid.values())}x{DEPTH}", Sampling()
     with resident_pair(None).open(largest, context=512) as decoder:
@@ -200,7 +122,7 @@ def _yields(grid: dict[Size, Shape], prompts: Prompts) -> dict[Size, float]:
                 return [dynamic_again(decoder, *text, sampling, tree) for text in texts]
             return [bursts(tree, trace) for trace in traces]
 
-        return {size: _mean([_whole(one) for one in sweeps(tree)])[0] for size, tree in grid.items()}
+        return {size: mean(count for one in sweeps(tree) for count in _whole(one)) for size, tree in grid.items()}
 
 
 def _whole(sweeps: Sequence[int]) -> list[int]:
@@ -208,8 +130,23 @@ def _whole(sweeps: Sequence[int]) -> list[int]:
     return [count for count, end in zip(sweeps, accumulate(sweeps), strict=True) if end - count < NUM_NEW]
 
 
-def _mean(sweeps: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Tokens per sweep over all windows, and its standard error from the spread between windows."""
-    tokens_W, sweeps_W = np.array([sum(s) for s in sweeps]), np.array([len(s) for s in sweeps])
-    mean = tokens_W.sum() / sweeps_W.sum()
-    return float(mean), float(np.sqrt(((tokens_W - mean * sweeps_W) ** 2).sum()) / sweeps_W.sum())
+@command("choice", "size quick compare")
+def main(bench: Bench) -> None:
+    """Is the tree of `--tree auto` the best one? Half an hour on two cores, six minutes with --quick."""
+    size, effort = bench.given("size"), QUICK if bench.quick else FULL
+    ram = max(LEAST_RAM_BYTES, parse_size(size, "--size") // 4)
+    setting = find_setting(None, None, size, str(ram), bench.screen)
+    bench.check_same(setting)
+    ceiling, rows, guards = say_link(setting), list[Row](), dict[str, Guard]()
+    with tuned_on_first_halves(setting, effort) as tuned:
+        fifth = int(tuned.profile.costs.link_bytes_per_s / 5)
+        for limit, num_rounds in zip((None, fifth), effort.rounds, strict=True):
+            found = against_grid(setting, tuned, effort, limit, num_rounds)
+            best = min(row["over_chosen"] for row in found)
+            print(f"link {found[0]['link']}: chosen / best {1 / best:.3f}, wanted <= {WANTED}", flush=True)
+            guards[f"chosen / best, link {len(guards)}"] = Guard([1 / best], "lower")
+            rows += map(bench.row, found)
+    figures = ("s_per_token", "tokens_per_sweep", "over_chosen")
+    cells = ([f"{row['link']}, {row['tree']}", *(f"{row[name]:.4f}" for name in figures)] for row in rows)
+    say_table(["link, tree", "s/token", "tokens/sweep", "against the chosen"], cells)
+    bench.finish(rows, settings=setting.as_dict(), ceiling={"bytes_per_s": ceiling}, guards=guards)

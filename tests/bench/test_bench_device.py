@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from offload.bench.harness import setting
 from offload.bench.harness.gate import Proof, Written, WrongTokenError
 from offload.bench.harness.promises import PROMISES
 from offload.bench.harness.setting import PRETEND, place_of, resident_pair, synthetic_setting
-from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_store, origin, sketch
-from offload.bench.harness.timeline import LANES, read_trace
+from offload.bench.harness.synthetic import TINY, TINY_DRAFT, open_source, origin, sketch
+from offload.bench.harness.timeline import LANES
 from offload.bench.latency import exact
 from offload.cli.demo import PAIR, PROMPT
 from offload.config import Sampling
@@ -39,9 +38,8 @@ def parts(*names: str) -> list[str]:
 
 
 def test_every_row_is_measured(tmp_path: Path) -> None:
-    trace = tmp_path / "steps.json" if find_spec("matplotlib") else None
-    told = ("--rows", tmp_path / "rows.jsonl", *(("--trace", trace) if trace else ()))
-    code, result, outcome = run_tiny(*told)
+    trace = tmp_path / "steps.json"
+    code, result, outcome = run_tiny("--rows", tmp_path / "rows.jsonl", "--trace", trace)
     lines = outcome.out.splitlines()
     assert code == int(False in verdicts_of(result).values()), outcome.err
     rows = {row["row"]: row for row in result["rows"]}
@@ -69,9 +67,9 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
         (row,) = (row for name, row in rows.items() if name.startswith(start))
         assert row["value"] > 0 or "gate: bf16" in start or "memory" in start, start
         assert is_met in (..., row["is_met"]), start
-    if trace is not None:
-        assert {event.kind for event in read_trace(trace)} == {"sweep", *LANES}
-        assert {event.layer for event in read_trace(trace) if event.kind == "compute"} == set(range(8))
+    events = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
+    assert {one["cat"] for one in events} == set(LANES)
+    assert {one["args"]["layer"] for one in events if one["cat"] == "compute"} == set(range(8))
     promises = {one["promise"]: one for one in result["promises"]}
     assert promises.keys() == PROMISES.keys() and [one["is_met"] for one in promises.values()].count(None) <= 2
     assert all("not measured" not in one["seen"] for one in promises.values()), "a promise that nothing is measured for"
@@ -168,9 +166,8 @@ def test_a_synthetic_checkpoint_computes_what_the_small_one_does(tmp_path: Path)
     target = sketch(PAIR / "target", tmp_path / "target", TINY)
     draft = sketch(PAIR / "draft", tmp_path / "draft", TINY_DRAFT)
     small = origin(PAIR / "target", tmp_path / "origin", TINY)
-    platform = place_of(PRETEND, None)["platform"]._replace(device=None)
-    assert platform.open_store is open_store
-    with load(target, draft, "2GiB", "16x6", device=platform, context=256, threads=1, dtype="float32") as decoder:
+    how: dict[str, Any] = {"device": "cpu", "open_source": open_source, "context": 256, "threads": 1}
+    with load(target, draft, "2GiB", "16x6", dtype="float32", **how) as decoder:
         ids = decoder.encode(PROMPT, raw=True)
         run = decoder.generate(ids, max_new_tokens=24)
         assert max(draw_gaps(small, ids, run.token_ids, Sampling())) < 1e-3
@@ -182,7 +179,7 @@ def test_a_synthetic_checkpoint_computes_what_the_small_one_does(tmp_path: Path)
 def test_layers_that_cannot_be_are_refused() -> None:
     with (
         pytest.raises(setting.UserError, match="--layers must be 8 to"),
-        synthetic_setting(3, "1GiB", place_of(PRETEND, None)["platform"]),
+        synthetic_setting(3, "1GiB", place_of(PRETEND, None)["opened"]),
     ):
         pass
 

@@ -1,8 +1,9 @@
 """Figures of hand-made runs, to the last digit."""
 
+import numpy as np
 import pytest
 
-from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies, spread, token_gaps
+from offload.bench.harness.metrics import Burst, acceptance_by_depth, latencies
 
 TWO_RUNS = [
     [Burst(1.0, 2), Burst(1.5, 3), Burst(2.5, 1)],
@@ -10,14 +11,9 @@ TWO_RUNS = [
 ]
 
 
-def test_spread_is_mean_median_and_99th_percentile() -> None:
-    assert spread(range(101)) == {"mean": 50.0, "median": 50.0, "p99": 99.0}
-    assert spread([3.0, 1.0]) == {"mean": 2.0, "median": 2.0, "p99": pytest.approx(2.98)}
-    assert spread([]) == {"mean": 0.0, "median": 0.0, "p99": 0.0}
-
-
-def test_tokens_of_one_burst_arrive_together() -> None:
-    assert token_gaps(TWO_RUNS[0]) == [0.0, 0.5, 0.0, 0.0, 1.0]
+def spread(values: list[float]) -> dict[str, float]:
+    kinds = {"mean": np.mean(values), "median": np.median(values), "p99": np.percentile(values, 99)}
+    return {kind: pytest.approx(float(value)) for kind, value in kinds.items()}
 
 
 def test_latencies_of_two_runs() -> None:
@@ -34,10 +30,6 @@ def test_latencies_of_two_runs() -> None:
     assert found["output_tokens_per_s"] == pytest.approx(11 / 4.75)
     assert found["decode_tokens_per_s"] == pytest.approx(8 / 1.75)
     assert len(found) == 5 * 3 + 2
-
-
-def test_every_token_has_one_gap_but_the_first_of_a_run() -> None:
-    assert len(token_gaps(TWO_RUNS[0])) == 6 - 1 and len(token_gaps([Burst(1.0, 1)])) == 0
 
 
 def test_runs_without_tokens_and_single_bursts() -> None:

@@ -18,12 +18,11 @@ from shell import ROOT
 
 from offload.bench.gpu import child, runner
 from offload.bench.gpu.__main__ import main
-from offload.bench.gpu.attempts import rows_of, statuses
-from offload.bench.gpu.row_log import add_row, read_rows
-from offload.bench.gpu.runner import Files
+from offload.bench.gpu.runner import Files, rows_of, statuses
 from offload.bench.gpu.steps import Step, all_steps
+from offload.bench.harness.row_log import add_row, read_rows
 
-ADD = "from offload.bench.gpu.row_log import add_row; from pathlib import Path; import os, signal, sys, time\n"
+ADD = "from offload.bench.harness.row_log import add_row; from pathlib import Path; import os, signal, sys, time\n"
 ADD += "def add(name, **more):\n"
 ADD += " add_row(Path('{rows}'), {'row': name, 'value': 1.0, 'unit': 's', 'ratio': None, **more})\n"
 HANG = "\nwhile True: time.sleep(60)"
@@ -95,13 +94,6 @@ def test_nothing_of_a_step_outlives_it(tmp_path: Path) -> None:
     run(tmp_path / "out", step("hangs", code + HANG, 1.0), step("ends", code))
     pids = [row["pid"] for row in read_rows(Files(tmp_path / "out").rows) if "pid" in row]
     assert len(pids) == 2 and all(is_gone(pid) for pid in pids)
-
-
-def test_a_child_beside_a_step_ends_with_it(tmp_path: Path) -> None:
-    beside = ("-c", ADD + "add('beside', pid=os.getpid())" + HANG)
-    run(tmp_path / "out", step("gate", "add('one'); time.sleep(1.5)", beside=beside))
-    (pid,) = [row["pid"] for row in read_rows(Files(tmp_path / "out").rows) if "pid" in row]
-    assert is_gone(pid) and status(tmp_path / "out", "gate") == "done"
 
 
 def test_a_wrong_token_skips_timings_and_nothing_else(tmp_path: Path) -> None:

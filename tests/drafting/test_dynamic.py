@@ -248,14 +248,6 @@ def test_rules_that_test_ratios_are_refused(models: tuple[Path, Path], rule: str
         decoder.generate(PROMPT, tree="grown:32x8")
 
 
-def test_the_bench_compares_both_kinds_on_the_same_text() -> None:
-    from offload.bench.studies.dynamic import compare
-
-    (row,) = compare(2, 12, ["16x6"], [0.6])
-    assert row["ratio"] == row["grown"]["tokens_per_step"] / row["fixed"]["tokens_per_step"]
-    assert 1 <= row["fixed"]["tokens_per_step"] <= 7 and row["grown"]["draft_s"] > 0
-
-
 @pytest.mark.parametrize(
     "bounds",
     [DynamicShape(16, 8), DynamicShape(64, 8), DynamicShape(64, 24), DynamicShape(128, 20), DynamicShape(300, 16)],

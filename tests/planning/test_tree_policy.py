@@ -8,7 +8,7 @@ import pytest
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.bench import tree_choice as bench
+from offload.bench.studies import choice as bench
 from offload.calibration.estimate import estimate
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling

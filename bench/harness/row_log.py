@@ -14,6 +14,7 @@ Row = dict[str, Any]
 
 def add_row(path: Path, row: Mapping[str, Any]) -> None:
     """Append one row, and return when the disk has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(file).st_size
