@@ -1,11 +1,8 @@
 """Draws without replacement from many distributions: the K largest of log(u) / q in each row (exponential sort).
 
 This is Gumbel top-k on another scale (Sequoia, section 4.2). The uniform numbers are a hash of (seed, number of the
-row, token), as in keyed_gumbel but under another seed; they need no memory, and kernel and reference draw the same
-tokens.
-
-Invariant: a row's number is used once in a generation (the caller counts), and no number is one of the shared noise.
-W rows in this file.
+row, token), as in keyed_gumbel under another seed; kernel and reference draw the same tokens. Invariant: a row's number
+is used once in a generation (the caller counts), and no number is one of the shared noise. W rows in this file.
 """
 
 import torch
@@ -22,11 +19,8 @@ _MAX_KEYS = 1 << 19  # float64 numbers that the reference holds at once
 def draw_without_replacement_reference(probs_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
     """Tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch.
 
-    Tokens without mass come after all others and among themselves in uniform order, Sequoia's fall-back.
-
-    Args:
-        probs_WV: float32; rows need not sum to one.
-        first_row: number of the first row; the others follow.
+    Tokens without mass come after all others and among themselves in uniform order, Sequoia's fall-back. Rows (float32)
+    need not sum to one; they are numbered from `first_row` on.
     """
     num_rows, vocab_size = probs_WV.shape
     number_W1 = torch.arange(first_row, first_row + num_rows, device=probs_WV.device)[:, None]

@@ -1,9 +1,7 @@
 """Gumbel noise that is a function of (seed, position, token): the same on any device, in any order, for any tree.
 
 A counter-based hash (two rounds of the SplitMix64 finaliser, constants from Steele, Lea and Flood 2014) of the three
-keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel. argmax(log p + G) is then a draw from p (the
-Gumbel-max trick), and whoever knows the key can repeat the draw.
-
+keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel; argmax(log p + G) is then a draw from p.
 Invariant: kernel and reference compute the same 64 bits; only the logarithms may differ in their last place between
 devices.
 """

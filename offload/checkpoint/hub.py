@@ -1,7 +1,7 @@
 """What a model weighs, before any of its weights are here: from its folder, from the hub's headers, or a config.json.
 
-`offload plan` asks about models that may be too large to fetch just to be told no. Invariant: nothing is read of
-weights, and what comes back is a `Checkpoint` whose shards need not exist; whoever wants to read asks `is_here` first.
+Invariant: nothing is read of weights, and what comes back is a `Checkpoint` whose shards need not exist; whoever wants
+to read asks `is_here` first.
 """
 
 import os
@@ -27,11 +27,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
-    """A model as planning sees it: a folder, a hub id, of which only headers are fetched, or a config.json alone.
-
-    Raises:
-        UserError: what is named is none of these, or its headers or config make no sense.
-    """
+    """A model as planning sees it: a folder, a hub id, or a config.json alone. Raises `UserError` for anything else."""
     path = Path(os.path.expanduser(model))
     if os.path.isfile(path) and path.suffix == ".json":
         return checkpoint_of_config(read_config(path), path)
@@ -43,8 +39,7 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
 def fetch(models: Sequence[str | os.PathLike[str]], check: Callable[..., object]) -> tuple[Checkpoint, ...]:
     """Checkpoints to read weights from; those of a hub id come over the network, gigabytes perhaps.
 
-    Args:
-        check: is called with the headers of all models before that, and raises `UserError` where they are of no use.
+    `check` is called with the headers of all models before that; it raises `UserError` where they are of no use.
     """
     headers = [open_headers(model) for model in models]
     check(*headers)
@@ -62,8 +57,7 @@ def is_here(checkpoint: Checkpoint) -> bool:
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
     """The headers that a Llama-like model of this config has, laid into one file that does not exist.
 
-    Raises:
-        UserError: another kind of model, or a size that is missing or no number above zero.
+    Raises `UserError` for another kind of model, or a size that is missing or no number above zero.
     """
     kind = config.get("model_type")
     if kind not in _LLAMA_LIKE:
@@ -85,7 +79,6 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor."""
     width, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
     for index in range(config["num_hidden_layers"]):

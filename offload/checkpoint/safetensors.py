@@ -1,7 +1,7 @@
 """Safetensors checkpoints, read by their headers alone: where every tensor lies, proved before a byte of it is used.
 
-The files come from strangers, so nothing in them is believed: sizes, offsets, names and shard references are checked
-here, once, and everything downstream works with `TensorEntry` values that are known to lie inside their file.
+The files come from strangers, so sizes, offsets, names and shard references are checked here, once; everything
+downstream works with `TensorEntry` values that are known to lie inside their file.
 """
 
 import json
@@ -48,7 +48,6 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(entry.hi - entry.lo for entry in self.tensors.values())
 
 
@@ -124,7 +123,6 @@ def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
 
 
 def _raw_header(path: Path) -> tuple[bytes, int]:
-    """The JSON text of a file's header, and the size of the file."""
     with path.open("rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS))

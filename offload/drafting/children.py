@@ -1,9 +1,8 @@
 """How the children of a level's nodes are chosen from the draft's logits: one vectorised draw for all of them.
 
-Which way belongs to the rule of verification, not to the drafter. Invariant: the number of children is settled before
-anything is drawn, and a node takes its first so-many draws in their order; nothing drawn is ever looked at and dropped.
-
-W rows (nodes of one level) in this file.
+Which way belongs to the rule of verification. Invariant: the number of children is settled before anything is drawn,
+and a node takes its first so-many draws in their order; nothing drawn is looked at and dropped. W rows (nodes of one
+level).
 """
 
 from collections.abc import Sequence
@@ -29,11 +28,9 @@ class Children(NamedTuple):
 
 
 def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, position: int) -> Children:
-    """Choose `num_children` for every row.
+    """Choose `num_children` for every row; all rows predict the token at `position`.
 
-    Args:
-        logits_WV: the draft's scores; all rows predict the token at `position`. Where they are not numbers any tokens
-            are drawn; verification refuses the distribution.
+    Where scores are not numbers any tokens are drawn; verification refuses the distribution.
     """
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
@@ -48,8 +45,7 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
 def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
     """What the children of W nodes are ranked by: the likelihood, with the target's noise where drafting is coupled.
 
-    Args:
-        position: of the token that each row predicts, or of all of them.
+    `position` is that of the token that each row predicts, or that all of them do.
     """
     return sampler.perturbed(logits_WV, position) if sampler.drafting is Drafting.COUPLED else logits_WV
 
@@ -60,10 +56,7 @@ def _best(score_WV: Tensor, num_children: int) -> Children:
 
 
 def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Exponential sort (Gumbel top-k on another scale; Sequoia section 4.2): the K largest of log(u) / q.
-
-    Tokens with q = 0 come after all others and among themselves in uniform order, which is Alg. 1's fall-back.
-    """
+    """Exponential sort, as in `draw_without_replacement_reference`, with numbers of the sampler's generator."""
     if probs_WV.is_cuda:
         draw = sampler.kernels.draw_without_replacement
         return draw(probs_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(probs_WV)))
@@ -77,10 +70,7 @@ def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) 
 
 
 def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Independent draws by inverting the cumulated distribution; never a token without mass, not even by rounding.
-
-    Nor one beyond the last, which a distribution of NaN would give.
-    """
+    """Independent draws by inverting the cumulated distribution; never a token without mass, or beyond the last."""
     chosen = []
     for probs_RV in _blocks(probs_WV):
         sum_RV = probs_RV.double().cumsum(1)

@@ -24,13 +24,9 @@ from offload.tree.topology import DynamicShape, Shape
 
 
 class ModelDrafter:
-    """Grows trees with a resident model; what it keeps of a text is a cache of keys and values.
+    """Grows trees with a resident model; what it keeps of a text is a cache of `num_slots` keys and values.
 
-    Args:
-        model: its weights are bound for good.
-        vocab_size: V of the target; a draft may pad its vocabulary further, what lies beyond is never proposed.
-        num_slots: capacity of a cache, committed positions plus nodes of the largest tree.
-        kernels: of which a cache takes its own.
+    `vocab_size` is the target's; a draft may pad its vocabulary further, what lies beyond is never proposed.
     """
 
     def __init__(self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES) -> None:
@@ -53,8 +49,7 @@ class ModelDrafter:
     ) -> None:
         """Keep the rows of the accepted path as far as it was run; the rest is run again as committed tokens.
 
-        Args:
-            tokens: what was emitted after each of `nodes`, from which the shape of later trees is learned.
+        From what was emitted after each node the shape of later trees is learned.
         """
         state.commit([drafted.row_of_node[node] for node in nodes[1:] if node in drafted.row_of_node])
         emitted_after = dict(zip(nodes, tokens, strict=True))

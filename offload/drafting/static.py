@@ -1,7 +1,6 @@
 """Trees of a shape that is fixed beforehand: filled level by level, one draft pass each.
 
-The rule of verification says how children are chosen (`draws`) and whether the distributions they come from are kept.
-Only nodes that have children are ever run.
+The rule of verification says how children are chosen. Only nodes that have children are ever run.
 """
 
 from collections.abc import Sequence
@@ -53,7 +52,6 @@ class _Level:
         self.rank_C = torch.from_numpy(topology.rank_N.copy())[self.child_C]
 
     def run(self, draft: Draft, token_N: Tensor, root: int) -> Tensor:
-        """Scores after its nodes."""
         return draft.run(token_N[self.node_W], self.depth_U + root, self.ancestor_WU)
 
 

@@ -63,7 +63,6 @@ class KVCache(Cache):
     """The cache of one model for one sequence.
 
     Args:
-        num_layers: decoder layers.
         num_slots: S, committed positions plus the rows of the largest forward pass.
         gather: moves the rows of a path, in all buffers; see `kv_commit_reference`.
         send: brings a tensor of the host where the buffers are; it may be faster than a copy.

@@ -66,10 +66,7 @@ _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # 
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as `torch.empty`; a layer's experts in one piece may be more than this machine can allocate.
-
-    Their random first values are left out: even without storage drawing them takes longer than all else here.
-    """
+    """Parameters begin as `torch.empty`, which must allocate nothing, and are not drawn at random, which takes long."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

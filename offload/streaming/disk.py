@@ -1,15 +1,14 @@
 """Checkpoint bytes from disk into buffers of ours, at the disk's own speed.
 
-Files are opened once, with O_DIRECT where the file system has it: nothing passes through the page cache, so a budget of
-memory means what it says and a sweep over a model larger than memory does not evict everything else. A few threads keep
-several requests in flight; a single one leaves a third of the disk unused.
+Files are opened with O_DIRECT where the file system has it: nothing passes through the page cache, so a budget of
+memory is kept. A few threads keep several requests in flight; a single one leaves a third of the disk unused.
 """
 
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,9 +33,9 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 class DiskReader(ByteSource):
-    """Reads slabs of a checkpoint. `is_direct` tells whether O_DIRECT is in use; `bytes_read` counts what was moved.
+    """Reads slabs of a checkpoint, no faster than `rate_limit_bytes_per_s`; see `ByteSource`.
 
-    `rate_limit_bytes_per_s` slows the reads down, for tests and studies of a slower link.
+    `is_direct` tells whether O_DIRECT is in use, `bytes_read` counts what was moved.
     """
 
     def __init__(self, shards: Sequence[Path], *, rate_limit_bytes_per_s: float | None = None) -> None:
@@ -52,7 +51,6 @@ class DiskReader(ByteSource):
 
     @property
     def note(self) -> str | None:
-        """A line for the user when the fast way is not open."""
         if self.is_direct:
             return None
         return (
@@ -95,11 +93,7 @@ class DiskReader(ByteSource):
         return buffer
 
     def _fill(self, request: Piece, view: memoryview) -> None:
-        """Read [lo, hi) of a shard; the end of the file may come before a block is full.
-
-        Raises:
-            ReadError: the disk failed, or the file is not the one that was opened any more.
-        """
+        """Read [lo, hi) of a shard, or up to its end. Raises `ReadError`, also where the file was changed."""
         fd, wanted = self._files[request.shard], min(request.hi, self._sizes[request.shard]) - request.lo
         if self._throttle is not None:
             self._throttle.wait_for(wanted)
@@ -122,7 +116,7 @@ class DiskReader(ByteSource):
 
 
 class _Throttle:
-    """Lets reads start no faster than a given rate: a slower link for tests and studies."""
+    """Lets reads start no faster than a given rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
@@ -136,11 +130,7 @@ class _Throttle:
 
 
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
-    """Descriptors of all shards, and whether O_DIRECT works on every one of them (opening alone does not tell).
-
-    Raises:
-        ReadError: a shard cannot be opened.
-    """
+    """Descriptors of all shards, and whether O_DIRECT works on every one of them. Raises `ReadError`."""
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
     if len(opened) == len(shards):
@@ -174,10 +164,7 @@ def _open_direct(path: Path) -> int | None:
 
 def _direct_requests(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Whole blocks around each run, cut into requests. The slab mirrors the file, so both stay block-aligned."""
-    for piece in pieces:
-        lo, hi, slab_lo = _down(piece.lo), _up(piece.hi), _down(piece.slab_lo)
-        for start in range(lo, hi, REQUEST_BYTES):
-            yield Piece(piece.shard, start, min(start + REQUEST_BYTES, hi), slab_lo + start - lo)
+    return _cut(Piece(shard, _down(lo), _up(hi), _down(slab_lo)) for shard, lo, hi, slab_lo in pieces)
 
 
 def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -193,7 +180,7 @@ def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _cut(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         for start in range(piece.lo, piece.hi, REQUEST_BYTES):
             yield Piece(piece.shard, start, min(start + REQUEST_BYTES, piece.hi), piece.slab_lo + start - piece.lo)

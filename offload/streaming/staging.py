@@ -27,10 +27,8 @@ class StagingRing:
     """Tensors of the host become tensors of the device.
 
     Args:
-        array: flat uint8, locked, as many bytes as is a multiple of 256.
-        seen: the same memory as the device sees it: flat int64.
-        record: an event behind all that has been given to the stream that computes.
-        synchronize: lets the host wait for one.
+        array: flat uint8, locked, as many bytes as is a multiple of 256; `seen`: the same as the device sees it, int64.
+        record: an event behind all that has been given to the stream that computes; `synchronize` waits for one.
     """
 
     def __init__(

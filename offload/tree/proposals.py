@@ -2,9 +2,8 @@
 
 A rule that compares p(x) with q(x) is exact only if q is the very distribution that x was drawn from, given everything
 drawn before it. So a distribution is kept per node, after temperature, top-k and top-p, and the kind of draw per child;
-from both and the elder siblings the distribution of every single child follows. One node may mix kinds. A child about
-which nothing is known but its token (likeliest, copied, retrieved) is a point mass, the distribution that is one at its
-token.
+from these the distribution of every single child follows. A child about which nothing is known but its token
+(likeliest, copied, retrieved) is a point mass.
 
 Invariant: how many children a node gets never depends on the tokens that were drawn for it (predictable growth).
 """
@@ -60,7 +59,7 @@ class Proposals:
     def blank(cls, topology: Topology, vocab_size: int, draw: Draw, place: torch.device | str = "cpu") -> "Proposals":
         """For a tree whose children are all drawn alike: a distribution for each node with children, to be written.
 
-        Distributions stay where they are drawn from: verification fetches the few that its walk passes.
+        They stay on `place`, where they are drawn from: verification fetches the few that its walk passes.
         """
         has_children_N = topology.num_children_N > 0
         row_N = np.where(has_children_N, np.cumsum(has_children_N) - 1, -1)
@@ -74,8 +73,7 @@ class Proposals:
     def offers(self, parent: int, children: Sequence[int], tokens: Sequence[int]) -> Iterator[Offer]:
         """The children of `parent` in the order of their draws, which ends early where no token was left to draw.
 
-        Raises:
-            UserError: the distribution that they were drawn from is not made of numbers.
+        Raises `UserError` where the distribution that they were drawn from is not made of numbers.
         """
         row = int(self.row_N[parent])
         full_V = None if row < 0 else _normalised(self.probs_EV[row].double().cpu().numpy())

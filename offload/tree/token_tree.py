@@ -34,12 +34,10 @@ class TokenTree:
 
     @property
     def num_nodes(self) -> int:
-        """N, the root included."""
         return self.topology.num_nodes
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The ids of all nodes."""
         return [int(token) for token in self.token_N.tolist()]
 
     def child(self, node: int, token: int) -> int | None:

@@ -3,10 +3,9 @@
 Sequoia (2402.12374, section 3.1): a verifier accepts the child of rank k with chance p[k], whatever its position, so a
 node is reached with f(v) = product of p[rank] along its path and a sweep yields F(T) = sum of f over the nodes. For a
 non-increasing p the n best scores *are* the best tree, found by a heap; a measured p is fitted so that it falls.
-Nothing here knows a model, a token or a device.
 
 Invariant: the root is node 0, it counts as a node (its row yields the bonus token), and nodes stand in level order: by
-depth, then by parent, then by rank. Depth counts edges from the root, which is the number of draft steps.
+depth (edges from the root, the number of draft steps), then by parent, then by rank.
 
 Shape letters, in this file only: N nodes (or sizes 0..N), D depths 0..D, K ranks (the children one node may have).
 """
@@ -131,10 +130,7 @@ def check_acceptance(p: AcceptanceVector) -> Floats:
 
 
 def isotonic(p: AcceptanceVector) -> Floats:
-    """The non-increasing vector nearest to `p` (least squares, pool adjacent violators), of the same mean.
-
-    For a measured vector whose far ranks are noisy.
-    """
+    """The non-increasing vector nearest to a noisy `p` (least squares, pool adjacent violators), of the same mean."""
     pools: list[tuple[float, int]] = []  # (sum, count) of each flat stretch
     for value in check_acceptance(p).tolist():
         total, count = value, 1
