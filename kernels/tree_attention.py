@@ -64,9 +64,7 @@ def tree_attention_reference(
 ) -> Tensor:
     """Attention, (T, H, K) in the type of the queries; in plain torch.
 
-    Args:
-        query_HTK: H is a multiple of G; head h belongs to key/value head h // (H / G).
-        key_GSK: P + U rows; `value_GSK` may be of another width.
+    H is a multiple of G, head h belongs to key/value head h // (H / G); S = P + U; values may be of another width.
     """
     num_heads, num_rows, width = query_HTK.shape
     group = num_heads // key_GSK.shape[0]

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from offload.checkpoint.hub import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.safetensors import read_json
 from offload.config import format_bytes
@@ -90,8 +91,7 @@ def inflate(source: Path, destination: Path, target_bytes: int, *, progress: Cal
         source: a Llama without biases, its head tied, in one file and one type, which its config names.
         progress: is called after every block with the bytes done and those of all.
 
-    Raises:
-        UserError: `destination` holds anything else, another process writes it, or the disk is full.
+    Raises `UserError` where `destination` holds anything else, another process writes it, or the disk is full.
     """
     destination = destination.resolve()
     made_from = {
@@ -127,20 +127,11 @@ def _widened(small: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
     """One layer in file order. The small tensor is the low corner of the big one on every axis, groups included."""
-    D, F, G = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"]
-    group_rows = config["num_attention_heads"] // G * config["head_dim"]
-    kv_rows = G * config["head_dim"]
-    return {
-        "input_layernorm": ((D,),),
-        "self_attn.q_proj": ((G, group_rows), (D,)),
-        "self_attn.k_proj": ((kv_rows,), (D,)),
-        "self_attn.v_proj": ((kv_rows,), (D,)),
-        "self_attn.o_proj": ((D,), (G, group_rows)),
-        "post_attention_layernorm": ((D,),),
-        "mlp.gate_proj": ((F,), (D,)),
-        "mlp.up_proj": ((F,), (D,)),
-        "mlp.down_proj": ((D,), (F,)),
-    }
+    shapes = layer_shapes(config).items()
+    axes = {name.removesuffix(".weight"): tuple((size,) for size in shape) for name, shape in shapes}
+    groups, hidden = config["num_key_value_heads"], (config["hidden_size"],)
+    queries = (groups, config["num_attention_heads"] // groups * config["head_dim"])
+    return {**axes, "self_attn.q_proj": (queries, hidden), "self_attn.o_proj": (hidden, queries)}
 
 
 def _outer_axes(config: dict[str, Any]) -> dict[str, Axes]:
@@ -293,15 +284,16 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
 
 @contextmanager
 def _workspace(destination: Path) -> Iterator[Path]:
-    """An empty sibling folder: becomes `destination` when the body ends well, disappears when it does not.
-
-    Its lock tells the leftovers of a killed run, which are removed, from the files of a living one.
-    """
+    """An empty sibling folder, locked: `destination` when the body ends well, removed when it does not."""
     folder = destination.with_name(f".{destination.name}.inflating")
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
-        _take_lock(lock, folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another process is writing to {folder}: wait for it or choose another folder"
+            raise UserError(message) from None
         for leftover in folder.iterdir():
             leftover.unlink()
         try:
@@ -312,13 +304,6 @@ def _workspace(destination: Path) -> Iterator[Path]:
             raise
     finally:
         os.close(lock)
-
-
-def _take_lock(lock: int, folder: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another process is writing to {folder}: wait for it or choose another folder") from None
 
 
 def _check_disk(folder: Path, total_bytes: int) -> None:

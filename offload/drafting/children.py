@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from offload.config import Drafting
+from offload.kernels.draw_without_replacement import largest_keys
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw
 
 _MAX_KEYS = 1 << 19  # float64 numbers drawn at once: 4 MiB; the plan counts on it
-_LEAST_PROB = 1e-300  # stands in for zero: below any float32, and log(u) / _LEAST_PROB is still finite
 
 
 class Children(NamedTuple):
@@ -28,10 +28,7 @@ class Children(NamedTuple):
 
 
 def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, position: int) -> Children:
-    """Choose `num_children` for every row; all rows predict the token at `position`.
-
-    Where scores are not numbers any tokens are drawn; verification refuses the distribution.
-    """
+    """Choose `num_children` for every row, which all predict the token at `position`; any where scores are NaN."""
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
     if not drafting.keeps_distributions or (drafting is Drafting.WITHOUT_REPLACEMENT and sampler.is_greedy):
@@ -43,10 +40,7 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
 
 
 def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
-    """What the children of W nodes are ranked by: the likelihood, with the target's noise where drafting is coupled.
-
-    `position` is that of the token that each row predicts, or that all of them do.
-    """
+    """What a row's children are ranked by at its position: the likelihood, with the target's noise where coupled."""
     return sampler.perturbed(logits_WV, position) if sampler.drafting is Drafting.COUPLED else logits_WV
 
 
@@ -60,13 +54,8 @@ def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) 
     if probs_WV.is_cuda:
         draw = sampler.kernels.draw_without_replacement
         return draw(probs_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(probs_WV)))
-    num_kept = min(num_children, probs_WV.shape[1])
-    chosen = []
-    for probs_RV in _blocks(probs_WV):
-        key_RV = torch.from_numpy(sampler.uniform(*probs_RV.shape)).to(probs_RV.device)
-        key_RV.log_().div_(probs_RV.double().clamp_(min=_LEAST_PROB))
-        chosen.append(key_RV.topk(num_kept).indices)
-    return torch.cat(chosen)
+    drawn = ((torch.from_numpy(sampler.uniform(*probs_RV.shape)), probs_RV) for probs_RV in _blocks(probs_WV))
+    return torch.cat([largest_keys(uniform_RV, probs_RV, num_children) for uniform_RV, probs_RV in drawn])
 
 
 def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:

@@ -19,10 +19,7 @@ _SCORED_CHUNK = 64  # ... when every row is scored
 
 
 class Draft:
-    """A resident model and the cache of one text, with room for the nodes of a tree.
-
-    `vocab_size` is the target's; a draft may pad its vocabulary further, what lies beyond is never proposed.
-    """
+    """A resident model and the cache of one text. What a draft has beyond the target's vocabulary is never proposed."""
 
     def __init__(self, model: StreamedModel, vocab_size: int, cache: KVCache) -> None:
         self._model, self._vocab_size, self._cache = model, vocab_size, cache

@@ -20,10 +20,7 @@ from offload.tree.topology import Topology
 
 
 def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> Drafted:
-    """A tree of this shape below `tokens[-1]`: each node's children are its candidates in the order of their draws.
-
-    A node with more children than there are tokens repeats the last one.
-    """
+    """A tree of this shape below `tokens[-1]`; a node with more children than there are tokens repeats the last one."""
     root, schedule, proposals = len(tokens) - 1, _schedule(topology), None
     token_N = torch.full((topology.num_nodes,), tokens[-1], dtype=torch.long)
     for depth, level in enumerate(schedule.levels):

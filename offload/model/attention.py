@@ -27,10 +27,7 @@ _SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeRows:
-    """What the rows of one pass see, in place of an additive mask; see `tree_mask` for the terms.
-
-    No tuple, and not to be calculated with: a family that tries fails at once.
-    """
+    """What the rows of one pass see, in place of an additive mask; a family that calculates with it fails at once."""
 
     sight: Sight
     attend: Attend

@@ -39,11 +39,7 @@ class _Recording:
 
 
 class Graphs:
-    """Recordings of the passes of one model over one cache at a time. Give it to `StreamedModel.replay_with`.
-
-    Args:
-        open_recorder: called for each cache; what it gives makes recordings, on CUDA graphs.
-    """
+    """Recordings of one model's passes over one cache at a time, each with a recorder of its own; for `replay_with`."""
 
     def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
         self._model, self._open_recorder = model, open_recorder
@@ -123,8 +119,7 @@ class Graphs:
 class CudaRecorder:
     """Records CUDA graphs that share one pool of memory, for as long as the first of them lives.
 
-    Args:
-        side: the stream of every recording: the matrix library keeps up to 32 MiB for each stream it has ever seen.
+    `side` is the stream of all: the matrix library keeps up to 32 MiB for each stream it has ever seen.
     """
 
     def __init__(self, side: Stream) -> None:
@@ -157,10 +152,7 @@ class CudaRecorder:
 
 
 def use_graphs(model: StreamedModel) -> str | None:
-    """Let a resident model on a CUDA device replay its small passes; returns a line for the user where it cannot.
-
-    Tried at once on a small cache, so that a family that cannot be recorded is found before a run begins.
-    """
+    """Let a resident CUDA model replay its small passes; tried at once, returns a line for the user where it cannot."""
     open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))
     graphs = Graphs(model, open_recorder)
     one = torch.zeros(1, dtype=torch.long)

@@ -37,11 +37,7 @@ class Sources(NamedTuple):
 
 
 def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> Sources:
-    """Find every parameter in the checkpoint.
-
-    Args:
-        model: the meta model; its class and type select the conversion table.
-        shapes: of every parameter to be filled, by its name in the model.
+    """Find every parameter in the checkpoint: `shapes` has them by their names in the (meta) model.
 
     Raises:
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would need computing.

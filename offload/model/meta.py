@@ -23,8 +23,7 @@ from offload.model import attention
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint's model class with its parameters on the meta device and its computed buffers real.
 
-    Raises:
-        UserError: unknown architecture, remote code, or a decoder that trees cannot be verified on.
+    Raises `UserError` for an unknown architecture, remote code, or a decoder that trees cannot be verified on.
     """
     with _refusing(checkpoint):
         whole = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)

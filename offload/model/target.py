@@ -64,9 +64,7 @@ class Target:
     def score(self, tree: TokenTree, tokens: Sequence[int], cache: KVCache) -> Logits:
         """Logits after every node, from one sweep; they are valid until the next.
 
-        Args:
-            tokens: the committed ids; the tree's root is the last. Those that the cache lacks are taken in as well.
-            cache: of these tokens, or of the first of them.
+        The root is the last of `tokens`, the committed ids; those that the cache lacks are taken in as well.
         """
         pending = torch.tensor(tokens[cache.length : -1], dtype=torch.long)
         while len(pending) > self._max_rows:

@@ -218,8 +218,7 @@ class StreamedModel:
     def run(self, token_T: Tensor, position_T: Tensor, masks: Masks, cache: KVCache, *, num_logits: int = 0) -> Tensor:
         """The pass itself, over rows that `cache` has been told where to write; see `forward` for what it returns.
 
-        Args:
-            masks: for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
+        `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
         """
         self._masks, first = masks, masks[self._windows[0]]
         out = self.meta_model(

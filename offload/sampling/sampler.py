@@ -74,10 +74,7 @@ class Sampler:
         return self.kernels.match_rows is not None and not self._is_filtered
 
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
-        """`draw` for many rows at once, each at its own position: tokens (int64, N) on the device of the logits.
-
-        A row that holds a NaN draws `NO_TOKEN`: it need not be one that is ever looked at.
-        """
+        """`draw` for many rows, each at its own position: int64 (N), on the device; a NaN in a row gives `NO_TOKEN`."""
         draw = self.kernels.match_rows
         assert draw is not None and self.draws_rows, "rows are drawn one by one here"
         position_N = position_N.to(logits_NV.device) if self._send is None else self._send(position_N)
@@ -85,10 +82,7 @@ class Sampler:
         return or_no_token(token_N, logits_NV)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
-        """log p + G up to a constant per row, float64; when greedy the logits as they are.
-
-        `position` is that of the token that each row predicts, or that all of them do.
-        """
+        """log p + G up to a constant per row, float64, for a token at one position or one per row; greedy: logits."""
         if self.is_greedy:
             return logits_TV
         scores_TV, place = self._warped(logits_TV), logits_TV.device

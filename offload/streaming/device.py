@@ -162,13 +162,9 @@ class _SeenByKernels:
 
 
 def open_device(name: str | Device, gpu_memory: str | int | None = None) -> Device | None:
-    """The device that `name` says (`auto`, `cpu`, `cuda`, `cuda:N`), or is; None is the CPU.
+    """The device that `name` says (`auto`, `cpu`, `cuda`, `cuda:N`), or is, limited to `gpu_memory`; None is the CPU.
 
-    Args:
-        gpu_memory: of which this process takes no more than that.
-
-    Raises:
-        UserError: no such name, no driver, no such GPU, or a budget where there is none or larger than the GPU.
+    Raises `UserError`: no such name, driver or GPU, or a budget where there is none or larger than the GPU.
     """
     if not isinstance(name, str):
         return name

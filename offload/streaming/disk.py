@@ -20,6 +20,7 @@ from offload.streaming.source import ByteSource, finish
 
 NUM_READERS = 8  # as many requests in flight: a reader that waits for its turn must not leave the disk idle
 REQUEST_BYTES = 2 << 20
+_NO_DIRECT = "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
 
 
 def allocate(num_bytes: int) -> np.ndarray:
@@ -33,10 +34,7 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 class DiskReader(ByteSource):
-    """Reads slabs of a checkpoint, no faster than `rate_limit_bytes_per_s`; see `ByteSource`.
-
-    `is_direct` tells whether O_DIRECT is in use, `bytes_read` counts what was moved.
-    """
+    """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT."""
 
     def __init__(self, shards: Sequence[Path], *, rate_limit_bytes_per_s: float | None = None) -> None:
         self._files, self.is_direct = _open_all(shards)
@@ -47,15 +45,11 @@ class DiskReader(ByteSource):
         self._bounce = threading.local()
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
         self._count = threading.Lock()
-        self.bytes_read = 0
+        self.bytes_read = 0  # what was moved
 
     @property
     def note(self) -> str | None:
-        if self.is_direct:
-            return None
-        return (
-            "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
-        )
+        return None if self.is_direct else _NO_DIRECT
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start reading a slab; it is valid once every returned future is done. A failed read raises in `result()`."""

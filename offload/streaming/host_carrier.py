@@ -16,9 +16,7 @@ from offload.streaming.timeline import Spans
 class HostCarrier:
     """Brings layers to where they are computed with: here, host memory.
 
-    Args:
-        resident: layers that stay, as slabs in the attribute of that name; the others are `streamed` through slots.
-        device: that computes; its events order copies and use.
+    The layers `resident` stay, others are `streamed` through slots; events of the `device` that computes order both.
     """
 
     def __init__(

@@ -28,10 +28,9 @@ _POISON = 0xFF  # NaN in every float format we stream
 
 
 class Layers:
-    """Hands out the layers of one checkpoint. On a device everything but a wait for the disk is only enqueued.
+    """Hands out the layers of one checkpoint; those that do not stay pass through `num_slots` slots.
 
-    Args:
-        num_slots: for layers that do not stay.
+    On a device everything but a wait for the disk is only enqueued.
     """
 
     def __init__(self, carrier: HostCarrier, num_slots: int) -> None:
@@ -82,11 +81,7 @@ class Layers:
             self._start()
 
     def acquire(self, layer: int) -> Tensor:
-        """The weights of `layer`, its first one first; valid for what is enqueued until `release(layer)`.
-
-        Raises:
-            ReadError: the disk failed.
-        """
+        """The weights of `layer`, first one first, for what is enqueued until its release. Raises `ReadError`."""
         device = self._device
         if layer in self.carrier.resident:
             self._arrived = self._spans.mark(device.compute)

@@ -122,12 +122,7 @@ class RegisterWay:
 
 
 class PinnedAllocator:
-    """Host buffers for one device, locked as far as this machine lets us.
-
-    Args:
-        ways: to lock memory, best first.
-        refusals: why better ways are missing.
-    """
+    """Host buffers for one device, locked in the first of `ways` that works; `refusals` say why better ones lack."""
 
     def __init__(self, ways: Sequence[Way], refusals: Sequence[str] = ()) -> None:
         self._ways, self._refusals = list(ways), list(refusals)
@@ -214,10 +209,9 @@ def _touch(part: np.ndarray) -> None:
 
 
 def forget_cuda_error(maps: Path = Path("/proc/self/maps"), open_library: Callable[[str], Any] = ctypes.CDLL) -> None:
-    """Clear the error that a refused CUDA call has left in this thread.
+    """Clear the error that a refused CUDA call has left in this thread, in every copy of the runtime that is mapped.
 
-    torch has no binding for it, and each copy of the runtime library that is loaded keeps an error of its own: all of
-    them are asked, by the very files that are mapped.
+    torch has no binding for it, and each copy of the library keeps an error of its own.
     """
     files = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "libcudart" in line}
     for file in sorted(name.removesuffix(" (deleted)") for name in files):

@@ -21,10 +21,7 @@ class ByteSource(Protocol):
         """A line for the user when the fast way to read is not open."""
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start filling a slab, `layout.slab_bytes` of page-aligned uint8.
-
-        It is valid once every returned future is done. A failed read raises `ReadError` in `result()`.
-        """
+        """Start filling page-aligned uint8; valid once all futures are done, whose `result()` may raise `ReadError`."""
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
         """A slab of its own, complete. Raises `ReadError`."""

@@ -156,6 +156,7 @@ def test_plan_hits_the_wish_within_a_layer(target_bytes: int, monkeypatch: pytes
     monkeypatch.undo()
     trained = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6}
     config = {**SIZES, **trained, "num_key_value_heads": 3, "head_dim": 32, "vocab_size": 4096, "dtype": "bfloat16"}
+    config["model_type"] = "llama"
     plan, narrowest = plan_inflation(config, target_bytes), plan_inflation(config, 0)
     assert plan.ffn_size % 64 == 0 and plan.ffn_size >= 512 and plan.num_layers >= 6
     assert plan.layer_bytes < 27_000_000 or plan.ffn_size == narrowest.ffn_size
