@@ -1,11 +1,8 @@
 """Draws without replacement from many distributions: the K largest of log(u) / q in each row (exponential sort).
 
 This is Gumbel top-k on another scale (Sequoia, section 4.2). The uniform numbers are a hash of (seed, number of the
-row, token), as in keyed_gumbel but under another seed; they need no memory, and kernel and reference draw the same
-tokens.
-
-Invariant: a row's number is used once in a generation (the caller counts), and no number is one of the shared noise.
-W rows in this file.
+row, token), as in keyed_gumbel under another seed; kernel and reference draw the same tokens. Invariant: a row's number
+is used once in a generation (the caller counts), and no number is one of the shared noise. W rows in this file.
 """
 
 import torch
@@ -20,23 +17,23 @@ _MAX_KEYS = 1 << 19  # float64 numbers that the reference holds at once
 
 
 def draw_without_replacement_reference(probs_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:
-    """Tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch.
+    """Tokens (int64, W x min(num_draws, V)) in the order of their draws, in plain torch; rows need not sum to one.
 
-    Tokens without mass come after all others and among themselves in uniform order, Sequoia's fall-back.
-
-    Args:
-        probs_WV: float32; rows need not sum to one.
-        first_row: number of the first row; the others follow.
+    Tokens without mass come last and among themselves in uniform order, Sequoia's fall-back.
     """
     num_rows, vocab_size = probs_WV.shape
     number_W1 = torch.arange(first_row, first_row + num_rows, device=probs_WV.device)[:, None]
     token_V = torch.arange(vocab_size, device=probs_WV.device)
     block, chosen = max(1, _MAX_KEYS // vocab_size), []
     for probs_RV, number_R1 in zip(probs_WV.split(block), number_W1.split(block), strict=True):
-        key_RV = uniform(row_keys(seed ^ _FRESH, number_R1), token_V)
-        key_RV.log_().div_(probs_RV.double().clamp_(min=1e-300))  # stands in for zero: log(u) / 1e-300 is finite
-        chosen.append(key_RV.topk(min(num_draws, vocab_size)).indices)
+        chosen.append(largest_keys(uniform(row_keys(seed ^ _FRESH, number_R1), token_V), probs_RV, num_draws))
     return torch.cat(chosen)
+
+
+def largest_keys(uniform_RV: Tensor, probs_RV: Tensor, num_draws: int) -> Tensor:
+    """The tokens of the largest log(u) / q; overwrites u. 1e-300 stands in for zero: the quotient is still finite."""
+    key_RV = uniform_RV.log_().div_(probs_RV.double().clamp_(min=1e-300))
+    return key_RV.topk(min(num_draws, probs_RV.shape[1])).indices
 
 
 def draw_without_replacement_kernel(probs_WV: Tensor, num_draws: int, seed: int, first_row: int) -> Tensor:

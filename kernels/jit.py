@@ -1,8 +1,8 @@
 """Triton where it is installed; the one file that knows it may be missing.
 
-A kernel file takes `jit` and `tl` from here, so that it can be imported, and its reference be used, without Triton. The
-parameters of a kernel are annotated as `tl.tensor` (pointers, numbers, tuples of them) or `tl.constexpr`: Triton reads
-the annotations and allows no others. Invariant: nothing that is defined with `jit` is called unless `HAS_TRITON`.
+A kernel file takes `jit` and `tl` from here, so that its reference can be used without Triton. The parameters of a
+kernel are annotated as `tl.tensor` (pointers, numbers, tuples of them) or `tl.constexpr`: Triton allows no others.
+Invariant: nothing that is defined with `jit` is called unless `HAS_TRITON`.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,7 @@
 """Gumbel noise that is a function of (seed, position, token): the same on any device, in any order, for any tree.
 
 A counter-based hash (two rounds of the SplitMix64 finaliser, constants from Steele, Lea and Flood 2014) of the three
-keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel. argmax(log p + G) is then a draw from p (the
-Gumbel-max trick), and whoever knows the key can repeat the draw.
-
+keys gives 52 uniform bits per token, -log(-log u) makes them Gumbel; argmax(log p + G) is then a draw from p.
 Invariant: kernel and reference compute the same 64 bits; only the logarithms may differ in their last place between
 devices.
 """
@@ -20,8 +18,9 @@ _BLOCK = 1024  # tokens of one program
 
 def keyed_gumbel_reference(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
     """Noise `gumbel_V` (float64) for one absolute position, in plain torch."""
-    token_V = torch.arange(vocab_size, dtype=torch.int64, device=device)
-    return -torch.log(-torch.log(uniform(_signed(_mix_int(seed_key(seed) ^ (position & _MASK))), token_V)))
+    position_1 = torch.arange(position, position + 1, device=device)  # made there: a copy might wait behind layers
+    token_V = torch.arange(vocab_size, device=device)
+    return -torch.log(-torch.log(uniform(row_keys(seed, position_1), token_V)))
 
 
 def keyed_gumbel_kernel(seed: int, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
@@ -32,14 +31,9 @@ def keyed_gumbel_kernel(seed: int, position: int, vocab_size: int, device: torch
     return gumbel_V
 
 
-def seed_key(seed: int) -> int:
-    """The first half of a key, in [0, 2^64)."""
-    return _mix_int(seed & _MASK)
-
-
 def signed_seed_key(seed: int) -> int:
-    """The same 64 bits as an int64, for kernels."""
-    return _signed(seed_key(seed))
+    """The first half of a key, 64 bits as an int64."""
+    return int(_mix(torch.tensor(_signed(seed & _MASK))))
 
 
 def row_keys(seed: int, number_N: Tensor) -> Tensor:
@@ -47,7 +41,7 @@ def row_keys(seed: int, number_N: Tensor) -> Tensor:
     return _mix(number_N.long() ^ signed_seed_key(seed))
 
 
-def uniform(key: int | Tensor, token_V: Tensor) -> Tensor:
+def uniform(key: Tensor, token_V: Tensor) -> Tensor:
     """52 uniform bits in (0, 1), float64: with 53 bits 1 would be reached."""
     bits_V = _mix(_mix(token_V ^ key))
     return (_shift(bits_V, 12).to(torch.float64) + 0.5) * 2.0**-52
@@ -82,13 +76,6 @@ def _fill(
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     noise = -tl.log(-log_uniform(row_key(key_of_seed, position), token))
     tl.store(gumbel + token, noise, mask=token < vocab_size)
-
-
-def _mix_int(value: int) -> int:
-    value = (value + _STEP) & _MASK
-    value = ((value ^ (value >> 30)) * _MIX_A) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_B) & _MASK
-    return value ^ (value >> 31)
 
 
 def _mix(value: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """Gather of the accepted path: rows of the keys and values of every layer move to the front, in one launch.
 
-A commit moves a few rows in each of two buffers per layer. With torch that is four launches a layer, hundreds for a
-large model; the kernel reads the addresses of all buffers from a table, so the buffers may lie anywhere.
-
-Invariant: every row is read before any is written, so sources and destinations may overlap in any way.
+With torch that is four launches a layer, hundreds for a large model; the kernel reads the addresses of all buffers from
+a table. Invariant: every row is read before any is written, so sources and destinations may overlap in any way.
 """
 
 from collections.abc import Sequence
@@ -19,12 +17,7 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def kv_commit_reference(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
-    """Move rows `length + row_A` of each buffer to rows `length ...`, in this order; in plain torch.
-
-    Args:
-        buffers: keys and values of all layers, (1, G, S, K) each.
-        row_A: int64, on the device of the buffers.
-    """
+    """Move rows `length + row_A` of each buffer (1, G, S, K) to rows `length ...`, in this order; in plain torch."""
     for buffer in buffers:
         buffer[:, :, length : length + len(row_A)] = buffer.index_select(2, row_A + length)
 

@@ -1,10 +1,8 @@
 """The target's draw for many rows at once: argmax over the vocabulary of logits / temperature + keyed Gumbel noise.
 
-The rule `match` asks for one token per row. Noise is made where it is added, so that no (N, V) matrix of it is ever
-stored, and the tokens of all rows come to the host in one copy instead of one per accepted node.
-
-Invariant: noise and sum are float64 and the division is float32, as when one row is drawn alone; ties go to the lowest
-token. Kernel and reference therefore draw the same token, but for logarithms that differ in their last place.
+Noise is made where it is added, so that no (N, V) matrix of it is ever stored, and the tokens of all rows come to the
+host in one copy. Invariant: noise and sum are float64 and the division is float32, as when one row is drawn alone; ties
+go to the lowest token. So kernel and reference draw the same token, but for logarithms that differ in their last place.
 """
 
 import torch
@@ -17,12 +15,11 @@ _BLOCK, _BLOCKS = 1024, 4  # tokens at once, and how often in one program
 
 
 def match_rows_reference(logits_NV: Tensor, position_N: Tensor, seed: int, *, temperature: float) -> Tensor:
-    """The token (int64, N) that each row draws, in plain torch, one row after the other.
+    """The token (int64, N) that each row draws, in plain torch, one row after the other; temperature 0 is greedy.
 
     Args:
         logits_NV: float32, float16 or bfloat16; -inf is drawn where a row holds nothing else.
         position_N: absolute position of the token that a row predicts; the noise depends on it.
-        temperature: 0 is greedy, no noise enters.
     """
     if temperature == 0:
         return logits_NV.argmax(1)

@@ -1,9 +1,8 @@
 """Which way each piece of work with a kernel is done: handed to those who do it, settled once per run.
 
-A kernel is used where it runs and has clearly beaten what runs without it (`kernel_selection.py`), never because it is
-there.
-Invariant: the fields are named like the files in kernels/, and any set of them gives the same results up to rounding:
-noise to 1e-13, attention to 2e-2 in half precision and 1e-3 in float32; draws follow these, and moved rows are equal.
+A kernel is used where it runs and has clearly beaten what runs without it (`kernel_selection.py`). Invariant: the
+fields are named like the files in kernels/, and any set of them gives the same results up to rounding: noise to 1e-13,
+attention to 2e-2 in half precision and 1e-3 in float32; draws follow these, and moved rows are equal.
 """
 
 from collections.abc import Callable

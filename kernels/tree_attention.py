@@ -2,11 +2,9 @@
 
     columns  [0, P) committed, seen by every row   [P, P + U) uncommitted, bit u of a row's mask for column P + u
 
-A tree's mask as numbers in the type of the scores is larger than the tree's keys; as bits it is 16 times smaller and is
-read only where it can say anything. Queries that share a key/value head are folded into rows, row t * group + i, so
-keys and values are read once per group and never repeated. The softmax is taken online, in float32.
-
-Invariant: every row sees itself, so no row is without a key.
+As bits a tree's mask is 16 times smaller than in the type of the scores, and it is read only where it can say anything.
+Queries that share a key/value head are folded into rows, row t * group + i, so keys and values are read once per group.
+The softmax is taken online, in float32. Invariant: every row sees itself, so no row is without a key.
 """
 
 import math
@@ -45,6 +43,15 @@ def unpack_bits(word_TW: Tensor, num_columns: int) -> Tensor:
     return bits.flatten(1)[:, :num_columns].bool()
 
 
+def seen_columns(num_prefix: int, position_U: Tensor, seen_TU: Tensor, window: int | None) -> Tensor:
+    """Bool (T, P + U): what rows see of the prefix and of the uncommitted rows, as far as their window reaches."""
+    seen_TS = torch.cat([seen_TU.new_ones(len(seen_TU), num_prefix), seen_TU], dim=1)
+    if window is not None:
+        position_S = torch.cat([torch.arange(num_prefix, device=position_U.device), position_U])
+        seen_TS &= position_S > position_U[-len(seen_TU) :, None] - window
+    return seen_TS
+
+
 def is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel takes such states, and one sequence of them; (1, H or G, rows, K) each."""
     are_alike = query.dtype == key.dtype == value.dtype and query.dtype in _TYPES
@@ -53,28 +60,16 @@ def is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def tree_attention_reference(
-    query_HTK: Tensor,
-    key_GSK: Tensor,
-    value_GSK: Tensor,
-    sight: Sight,
-    *,
-    scaling: float,
+    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, sight: Sight, *, scaling: float
 ) -> Tensor:
     """Attention, (T, H, K) in the type of the queries; in plain torch.
 
-    Args:
-        query_HTK: H is a multiple of G; head h belongs to key/value head h // (H / G).
-        key_GSK: P + U rows; `value_GSK` may be of another width.
-        sight: what the T rows see.
-        scaling: of the scores.
+    H is a multiple of G, head h belongs to key/value head h // (H / G); S = P + U; values may be of another width.
     """
     num_heads, num_rows, width = query_HTK.shape
     group = num_heads // key_GSK.shape[0]
     seen_TU, position_U = unpack_bits(sight.seen_TW, key_GSK.shape[1] - sight.num_prefix), sight.position_U
-    seen_TS = torch.cat([seen_TU.new_ones(num_rows, sight.num_prefix), seen_TU], dim=1)
-    if sight.window is not None:
-        position_S = torch.cat([torch.arange(sight.num_prefix, device=position_U.device), position_U])
-        seen_TS &= position_S > position_U[-num_rows:, None] - sight.window
+    seen_TS = seen_columns(sight.num_prefix, position_U, seen_TU, sight.window)
     folded = query_HTK.reshape(key_GSK.shape[0], group * num_rows, width)
     seen_RS = seen_TS.repeat(group, 1)
     out = scaled_dot_product_attention(folded, key_GSK, value_GSK, attn_mask=seen_RS, scale=scaling)
@@ -90,11 +85,7 @@ def tree_attention_kernel(
     scaling: float,
     num_splits: int | None = None,
 ) -> Tensor:
-    """The same in Triton, which reads no dense mask.
-
-    Args:
-        num_splits: pieces of the keys that go to programs of their own; None chooses.
-    """
+    """The same in Triton, which reads no dense mask; in so many pieces of the keys (`num_splits`), None chooses."""
     seen_TW, num_prefix, position_U, window = sight
     num_words = triton.cdiv(key_GSK.shape[1] - num_prefix, _WORD)
     assert seen_TW.is_contiguous() and seen_TW.shape == (query_HTK.shape[1], num_words), "one bit per uncommitted row"

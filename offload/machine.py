@@ -48,10 +48,7 @@ def has_cuda_driver() -> bool:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has held at once.
-
-    From the kernel's high-water mark: `getrusage` would count what a parent held when it started this process.
-    """
+    """The most memory this process has held at once; `getrusage` would count its parent's share before the start."""
     return _kilobytes("/proc/self/status", "VmHWM:") * 1024
 
 
@@ -84,9 +81,7 @@ def _kilobytes(file: str, key: str) -> int:
 def memory_groups(root: Path, membership: Path) -> Iterator[tuple[Path, GroupFiles]]:
     """Folder and file names of every memory group that this process is in, innermost first; none where nobody groups.
 
-    Args:
-        root: where the cgroup file systems are mounted.
-        membership: the kernel's list of this process's groups, /proc/self/cgroup.
+    `root` is where the cgroup file systems are mounted, `membership` the kernel's list, /proc/self/cgroup.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for line in lines:

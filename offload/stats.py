@@ -57,7 +57,6 @@ class Stats:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second, the prompt's sweep left out."""
         return 1 / self.tpot_s if self.tpot_s else 0.0
 
     @property

@@ -1,11 +1,14 @@
 """A Llama small enough to inflate in a test, and how far two checkpoints differ as functions."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from offload.checkpoint import inflate as module
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -19,21 +22,25 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-LAYER_BYTES = 400_000
+LAYER_BYTES = 400_000  # 25 MB otherwise
 TARGET_BYTES = 4_000_000
 
 
-def save_small(
-    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any
-) -> Path:
-    """Write a random Llama whose every weight matters, norms included."""
+def save_small(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Write a random Llama with a tied head whose every weight matters, norms included."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}))
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes}))
     for weight in model.parameters():
         weight.data.normal_(mean=float(weight.ndim == 1), std=0.3)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    model.to(dtype).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def inflate(
+    source: Path, destination: Path, target_bytes: int, progress: Callable[[int, int], None] = lambda *_: None
+) -> Path:
+    return module.inflate(source, destination, target_bytes, progress=progress)
 
 
 @torch.no_grad()

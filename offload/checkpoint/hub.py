@@ -1,7 +1,7 @@
 """What a model weighs, before any of its weights are here: from its folder, from the hub's headers, or a config.json.
 
-`offload plan` asks about models that may be too large to fetch just to be told no. Invariant: nothing is read of
-weights, and what comes back is a `Checkpoint` whose shards need not exist; whoever wants to read asks `is_here` first.
+Invariant: nothing is read of weights, and what comes back is a `Checkpoint` whose shards need not exist; whoever wants
+to read asks `is_here` first.
 """
 
 import os
@@ -27,11 +27,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
-    """A model as planning sees it: a folder, a hub id, of which only headers are fetched, or a config.json alone.
-
-    Raises:
-        UserError: what is named is none of these, or its headers or config make no sense.
-    """
+    """A model as planning sees it: a folder, a hub id, or a config.json alone. Raises `UserError` for anything else."""
     path = Path(os.path.expanduser(model))
     if os.path.isfile(path) and path.suffix == ".json":
         return checkpoint_of_config(read_config(path), path)
@@ -41,11 +37,7 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
 
 
 def fetch(models: Sequence[str | os.PathLike[str]], check: Callable[..., object]) -> tuple[Checkpoint, ...]:
-    """Checkpoints to read weights from; those of a hub id come over the network, gigabytes perhaps.
-
-    Args:
-        check: is called with the headers of all models before that, and raises `UserError` where they are of no use.
-    """
+    """Checkpoints to read weights from, fetched if need be once `check` has found the headers of all models useful."""
     headers = [open_headers(model) for model in models]
     check(*headers)
     return tuple(
@@ -60,11 +52,7 @@ def is_here(checkpoint: Checkpoint) -> bool:
 
 
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
-    """The headers that a Llama-like model of this config has, laid into one file that does not exist.
-
-    Raises:
-        UserError: another kind of model, or a size that is missing or no number above zero.
-    """
+    """The headers that a Llama-like model of this config has, in a file that does not exist. Raises `UserError`."""
     kind = config.get("model_type")
     if kind not in _LLAMA_LIKE:
         raise UserError(
@@ -85,16 +73,16 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor."""
     width, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, width)}
     for index in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(config).items()}
     shapes["model.norm.weight"] = (width,)
     return shapes if config.get("tie_word_embeddings") else {**shapes, "lm_head.weight": (vocab, width)}
 
 
-def _layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of one layer, in the order of their use."""
     width, inner, num_heads = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
     head = config.get("head_dim") or width // num_heads
     queries, keys = num_heads * head, (config.get("num_key_value_heads") or num_heads) * head
@@ -118,25 +106,20 @@ def _layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _on_the_hub(repo: str) -> Checkpoint:
     """The hub's copy where it is in the cache, else its config and headers alone: kilobytes, not gigabytes."""
+    from huggingface_hub import errors as hub
     from huggingface_hub import get_safetensors_metadata, snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        NotASafetensorsRepoError,
-        SafetensorsParsingError,
-    )
 
-    # That of the HTTP library beneath, which has changed from release to release.
-    network_error: type[Exception] = HfHubHTTPError.__bases__[0]
+    network_error = hub.HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes
+    not_readable = (hub.NotASafetensorsRepoError, hub.SafetensorsParsingError)
     try:
         return open_checkpoint(snapshot_download(repo, local_files_only=True))
-    except (OSError, HFValidationError, UserError):
+    except (OSError, hub.HFValidationError, UserError):
         pass  # not in the cache, or only in part
     try:
         # Not hf_hub_download, which tries six times, for 23 s, where there is no network at all.
         config = Path(snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
         found = get_safetensors_metadata(repo)
-    except (OSError, network_error, HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
+    except (OSError, network_error, hub.HFValidationError, *not_readable) as error:
         raise not_on_the_hub(repo, error) from None
     files, tensors = sorted(found.files_metadata), {}
     for index, file in enumerate(files):

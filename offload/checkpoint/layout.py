@@ -1,12 +1,12 @@
 """How the tensors of one layer become one run of bytes (a slab), and which bytes of which file fill it.
 
 A slab that mirrors its file block by block is *direct*: it can be read with O_DIRECT straight into place. Tensors that
-must be regrouped (experts that the model wants fused) or that start at an odd offset make it *scattered*: the same
-reads go through a small bounce buffer.
+must be regrouped (fused experts) or that start at an odd offset make it *scattered*: the same reads go through a small
+bounce buffer.
 
-The blocks that a direct slab mirrors begin before its first weight, and most files pad their headers to no more than 8
-bytes, so a weight may begin anywhere. A device, whose wide loads want 16 bytes and more, gets the slab from its first
-weight on. Invariant: pieces never leave the slab, and a parameter's bytes are covered exactly once.
+The blocks of a direct slab begin before its first weight, which may lie anywhere. A device, whose wide loads want 16
+bytes and more, gets the slab from its first weight on. Invariant: pieces never leave the slab, and a parameter's bytes
+are covered exactly once.
 """
 
 import re
@@ -49,7 +49,6 @@ class Placed(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameter."""
         return ENCODINGS[self.dtype].stored_bytes(self.shape)
 
 

@@ -1,7 +1,7 @@
 """Safetensors checkpoints, read by their headers alone: where every tensor lies, proved before a byte of it is used.
 
-The files come from strangers, so nothing in them is believed: sizes, offsets, names and shard references are checked
-here, once, and everything downstream works with `TensorEntry` values that are known to lie inside their file.
+The files come from strangers, so sizes, offsets, names and shard references are checked here, once; everything
+downstream works with `TensorEntry` values that are known to lie inside their file.
 """
 
 import json
@@ -48,16 +48,11 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(entry.hi - entry.lo for entry in self.tensors.values())
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Read config and headers of a Hugging Face directory or hub id.
-
-    Raises:
-        UserError: missing directory or config, pickles only, or a header that contradicts its file.
-    """
+    """Read config and headers of a Hugging Face directory or hub id. Raises `UserError` where they make no sense."""
     directory = _resolve(model)
     if not (directory / "config.json").is_file():
         _refuse_other_formats(directory)
@@ -70,7 +65,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
                 tensors[name] = entry
     for name, file in (weight_map or {}).items():
         if name not in tensors:
-            raise UserError(f"{directory.name}: the index places {name} in {file}, which lacks it: {_AGAIN}")
+            raise _damaged(f"{directory.name}: the index places {name} in {file}, which lacks it")
     return Checkpoint(directory, config, shards, language_model(config, tensors))
 
 
@@ -85,7 +80,6 @@ def language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> d
     }
 
 
-_AGAIN = "download the checkpoint again"
 _NOT_GGUF = "give the folder or hub id of the same model in safetensors, bf16, fp16 or fp32"
 
 
@@ -108,11 +102,7 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
 
 
 def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
-    """Parse and verify the header of one safetensors file.
-
-    Raises:
-        UserError: not a safetensors file, truncated, or offsets that overlap or leave the file.
-    """
+    """Parse and verify the header of one safetensors file. Raises `UserError` where it contradicts the file."""
     try:
         raw, file_bytes = _raw_header(path)
     except OSError as error:
@@ -124,7 +114,6 @@ def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
 
 
 def _raw_header(path: Path) -> tuple[bytes, int]:
-    """The JSON text of a file's header, and the size of the file."""
     with path.open("rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS))
@@ -133,8 +122,12 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
         file.seek(8)
         header_bytes = int.from_bytes(start[:8], "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
-            raise UserError(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}: {_AGAIN}")
+            raise _damaged(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}")
         return file.read(header_bytes), file_bytes
+
+
+def _damaged(what: str) -> UserError:
+    return UserError(f"{what}: download the checkpoint again")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -145,9 +138,9 @@ def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path.name}: its header is not valid JSON ({reason(error)}): {_AGAIN}") from None
+        raise _damaged(f"{path.name}: its header is not valid JSON ({reason(error)})") from None
     if not isinstance(header, dict):
-        raise UserError(f"{path.name}: its header is a JSON {type(header).__name__}, not an object: {_AGAIN}")
+        raise _damaged(f"{path.name}: its header is a JSON {type(header).__name__}, not an object")
     header.pop("__metadata__", None)
     return header
 
@@ -168,12 +161,10 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise UserError(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}: {_AGAIN}")
+        raise _damaged(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}")
     wanted = ENCODINGS[dtype].stored_bytes(shape) if dtype in ENCODINGS else hi - lo
     if wanted != hi - lo:
-        raise UserError(
-            f"{path.name}: {name} of shape {shape} and {dtype} needs {wanted} bytes, has {hi - lo}: {_AGAIN}"
-        )
+        raise _damaged(f"{path.name}: {name} of shape {shape} and {dtype} needs {wanted} bytes, has {hi - lo}")
     return TensorEntry(shard, dtype, tuple(shape), data_lo + lo, data_lo + hi)
 
 
@@ -181,11 +172,10 @@ def _check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int)
     end, before = 0, ""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi)):
         if entry.hi > file_bytes:
-            raise UserError(
-                f"{path.name}: {name} ends at byte {entry.hi}, the file at {file_bytes}: truncated, {_AGAIN}"
-            )
+            where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
+            raise UserError(f"{path.name}: {where}: truncated, download the checkpoint again")
         if entry.lo < end:
-            raise UserError(f"{path.name}: {name} and {before} overlap: {_AGAIN}")
+            raise _damaged(f"{path.name}: {name} and {before} overlap")
         end, before = entry.hi, name
 
 
@@ -238,9 +228,8 @@ def read_config(path: Path) -> dict[str, Any]:
     quantised = config.get("quantization_config")
     if quantised:
         method = f"{quantised['quant_method']} " if isinstance(quantised, dict) and "quant_method" in quantised else ""
-        raise UserError(
-            f"{path.parent.name}: {method}quantised weights are not supported: use a bf16, fp16 or fp32 checkpoint"
-        )
+        what = f"{path.parent.name}: {method}quantised weights are not supported"
+        raise UserError(f"{what}: use a bf16, fp16 or fp32 checkpoint")
     if isinstance(config.get("text_config"), dict) and config.get("model_type") not in TEXT_INSIDE:
         raise unsupported(path.parent, config, NOT_TEXT_ALONE)
     return config
@@ -261,9 +250,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({reason(error)}): {_AGAIN}") from None
+        raise _damaged(f"{path} is not valid JSON ({reason(error)})") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object: {_AGAIN}")
+        raise _damaged(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
 
 
@@ -277,9 +266,7 @@ def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | No
     if len(shards) == 1:
         return tuple(shards), None
     if shards:
-        raise UserError(
-            f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json: {_AGAIN}"
-        )
+        raise _damaged(f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json")
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
         raise UserError(
@@ -302,7 +289,7 @@ def _refuse_other_formats(directory: Path) -> None:
 
 def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise UserError(f"{directory}: model.safetensors.index.json has no usable weight_map: {_AGAIN}")
+        raise _damaged(f"{directory}: model.safetensors.index.json has no usable weight_map")
     names = sorted(set(weight_map.values()))
     _check_shard_names(directory, names)
     return tuple(directory / name for name in names)
@@ -311,6 +298,6 @@ def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
 def _check_shard_names(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{directory}: the index names {name!r}, which is not a file beside it: {_AGAIN}")
+            raise _damaged(f"{directory}: the index names {name!r}, which is not a file beside it")
         if not os.path.isfile(directory / name):
-            raise UserError(f"{directory}: the index names {name}, which is missing: {_AGAIN}")
+            raise _damaged(f"{directory}: the index names {name}, which is missing")

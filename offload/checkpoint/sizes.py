@@ -1,7 +1,6 @@
 """The sizes of a model that memory and time depend on, from its config and tensor headers alone.
 
-No weights are read and no model is built, so that a 70B model is measured in milliseconds and on machines that could
-never hold it. Invariant: a size is never smaller than what loading will take.
+No weights are read and no model is built. Invariant: a size is never smaller than what loading will take.
 """
 
 import math
@@ -48,16 +47,11 @@ class ModelShape:
 
     @property
     def num_bytes(self) -> int:
-        """All weights."""
         return sum(self.layer_bytes) + self.rest_bytes
 
 
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
-    """Sizes of a model that computes in `dtype`, from its headers and config alone.
-
-    Raises:
-        UserError: config.json lacks the sizes of a decoder.
-    """
+    """Sizes of a model that computes in `dtype`. Raises `UserError` where config.json lacks those of a decoder."""
     sizes = config_sizes(checkpoint)
     num_layers = sizes["num_hidden_layers"]
     # A config may claim any number: one layer more than there are tensors shows that it is wrong.
@@ -151,10 +145,7 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
 
 
 def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
-    """A mask for each kind of layer and the bits of the last one; scores of all heads where they are capped.
-
-    Attention that is fused has no scores. What caps them computes softmax in fp32, from a copy in fp32.
-    """
+    """A mask for each kind of layer and the bits of the last one; where scores are capped, those of all heads."""
     num_masks = 2 if config.get("sliding_window") else 1
     is_capped = bool(config.get("attn_logit_softcapping"))
     scores_bytes = sizes.get("num_attention_heads", 1) * (item_bytes + 8) if is_capped else 0

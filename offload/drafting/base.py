@@ -34,11 +34,9 @@ class Drafter(Protocol):
 
     def new_state(self) -> DraftState:
         """That of a text of which nothing is known yet."""
-        ...
 
     def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: Any) -> Drafted:
         """Propose a tree of this shape, or within these bounds, below the last of the committed `tokens`."""
-        ...
 
     def commit(
         self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: Any

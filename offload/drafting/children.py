@@ -1,9 +1,8 @@
 """How the children of a level's nodes are chosen from the draft's logits: one vectorised draw for all of them.
 
-Which way belongs to the rule of verification, not to the drafter. Invariant: the number of children is settled before
-anything is drawn, and a node takes its first so-many draws in their order; nothing drawn is ever looked at and dropped.
-
-W rows (nodes of one level) in this file.
+Which way belongs to the rule of verification. Invariant: the number of children is settled before anything is drawn,
+and a node takes its first so-many draws in their order; nothing drawn is looked at and dropped. W rows (nodes of one
+level).
 """
 
 from collections.abc import Sequence
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 
 from offload.config import Drafting
+from offload.kernels.draw_without_replacement import largest_keys
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw
 
 _MAX_KEYS = 1 << 19  # float64 numbers drawn at once: 4 MiB; the plan counts on it
-_LEAST_PROB = 1e-300  # stands in for zero: below any float32, and log(u) / _LEAST_PROB is still finite
 
 
 class Children(NamedTuple):
@@ -29,12 +28,7 @@ class Children(NamedTuple):
 
 
 def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, position: int) -> Children:
-    """Choose `num_children` for every row.
-
-    Args:
-        logits_WV: the draft's scores; all rows predict the token at `position`. Where they are not numbers any tokens
-            are drawn; verification refuses the distribution.
-    """
+    """Choose `num_children` for every row, which all predict the token at `position`; any where scores are NaN."""
     drafting = sampler.drafting
     # Draws without replacement become a ranking as the temperature falls to zero.
     if not drafting.keeps_distributions or (drafting is Drafting.WITHOUT_REPLACEMENT and sampler.is_greedy):
@@ -46,11 +40,7 @@ def draw_children(logits_WV: Tensor, num_children: int, sampler: Sampler, positi
 
 
 def point_mass_scores(logits_WV: Tensor, sampler: Sampler, position: int | Sequence[int]) -> Tensor:
-    """What the children of W nodes are ranked by: the likelihood, with the target's noise where drafting is coupled.
-
-    Args:
-        position: of the token that each row predicts, or of all of them.
-    """
+    """What a row's children are ranked by at its position: the likelihood, with the target's noise where coupled."""
     return sampler.perturbed(logits_WV, position) if sampler.drafting is Drafting.COUPLED else logits_WV
 
 
@@ -60,27 +50,16 @@ def _best(score_WV: Tensor, num_children: int) -> Children:
 
 
 def _without_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Exponential sort (Gumbel top-k on another scale; Sequoia section 4.2): the K largest of log(u) / q.
-
-    Tokens with q = 0 come after all others and among themselves in uniform order, which is Alg. 1's fall-back.
-    """
+    """Exponential sort, as in `draw_without_replacement_reference`, with numbers of the sampler's generator."""
     if probs_WV.is_cuda:
         draw = sampler.kernels.draw_without_replacement
         return draw(probs_WV, num_children, sampler.sampling.seed, sampler.take_rows(len(probs_WV)))
-    num_kept = min(num_children, probs_WV.shape[1])
-    chosen = []
-    for probs_RV in _blocks(probs_WV):
-        key_RV = torch.from_numpy(sampler.uniform(*probs_RV.shape)).to(probs_RV.device)
-        key_RV.log_().div_(probs_RV.double().clamp_(min=_LEAST_PROB))
-        chosen.append(key_RV.topk(num_kept).indices)
-    return torch.cat(chosen)
+    drawn = ((torch.from_numpy(sampler.uniform(*probs_RV.shape)), probs_RV) for probs_RV in _blocks(probs_WV))
+    return torch.cat([largest_keys(uniform_RV, probs_RV, num_children) for uniform_RV, probs_RV in drawn])
 
 
 def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> Tensor:
-    """Independent draws by inverting the cumulated distribution; never a token without mass, not even by rounding.
-
-    Nor one beyond the last, which a distribution of NaN would give.
-    """
+    """Independent draws by inverting the cumulated distribution; never a token without mass, or beyond the last."""
     chosen = []
     for probs_RV in _blocks(probs_WV):
         sum_RV = probs_RV.double().cumsum(1)

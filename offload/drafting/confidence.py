@@ -1,9 +1,8 @@
 """How far the draft's scores are to be trusted: the exponent that best foretells what the target really emits.
 
-The chance of a child is taken to be the draft's distribution to the power beta, normalised. A distilled draft is less
-sure of the target's choice than it should be, so beta is mostly above one. It is learned while decoding: for each token
-that was emitted every exponent of a grid pays its log-loss, old losses fade, and the exponent that has paid least is
-used next. It shapes later trees and nothing else, so it never changes what is emitted.
+The chance of a child is taken to be the draft's distribution to the power beta, normalised; a distilled draft is less
+sure than it should be, so beta is mostly above one. For each token that was emitted every exponent of a grid pays its
+log-loss, old losses fade, and the one that has paid least is used next. It shapes later trees, never what is emitted.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ class Sharpness:
 
     @property
     def exponent(self) -> float:
-        """beta, for the next tree."""
         return _GRID[int(self._loss_G.argmin())]
 
     def learn(self, score_TV: Tensor, tokens: Sequence[int]) -> None:

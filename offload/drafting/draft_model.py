@@ -1,8 +1,8 @@
 """The draft model over the cache of one text: what every way of growing a tree runs.
 
-Committed tokens are taken in when they are needed, the root of the next tree with them, for its scores come from the
-same pass. Behind them lie the rows of the tree being grown, in the order in which they were run.
-Invariant: between steps the cache holds committed tokens only, in their order.
+Committed tokens are taken in when they are needed, with the root of the next tree, whose scores come from the same
+pass. Behind them lie the rows of the tree being grown, in the order in which they were run. Invariant: between steps
+the cache holds committed tokens only, in their order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,20 +19,13 @@ _SCORED_CHUNK = 64  # ... when every row is scored
 
 
 class Draft:
-    """A resident model and the cache of one text.
-
-    Args:
-        model: its weights are bound for good.
-        vocab_size: V of the target; a draft may pad its vocabulary further, what lies beyond is never proposed.
-        cache: of committed positions, with room for the nodes of a tree.
-    """
+    """A resident model and the cache of one text. What a draft has beyond the target's vocabulary is never proposed."""
 
     def __init__(self, model: StreamedModel, vocab_size: int, cache: KVCache) -> None:
         self._model, self._vocab_size, self._cache = model, vocab_size, cache
 
     @property
     def vocab_size(self) -> int:
-        """V, width of the scores."""
         return self._vocab_size
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:

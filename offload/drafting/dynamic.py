@@ -1,10 +1,10 @@
 """Trees whose shape follows the draft's own scores: deep where it is sure, wide where it is not.
 
-With a rule that repeats the target's draws any tree is exact, so its shape may look at the very tokens proposed. A
-node's children have the chances pi = softmax(beta u), where u is what the target's draw would maximise if the draft
-were the target (log q + G; log q when greedy), and a path has the product f of its chances. The tree is the N best of
-all candidates that were scored: SpecExec's (2406.02532) for f without noise, OPT-Tree's (2406.17276) bound on draft
-steps. Every pass runs the best candidates that have not been run and could still have a child among the N best.
+With a rule that repeats the target's draws any tree is exact, so its shape may look at the tokens proposed. A node's
+children have the chances pi = softmax(beta u), u is what the target's draw would maximise if the draft were the target
+(log q + G; log q when greedy), and a path has the product f of its chances. The tree is the N best of all candidates
+that were scored: SpecExec's (2406.02532) for f without noise, OPT-Tree's (2406.17276) bound on draft steps. Every pass
+runs the best candidates that could still have a child among the N best.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain their parents.
 
@@ -44,11 +44,7 @@ Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
 def grow_best(draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, exponent: float) -> Drafted:
-    """The tree of the best paths below `tokens[-1]`, within `bounds`.
-
-    Args:
-        exponent: beta, see `Sharpness`.
-    """
+    """The tree of the best paths below `tokens[-1]`, within `bounds`; `exponent` is beta, see `Sharpness`."""
     if bounds.depth == 0:
         return Drafted(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
     root, rows, best = len(tokens) - 1, _Rows(bounds.num_nodes), _Best(bounds)
@@ -116,7 +112,6 @@ def _children(parents: Candidates, score_WV: Tensor, exponent: float) -> Candida
 
 
 def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> Drafted:
-    """The candidates in level order below the root."""
     was_run = np.flatnonzero(found["row"] != _NOT_RUN)
     found_of_row = {0: 0, **dict(zip(found["row"][was_run].tolist(), (was_run + 1).tolist(), strict=True))}
     parents = [-1, *(found_of_row[row] for row in found["parent"].tolist())]

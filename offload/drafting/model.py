@@ -24,14 +24,7 @@ from offload.tree.topology import DynamicShape, Shape
 
 
 class ModelDrafter:
-    """Grows trees with a resident model; what it keeps of a text is a cache of keys and values.
-
-    Args:
-        model: its weights are bound for good.
-        vocab_size: V of the target; a draft may pad its vocabulary further, what lies beyond is never proposed.
-        num_slots: capacity of a cache, committed positions plus nodes of the largest tree.
-        kernels: of which a cache takes its own.
-    """
+    """Grows trees with a resident model; what it keeps of a text is a cache of `num_slots` keys and values."""
 
     def __init__(self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES) -> None:
         self.model, self._vocab_size, self._num_slots, self._gather = model, vocab_size, num_slots, kernels.kv_commit
@@ -51,11 +44,7 @@ class ModelDrafter:
     def commit(
         self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: KVCache
     ) -> None:
-        """Keep the rows of the accepted path as far as it was run; the rest is run again as committed tokens.
-
-        Args:
-            tokens: what was emitted after each of `nodes`, from which the shape of later trees is learned.
-        """
+        """Keep the rows of the accepted path as far as it was run, and learn from what was emitted after each node."""
         state.commit([drafted.row_of_node[node] for node in nodes[1:] if node in drafted.row_of_node])
         emitted_after = dict(zip(nodes, tokens, strict=True))
         seen = [node for node in nodes if node in drafted.score_of_node]

@@ -1,7 +1,6 @@
 """Trees of a shape that is fixed beforehand: filled level by level, one draft pass each.
 
-The rule of verification says how children are chosen (`draws`) and whether the distributions they come from are kept.
-Only nodes that have children are ever run.
+The rule of verification says how children are chosen. Only nodes that have children are ever run.
 """
 
 from collections.abc import Sequence
@@ -21,10 +20,7 @@ from offload.tree.topology import Topology
 
 
 def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampler) -> Drafted:
-    """A tree of this shape below `tokens[-1]`: each node's children are its candidates in the order of their draws.
-
-    A node with more children than there are tokens repeats the last one.
-    """
+    """A tree of this shape below `tokens[-1]`; a node with more children than there are tokens repeats the last one."""
     root, schedule, proposals = len(tokens) - 1, _schedule(topology), None
     token_N = torch.full((topology.num_nodes,), tokens[-1], dtype=torch.long)
     for depth, level in enumerate(schedule.levels):
@@ -53,7 +49,6 @@ class _Level:
         self.rank_C = torch.from_numpy(topology.rank_N.copy())[self.child_C]
 
     def run(self, draft: Draft, token_N: Tensor, root: int) -> Tensor:
-        """Scores after its nodes."""
         return draft.run(token_N[self.node_W], self.depth_U + root, self.ancestor_WU)
 
 

@@ -1,11 +1,9 @@
-"""Attention of token trees: masks from ancestors, and an attention function that never repeats keys for grouped
-queries.
+"""Attention of token trees: masks from ancestors, and an attention function that folds grouped queries.
 
-Query heads that share a key/value head are folded into the query rows, so keys and values are read once and copied
-never. The function is registered with transformers under `NAME`; families without scaled-dot-product attention
-(soft-capped scores, sinks) keep their own eager one and get the same additive masks. Instead of a mask the function
-also takes `TreeRows`, which says the same in bits and names the kernel that reads them. Who gets those is settled here,
-by family in `is_for_rows` and layer by layer in `folded_attention`; what the kernel does not take gets its dense mask.
+Query heads that share a key/value head become rows of one, so keys and values are read once and never repeated. The
+function is registered with transformers under `NAME`; families that change the scores (soft caps, sinks) keep their own
+eager one and get the same additive masks. Instead of a mask the function also takes `TreeRows`, which says the same in
+bits and names the kernel that reads them; what that kernel does not take gets its dense mask.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from offload.errors import UserError
-from offload.kernels.tree_attention import Sight, is_supported, pack_bits, unpack_bits
+from offload.kernels.tree_attention import Sight, is_supported, pack_bits, seen_columns, unpack_bits
 
 NAME = "offload_tree"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
@@ -29,10 +27,7 @@ _SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeRows:
-    """What the rows of one pass see, in place of an additive mask; see `tree_mask` for the terms.
-
-    No tuple, and not to be calculated with: a family that tries fails at once.
-    """
+    """What the rows of one pass see, in place of an additive mask; a family that calculates with it fails at once."""
 
     sight: Sight
     attend: Attend
@@ -69,13 +64,9 @@ def tree_mask(
         window: a row sees keys less than this many positions back; None sees all.
         dtype: of the scores.
     """
-    num_rows = len(ancestor_TU)
-    allowed = torch.cat([ancestor_TU.new_ones(num_rows, num_prefix), ancestor_TU], dim=1)
-    if window is not None:
-        key_position = torch.cat([torch.arange(num_prefix, device=position_U.device), position_U])
-        allowed &= key_position > position_U[-num_rows:, None] - window
-    mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return mask.masked_fill_(allowed.logical_not_(), torch.finfo(dtype).min)[None, None]
+    seen_TS = seen_columns(num_prefix, position_U, ancestor_TU, window)
+    mask = torch.zeros(seen_TS.shape, dtype=dtype, device=seen_TS.device)
+    return mask.masked_fill_(seen_TS.logical_not_(), torch.finfo(dtype).min)[None, None]
 
 
 def folded_attention(
@@ -90,11 +81,7 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Scaled-dot-product attention over (1, H, T, K) queries and (1, G, S, K) keys; the result is (1, T, H, K).
 
-    The signature is the one that transformers calls. What it passes beyond it means nothing beside our masks, but for
-    what changes the scores themselves.
-
-    Raises:
-        UserError: the family wants such a change.
+    `more` is what transformers passes beside. Raises `UserError` where that would change the scores themselves.
     """
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
@@ -105,9 +92,8 @@ def folded_attention(
         attention_mask = attention_mask.mask(query.dtype)[:, :, -query.shape[2] :]
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
-    folded = query.reshape(
-        num_batch, key.shape[1], group * num_rows, head_dim
-    )  # head = g * group + i -> rows i * T + t
+    # head g * group + i becomes the rows i * T + t
+    folded = query.reshape(num_batch, key.shape[1], group * num_rows, head_dim)
     parts = [
         scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
         for rows, mask in _parts(folded, attention_mask, group)

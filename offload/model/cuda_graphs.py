@@ -1,9 +1,8 @@
 """Small passes of a resident model, recorded once and replayed.
 
-A draft step is hundreds of kernels of a few microseconds each, which no host launches as fast as a device runs them.
-A recording has fixed shapes. So rows are padded to one of a few widths, keys and values are looked at up to a multiple
-of some slots, and everything that changes from step to step (ids, positions, slots to write to, masks) lies in tensors
-that are filled before the replay.
+A draft step is hundreds of kernels of a few microseconds each, which no host launches as fast as a device runs them. A
+recording has fixed shapes: rows are padded to one of a few widths, keys and values are looked at up to a multiple of
+some slots, and what changes (ids, positions, slots to write to, masks) lies in tensors that are filled before a replay.
 
 Invariant: nothing sees padding, whose keys go to a slot of their own; and padding sees numbers, since a row without a
 key is NaN in some attention kernels.
@@ -32,8 +31,6 @@ _EXTENT_STEP = 1024  # slots: attending to a few more than there are costs less 
 
 @dataclass(slots=True)
 class _Recording:
-    """One shape: its inputs, and how to run it."""
-
     token_W: Tensor
     position_W: Tensor
     slot_W: Tensor
@@ -42,11 +39,7 @@ class _Recording:
 
 
 class Graphs:
-    """Recordings of the passes of one model over one cache at a time. Give it to `StreamedModel.replay_with`.
-
-    Args:
-        open_recorder: called for each cache; what it gives makes recordings, on CUDA graphs.
-    """
+    """Recordings of one model's passes over one cache at a time, each with a recorder of its own; for `replay_with`."""
 
     def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
         self._model, self._open_recorder = model, open_recorder
@@ -67,7 +60,7 @@ class Graphs:
         if width is None:
             return None
         cache.place(num_uncommitted - num_rows, num_rows)
-        extent = min(_up(cache.length + num_uncommitted, _EXTENT_STEP), cache.num_slots)
+        extent = min(-(-(cache.length + num_uncommitted) // _EXTENT_STEP) * _EXTENT_STEP, cache.num_slots)
         recording = self._recordings.get((width, extent)) or self._blank(width, extent)
         self._fill(recording, token_T, position_U, ancestor_TU, cache)
         self._run(recording, cache, extent)
@@ -126,10 +119,7 @@ class Graphs:
 class CudaRecorder:
     """Records CUDA graphs that share one pool of memory, for as long as the first of them lives.
 
-    A pool whose graphs are gone cannot be recorded into again, so whoever drops them takes another recorder.
-
-    Args:
-        side: the stream of every recording: the matrix library keeps up to 32 MiB for each stream it has ever seen.
+    `side` is the stream of all: the matrix library keeps up to 32 MiB for each stream it has ever seen.
     """
 
     def __init__(self, side: Stream) -> None:
@@ -162,10 +152,7 @@ class CudaRecorder:
 
 
 def use_graphs(model: StreamedModel) -> str | None:
-    """Let a resident model on a CUDA device replay its small passes; returns a line for the user where it cannot.
-
-    Tried at once on a small cache, so that a family whose forward pass cannot be recorded is found before a run begins.
-    """
+    """Let a resident CUDA model replay its small passes; tried at once, returns a line for the user where it cannot."""
     open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))
     graphs = Graphs(model, open_recorder)
     one = torch.zeros(1, dtype=torch.long)
@@ -178,7 +165,3 @@ def use_graphs(model: StreamedModel) -> str | None:
         return f"the draft runs without CUDA graphs, which is slower ({str(error).splitlines()[0][:120]})"
     model.replay_with(Graphs(model, open_recorder))
     return None
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

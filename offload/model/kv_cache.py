@@ -60,13 +60,9 @@ class _SlotLayer(DynamicLayer):
 
 
 class KVCache(Cache):
-    """The cache of one model for one sequence.
+    """The cache of one model for one sequence: S = `num_slots`, committed positions plus rows of the largest pass.
 
-    Args:
-        num_layers: decoder layers.
-        num_slots: S, committed positions plus the rows of the largest forward pass.
-        gather: moves the rows of a path, in all buffers; see `kv_commit_reference`.
-        send: brings a tensor of the host where the buffers are; it may be faster than a copy.
+    `gather` moves the rows of a path in all buffers, see `kv_commit_reference`; `send` brings a host's tensor there.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Which tensors of a checkpoint make up which parameter of the model.
 
-Mostly they are one and the same. Where transformers fuses what the file keeps apart (the experts of a layer), its own
-conversion table says how; stacking and row-wise joining are placements of bytes and can be streamed, anything that
-would have to compute is refused.
+Mostly they are one and the same. Where transformers fuses what the file keeps apart (experts), its own conversion table
+says how; stacking and row-wise joining can be streamed, anything that would have to compute is refused.
 """
 
 import re
@@ -25,8 +24,8 @@ from offload.checkpoint.safetensors import Checkpoint, TensorEntry
 from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
+_RESAVE = "save the model once with save_pretrained"
 Shape = tuple[int, ...]
-Parts = dict[str, list[Part]]
 _Found = list[tuple[str | None, str, TensorEntry]]  # (pattern of the converter, name in the file, place in the file)
 
 
@@ -38,11 +37,7 @@ class Sources(NamedTuple):
 
 
 def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> Sources:
-    """Find every parameter in the checkpoint.
-
-    Args:
-        model: the meta model; its class and type select the conversion table.
-        shapes: shape of every parameter to be filled, by its name in the model.
+    """Find every parameter in the checkpoint: `shapes` has them by their names in the (meta) model.
 
     Raises:
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would need computing.
@@ -60,10 +55,8 @@ def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes
     shared = _shared(found, model.all_tied_weights_keys)
     stored = {name: shape for name, shape in shapes.items() if name not in shared}
     where = checkpoint.directory.name
-    return Sources(
-        {name: (shape, _parts(where, name, shape, found.get(name, []), by_pattern)) for name, shape in stored.items()},
-        shared,
-    )
+    parts = {name: _parts(where, name, shape, found[name], by_pattern) for name, shape in stored.items()}
+    return Sources({name: (shape, parts[name]) for name, shape in stored.items()}, shared)
 
 
 def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
@@ -106,9 +99,6 @@ def _parts(
         raise UserError(f"{where}: {parameter} must have shape {list(shape)}, the file has {' and '.join(shapes)}: "
                         "config.json and weights do not belong together")  # fmt: skip
     return parts
-
-
-_RESAVE = "save the model once with save_pretrained"
 
 
 def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter) -> list[Part]:

@@ -23,8 +23,7 @@ from offload.model import attention
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """The checkpoint's model class with its parameters on the meta device and its computed buffers real.
 
-    Raises:
-        UserError: unknown architecture, remote code, or a decoder that trees cannot be verified on.
+    Raises `UserError` for an unknown architecture, remote code, or a decoder that trees cannot be verified on.
     """
     with _refusing(checkpoint):
         whole = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
@@ -66,10 +65,7 @@ _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # 
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Parameters begin as `torch.empty`; a layer's experts in one piece may be more than this machine can allocate.
-
-    Their random first values are left out: even without storage drawing them takes longer than all else here.
-    """
+    """Parameters begin as `torch.empty`, which must allocate nothing, and are not drawn at random, which takes long."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -24,12 +24,11 @@ class Target:
     Args:
         model: embeddings and head are bound for good.
         stream: its layers.
+        plan: says how large a cache is, how many rows are scored at once, how many committed tokens one sweep takes in
+            beside the tree (a longer prompt takes several), and the context. Positions beyond that are never emitted:
+            nodes that lie there are computed as if at the last one, because some rotary embeddings (dynamic, longrope)
+            turn every row by the largest position of a pass.
         device: that it computes on; None is the CPU.
-        plan: gives the capacity of a cache, how many rows are scored at once, and how many committed tokens one
-            sweep may take in beside the tree; a longer prompt takes several. Positions beyond its context are never
-            emitted: nodes that lie there are computed as if at the last one, because some rotary embeddings (dynamic,
-            longrope) turn every row by the largest position of a pass.
-        kernels: for its attention and its caches.
         on_layer: hears of every layer that has run.
     """
 
@@ -52,12 +51,10 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        """V, width of the logits."""
         return self._model.vocab_size
 
     @property
     def send(self) -> Callable[[Tensor], Tensor]:
-        """Brings tensors of the host where this model computes."""
         return self._model.send
 
     def new_cache(self) -> KVCache:
@@ -67,10 +64,7 @@ class Target:
     def score(self, tree: TokenTree, tokens: Sequence[int], cache: KVCache) -> Logits:
         """Logits after every node, from one sweep; they are valid until the next.
 
-        Args:
-            tokens: the committed ids; the tree's root is the last. Those whose keys and values are not cached yet (the
-                prompt, at first) are taken in by the same sweep.
-            cache: of these tokens, or of the first of them.
+        The root is the last of `tokens`, the committed ids; those that the cache lacks are taken in as well.
         """
         pending = torch.tensor(tokens[cache.length : -1], dtype=torch.long)
         while len(pending) > self._max_rows:

@@ -1,8 +1,7 @@
 """A Hugging Face causal language model whose weights are streamed: its own forward, over bytes that we place.
 
 The model is built without storage. A decoder layer's parameters become views of a slab just before it runs and are
-taken away right after; embeddings, final norm and head are bound once. So every family that keeps its decoder in
-`layers[i]` runs unchanged, and what is computed is what transformers computes.
+taken away right after; embeddings, final norm and head are bound once. So what is computed is what transformers does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,18 +39,15 @@ class _Place(NamedTuple):
 
 
 class StreamedModel:
-    """The meta model of one checkpoint, and the layouts of the slabs from which it borrows.
-
-    Attributes:
-        checkpoint: where its weights come from.
-        layer_layouts: one slab per decoder layer.
-        rest_layout: embeddings, final norm, head.
-        dtype: in which it computes.
-        place: where it computes.
-        vocab_size: V, width of the logits.
+    """The meta model of one checkpoint, and the layouts of the slabs that its parameters are views of.
 
     Args:
         has_host_table: embedding tables stay in host memory; the few rows that a pass needs are sent.
+
+    Attributes:
+        layer_layouts: one slab per decoder layer; `rest_layout`: embeddings, final norm, head.
+        dtype: in which it computes; `place`: where.
+        vocab_size: V, width of the logits.
     """
 
     def __init__(
@@ -93,7 +89,6 @@ class StreamedModel:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self._layers)
 
     def bind_rest(self, slab: np.ndarray) -> None:
@@ -105,32 +100,28 @@ class StreamedModel:
         for source, place in self._rest_places:
             is_table = any(place.table is table._parameters for table in self._tables)
             if (source, is_table) not in sent:
-                sent[source, is_table] = self._sent(weights[source], is_table)
+                # A table that stays on the host is copied, so that the rest of its slab can go.
+                weight = weights[source]
+                sent[source, is_table] = weight.clone() if is_table else weight.to(self.place)
             place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
 
     def bind_layer(self, layer: int, slab: Slab) -> None:
         """Let a layer's parameters be views of `slab`, or copies where the compute type differs from the stored one.
 
-        Args:
-            slab: an array is one as a store fills it, and is sent where the model computes; a tensor holds what is
-                `sent` of one. Views of a tensor are kept: slots are few.
+        An array is as a store fills it, and is sent where the model computes; a tensor holds what is `sent` of one.
+        Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):
-            sent = torch.from_numpy(slab[self.layer_layouts[layer].sent]).to(self.place)
-            self._bind(layer, self._views_of(layer, sent))
-            return
-        key = (layer, slab.data_ptr())
-        if key not in self._views:
-            self._views[key] = self._views_of(layer, slab)
-        self._bind(layer, self._views[key])
+            views = self._views_of(layer, torch.from_numpy(slab[self.layer_layouts[layer].sent]).to(self.place))
+        else:
+            key = (layer, slab.data_ptr())
+            views = self._views[key] = self._views.get(key) or self._views_of(layer, slab)
+        for name, place in self._layer_places[layer].items():
+            place.table[place.key] = views[name].to(place.empty.dtype)
 
     def _views_of(self, layer: int, sent: Tensor) -> dict[str, Tensor]:
         layout = self.layer_layouts[layer]
         return {name: _view(sent, layout, name) for name in self._layer_places[layer]}
-
-    def _bind(self, layer: int, views: dict[str, Tensor]) -> None:
-        for name, place in self._layer_places[layer].items():
-            place.table[place.key] = views[name].to(place.empty.dtype)
 
     def unbind_layer(self, layer: int) -> None:
         """Let go of the slab that a layer's parameters are views of."""
@@ -164,19 +155,14 @@ class StreamedModel:
     def forward(
         self, token_T: Tensor, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache, *, num_logits: int = 0
     ) -> Tensor:
-        """One pass over all layers.
-
-        The T rows are the last of U uncommitted rows; earlier passes over the same tree left the others in the cache.
+        """One pass over all layers: logits (T or num_logits, V).
 
         Args:
-            token_T: ids of the rows.
+            token_T: ids of the rows, the last of U uncommitted ones; earlier passes left the others in the cache.
             position_U: absolute positions of all uncommitted rows.
             ancestor_TU: bool; which uncommitted rows (itself included) each row of this pass sees.
             cache: holds P committed positions, which every row sees.
             num_logits: how many of the last rows to score; 0 scores all.
-
-        Returns:
-            logits of shape (T or num_logits, V).
         """
         if self._replay is not None:
             logits = self._replay(token_T, position_U, ancestor_TU, cache, num_logits)
@@ -201,8 +187,8 @@ class StreamedModel:
     ) -> Logits:
         """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what is looked at.
 
-        What a family does to its logits (soft caps, scales) is left to its own forward pass. For a later chunk that
-        pass is called again, with a decoder that does nothing but hand out the hidden states that this call computes.
+        What a family does to its logits (soft caps, scales) is left to its own forward pass: for a later chunk it is
+        called again, with a decoder that does nothing but hand out the hidden states that this call computes.
         """
         decoder, hidden = self.meta_model.get_decoder(), []
 
@@ -232,8 +218,7 @@ class StreamedModel:
     def run(self, token_T: Tensor, position_T: Tensor, masks: Masks, cache: KVCache, *, num_logits: int = 0) -> Tensor:
         """The pass itself, over rows that `cache` has been told where to write; see `forward` for what it returns.
 
-        Args:
-            masks: for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
+        `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
         """
         self._masks, first = masks, masks[self._windows[0]]
         out = self.meta_model(
@@ -296,10 +281,6 @@ class StreamedModel:
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[key] = buffer.to(place)
 
-    def _sent(self, weight: Tensor, is_table: bool) -> Tensor:
-        """A weight where it is used. A table that stays on the host is copied, so that the rest of its slab can go."""
-        return weight.clone() if is_table else weight.to(self.place)
-
     def _bind_from(self, acquire: Callable[[int], Slab], index: int, *_: Any) -> None:
         self.bind_layer(index, acquire(index))
 
@@ -313,7 +294,6 @@ class StreamedModel:
 
 
 def _places(meta_model: nn.Module) -> dict[str, _Place]:
-    """Every parameter and saved buffer by its full name."""
     places = {}
     for prefix, module in meta_model.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -336,7 +316,6 @@ def _below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
 
 
 def _view(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
-    """A parameter as a typed view of its bytes."""
     dtype, shape, slab_lo = layout.parameters[name]
     lo = slab_lo - layout.lead_bytes
     flat = sent[lo : lo + layout.parameters[name].num_bytes]

@@ -1,8 +1,8 @@
 """Logits of a tree's nodes, a chunk of rows at a time: those of 768 rows and 128,000 tokens take 200 MB in bf16.
 
 A walk down a tree looks at a handful of rows. So the last hidden states of all nodes are kept, which are small, and the
-head is applied to the chunk with the node that is looked at. The nodes of a path lie behind one another, so no chunk is
-computed twice. Invariant: at most one chunk is held, and it is let go before the next one is computed.
+head is applied to the chunk with the node that is looked at. Invariant: at most one chunk is held, and it is let go
+before the next one is computed; since a path's nodes lie behind one another, none is computed twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,14 +12,7 @@ from torch import Tensor
 
 
 class Logits:
-    """Scores of N nodes, computed where they are looked at.
-
-    Args:
-        num_rows: N.
-        max_rows: C, rows of a chunk.
-        first_CV: the chunk that the pass itself has scored.
-        score: the rows [lo, hi).
-    """
+    """Scores of N nodes, at most `max_rows` at once: the first chunk is given, `score` computes rows [lo, hi)."""
 
     def __init__(self, num_rows: int, max_rows: int, first_CV: Tensor, score: Callable[[int, int], Tensor]) -> None:
         assert len(first_CV) == min(num_rows, max_rows), f"{len(first_CV)} rows scored, {num_rows} in all"
@@ -27,16 +20,13 @@ class Logits:
         self._lo, self._chunk_CV = 0, first_CV
 
     def __len__(self) -> int:
-        """N."""
         return self._num_rows
 
     def __getitem__(self, node: int) -> Tensor:
-        """logits_V of one node."""
         lo, chunk_CV = self.chunk_with(node)
         return chunk_CV[node - lo]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """logits_V of every node in turn."""
         return (self[node] for node in range(len(self)))
 
     def chunk_with(self, node: int) -> tuple[int, Tensor]:

@@ -1,9 +1,8 @@
 """From logits to tokens: temperature, top-k and top-p, and the two kinds of chance.
 
 Shared noise: the target's token at an absolute position is argmax(log p + G), with Gumbel noise G keyed by (seed,
-position, token). It is a draw from p, and it does not depend on how the position was reached; greedy is the case
-without noise. A drafter that knows G ranks its candidates by log q + G and so guesses the draw itself, not merely a
-likely token.
+position, token). It is a draw from p that does not depend on how the position was reached; greedy is the case without
+noise. A drafter that ranks its candidates by log q + G guesses the draw itself, not merely a likely token.
 
 Fresh numbers: rules that test p(x) / q(x) need draws and coins of which nothing is known before. They come from a
 counter-based generator whose place is (seed, how many numbers were taken so far).
@@ -42,13 +41,9 @@ _LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of 
 class Sampler:
     """The drawing rule of one generation; the target and every drafter use the same one.
 
-    Attributes:
-        sampling: its settings.
-        is_greedy: whether no chance enters at all.
+    Args:
         drafting: how drafters choose children, which the rule of verification decides.
         kernels: how noise and draws are made on a device.
-
-    Args:
         send: brings small tensors to where scores are; it may be faster than a copy.
     """
 
@@ -75,20 +70,11 @@ class Sampler:
 
     @property
     def draws_rows(self) -> bool:
-        """Whether many rows are better drawn at once than the few that a walk visits one by one.
-
-        Where top-p or top-k are asked for they are not: every row would be sorted.
-        """
+        """Whether many rows are better drawn at once: not where top-p or top-k would have every one of them sorted."""
         return self.kernels.match_rows is not None and not self._is_filtered
 
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
-        """`draw` for many rows at once, each at its own position: tokens (int64, N) on the device of the logits.
-
-        Args:
-            position_N: on the host or with the logits.
-
-        A row that holds a NaN draws `NO_TOKEN`: it need not be one that is ever looked at.
-        """
+        """`draw` for many rows, each at its own position: int64 (N), on the device; a NaN in a row gives `NO_TOKEN`."""
         draw = self.kernels.match_rows
         assert draw is not None and self.draws_rows, "rows are drawn one by one here"
         position_N = position_N.to(logits_NV.device) if self._send is None else self._send(position_N)
@@ -96,11 +82,7 @@ class Sampler:
         return or_no_token(token_N, logits_NV)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
-        """log p + G up to a constant per row, float64; when greedy the logits as they are.
-
-        Args:
-            position: of the token that each row predicts, or of all of them.
-        """
+        """log p + G up to a constant per row, float64, for a token at one position or one per row; greedy: logits."""
         if self.is_greedy:
             return logits_TV
         scores_TV, place = self._warped(logits_TV), logits_TV.device
@@ -111,10 +93,7 @@ class Sampler:
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])  # a sum of mixed types takes longer
 
     def distribution(self, logits_TV: Tensor) -> Tensor:
-        """The distributions that are drawn from, float32 (T, V); when greedy, all on the argmax (ties: lowest id).
-
-        NaN where the logits are.
-        """
+        """What is drawn from, float32 (T, V): all on the first argmax when greedy, NaN where the logits are."""
         if self.is_greedy:
             probs_TV = torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
             return probs_TV.masked_fill_(_lack_numbers(logits_TV)[:, None], torch.nan)

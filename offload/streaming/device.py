@@ -1,8 +1,7 @@
 """What streaming asks of an accelerator: memory, copies, and events that order two streams of work.
 
-Two streams: `copies` moves weights, `compute` runs the model; whatever one needs of the other it waits for through an
-event, on the device, while the host goes on enqueueing. Every call names its stream, because "the current one" means
-another stream inside a `with` block and in another thread. Invariant: nothing here waits for the whole device.
+`copies` moves weights, `compute` runs the model; the host goes on enqueueing. Every call names its stream, because "the
+current one" is another inside a `with` block and in another thread. Invariant: nothing waits for the whole device.
 """
 
 import re
@@ -34,11 +33,9 @@ class Device(Protocol):
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
-        ...
 
     def open_allocator(self) -> PinnedAllocator:
         """Of host memory that copies to this device can be made from; whoever opens it closes it."""
-        ...
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy; both tensors must stay untouched until an event recorded after it is reached."""
@@ -48,7 +45,6 @@ class Device(Protocol):
 
     def record(self, stream: Stream, *, is_timed: bool = False) -> Event:
         """An event that is reached when everything enqueued so far is done."""
-        ...
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let what is enqueued on `stream` from now on begin after `event`; the host does not wait."""
@@ -58,19 +54,13 @@ class Device(Protocol):
 
     def elapsed_s(self, before: Event, after: Event) -> float | None:
         """Seconds between two timed events; None while the later one is not reached."""
-        ...
 
     def peak_bytes(self) -> int:
         """The most device memory that this process has taken at once."""
-        ...
 
 
 class CudaDevice:
-    """One CUDA device; compute runs on the stream that was current where this was built.
-
-    Attributes:
-        policy: how bytes get there; whoever measures (`copy_choice.py`) sets it.
-    """
+    """One CUDA device; compute runs on the stream that was current where this was built."""
 
     def __init__(self, index: int, limit_bytes: int | None = None) -> None:
         self.place = torch.device("cuda", index)
@@ -78,7 +68,7 @@ class CudaDevice:
         torch.cuda.set_device(self.place)  # graphs are recorded on the current one
         self.compute = torch.cuda.current_stream(self.place)
         self.copies = torch.cuda.Stream(self.place, priority=-1)  # of kernels between copies, which must not wait long
-        self.policy: CopyPolicy = AT_ONCE
+        self.policy: CopyPolicy = AT_ONCE  # how bytes get there; set by whoever measures (`copy_choice.py`)
         self._ring: StagingRing | None = None
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew, tens of milliseconds each
         torch.cuda.reset_peak_memory_stats(self.place)
@@ -172,14 +162,9 @@ class _SeenByKernels:
 
 
 def open_device(name: str | Device, gpu_memory: str | int | None = None) -> Device | None:
-    """The device that `device` names, or is; None is the CPU.
+    """The device that `name` says (`auto`, `cpu`, `cuda`, `cuda:N`), or is, limited to `gpu_memory`; None is the CPU.
 
-    Args:
-        name: `auto`, `cpu`, `cuda` or `cuda:N`; a device that is open already is returned as it is.
-        gpu_memory: of which this process takes no more than that.
-
-    Raises:
-        UserError: no such name, no driver, no such GPU, or a budget where there is none or larger than the GPU.
+    Raises `UserError`: no such name, driver or GPU, or a budget where there is none or larger than the GPU.
     """
     if not isinstance(name, str):
         return name

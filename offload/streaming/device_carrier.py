@@ -1,10 +1,8 @@
 """Layers to a device: from locked host memory the moment their slot is released, from elsewhere by a thread.
 
-The copy of a layer waits, on the device, for the event after which nobody reads its slot, and is followed by the event
-that the layer's kernels wait for. The host only enqueues: a whole sweep of layers in locked memory is on its way before
-its first layer has run. Layers on disk pass through a stage of locked buffers first; a thread sends each as soon as it
-is there, whatever else the copy stream has been given meanwhile, and it is the one that waits until the device has
-copied from a buffer, so that whoever computes never does.
+The copy of a layer waits, on the device, for the event after which nobody reads its slot; the layer's kernels wait for
+the event after the copy. The host only enqueues. Layers on disk come through a stage of locked buffers: a thread sends
+each as soon as it is there, and it alone waits until the device has copied from a buffer.
 
 Device memory begins at a multiple of 256 bytes or more, and each copy with the layer's first weight (`layout.py`).
 """
@@ -61,7 +59,6 @@ class DeviceCarrier(HostCarrier):
 
     @property
     def note(self) -> str | None:
-        """A line for the user where a faster way is closed."""
         notes = (self.pinned.note, self.source.note if self._of_disk else None)
         return "; ".join(note for note in notes if note) or None
 
@@ -175,7 +172,6 @@ class DeviceCarrier(HostCarrier):
                 self.pinned.release(buffer)
 
     def _host(self, layer: int) -> HostBuffer:
-        """The layer's place in host memory."""
         if layer not in self.hosted:
             self.hosted[layer] = self.pinned.allocate(self.layouts[layer].slab_bytes)
         return self.hosted[layer]

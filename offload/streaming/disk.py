@@ -1,15 +1,14 @@
 """Checkpoint bytes from disk into buffers of ours, at the disk's own speed.
 
-Files are opened once, with O_DIRECT where the file system has it: nothing passes through the page cache, so a budget of
-memory means what it says and a sweep over a model larger than memory does not evict everything else. A few threads keep
-several requests in flight; a single one leaves a third of the disk unused.
+Files are opened with O_DIRECT where the file system has it: nothing passes through the page cache, so a budget of
+memory is kept. A few threads keep several requests in flight; a single one leaves a third of the disk unused.
 """
 
 import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from offload.streaming.source import ByteSource, finish
 
 NUM_READERS = 8  # as many requests in flight: a reader that waits for its turn must not leave the disk idle
 REQUEST_BYTES = 2 << 20
+_NO_DIRECT = "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
 
 
 def allocate(num_bytes: int) -> np.ndarray:
@@ -34,10 +34,7 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 class DiskReader(ByteSource):
-    """Reads slabs of a checkpoint. `is_direct` tells whether O_DIRECT is in use; `bytes_read` counts what was moved.
-
-    `rate_limit_bytes_per_s` slows the reads down, for tests and studies of a slower link.
-    """
+    """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT."""
 
     def __init__(self, shards: Sequence[Path], *, rate_limit_bytes_per_s: float | None = None) -> None:
         self._files, self.is_direct = _open_all(shards)
@@ -48,16 +45,11 @@ class DiskReader(ByteSource):
         self._bounce = threading.local()
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
         self._count = threading.Lock()
-        self.bytes_read = 0
+        self.bytes_read = 0  # what was moved
 
     @property
     def note(self) -> str | None:
-        """A line for the user when the fast way is not open."""
-        if self.is_direct:
-            return None
-        return (
-            "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
-        )
+        return None if self.is_direct else _NO_DIRECT
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start reading a slab; it is valid once every returned future is done. A failed read raises in `result()`."""
@@ -95,11 +87,7 @@ class DiskReader(ByteSource):
         return buffer
 
     def _fill(self, request: Piece, view: memoryview) -> None:
-        """Read [lo, hi) of a shard; the end of the file may come before a block is full.
-
-        Raises:
-            ReadError: the disk failed, or the file is not the one that was opened any more.
-        """
+        """Read [lo, hi) of a shard, or up to its end. Raises `ReadError`, also where the file was changed."""
         fd, wanted = self._files[request.shard], min(request.hi, self._sizes[request.shard]) - request.lo
         if self._throttle is not None:
             self._throttle.wait_for(wanted)
@@ -122,7 +110,7 @@ class DiskReader(ByteSource):
 
 
 class _Throttle:
-    """Lets reads start no faster than a given rate: a slower link for tests and studies."""
+    """Lets reads start no faster than a given rate."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, threading.Lock()
@@ -136,11 +124,7 @@ class _Throttle:
 
 
 def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
-    """Descriptors of all shards, and whether O_DIRECT works on every one of them (opening alone does not tell).
-
-    Raises:
-        ReadError: a shard cannot be opened.
-    """
+    """Descriptors of all shards, and whether O_DIRECT works on every one of them. Raises `ReadError`."""
     direct = [_open_direct(path) for path in shards]
     opened = [fd for fd in direct if fd is not None]
     if len(opened) == len(shards):
@@ -174,10 +158,7 @@ def _open_direct(path: Path) -> int | None:
 
 def _direct_requests(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Whole blocks around each run, cut into requests. The slab mirrors the file, so both stay block-aligned."""
-    for piece in pieces:
-        lo, hi, slab_lo = _down(piece.lo), _up(piece.hi), _down(piece.slab_lo)
-        for start in range(lo, hi, REQUEST_BYTES):
-            yield Piece(piece.shard, start, min(start + REQUEST_BYTES, hi), slab_lo + start - lo)
+    return _cut(Piece(shard, _down(lo), _up(hi), _down(slab_lo)) for shard, lo, hi, slab_lo in pieces)
 
 
 def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -193,7 +174,7 @@ def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _cut(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         for start in range(piece.lo, piece.hi, REQUEST_BYTES):
             yield Piece(piece.shard, start, min(start + REQUEST_BYTES, piece.hi), piece.slab_lo + start - piece.lo)

@@ -16,13 +16,7 @@ from offload.streaming.timeline import Spans
 class HostCarrier:
     """Brings layers to where they are computed with: here, host memory.
 
-    Args:
-        resident: layers that stay; the others are `streamed` through slots.
-        device: that computes; its events order copies and use.
-
-    Attributes:
-        resident: the slabs of layers that stay.
-        spans: hear of copies.
+    The layers `resident` stay, others are `streamed` through slots; events of the `device` that computes order both.
     """
 
     def __init__(
@@ -34,7 +28,6 @@ class HostCarrier:
 
     @property
     def note(self) -> str | None:
-        """A line for the user where a faster way is closed."""
         return self.source.note
 
     def load(self, on_bytes: Callable[[int], None]) -> None:

@@ -1,8 +1,7 @@
 """The layers of a model, in the order in which a sweep needs them: some stay, the others pass through a few slots.
 
 This holds for a CPU, whose slots a disk fills, and for a device, to which layers are sent: `acquire` lets what computes
-wait until a layer is there, `release` says that all of its use has been enqueued. Where a layer lives is fixed for the
-run, because a cyclic scan through an LRU cache would never hit.
+wait until a layer is there, `release` says that all of its use has been enqueued.
 
 Invariant: nothing is overwritten before the event that says nobody reads it any more, nor read before the event that
 says it is there; and the host waits nowhere but where a disk has not delivered.
@@ -29,14 +28,9 @@ _POISON = 0xFF  # NaN in every float format we stream
 
 
 class Layers:
-    """Hands out the layers of one checkpoint. On a device everything but a wait for the disk is only enqueued.
+    """Hands out the layers of one checkpoint; those that do not stay pass through `num_slots` slots.
 
-    Args:
-        num_slots: for layers that do not stay.
-
-    Attributes:
-        poison_released: tests fill slots with NaN as soon as they are free.
-        bytes_read: of layers that were handed out and do not stay; not of those on their way for the next sweep.
+    On a device everything but a wait for the disk is only enqueued.
     """
 
     def __init__(self, carrier: HostCarrier, num_slots: int) -> None:
@@ -44,19 +38,18 @@ class Layers:
         slot_bytes = max((carrier.layouts[n].slab_bytes for n in carrier.streamed), default=0)
         slots = [self._device.allocate(slot_bytes) for _ in range(num_slots if carrier.streamed else 0)]
         self.stage = Stage(carrier.carry, carrier.streamed, slots)
-        self.poison_released = False
-        self.bytes_read, self._stall_s = 0, 0.0
+        self.poison_released = False  # tests fill slots with NaN as soon as they are free
+        self.bytes_read = 0  # of layers that were handed out and do not stay
+        self._stall_s = 0.0
         self._waits: deque[tuple[Event, Event]] = deque()
         self._arrived: Event = None  # when the layer acquired last could be used; known while somebody records
 
     @property
     def source(self) -> ByteSource:
-        """Where the bytes come from."""
         return self.carrier.source
 
     @property
     def note(self) -> str | None:
-        """A line for the user where a faster way is closed."""
         return self.carrier.note
 
     @property
@@ -88,11 +81,7 @@ class Layers:
             self._start()
 
     def acquire(self, layer: int) -> Tensor:
-        """The weights of `layer`, its first one first; valid for what is enqueued until `release(layer)`.
-
-        Raises:
-            ReadError: the disk failed.
-        """
+        """The weights of `layer`, first one first, for what is enqueued until its release. Raises `ReadError`."""
         device = self._device
         if layer in self.carrier.resident:
             self._arrived = self._spans.mark(device.compute)
@@ -130,7 +119,6 @@ class Layers:
         self.carrier.close()
 
     def _start(self) -> None:
-        """Begin with the first layer."""
         self.carrier.start()
         self.stage.start(self._device.record(self._device.compute))  # an abandoned sweep may still read the slots
 
@@ -138,11 +126,7 @@ class Layers:
 def open_layers(
     source: ByteSource, layouts: Sequence[SlabLayout], plan: MemoryPlan, device: Device | None, resources: ExitStack
 ) -> Layers:
-    """Layers as the plan places them, nothing read yet; `resources` closes them.
-
-    Args:
-        device: None is the CPU.
-    """
+    """Layers as the plan places them, on the CPU where `device` is None; nothing read yet. `resources` closes them."""
     if device is None:
         stays = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
         carrier = HostCarrier(source, layouts, stays, HostDevice())

@@ -1,7 +1,6 @@
 """Which processors lie next to a device: memory that they touch first lies there too.
 
-On a machine with several sockets, copies from the far one run at half the speed or less. Where the system does not say,
-nothing is known and nothing is done.
+With several sockets, copies from the far one run at half the speed or less. Where nothing is known nothing is done.
 """
 
 import os

@@ -1,15 +1,14 @@
 """Host memory that a device can copy from on its own: page-locked, in buffers of exactly the size asked for.
 
-Allocators that keep blocks for later round up to powers of two, a quarter more for a layer of a 70B model; so memory is
-taken from the driver directly. Three ways, the first that works: cupy's `PinnedMemory`; pages of ours, touched by many
-threads and registered with the driver; plain pages, which reach the device through a small locked bounce buffer. A way
-that has refused a size is asked again only for much smaller ones. Invariant: a buffer says whether it is locked, and
-nobody guesses.
+Caching allocators round up, by a quarter for a layer of a 70B model; so memory comes from the driver. Three ways, the
+first that works: cupy's `PinnedMemory`; pages of ours, touched by many threads and registered with the driver; plain
+pages, which reach the device through a small locked bounce buffer. A way that has refused a size is asked again only
+for much smaller ones. Invariant: a buffer says whether it is locked, and nobody guesses.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -46,7 +45,6 @@ class Way(Protocol):
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Exactly so many locked bytes. Raises `RefusedError`."""
-        ...
 
     def free(self, array: np.ndarray) -> None:
         """Unlock what this way allocated; nothing copies from it any more."""
@@ -58,11 +56,7 @@ class CupyWay:
     name = "cupy"
 
     def __init__(
-        self,
-        index: int,
-        import_cupy: Callable[[], Any],
-        cuda_version: str | None,
-        cpus: frozenset[int] | None = None,
+        self, index: int, import_cupy: Callable[[], Any], cuda_version: str | None, cpus: frozenset[int] | None = None
     ) -> None:
         try:
             self._cupy = import_cupy()
@@ -72,8 +66,7 @@ class CupyWay:
         if cuda_version and major != int(cuda_version.partition(".")[0]):
             wanted = cuda_version.partition(".")[0]
             raise RefusedError(f"cupy is made for CUDA {major}, torch for {wanted}: install cupy-cuda{wanted}x")
-        self._index = index
-        self._cpus = cpus
+        self._index, self._cpus = index, cpus
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """`PinnedMemory` is exact, cupy's pool is not."""
@@ -101,8 +94,7 @@ class RegisterWay:
 
     Args:
         runtime: has `cudaHostRegister(address, size, flags)`, 0 for success, and `cudaHostUnregister(address)`.
-        forget_error: clears what a refused call leaves behind: torch would report it at the next kernel as an
-            out-of-memory error of that kernel.
+        forget_error: clears what a refused call leaves behind, which torch would report at its next kernel.
         touch: makes pages real before the driver has to, one after the other.
     """
 
@@ -130,12 +122,7 @@ class RegisterWay:
 
 
 class PinnedAllocator:
-    """Host buffers for one device, locked as far as this machine lets us.
-
-    Args:
-        ways: to lock memory, best first.
-        refusals: why better ways are missing.
-    """
+    """Host buffers for one device, locked in the first of `ways` that works; `refusals` say why better ones lack."""
 
     def __init__(self, ways: Sequence[Way], refusals: Sequence[str] = ()) -> None:
         self._ways, self._refusals = list(ways), list(refusals)
@@ -167,7 +154,6 @@ class PinnedAllocator:
 
     @property
     def ways_open(self) -> tuple[Way, ...]:
-        """To lock memory, best first."""
         return tuple(self._ways)
 
     @property
@@ -213,11 +199,9 @@ def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
 
 def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
     """Make every page real, by several threads on `cpus`: the first touch decides on which memory node it lies."""
+    parts = (array[lo : lo + _TOUCH_BYTES] for lo in range(0, len(array), _TOUCH_BYTES))
     with ThreadPoolExecutor(_NUM_THREADS, initializer=stay_on, initargs=(cpus,)) as pool:
-        parts = range(0, len(array), _TOUCH_BYTES)
-        done: list[Future[None]] = [pool.submit(_touch, array[lo : lo + _TOUCH_BYTES]) for lo in parts]
-    for future in done:
-        future.result()
+        list(pool.map(_touch, parts))
 
 
 def _touch(part: np.ndarray) -> None:
@@ -225,10 +209,9 @@ def _touch(part: np.ndarray) -> None:
 
 
 def forget_cuda_error(maps: Path = Path("/proc/self/maps"), open_library: Callable[[str], Any] = ctypes.CDLL) -> None:
-    """Clear the error that a refused CUDA call has left in this thread.
+    """Clear the error that a refused CUDA call has left in this thread, in every copy of the runtime that is mapped.
 
-    torch has no binding for it, and each copy of the runtime library that is loaded keeps an error of its own: all of
-    them are asked, by the very files that are mapped.
+    torch has no binding for it, and each copy of the library keeps an error of its own.
     """
     files = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "libcudart" in line}
     for file in sorted(name.removesuffix(" (deleted)") for name in files):
@@ -242,6 +225,6 @@ def _import_cupy() -> Any:
 
 
 def _pci_address(place: torch.device) -> str:
-    card = torch.cuda.get_device_properties(place)
-    numbers = [getattr(card, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+    found = torch.cuda.get_device_properties(place)
+    numbers = [getattr(found, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
     return "{:04x}:{:02x}:{:02x}.0".format(*numbers)

@@ -11,31 +11,20 @@ from offload.checkpoint.layout import SlabLayout
 
 
 class ByteSource(Protocol):
-    """The weight files of one checkpoint. Whoever opens a source closes it.
+    """The weight files of one checkpoint. Whoever opens a source closes it."""
 
-    Attributes:
-        paths: the files, by the numbers of their shards.
-        rate_limit_bytes_per_s: that reads are slowed down to, for studies; None does not slow them down.
-    """
-
-    paths: Sequence[Path]
-    rate_limit_bytes_per_s: float | None
+    paths: Sequence[Path]  # by the numbers of their shards
+    rate_limit_bytes_per_s: float | None  # that reads are slowed down to, for studies
 
     @property
     def note(self) -> str | None:
         """A line for the user when the fast way to read is not open."""
-        ...
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
-        """Start filling a slab, `layout.slab_bytes` of page-aligned uint8.
-
-        It is valid once every returned future is done. A failed read raises `ReadError` in `result()`.
-        """
-        ...
+        """Start filling page-aligned uint8; valid once all futures are done, whose `result()` may raise `ReadError`."""
 
     def fetch(self, layout: SlabLayout) -> np.ndarray:
         """A slab of its own, complete. Raises `ReadError`."""
-        ...
 
     def close(self) -> None:
         """Drop queued reads and wait for running ones."""

@@ -1,9 +1,8 @@
 """One slot cycle: blocks pass through a few slots in the order in which they are wanted, each moved ahead of its use.
 
-From a disk into host memory, from there to a device: wherever a block goes, a slot is free, filling, ready, held, and
-free again. The order is a cycle: when the last block of a sweep gives its slot back, the first blocks of the next sweep
-are already on their way, so the link works while the drafter does. A stage runs no thread and knows no device; whoever
-moves the bytes (`Carry`) does. Stages are chained by moving from the slots of one into those of the next.
+From a disk into host memory, from there to a device: a slot is free, filling, ready, held, and free again. When the
+last block of a sweep gives its slot back, the first ones of the next are on their way already, so the link works while
+the drafter does. A stage runs no thread and knows no device; whoever moves the bytes (`Carry`) does.
 
 Invariant: a block is moved into a slot only after the one before it was released, and handed out only when its transfer
 is complete or bound to complete before the event that is handed out with it.
@@ -40,14 +39,12 @@ class _Transfer(NamedTuple):
 
 
 class Stage:
-    """The slot cycle of `blocks` through `slots`.
+    """The cycle of `blocks`, in the order of their use, through `slots` of flat bytes, each large enough for all.
 
     Only `cancel` may be called by another thread than the one that uses the stage.
 
     Args:
         carry: see `Carry`; it may wait for the event that it is given.
-        blocks: in the order of their use.
-        slots: flat bytes, each large enough for every block.
         is_cycle: whether the first block follows the last.
 
     Attributes:

@@ -24,13 +24,10 @@ class _Part(NamedTuple):
 
 
 class StagingRing:
-    """Tensors of the host become tensors of the device.
+    """Tensors of the host become tensors of the device, through `array` (flat uint8, locked, a multiple of 256 bytes).
 
-    Args:
-        array: flat uint8, locked, as many bytes as is a multiple of 256.
-        seen: the same memory as the device sees it: flat int64.
-        record: an event behind all that has been given to the stream that computes.
-        synchronize: lets the host wait for one.
+    `seen` is the same memory as the device sees it, int64; `record` gives an event behind all that has been given to
+    the stream that computes, `synchronize` waits for one.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """What the streams of a device did, told on the host's clock once it is over.
 
-A device has a clock of its own. One event whose moment the host knows ties both together, and every other time is that
-moment and what the device says has passed since. Invariant: after that first event nobody waits; what the device has
-not got to when it is asked is left out.
+One event whose moment the host knows ties the device's clock to its own. Invariant: after that event nobody waits; what
+the device has not got to when it is asked is left out.
 """
 
 import time
@@ -35,10 +34,7 @@ class Spans:
 
     @property
     def listener(self) -> Record | None:
-        """Who hears of spans, when it is set again, to None for example: of those that are over by then.
-
-        Setting it to somebody waits for what is enqueued.
-        """
+        """Who hears, when it is set again, of spans that are over by then. Setting it waits for what is enqueued."""
         return self._listener
 
     @listener.setter

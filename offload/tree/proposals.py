@@ -2,9 +2,8 @@
 
 A rule that compares p(x) with q(x) is exact only if q is the very distribution that x was drawn from, given everything
 drawn before it. So a distribution is kept per node, after temperature, top-k and top-p, and the kind of draw per child;
-from both and the elder siblings the distribution of every single child follows. One node may mix kinds. A child about
-which nothing is known but its token (likeliest, copied, retrieved) is a point mass, the distribution that is one at its
-token.
+from these the distribution of every single child follows. A child about which nothing is known but its token
+(likeliest, copied, retrieved) is a point mass.
 
 Invariant: how many children a node gets never depends on the tokens that were drawn for it (predictable growth).
 """
@@ -44,24 +43,15 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposals:
-    """The distributions of one tree, as wide as the target's vocabulary and zero where the draft has no token.
+    """The distributions of one tree, as wide as the target's vocabulary and zero where the draft has no token."""
 
-    Attributes:
-        draw_N: a `Draw` for every node, as the child that it is; the root's entry means nothing.
-        row_N: which row of `probs_EV` the children of a node were drawn from; -1 where all are point masses.
-        probs_EV: float32, one distribution for each of the E nodes whose children were drawn.
-    """
-
-    draw_N: Ints
-    row_N: Ints
-    probs_EV: Tensor
+    draw_N: Ints  # a `Draw` for every node, as the child that it is; the root's entry means nothing
+    row_N: Ints  # which row of `probs_EV` a node's children were drawn from; -1 where all are point masses
+    probs_EV: Tensor  # float32, one distribution for each of the E nodes whose children were drawn
 
     @classmethod
     def blank(cls, topology: Topology, vocab_size: int, draw: Draw, place: torch.device | str = "cpu") -> "Proposals":
-        """For a tree whose children are all drawn alike: a distribution for each node with children, to be written.
-
-        Distributions stay where they are drawn from: verification fetches the few that its walk passes.
-        """
+        """For a tree whose children are all drawn alike: distributions to be written, on the place of the draws."""
         has_children_N = topology.num_children_N > 0
         row_N = np.where(has_children_N, np.cumsum(has_children_N) - 1, -1)
         probs_EV = torch.zeros(int(has_children_N.sum()), vocab_size, device=place)
@@ -72,11 +62,7 @@ class Proposals:
         self.probs_EV[torch.from_numpy(self.row_N[node_W]).to(self.probs_EV.device)] = probs_WV
 
     def offers(self, parent: int, children: Sequence[int], tokens: Sequence[int]) -> Iterator[Offer]:
-        """The children of `parent` in the order of their draws, which ends early where no token was left to draw.
-
-        Raises:
-            UserError: the distribution that they were drawn from is not made of numbers.
-        """
+        """The children of `parent` in the order of their draws, while tokens are left. Raises `UserError` for NaN."""
         row = int(self.row_N[parent])
         full_V = None if row < 0 else _normalised(self.probs_EV[row].double().cpu().numpy())
         for rank, (child, token) in enumerate(zip(children, tokens, strict=True)):

@@ -56,7 +56,6 @@ class TreeSpec:
 
     @property
     def label(self) -> str:
-        """What `--tree` calls it."""
         size = f"{self.count}x{self.depth}"
         shown = {"auto": "auto", "none": "none", "best": size, "chain": f"chain:{self.depth}"}
         return shown.get(self.kind, f"{self.kind}:{size}")

@@ -17,29 +17,21 @@ from offload.tree.topology import Topology
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Tokens on a topology.
-
-    Attributes:
-        topology: who is whose child.
-        token_N: int64, the proposed ids; `token_N[0]` is committed already.
-        proposals: the distributions that the tokens were drawn from; without them every child is a point mass.
-    """
+    """Tokens on a topology."""
 
     topology: Topology
-    token_N: Tensor
-    proposals: Proposals | None = None
+    token_N: Tensor  # int64, the proposed ids; `token_N[0]` is committed already
+    proposals: Proposals | None = None  # what the tokens were drawn from; without it every child is a point mass
 
     def __post_init__(self) -> None:
         assert self.token_N.shape == (self.topology.num_nodes,), "one token per node"
 
     @property
     def num_nodes(self) -> int:
-        """N, the root included."""
         return self.topology.num_nodes
 
     @cached_property
     def tokens(self) -> list[int]:
-        """The ids of all nodes."""
         return [int(token) for token in self.token_N.tolist()]
 
     def child(self, node: int, token: int) -> int | None:

@@ -3,10 +3,9 @@
 Sequoia (2402.12374, section 3.1): a verifier accepts the child of rank k with chance p[k], whatever its position, so a
 node is reached with f(v) = product of p[rank] along its path and a sweep yields F(T) = sum of f over the nodes. For a
 non-increasing p the n best scores *are* the best tree, found by a heap; a measured p is fitted so that it falls.
-Nothing here knows a model, a token or a device.
 
 Invariant: the root is node 0, it counts as a node (its row yields the bonus token), and nodes stand in level order: by
-depth, then by parent, then by rank. Depth counts edges from the root, which is the number of draft steps.
+depth (edges from the root, the number of draft steps), then by parent, then by rank.
 
 Shape letters, in this file only: N nodes (or sizes 0..N), D depths 0..D, K ranks (the children one node may have).
 """
@@ -43,27 +42,20 @@ class Topology:
     rank_N: Ints  # index among its siblings; 0 for the root
     depth_N: Ints  # edges from the root
 
-    def __post_init__(self) -> None:
-        parent_N, rank_N, depth_N = self.parent_N, self.rank_N, self.depth_N
-        assert parent_N.ndim == 1 and parent_N.size > 0, "a topology has at least its root"
-        assert parent_N.shape == rank_N.shape == depth_N.shape, "parent_N, rank_N and depth_N differ in length"
-        assert parent_N[0] == -1 and (parent_N[1:] >= 0).all(), "node 0, and only node 0, is the root"
-        assert (parent_N < np.arange(parent_N.size)).all(), "a parent must stand before its children"
-        assert (np.diff(parent_N) >= 0).all(), "nodes are not in level order"
-        assert (rank_N == _ranks(parent_N)).all(), "siblings must be ranked 0, 1, 2, ... in their order"
-        assert depth_N[0] == 0 and (depth_N[1:] == depth_N[parent_N[1:]] + 1).all(), "depth_N contradicts parent_N"
-        for array_N in (parent_N, rank_N, depth_N):
-            array_N.setflags(write=False)
-
     @classmethod
     def from_parents(cls, parents: Sequence[int] | Ints) -> "Topology":
         """The tree whose node i hangs from `parents[i]`; `parents[0]` is -1 and the nodes are in level order."""
         parent_N = np.array(parents, dtype=np.int64)
+        assert parent_N[:1].tolist() == [-1] and (np.diff(parent_N) >= 0).all(), "nodes are not in level order"
         depths = [0]
         for parent in parent_N[1:].tolist():
             assert 0 <= parent < len(depths), "a parent must stand before its children"
             depths.append(depths[parent] + 1)
-        return cls(parent_N, _ranks(parent_N), np.array(depths, dtype=np.int64))
+        rank_N = np.arange(parent_N.size) - np.searchsorted(parent_N, parent_N)  # distance from the first sibling
+        arrays = parent_N, rank_N, np.array(depths, dtype=np.int64)
+        for array_N in arrays:
+            array_N.setflags(write=False)
+        return cls(*arrays)
 
     @property
     def num_nodes(self) -> int:
@@ -131,10 +123,7 @@ def check_acceptance(p: AcceptanceVector) -> Floats:
 
 
 def isotonic(p: AcceptanceVector) -> Floats:
-    """The non-increasing vector nearest to `p` (least squares, pool adjacent violators), of the same mean.
-
-    For a measured vector whose far ranks are noisy.
-    """
+    """The non-increasing vector nearest to a noisy `p` (least squares, pool adjacent violators), of the same mean."""
     pools: list[tuple[float, int]] = []  # (sum, count) of each flat stretch
     for value in check_acceptance(p).tolist():
         total, count = value, 1
@@ -159,11 +148,15 @@ def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
 def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
     """The best tree of `num_nodes` nodes and at most `max_depth` draft steps for a non-increasing `p`, in O(n log n).
 
-    Scores rise neither along a path nor along siblings, so the n best of the infinite tree are closed under "parent of"
-    and "previous sibling of". Ties go to the shallower node, which costs fewer draft steps. Where fewer nodes fit
-    under `max_depth`, all that fit are taken. Raises `UserError` where `p` rises.
+    Scores rise neither along a path nor along siblings, so the n best nodes of the infinite tree make a tree. Ties go
+    to the shallower node. Where fewer fit under `max_depth`, all that fit are taken. Raises `UserError` where `p`
+    rises.
     """
-    ranks = _check_non_increasing(p).tolist()
+    p_K = check_acceptance(p)
+    for k in np.flatnonzero(np.diff(p_K) > 0)[:1].tolist():
+        found = f"p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = {p_K[k + 1]:.6g}"
+        raise UserError(f"best-first needs a non-increasing acceptance vector, got {found}: isotonic(p) smooths it")
+    ranks = p_K.tolist()
     _check_sizes(num_nodes, max_depth)
     scores: list[float] = []
     parents: list[int] = []
@@ -219,18 +212,3 @@ def k_ary(k: int, num_nodes: int) -> Topology:
 def _check_sizes(num_nodes: int, max_depth: int) -> None:
     require(num_nodes >= 1, "num_nodes must be 1 or more", num_nodes, "1 is the root alone, no speculation")
     require(max_depth >= 0, "max_depth must be 0 or more", max_depth, "0 is the root alone, no speculation")
-
-
-def _check_non_increasing(p: AcceptanceVector) -> Floats:
-    p_K = check_acceptance(p)
-    for k in np.flatnonzero(np.diff(p_K) > 0)[:1].tolist():
-        raise UserError(
-            f"best-first needs a non-increasing acceptance vector, got p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = "
-            f"{p_K[k + 1]:.6g}: isotonic(p) smooths it"
-        )
-    return p_K
-
-
-def _ranks(parent_N: Ints) -> Ints:
-    """Distance from the first sibling, given that siblings are consecutive."""
-    return np.arange(parent_N.size) - np.searchsorted(parent_N, parent_N)

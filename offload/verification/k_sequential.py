@@ -1,17 +1,13 @@
 """SpecTr's k-sequential selection (K-SEQ; 2310.15141, Alg. 3): k independent draws, one test for all of them.
 
-Each of k draws x from Q is accepted with chance min(1, P[x] / (rho Q[x])), one after the other. With
-M = min(Q, P / rho) and beta = sum of M over all tokens, one trial succeeds with chance beta and then gives the
-distribution M / beta, and all k fail with chance (1 - beta)^k. So the trials deliver c M, where c = (1 - (1 - beta)^k)
-/ beta, and P - c M, normalised, is drawn from when they fail. This is exact if nothing in P - c M is negative, for
-which c <= rho
+Each of k draws x from Q is accepted with chance min(1, P[x] / (rho Q[x])), one after the other. With M = min(Q, P /
+rho) and beta = sum of M over all tokens, the trials deliver c M, where c = (1 - (1 - beta)^k) / beta, and P - c M,
+normalised, is drawn from when all of them fail. This is exact if nothing in P - c M is negative, for which c <= rho
 suffices: c M <= rho P / rho = P.
 
 The least such rho accepts most. beta falls as rho grows while rho beta = sum of min(rho Q, P) rises, so c <= rho, that
 is 1 - (1 - beta)^k <= rho beta, once true stays true; it is true at rho = k, as c <= k. Bisection on [1, k] keeps its
-upper end on the true side: the result is exactly valid, and optimal up to the width of the last interval.
-
-Unlike the ratio test this is not consistent draw by draw: k must be fixed before the first draw of the node.
+upper end on the true side. Unlike the ratio test this needs k to be fixed before the first draw of the node.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,11 +26,7 @@ _NUM_HALVINGS = 24  # rho exceeds the least one by k * 2^-24 at most
 
 
 def k_sequential(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
-    """Verify by k-sequential selection; the position does not enter, since the coins are fresh.
-
-    Args:
-        logits_NV: the target's scores after each node.
-    """
+    """Verify by k-sequential selection; the position does not enter, since the coins are fresh."""
     return walk(tree, logits_NV, sampler, k_sequential_trials)
 
 

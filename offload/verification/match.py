@@ -12,15 +12,8 @@ from offload.verification.walk import Acceptance
 def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
     """Walk down from the root along the tokens that the target draws; the first one that is not a child ends the walk.
 
-    The draw at a position depends on the target and the noise alone, so the emitted tokens are the ones that decoding
-    without a tree emits (Gumbel coupling as in arXiv 2408.07978; greedy is the case without noise).
-
-    Args:
-        logits_NV: the target's scores after each node.
-        root_position: absolute position of the root token.
-
-    Raises:
-        UserError: the scores after a node on the way are not numbers.
+    The draw at a position depends on the target and the noise alone, so the tokens are those that decoding without a
+    tree emits (Gumbel coupling as in arXiv 2408.07978). Raises `UserError` where scores on the way are not numbers.
     """
     nodes, tokens, node = [0], [], 0
     drawn: dict[int, int] = {}

@@ -2,10 +2,9 @@
 
 A child x that was drawn from D is accepted with chance min(1, R[x] / D[x]), where R is the target's distribution at
 first; after a rejection R becomes what D could not deliver, norm(max(R - D, 0)). A trial hands out min(R, D) and leaves
-the rest of R, so what is emitted has distribution R whatever D is. The two papers differ in D alone, which the tree
-knows: drawn without replacement it is Sequoia (2402.12374, Alg. 1), with replacement SpecInfer (Alg. 3 there), and a
-point mass is the target's own sampling. A token that was rejected is never accepted later: R has no mass there any
-more.
+the rest, so what is emitted has distribution R whatever D is. Drawn without replacement D makes it Sequoia (2402.12374,
+Alg. 1), with replacement SpecInfer (Alg. 3 there), and a point mass is the target's own sampling. A token that was
+rejected is never accepted later: R has no mass there any more.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,11 +19,7 @@ from offload.verification.walk import Acceptance, Trial, walk
 
 
 def ratio(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
-    """Verify by the ratio test; the position does not enter, since the coins are fresh.
-
-    Args:
-        logits_NV: the target's scores after each node.
-    """
+    """Verify by the ratio test; the position does not enter, since the coins are fresh."""
     return walk(tree, logits_NV, sampler, ratio_trials)
 
 
@@ -44,7 +39,6 @@ def ratio_trials(target_V: Floats, offers: Iterable[Offer]) -> Iterator[Trial]:
 
 
 def _undelivered(residual_V: Floats, offer: Offer) -> Floats:
-    """max(R - D, 0)."""
     if offer.probs_V is not None:
         return np.maximum(residual_V - offer.probs_V, 0)
     left_V = residual_V.copy()

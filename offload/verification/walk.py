@@ -1,8 +1,8 @@
 """The walk that all ratio rules share: down the tree by chance, one node's children at a time.
 
 A rule says for one node with which chance each child is accepted and what remains of the target's distribution when
-none is; the walk tosses the coins. It works in float64 on the host, on the few rows that it visits. Invariant: one
-fresh coin per node and step, the root's for the token that ends the walk.
+none is. The walk tosses the coins, in float64 on the host, on the few rows that it visits. Invariant: one fresh coin
+per node and step, the root's for the token that ends the walk.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,12 +35,7 @@ Trials = Callable[[Floats, Iterable[Offer]], Iterator[Trial]]  # the target's di
 
 
 def walk(tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials) -> Acceptance:
-    """Descend into the first child that wins its toss, until none does; then draw from the remaining distribution.
-
-    Args:
-        logits_NV: the target's scores after each node.
-        trials: the rule for one node.
-    """
+    """Descend into the first child that wins its toss, until none does; then draw from the remaining distribution."""
     coin_N, nodes = sampler.uniform(tree.num_nodes), [0]
     while True:
         residual_V = sampler.host_distribution(logits_NV[nodes[-1]])

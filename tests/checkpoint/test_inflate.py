@@ -11,44 +11,42 @@ from typing import Any
 
 import pytest
 import torch
-from small_llama import LAYER_BYTES, SIZES, TARGET_BYTES, logits_of, relative_error
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MistralForCausalLM
+from small_llama import LAYER_BYTES, SIZES, TARGET_BYTES, inflate, logits_of, relative_error
+from transformers import AutoModelForCausalLM
 
 from offload.checkpoint import inflate as module
-from offload.checkpoint.inflate import inflate, plan_inflation
-from offload.checkpoint.safetensors import open_checkpoint
-from offload.errors import UserError
+from offload.checkpoint.inflate import plan_inflation
+
+
+@pytest.fixture(autouse=True)
+def _little_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LAYER_BYTES", LAYER_BYTES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("width_factor", "seed"), [(4, 0), (4, 1), (16, 2)])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_logits_are_those_of_the_small_model(
-    small: Callable[..., Path], tmp_path: Path, dtype: torch.dtype, is_tied: bool, width_factor: int, seed: int
+    small: Callable[..., Path], tmp_path: Path, dtype: torch.dtype, seed: int
 ) -> None:
     """Computed in fp32 whatever is stored, so that only the order of summation may differ."""
-    source = small(seed=seed, dtype=dtype, tie_word_embeddings=is_tied)
-    target_bytes, layer_bytes = 1_700_000 * width_factor, 375_000 * width_factor
-    inflated = inflate(source, tmp_path / "big", target_bytes, width_factor=width_factor, layer_bytes=layer_bytes)
+    source = small(seed=seed, dtype=dtype)
+    inflated = inflate(source, tmp_path / "big", TARGET_BYTES)
     config = json.loads((inflated / "config.json").read_text())
-    assert config["hidden_size"] == 32 * width_factor and config["num_key_value_heads"] == 2
+    assert config["hidden_size"] == 32 * 4 and config["num_key_value_heads"] == 2
     assert config["num_hidden_layers"] > 3 and config["intermediate_size"] > 80
     assert relative_error(source, inflated) < 1e-4
 
 
-@pytest.mark.parametrize("width_factor", [4, 16])
-def test_bf16_arithmetic_agrees_but_for_near_ties(
-    small: Callable[..., Path], tmp_path: Path, width_factor: int
-) -> None:
+def test_bf16_arithmetic_agrees_but_for_near_ties(small: Callable[..., Path], tmp_path: Path) -> None:
     source = small(dtype=torch.bfloat16)
-    inflated = inflate(source, tmp_path / "big", TARGET_BYTES, width_factor=width_factor, layer_bytes=LAYER_BYTES)
+    inflated = inflate(source, tmp_path / "big", TARGET_BYTES)
     wanted, got = logits_of(source, torch.bfloat16), logits_of(inflated, torch.bfloat16)
     assert (wanted.argmax(-1) == got.argmax(-1)).float().mean() > 0.9
     assert (got - wanted).abs().mean() < 0.02 * wanted.std()
 
 
 def test_generation_through_the_kv_cache(small: Callable[..., Path], tmp_path: Path) -> None:
-    folders = (source := small()), inflate(source, tmp_path / "big", TARGET_BYTES, layer_bytes=LAYER_BYTES)
+    folders = (source := small()), inflate(source, tmp_path / "big", TARGET_BYTES)
     prompt, written = torch.tensor([[5, 7, 11]]), []
     for folder in folders:
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -60,32 +58,9 @@ def test_generation_through_the_kv_cache(small: Callable[..., Path], tmp_path: P
 
 
 @pytest.mark.parametrize("shape", [{"num_key_value_heads": 1}, {"num_key_value_heads": 4}], ids=["mqa", "mha"])
-def test_other_head_groups_and_a_sharded_source(
-    small: Callable[..., Path], tmp_path: Path, shape: dict[str, int]
-) -> None:
-    source = small(shard="40KB", **shape)
-    assert (source / "model.safetensors.index.json").is_file()
-    assert relative_error(source, inflate(source, tmp_path / "big", TARGET_BYTES, layer_bytes=LAYER_BYTES)) < 1e-4
-
-
-def test_a_config_that_leaves_out_what_hugging_face_derives(small: Callable[..., Path], tmp_path: Path) -> None:
-    source = small(head_dim=8, num_key_value_heads=4, rms_norm_eps=1e-6)
-    config = json.loads((source / "config.json").read_text())
-    for name in ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "dtype"):
-        del config[name]
-    (source / "config.json").write_text(json.dumps(config))
-    assert relative_error(source, inflate(source, tmp_path / "big", TARGET_BYTES, layer_bytes=LAYER_BYTES)) < 1e-4
-
-
-def test_weights_wider_than_the_config_asks_for(small: Callable[..., Path], tmp_path: Path) -> None:
-    """A checkpoint in fp32 whose config says bf16 is stored and planned in fp32, and still loaded as bf16."""
-    source = small()
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    inflated = inflate(source, tmp_path / "big", TARGET_BYTES, layer_bytes=LAYER_BYTES)
-    assert TARGET_BYTES <= open_checkpoint(inflated).num_bytes < TARGET_BYTES + LAYER_BYTES * 1.2
-    assert json.loads((inflated / "config.json").read_text())["dtype"] == "bfloat16"
-    assert relative_error(source, inflated) < 1e-4
+def test_other_head_groups(small: Callable[..., Path], tmp_path: Path, shape: dict[str, int]) -> None:
+    source = small(**shape)
+    assert relative_error(source, inflate(source, tmp_path / "big", TARGET_BYTES)) < 1e-4
 
 
 def without_writer(name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -94,12 +69,12 @@ def without_writer(name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def unscaled_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(module._Piece, "divisor", 1)
+    patch.setattr(module, "_NORM_DIVISOR", 1)
 
 
 def unscaled_eps(patch: pytest.MonkeyPatch) -> None:
     right = module._widened
-    patch.setattr(module, "_widened", lambda small, factor: {**right(small, factor), "rms_norm_eps": 1e-3})
+    patch.setattr(module, "_widened", lambda small: {**right(small), "rms_norm_eps": 1e-3})
 
 
 def heads_in_a_row(patch: pytest.MonkeyPatch) -> None:
@@ -126,9 +101,9 @@ MISTAKES = {
 def test_planted_mistake_shows(
     small: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
-    source = small(tie_word_embeddings=False)
+    source = small()
     MISTAKES[mistake](monkeypatch)
-    assert relative_error(source, inflate(source, tmp_path / "big", TARGET_BYTES, layer_bytes=LAYER_BYTES)) > 1e-3
+    assert relative_error(source, inflate(source, tmp_path / "big", TARGET_BYTES)) > 1e-3
 
 
 PLANTED_ENTRIES = {
@@ -142,7 +117,7 @@ PLANTED_ENTRIES = {
 @torch.no_grad()
 def test_one_planted_number_shows(small: Callable[..., Path], tmp_path: Path, entry: str) -> None:
     source, (part, row, column) = small(), PLANTED_ENTRIES[entry]
-    inflated = inflate(source, tmp_path / "big", TARGET_BYTES, layer_bytes=LAYER_BYTES)
+    inflated = inflate(source, tmp_path / "big", TARGET_BYTES)
     model = AutoModelForCausalLM.from_pretrained(inflated)
     first_real = len(model.model.layers) // 6  # the middle of the first third
     weight = model.get_parameter(f"model.layers.{first_real}.{part}.weight")
@@ -153,7 +128,7 @@ def test_one_planted_number_shows(small: Callable[..., Path], tmp_path: Path, en
 
 
 def test_padding_is_zero_where_written_and_ballast_where_read(small: Callable[..., Path], tmp_path: Path) -> None:
-    inflated = inflate(small(tie_word_embeddings=False), tmp_path / "big", TARGET_BYTES, layer_bytes=LAYER_BYTES)
+    inflated = inflate(small(), tmp_path / "big", TARGET_BYTES)
     model = AutoModelForCausalLM.from_pretrained(inflated)
     num_inserted = 0
     for layer in model.model.layers:
@@ -166,29 +141,23 @@ def test_padding_is_zero_where_written_and_ballast_where_read(small: Callable[..
             assert 0.015 < reader.weight[:, 32:].std() < 0.025
     assert num_inserted == len(model.model.layers) - 3 > 0
     assert not model.model.embed_tokens.weight[:, 32:].any()
-    assert 0.015 < model.lm_head.weight[:, 32:].std() < 0.025
 
 
 def test_real_layers_are_spread_evenly(small: Callable[..., Path], tmp_path: Path) -> None:
-    inflated = inflate(small(), tmp_path / "big", TARGET_BYTES, layer_bytes=LAYER_BYTES)
+    inflated = inflate(small(), tmp_path / "big", TARGET_BYTES)
     model = AutoModelForCausalLM.from_pretrained(inflated)
     real = [index for index, layer in enumerate(model.model.layers) if layer.mlp.down_proj.weight.any()]
     num_layers = len(model.model.layers)
     assert real == [num_layers * i // 6 for i in (1, 3, 5)]
 
 
-@pytest.mark.parametrize("width_factor", [4, 16])
 @pytest.mark.parametrize("target_bytes", [10**8, 10**9, 7 * 10**9 + 13, 140 * 10**9])
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_plan_hits_the_wish_within_a_layer(target_bytes: int, width_factor: int, is_tied: bool) -> None:
+def test_plan_hits_the_wish_within_a_layer(target_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     trained = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6}
-    config = {**SIZES, **trained, "num_key_value_heads": 3, "head_dim": 32, "vocab_size": 4096}
-    plan = plan_inflation(
-        {**config, "model_type": "llama", "dtype": "bfloat16", "tie_word_embeddings": is_tied},
-        target_bytes,
-        width_factor=width_factor,
-    )
-    narrowest = plan_inflation({**config, "model_type": "llama", "dtype": "bfloat16"}, 0, width_factor=width_factor)
+    config = {**SIZES, **trained, "num_key_value_heads": 3, "head_dim": 32, "vocab_size": 4096, "dtype": "bfloat16"}
+    config["model_type"] = "llama"
+    plan, narrowest = plan_inflation(config, target_bytes), plan_inflation(config, 0)
     assert plan.ffn_size % 64 == 0 and plan.ffn_size >= 512 and plan.num_layers >= 6
     assert plan.layer_bytes < 27_000_000 or plan.ffn_size == narrowest.ffn_size
     assert target_bytes <= plan.total_bytes
@@ -202,50 +171,3 @@ def test_a_wish_below_the_smallest_keeps_all_real_layers(small: Callable[..., Pa
     config = json.loads((inflated / "config.json").read_text())
     assert (config["num_hidden_layers"], config["intermediate_size"]) == (3, 128)
     assert relative_error(source, inflated) < 1e-4
-
-
-@pytest.mark.parametrize("width_factor", [0, 1, 2, 8, 12])
-def test_other_widths_are_refused(width_factor: int) -> None:
-    config = LlamaConfig(**SIZES, dtype="bfloat16").to_dict()
-    with pytest.raises(UserError, match="power of 4"):
-        plan_inflation(config, TARGET_BYTES, width_factor=width_factor)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "qwen3"}, "only model_type llama"),
-        ({"num_hidden_layers": 2}, r"layers\.2\.\S+ is \(.*implies None"),
-        ({"num_hidden_layers": 4}, r"layers\.3\.\S+ is None"),
-        ({"vocab_size": 97}, r"lm_head\.weight is \(96, 32\), config.json implies \(97, 32\)"),
-        ({"num_key_value_heads": 3}, "multiple"),
-        ({"tie_word_embeddings": True}, r"lm_head\.weight is \(96, 32\), config.json implies None"),
-    ],
-    ids=str,
-)
-def test_other_models_are_refused(
-    small: Callable[..., Path], tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    source = small()
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(UserError, match=message):
-        inflate(source, tmp_path / "big", TARGET_BYTES)
-
-
-def test_a_mistral_is_refused(tmp_path: Path) -> None:
-    MistralForCausalLM(MistralConfig(**SIZES)).save_pretrained(tmp_path / "mistral")
-    with pytest.raises(UserError, match="only model_type llama can be inflated, got mistral"):
-        inflate(tmp_path / "mistral", tmp_path / "big", TARGET_BYTES)
-
-
-def test_an_inexact_division_is_refused(small: Callable[..., Path], tmp_path: Path) -> None:
-    """fp16 has too few exponents for a tiny odd norm weight."""
-    source = small(dtype=torch.float16)
-    model = AutoModelForCausalLM.from_pretrained(source)
-    model.model.norm.weight.data[0] = 3 * 2.0**-24
-    model.save_pretrained(source)
-    with pytest.raises(UserError, match=r"model\.norm\.weight cannot be divided exactly in F16"):
-        inflate(source, tmp_path / "big", TARGET_BYTES)
