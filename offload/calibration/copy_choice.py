@@ -37,27 +37,23 @@ class Observed(NamedTuple):
     copy_bytes_per_s: float  # of these layers
 
 
-def choose_copies(card: CudaDevice, arena: PinnedAllocator) -> CopyPolicy:
-    """Try all candidates and let `GPU` go by the best.
-
-    Args:
-        pinned allocator: stays open as long as the device is used: uploads may pass through memory of it.
-    """
-    staging, layer = arena.allocate(STAGING_BYTES), arena.allocate(_COPY_BYTES)
+def choose_copies(device: CudaDevice, allocator: PinnedAllocator) -> CopyPolicy:
+    """Try all candidates and let `device` go by the best; uploads may pass through memory of `allocator` ever after."""
+    staging, layer = allocator.allocate(STAGING_BYTES), allocator.allocate(_COPY_BYTES)
     found: dict[CopyPolicy, Observed] = {}
     if layer.is_pinned:  # otherwise copies are the host's own work, and nothing is queued
-        slot = card.allocate(_COPY_BYTES)
+        slot = device.allocate(_COPY_BYTES)
         for policy in CANDIDATES:
             if staging.is_pinned or not policy.stages_uploads:
-                with using(card, policy, staging.array):
-                    found |= {policy: observe(card, layer.array, slot)} if is_right(card) else {}
-    arena.release(layer)
+                with using(device, policy, staging.array):
+                    found |= {policy: observe(device, layer.array, slot)} if is_right(device) else {}
+    allocator.release(layer)
     chosen = best_of(found)
     if chosen.stages_uploads:
-        card.stage_uploads(staging.array)
+        device.stage_uploads(staging.array)
     else:
-        arena.release(staging)
-    card.policy = chosen
+        allocator.release(staging)
+    device.policy = chosen
     return chosen
 
 
@@ -72,29 +68,29 @@ def best_of(found: Mapping[CopyPolicy, Observed]) -> CopyPolicy:
 
 
 @contextmanager
-def using(card: CudaDevice, policy: CopyPolicy, staging: np.ndarray) -> Iterator[None]:
-    """Meanwhile `GPU` goes by `policy`, and nothing is on its way when it ends."""
-    card.policy = policy
+def using(device: CudaDevice, policy: CopyPolicy, staging: np.ndarray) -> Iterator[None]:
+    """Meanwhile `device` goes by `policy`, and nothing is on its way when it ends."""
+    device.policy = policy
     try:
-        card.stage_uploads(staging if policy.stages_uploads else None)
+        device.stage_uploads(staging if policy.stages_uploads else None)
         yield
-        for stream in (card.copies, card.compute):
-            card.synchronize(card.record(stream))
+        for stream in (device.copies, device.compute):
+            device.synchronize(device.record(stream))
     finally:
-        card.policy = AT_ONCE
-        card.stage_uploads(None)
+        device.policy = AT_ONCE
+        device.stage_uploads(None)
 
 
-def is_right(card: CudaDevice) -> bool:
+def is_right(device: CudaDevice) -> bool:
     """Whether uploads of any type and size bring what was sent, one behind the other."""
     sources = [torch.arange(size, dtype=dtype) % 2 for size in (1, 77, 9001) for dtype in (torch.int64, torch.float32)]
     sources += [torch.arange(1001) % 3 == 0, torch.tensor(5)]
-    sent = [card.upload(source) for source in sources]
+    sent = [device.upload(source) for source in sources]
     return all(torch.equal(there.cpu(), source) for there, source in zip(sent, sources, strict=True))
 
 
 def observe(
-    card: CudaDevice,
+    device: CudaDevice,
     layer: np.ndarray,
     slot: Tensor,
     *,
@@ -104,15 +100,15 @@ def observe(
     """Queue some layers, ask for a small tensor, and wait for it; medians over rounds."""
     source, upload_s, rates = torch.zeros(num_bytes, dtype=torch.uint8), list[float](), list[float]()
     weights = torch.from_numpy(layer)
-    card.wait(card.copies, card.record(card.compute))  # memory of the slot may still be in use there
+    device.wait(device.copies, device.record(device.compute))  # memory of the slot may still be in use there
     for _ in range(_NUM_ROUNDS):
-        before = card.record(card.copies, is_timed=True)
+        before = device.record(device.copies, is_timed=True)
         for _ in range(_NUM_QUEUED):
-            card.copy(slot, weights, card.copies)
-        after, started = card.record(card.copies, is_timed=True), clock()
-        card.upload(source)
-        card.synchronize(card.record(card.compute))
+            device.copy(slot, weights, device.copies)
+        after, started = device.record(device.copies, is_timed=True), clock()
+        device.upload(source)
+        device.synchronize(device.record(device.compute))
         upload_s.append(clock() - started)
-        card.synchronize(after)
-        rates.append(_NUM_QUEUED * layer.nbytes / max(card.elapsed_s(before, after) or 0.0, 1e-9))
+        device.synchronize(after)
+        rates.append(_NUM_QUEUED * layer.nbytes / max(device.elapsed_s(before, after) or 0.0, 1e-9))
     return Observed(median(upload_s[1:]), median(rates[1:]))

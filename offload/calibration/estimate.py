@@ -1,15 +1,12 @@
 """Will it fit, and how fast will it be: the answer of `offload plan`, for this machine or one that nobody here owns.
 
-Headers tell what lies where. Rates come from `--hardware`, or for this machine and the GPU that a run would take from
-the link, measured here and now, and from a profile of `offload tune` where one holds. What is not known is left out
-rather than guessed.
-
-No torch but where there is a GPU to ask. Invariant: no weights are fetched, and none are read but for the 0.3 s that
-measure the link.
+Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link, measured here and now, and
+from a profile of `offload tune`. What is not known is left out rather than guessed. No torch but where there is a GPU.
+Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link.
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +19,7 @@ from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
-from offload.planning.cost_model import Costs, Prediction, Traffic, costs_on, is_disk_slower, predict, traffic_on
+from offload.planning.cost_model import Costs, Prediction, costs_on, is_disk_slower, predict, traffic_on
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
@@ -52,20 +49,17 @@ class Estimate(NamedTuple):
     @property
     def sweep_s(self) -> float | None:
         """What moving the weights of one sweep takes."""
-        if self.link_bytes_per_s is None:
-            return None
-        if self.hardware is None:
-            return self.plan.streamed_bytes / self.link_bytes_per_s
-        return traffic_on(self.hardware, self.plan).streamed_bytes / self.link_bytes_per_s
+        streamed_bytes = traffic_on(self.hardware, self.plan).streamed_bytes
+        return None if self.link_bytes_per_s is None else streamed_bytes / self.link_bytes_per_s
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
-        link = {"link_bytes_per_s": self.link_bytes_per_s, "sweep_s": self.sweep_s}
         return {
             "fits": True,
             **self.plan.as_dict(),
             "bytes_per_sweep": self.plan.streamed_bytes,
-            **link,
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "sweep_s": self.sweep_s,
             "hardware": self.hardware.name if self.hardware else None,
             "predictions": [prediction.as_dict() for prediction in self.predictions],
             "basis": self.basis,
@@ -108,17 +102,6 @@ class _Case(NamedTuple):
         """Memory for one token per sweep."""
         return self.room.plan(Files(self.files.target), 1)
 
-    def traffic(self, plan: MemoryPlan) -> Traffic:
-        """What a sweep moves."""
-        return traffic_on(self.hardware, plan) if self.hardware else Traffic.of(plan)
-
-    def traffic_of(self, num_nodes: int) -> Traffic | None:
-        """What a sweep moves with trees of so many nodes; None where memory has no room for them."""
-        try:
-            return self.traffic(self.plan(num_nodes))
-        except UserError:
-            return None
-
 
 def estimate(
     model: str,
@@ -128,14 +111,11 @@ def estimate(
     hardware: str | None = None,
     tokens_per_sweep: float | None = None,
 ) -> Estimate:
-    """Plan and predict.
+    """Plan and predict. Raises `UserError` for whatever does not fit or cannot be read.
 
     Args:
         hardware: name or file of another machine; None is this one.
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
-
-    Raises:
-        UserError: whatever does not fit or cannot be read.
     """
     machine = find_hardware(hardware) if hardware else None
     files = Files(open_headers(model), None if draft is None else open_headers(draft))
@@ -237,22 +217,17 @@ def _measured_link(case: _Case) -> float | None:
         from offload.calibration.device_link import device_link_bytes_per_s
 
         return device_link_bytes_per_s(case.device, case.plan(case.tree.num_nodes), target.shards)
-    return link_bytes_per_s(max(target.shards, key=lambda path: path.stat().st_size))
+    return link_bytes_per_s(target.shards)
 
 
 def _predictions(case: _Case, costs: Costs, profile: Profile | None, basis: str) -> tuple[Prediction, ...]:
     """One token per sweep and no draft, then the wanted tree, or the best."""
     found = [_predict(case, costs, case.plan_without_draft(), chain(0), 1.0)]
     if case.files.draft is not None and case.tree.kind != "none":
-        selector = TreeSelector(
-            case.options.rule,
-            profile,
-            basis,
-            costs,
-            cache(case.traffic_of),
-            MAX_NODES if case.hardware else most_timed(profile, costs),
-            case.plan(1).context - 1,
-        )
+        max_nodes = MAX_NODES if case.hardware else most_timed(profile, costs)
+        max_depth = case.plan(1).context - 1
+        traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
+        selector = TreeSelector(case.options.rule, profile, basis, costs, traffic_of, max_nodes, max_depth)
         choice = selector.choose(case.tree)
         tokens = case.tokens_per_sweep or choice.tokens_per_sweep
         found.append(_predict(case, costs, case.plan(choice.shape.num_nodes), choice.shape, tokens))
@@ -261,18 +236,18 @@ def _predictions(case: _Case, costs: Costs, profile: Profile | None, basis: str)
 
 def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: float) -> Prediction:
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
-    is_slower = case.hardware is not None and is_disk_slower(case.hardware, plan)
-    return predict(label, costs, case.traffic(plan), shape, tokens, is_disk_slower=is_slower)
+    is_slower = is_disk_slower(case.hardware, plan)
+    return predict(label, costs, traffic_on(case.hardware, plan), shape, tokens, is_disk_slower=is_slower)
 
 
 def _notes(case: _Case, *, is_guess: bool = False) -> tuple[str, ...]:
     """Lines about what the figures leave out."""
-    warning = ram_warning(case.room.ram) if case.hardware is None else None
-    absent = (
-        None if case.hardware or is_here(case.files.target) else "the weights are not here: their link was not measured"
-    )
-    as_static = _AS_STATIC if is_guess else None
-    return tuple(note for note in (_device_note(case), warning, absent, as_static) if note)
+    notes = [_device_note(case)]
+    if case.hardware is None:
+        notes.append(ram_warning(case.room.ram))
+        notes.append(None if is_here(case.files.target) else _ABSENT)
+    notes.append(_AS_STATIC if is_guess else None)
+    return tuple(note for note in notes if note)
 
 
 def _device_note(case: _Case) -> str | None:
@@ -284,6 +259,7 @@ def _device_note(case: _Case) -> str | None:
     return f"{place} is a {case.device.name}, {format_bytes(gpu_bytes)} of it to use; `device` cpu does without"
 
 
+_ABSENT = "the weights are not here: their link was not measured"
 _AS_STATIC = (
     "a dynamic tree is predicted as the static one of its size, which yields less: "
     "offload tune counts what dynamic ones do"

@@ -1,7 +1,6 @@
 """One kernel against what runs without it, on the device at hand: first whether both agree, then which one is faster.
 
-Invariant: no time is told for what is wrong, and a kernel that was wrong once is not used. One that the
-compiler or the device refuses has lost, and the line that says so names the reason.
+Invariant: no time is told for what is wrong, and a kernel that was wrong or refused once is not used.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,10 +45,7 @@ class Verdict(NamedTuple):
 
 
 def fight(comparison: Comparison, timer: Timer, settle: Callable[[], object] = lambda: None) -> Outcome:
-    """Both sides in turn, if they agree.
-
-    Args:
-        settle: waits for the device after a failure; it raises where the device can do nothing any more.
+    """Both sides in turn, if they agree; `settle` waits for the device after a failure.
 
     Raises:
         RuntimeError: the kernel has left the device unusable, and every error from here on would be blamed on others.

@@ -1,11 +1,9 @@
 """The comparisons of a run: each kernel at the run's own sizes, against the best that runs without it.
 
-The rival is the reference, except where something better than the reference would run: attention has its mask built
-beforehand, as for a whole pass, and `match` draws on the few rows that a walk visits. Invariant: a bench and the start
-of a run compare the same functions; only the sizes differ.
-
-Triton compiles a kernel anew for what it takes as constants. Some change while a run goes on: with the prefix, with the
-length of each path, with the temperature. All of them are compared, and so compiled, before anything is timed.
+The rival is the reference, except where something better would run: attention has its mask built beforehand, as for a
+whole pass, and `match` draws on the few rows that a walk visits. Triton compiles a kernel anew for every prefix, path
+length and temperature that is a constant of its; all are compared, and so compiled, before anything is timed.
+Invariant: a bench and the start of a run compare the same functions; only the sizes differ.
 """
 
 from collections.abc import Callable, Iterator
@@ -101,11 +99,7 @@ NO_KERNELS = KernelChoice(REFERENCES, ())
 def choose_kernels(
     shapes: Shapes, device: Device, timer: Timer | None = None, on_outcome: Callable[[Outcome], None] = lambda _: None
 ) -> KernelChoice:
-    """Let each kernel fight once per shape; those that win take the place of what runs without them.
-
-    Args:
-        on_outcome: hears of each as soon as it is known.
-    """
+    """Compare each kernel once per shape; those that win take the place of what runs without them."""
     timer = timer or device_timer(device)
 
     def settle() -> None:
@@ -115,10 +109,8 @@ def choose_kernels(
     for comparison in comparisons(shapes, str(device.place)):
         outcomes.append(fight(comparison, timer, settle))
         on_outcome(outcomes[-1])
-    winners = {kernel for kernel, verdict in verdicts(outcomes).items() if verdict.beats_rival}
-    return KernelChoice(
-        REFERENCES._replace(**{kernel: getattr(KERNELS, kernel) for kernel in winners}), tuple(outcomes)
-    )
+    winners = {kernel: getattr(KERNELS, kernel) for kernel, found in verdicts(outcomes).items() if found.beats_rival}
+    return KernelChoice(REFERENCES._replace(**winners), tuple(outcomes))
 
 
 def comparisons(shapes: Shapes, device: str) -> Iterator[Comparison]:
@@ -133,22 +125,21 @@ def device_timer(device: Device) -> Timer:
     """Medians of runs with a cold cache, launches included, by events of the compute stream."""
     scratch = device.allocate(_CACHE_BYTES)
 
+    def once(work: Callable[[], Any]) -> float:
+        device.fill(scratch, 0, device.compute)
+        before = device.record(device.compute, is_timed=True)
+        work()
+        after = device.record(device.compute, is_timed=True)
+        device.synchronize(after)
+        seconds = device.elapsed_s(before, after)
+        assert seconds is not None, "the host has waited for it"
+        return seconds
+
     def seconds_of(work: Callable[[], Any]) -> float:
         work()  # the first run of any code is not like the others
-        return median(_once(device, work, scratch) for _ in range(_NUM_ROUNDS))
+        return median(once(work) for _ in range(_NUM_ROUNDS))
 
     return seconds_of
-
-
-def _once(device: Device, work: Callable[[], Any], scratch: Tensor) -> float:
-    device.fill(scratch, 0, device.compute)
-    before = device.record(device.compute, is_timed=True)
-    work()
-    after = device.record(device.compute, is_timed=True)
-    device.synchronize(after)
-    seconds = device.elapsed_s(before, after)
-    assert seconds is not None, "the host has waited for it"
-    return seconds
 
 
 def _random(device: str, *shape: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from statistics import median
@@ -22,16 +23,13 @@ _NUM_COPIES, _LEAST_S = 8, 1e-9  # of which the first two wake the link up
 _GOLDEN = 0.6180339887  # its multiples, modulo 1, are spread evenly however many there are
 
 
-def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: float | None = None) -> float:
-    """Bytes per second at which slabs of `shard` arrive, the way a sweep reads them.
+def link_bytes_per_s(shards: Sequence[Path], *, budget_s: float = 0.3, limit_bytes_per_s: float | None = None) -> float:
+    """Bytes per second at which slabs arrive from the largest of these files, the way a sweep reads them.
 
     Chunks from all over the file are kept in flight until the time is over, so that neither a cache below nor the start
-    of the file speaks for the rest.
-
-    Args:
-        budget_s: after which no further chunk is asked for.
-        limit_bytes_per_s: of the link, where it is slowed down on purpose.
+    of the file speaks for the rest. `limit_bytes_per_s` slows the link down on purpose.
     """
+    shard = max(shards, key=lambda path: path.stat().st_size)
     size_bytes = shard.stat().st_size
     chunk_bytes = min(_CHUNK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
     slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
@@ -57,11 +55,7 @@ def link_bytes_per_s(shard: Path, *, budget_s: float = 0.3, limit_bytes_per_s: f
 
 
 def copy_bytes_per_s(device: "Device", array: "np.ndarray") -> float:
-    """Bytes per second at which a GPU copies from host memory, by its own clock.
-
-    Args:
-        array: page-locked, as large as what will be copied at once.
-    """
+    """Bytes per second at which a GPU copies `array`, which is page-locked memory of the host, by its own clock."""
     import torch
 
     slot, seconds = device.allocate(array.nbytes), list[float]()

@@ -1,9 +1,8 @@
 """Quick calibration: what computing costs here, by trying it for a second.
 
 That is enough to tell a tree of 32 nodes from one of 512. A sweep is timed by its first layer, with everything around
-the layers, and multiplied; a draft step by growing trees of a given width. Both go on to larger sizes for as long as
-the time allows; beyond, the last slope goes on. Nothing streams yet while this runs, so readers that share the
-processor are not in these figures: `offload tune`, the full calibration, has them.
+the layers, and multiplied; a draft step by growing trees of a given width. Nothing streams yet while this runs, so
+readers that share the processor are not in these figures: `offload tune`, the full calibration, has them.
 """
 
 import time
@@ -30,12 +29,7 @@ _MAX_ROUNDS = 9
 
 
 def sweep_curve(model: StreamedModel, first_layer: np.ndarray, *, budget_s: float = 0.5) -> Curve:
-    """Compute time of a whole sweep against its rows.
-
-    Args:
-        model: embeddings and head are bound, no layer borrows yet.
-        first_layer: the slab of layer 0.
-    """
+    """Compute time of a whole sweep against its rows; `first_layer` is the slab of layer 0, which is not bound yet."""
     share = sum(layout.slab_bytes for layout in model.layer_layouts) / model.layer_layouts[0].slab_bytes
     model.bind_layer(0, first_layer)
     try:
@@ -105,7 +99,7 @@ def _forward_s(model: StreamedModel, num_rows: int, num_layers: int) -> float:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that it takes."""
+    """Seconds that `work` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

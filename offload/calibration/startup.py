@@ -35,15 +35,10 @@ from offload.threads.waiting import ThreadWaiting
 
 _TYPICAL_NODES, _TYPICAL_DRAFTED = 64, 8  # rows of a sweep and of a draft step
 _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
-_LINK_S = 0.3
 
 
 def trees_of(files: Files, options: LoadOptions, room: Room, *, device: str = "cpu") -> Trees:
-    """The trees of a decoder that is about to be loaded.
-
-    Args:
-        device: name of what computes; a profile holds for one kind.
-    """
+    """The trees of a decoder that is about to be loaded; `device` is the name of what computes."""
     return Trees(
         options.tree_spec(has_draft=files.draft is not None),
         _profile_finder(files, options, device),
@@ -73,20 +68,17 @@ def calibrate(
     """Find out what an automatic choice needs to know, and tell `trees`.
 
     Args:
-        target: embeddings and head are bound, no layer borrows yet.
-        store: of the target.
+        target: embeddings and head are bound, no layer is bound yet.
         link: measures the bytes per second that layers arrive with; None measures the disk.
-        kernels: that the run will compute with.
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
     trees.num_threads, trees.link_bytes_per_s = threads.most, link() if link else _link_bytes_per_s(trees, store)
     if profile is None or profile.num_threads != threads.most:
-        slab = store.fetch(target.layer_layouts[0])
         target.attend_with(kernels.tree_attention)
         drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
         sampler = Sampler(settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels)
         torch.set_num_threads(threads.start.sweep.num_threads)
-        compute_s = sweep_curve(target, slab)
+        compute_s = sweep_curve(target, store.fetch(target.layer_layouts[0]))
         torch.set_num_threads(threads.start.draft.num_threads)
         draft_step_s = draft_curve(drafter, sampler, [0] * _PROMPT_TOKENS, drafter.new_state())
         trees.costs = Costs(
@@ -113,8 +105,7 @@ def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:
     traffic = trees.traffic_of(_TYPICAL_NODES) or trees.traffic_of(1)
     if traffic is None or not traffic.streamed_bytes:
         return LOCAL_BYTES_PER_S
-    shard = max(store.paths, key=lambda path: path.stat().st_size)
-    return link_bytes_per_s(shard, budget_s=_LINK_S, limit_bytes_per_s=store.rate_limit_bytes_per_s)
+    return link_bytes_per_s(store.paths, limit_bytes_per_s=store.rate_limit_bytes_per_s)
 
 
 def _profile_finder(files: Files, options: LoadOptions, device: str) -> FindProfile:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -16,6 +15,7 @@ from offload.threads.policy import Modes
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.calibration.estimate import Estimate
+    from offload.engine.decoder import Decoder
     from offload.planning.cost_model import Curve, Prediction
     from offload.planning.profile import Profile
     from offload.planning.tree_policy import TreeChoice
@@ -36,7 +36,7 @@ class Console:
     def __enter__(self) -> "Console":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.clear()
 
     @property
@@ -108,19 +108,17 @@ def plan_line(plan: MemoryPlan, modes: Modes) -> str:
     return f"{first} on the GPU, {num_host} in pinned memory and {num_disk} on disk {passing}"
 
 
-def opening_lines(
-    notes: Sequence[str], plan: MemoryPlan, modes: Modes, comparisons: Sequence[Outcome], choice: "TreeChoice | None"
-) -> str:
+def opening_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
     """What a run begins with: what is not as fast as it could be, what lies where, which kernels, which tree."""
-    kernels, tree = [kernel_line(comparisons)] if comparisons else [], [choice_lines(choice)] if choice else []
-    return "\n".join([*notes, plan_line(plan, modes), *kernels, *tree])
+    kernels = [kernel_line(decoder.comparisons)] if decoder.comparisons else []
+    tree = [choice_lines(choice)] if choice else []
+    return "\n".join([*decoder.notes, plan_line(decoder.plan, decoder.threads.start), *kernels, *tree])
 
 
 def kernel_line(outcomes: Sequence[Outcome]) -> str:
     """Which kernels this GPU runs, each beside what runs without it."""
     found = verdicts(outcomes)
-    won = [outcome for outcome in outcomes if found[outcome.kernel].beats_rival]
-    lost = [outcome for outcome in outcomes if not found[outcome.kernel].beats_rival]
+    won, lost = ([one for one in outcomes if found[one.kernel].beats_rival is is_won] for is_won in (True, False))
     used, others = (", ".join(map(_comparison, some)) or "none" for some in (won, lost))
     return f"kernels, ms against without: {used}; left out: {others}"
 
@@ -168,13 +166,9 @@ def estimate_lines(found: "Estimate") -> str:
     seconds = f": {found.sweep_s:.2f} s" if found.sweep_s is not None else ""
     heading = f"{found.hardware.name}, {found.basis}" if found.hardware else found.basis
     rows = [_prediction_row(prediction) for prediction in found.predictions]
-    table = [heading, _PREDICTION_HEAD, *rows] if rows else []
+    columns = f"{'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
+    table = [heading, f"{'':>14} {columns}", *rows] if rows else []
     return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *found.notes])
-
-
-_PREDICTION_HEAD = (
-    f"{'':>14} {'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
-)
 
 
 def _prediction_row(row: "Prediction") -> str:
@@ -242,15 +236,15 @@ def closing_lines(stats: Stats, ram_bytes: int) -> str:
     if stats.num_new_tokens == 0:
         return "no tokens generated"
     first = f"{stats.num_new_tokens} tokens, the first after {stats.ttft_s:.2f} s"
-    memory = (
-        f"peak memory {format_bytes(stats.peak_rss_bytes)} with the program's own, budget {format_bytes(ram_bytes)}"
-    )
+    peak, budget = format_bytes(stats.peak_rss_bytes), format_bytes(ram_bytes)
+    memory = f"peak memory {peak} with the program's own, budget {budget}"
     if stats.peak_device_bytes:
         memory += f", {format_bytes(stats.peak_device_bytes)} on the GPU"
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
-    words = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
-    tree = words if stats.tree_depth else "no tree"
+    tree = "no tree"
+    if stats.tree_depth:
+        tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
     stalled = stats.stall_s / stats.sweep_s if stats.sweep_s else 0
     return (
         f"{first}; then {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep "

@@ -1,11 +1,10 @@
 """The embedded default: a real run on any machine, without a network, a GPU or a model of one's own.
 
-A small trained pair is part of the package. Its target is inflated to about a gigabyte without changing what it
-computes, allowed a quarter of that in memory, and decodes first one token per sweep, then with a tree. Both speeds are
-printed only after every token was found to be the original model's own.
+The target of a packaged pair is inflated to about a gigabyte without changing what it computes, allowed a quarter of
+that in memory, and decodes first one token per sweep, then with a tree. Both speeds are printed only after every token
+was found to be the original model's own.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
+from offload.planning.profile import cache_folder
 from offload.tuning.audit import draw_gaps, rounding
 from offload.verification.rules import find_rule
 
@@ -55,11 +55,6 @@ class Comparison(NamedTuple):
         return self.tree.stats.tokens_per_s / self.plain.stats.tokens_per_s
 
 
-def cache_folder() -> Path:
-    """Where inflated targets are kept: the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
-
-
 def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
     """How the demo loads: on the CPU, since any GPU would hold the target, and nothing would stream."""
     return LoadOptions(ram=ram, tree=tree, context=_CONTEXT, device="cpu", **options)
@@ -83,24 +78,13 @@ def inflated_target(size_bytes: int, progress: Progress) -> Path:
 
 
 def compare(
-    decoder: Decoder,
-    prompt: str,
-    sampling: Sampling,
-    *,
-    num_plain: int,
-    num_tree: int,
-    show: Callable[[str, Iterator[str]], None],
-) -> Comparison:
+    decoder: Decoder, prompt: str, sampling: Sampling, *,
+    num_plain: int, num_tree: int, show: Callable[[str, Iterator[str]], None],
+) -> Comparison:  # fmt: skip
     """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
 
-    With a rule that draws afresh there is no single right token, and so none is proved; the distribution is what tests
-    check.
-
-    Args:
-        show: receives a heading and the pieces of each run, and must exhaust them.
-
-    Raises:
-        UserError: a token is not the original model's; no speed is worth printing then.
+    With a rule that draws afresh no single token is right, and none is proved. `show` receives a heading and the pieces
+    of each run, and must exhaust them. Raises `UserError` where a token is not the original model's.
     """
     results: list[Generation] = []
     for heading, num_tokens, tree in (("one token per sweep", num_plain, "none"), ("with a tree", num_tree, None)):

@@ -102,14 +102,13 @@ def generate(
         request, hooks = Request(text, sampling, max_tokens, stop, raw), console.hooks
         with open_decoder(model, draft, options, request, **hooks) as decoder:
             run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
-            choice = run.tree_choice if draft else None
-            console.say(opening_lines(decoder.notes, decoder.plan, decoder.threads.start, decoder.comparisons, choice))
+            console.say(opening_lines(decoder, run.tree_choice if draft else None))
             console.expect_prompt(decoder.plan, run.result().stats.num_prompt_tokens)
             _write_run(run, console, as_json=as_json)
 
 
 @app.command(
-    short_help="Talk with a model larger than memory.",
+    short_help="Chat with a model larger than memory.",
     epilog="""Examples:
 
     offload chat -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
@@ -143,7 +142,7 @@ def chat(
     profile: flags.ProfileFile = None,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Talk with a model larger than memory; every line is a question, and only what is new is read."""
+    """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
     from offload.planning.options import LoadOptions, check_models
 
@@ -246,15 +245,9 @@ def tune(
         from offload.tuning.tune import tune as measure
 
         tuned = measure(
-            model,
-            draft,
-            text,
-            sampling,
-            options,
-            num_tokens=tokens,
-            is_teacher_forced=teacher_forced,
-            progress=console.count,
-        )
+            model, draft, text, sampling, options,
+            num_tokens=tokens, is_teacher_forced=teacher_forced, progress=console.count,
+        )  # fmt: skip
     table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
     print(format_json(tuned.profile.as_dict()) if as_json else table)
 
@@ -297,7 +290,7 @@ def demo(
         with run.open_demo(target, options, console, request) as decoder:
             allowed = format_bytes(decoder.plan.ram_bytes)
             console.say(f"target of {format_bytes(size_bytes)} in {target}, {allowed} allowed")
-            console.say(opening_lines(decoder.notes, decoder.plan, decoder.threads.start, decoder.comparisons, None))
+            console.say(opening_lines(decoder, None))
             show = partial(_show, console, decoder.plan, is_silent=as_json)
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
@@ -342,7 +335,9 @@ def main() -> None:
             _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
         if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
             raise
-        _fail(f"{error.format_message()} (see {_command_of(error)} --help)", EXIT_USER_ERROR)
+        context = getattr(error, "ctx", None)  # of the command whose options were not understood
+        command_path = context.command_path if context else "offload"
+        _fail(f"{error.format_message()} (see {command_path} --help)", EXIT_USER_ERROR)
 
 
 def _write_run(run: Any, console: Console, *, as_json: bool) -> None:
@@ -363,11 +358,6 @@ def _write_run(run: Any, console: Console, *, as_json: bool) -> None:
     console.say(closing_lines(result.stats, result.plan.ram_bytes))
     if failure is not None:
         raise failure
-
-
-def _command_of(error: Any) -> str:
-    """The command whose options were not understood, as the option parser knows it."""
-    return error.ctx.command_path if getattr(error, "ctx", None) else "offload"
 
 
 def _fail(message: str, code: int) -> NoReturn:

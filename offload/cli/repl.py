@@ -69,12 +69,10 @@ def converse(
 
     first = _any_question(system, sampling)
     with open_decoder(model, draft, options, first, on_bytes=console.bytes_landed, on_layer=on_layer) as decoder:
-        choice = decoder.tree_choice(sampling) if draft else None
-        console.say(opening_lines(decoder.notes, decoder.plan, decoder.threads.start, decoder.comparisons, choice))
+        console.say(opening_lines(decoder, decoder.tree_choice(sampling) if draft else None))
         console.say(HINT)
-        answer_lines(
-            Chat(decoder, sampling, system=system, max_new_tokens=max_new_tokens), decoder.plan, console, brake
-        )
+        chat = Chat(decoder, sampling, system=system, max_new_tokens=max_new_tokens)
+        answer_lines(chat, decoder.plan, console, brake)
 
 
 def _any_question(system: str | None, sampling: Sampling) -> Request:

@@ -92,7 +92,7 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 
 
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
-    """A small model with all its weights in memory, bound for good."""
+    """A small model with all its weights in memory."""
     model = StreamedModel(checkpoint, dtype, place)
     _fill(model, DiskReader(checkpoint.shards))
     return model
@@ -114,11 +114,9 @@ def _check_vocabulary(
     tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel, drafter: StreamedModel
 ) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell."""
-    draft_tokenizer = load_tokenizer(draft.directory)
+    draft_tokenizer, same = load_tokenizer(draft.directory), target.vocab_size == drafter.vocab_size
     if tokenizer is not None and draft_tokenizer is not None:
         same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
-    else:
-        same = target.vocab_size == drafter.vocab_size
     if not same:
         raise UserError(
             f"the draft must share the target's vocabulary, {draft.directory.name} has {drafter.vocab_size} entries "

@@ -1,7 +1,6 @@
-"""Who has the caches of a decoder. Memory is planned for one text at a time, so there is one set of them.
+"""Who has the caches of a decoder: memory is planned for one text at a time, so there is one set of them.
 
-They go from one sequence to the next as they are, never others in their place: recordings of passes lie on their
-buffers, and a text that begins as the one before did need not be computed with again so far.
+They are never replaced: captured graphs lie on their buffers, and a text may go on from what the last one left there.
 """
 
 from offload.engine.sequence import Caches, Sequence
@@ -15,11 +14,7 @@ class CachePool:
         self._holder: Sequence | None = None
 
     def lend(self, sequence: Sequence, *, keeps: bool) -> None:
-        """`sequence` has the caches from now on; whichever had them refuses to go on.
-
-        Args:
-            keeps: what was computed for the tokens that both begin with.
-        """
+        """From whichever sequence had the caches; `keeps` what was computed for the tokens that both begin with."""
         before = self.take_back()
         self._caches.clear(num_shared(before, sequence.tokens[:-1]) if keeps else 0)
         sequence.hold(self._caches)

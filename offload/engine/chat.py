@@ -1,8 +1,8 @@
 """A conversation with a decoder: every turn is one run that keeps the keys and values of what was said before.
 
 The chat template is applied to all messages, and kept are as many positions as its tokens share with what the caches
-hold. So whatever a template does to earlier turns, a turn's tokens are those of a fresh decoder on the whole
-conversation. Invariant: messages are what was said; a question that got no token in reply is forgotten.
+hold, so a turn's tokens are those of a fresh decoder on the whole conversation. Invariant: messages are what was said;
+a question that got no token in reply is forgotten.
 """
 
 from collections.abc import Generator
@@ -31,13 +31,9 @@ class Chat:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        sampling: Sampling | None = None,
-        *,
-        system: str | None = None,
-        max_new_tokens: int | None = None,
-    ) -> None:
+        self, decoder: Decoder, sampling: Sampling | None = None, *,
+        system: str | None = None, max_new_tokens: int | None = None,
+    ) -> None:  # fmt: skip
         self._decoder, self._sampling = decoder, sampling or Sampling()
         self._max_new_tokens = decoder.plan.context if max_new_tokens is None else max_new_tokens
         self._opening = [{"role": "system", "content": system}] if system else []
@@ -51,8 +47,7 @@ class Chat:
     def ask(self, question: str) -> Generator[str, None, None]:
         """Pieces of the answer as they are accepted; where iterating ends early, what there is counts as the answer.
 
-        Raises:
-            UserError: no chat template, or a conversation that fills the context.
+        Raises `UserError` without a chat template, or where the conversation fills the context.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
         self.turn = self._begin(asked)

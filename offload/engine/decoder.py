@@ -1,8 +1,7 @@
 """The decoder: a streamed target, a resident drafter, and the step that turns one sweep into many tokens.
 
 Invariant: the distribution of what is emitted depends on the target and the sampling settings alone. Tree, drafter,
-memory budget and thread count change only how long it takes; with the rules `match` and `topk` one seed gives one text,
-too.
+memory and threads change only how long it takes; with the rules `match` and `topk` one seed gives one text, too.
 """
 
 import time
@@ -35,71 +34,49 @@ _ROOT, _UNLIMITED = chain(0), Limits()
 
 
 class Settled(NamedTuple):
-    """What loading has decided for all runs."""
+    """What loading has found out and decided for all runs."""
 
     plan: MemoryPlan
     trees: Trees
     rule: Rule  # where a run names none
     threads: ThreadPolicy
     choice: KernelChoice = NO_KERNELS
-
-
-class Language(NamedTuple):
-    """How a model's tokens are read."""
-
-    tokenizer: Tokenizer | None
-    end_ids: frozenset[int]  # tokens that end a text
+    tokenizer: Tokenizer | None = None
+    end_ids: frozenset[int] = frozenset()  # tokens that end a text
 
 
 class Decoder:
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
 
-    It writes one text at a time, for one thread: a sequence that is begun overtakes the one before. Several prompts are
-    several calls, for which the weights that stay in memory stay there.
+    It writes one text at a time, for one thread: a sequence that is begun overtakes the one before.
 
     Attributes:
         target, drafter: the two models, for whoever measures them.
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
-        tokenizer: the checkpoint's own, or None.
         notes: lines for the user about what is not as fast as it could be.
         comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
     """
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        settled: Settled,
-        language: Language,
-        *,
-        resources: ExitStack,
-        notes: abc.Sequence[str] = (),
+        self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
-        self.plan, self._trees, self.rule, self.threads, (self._kernels, self.comparisons) = settled
+        self.plan, self._trees, self.rule, self.threads, choice, self.tokenizer, self._end_ids = settled
+        self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
-        self.tokenizer, self._end_ids = language
         self._vocab_size, self._is_closed, self._waiting = target.vocab_size, False, ThreadWaiting()
         resources.callback(self._waiting.close)
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
         self.notes = [*notes, *([target.stream.note] if target.stream.note and self.plan.num_slots else [])]
 
     def begin(
-        self,
-        tokens: abc.Sequence[int],
-        sampling: Sampling,
-        *,
-        rule: Rule | None = None,
-        shape: Shape = _ROOT,
-        limits: Limits = _UNLIMITED,
-        keeps: bool = False,
-    ) -> Sequence:
-        """A new sequence begins and overtakes the one before.
+        self, tokens: abc.Sequence[int], sampling: Sampling, *,
+        rule: Rule | None = None, shape: Shape = _ROOT, limits: Limits = _UNLIMITED, keeps: bool = False,
+    ) -> Sequence:  # fmt: skip
+        """A new sequence, with the prompt's tokens, overtakes the one before.
 
         Args:
-            tokens: of the prompt.
             rule, shape: those of the decoder, and no tree, where they are left out.
-            limits: what ends it; `step` itself asks for none.
             keeps: the keys and values of all tokens that it shares with the sequence before, but for its last.
         """
         if self._is_closed:
@@ -113,11 +90,8 @@ class Decoder:
     def step(self, sequence: Sequence) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.
 
-        Returns:
-            the newly accepted tokens as far as they count, at least one; the sequence has them.
-
-        Raises:
-            UserError: the sequence was overtaken, or the decoder closed.
+        Returns the newly accepted tokens as far as they count, at least one, which the sequence has as well. Raises
+        `UserError` where the sequence was overtaken, or the decoder closed.
         """
         caches, tokens, sampler = sequence.caches, sequence.tokens, sequence.sampler
         caches.clear(len(tokens) - 1)  # of a step that was cut short they may hold more
@@ -186,41 +160,26 @@ class Decoder:
         return run.result()
 
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
-        stop: str | abc.Sequence[str] | None = None,
-        raw: bool = False,
-        tree: str | None = None,
-        rule: str | None = None,
-    ) -> Iterator[str]:
+        self, prompt: Prompt, *, max_new_tokens: int = 128,
+        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0,
+        stop: str | abc.Sequence[str] | None = None, raw: bool = False,
+        tree: str | None = None, rule: str | None = None,
+    ) -> Iterator[str]:  # fmt: skip
         """Yield pieces of text as they are accepted; the arguments are those of `generate`."""
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
         return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule))
 
     def run(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        *,
-        max_new_tokens: int,
-        stop: str | abc.Sequence[str] | None = None,
-        raw: bool = False,
-        tree: str | None = None,
-        rule: str | None = None,
-        continues: bool = False,
-    ) -> Run:
+        self, prompt: Prompt, sampling: Sampling, *, max_new_tokens: int,
+        stop: str | abc.Sequence[str] | None = None, raw: bool = False,
+        tree: str | None = None, rule: str | None = None, continues: bool = False,
+    ) -> Run:  # fmt: skip
         """Prepare a generation: iterate over it for pieces of text, ask it for `result()` at any time.
 
         Args:
             sampling: how tokens are drawn; the other arguments are those of `generate`.
-            continues: keep the keys and values of all tokens that the prompt shares with the run before. They were
-                computed in passes of other sizes than a prompt's, and so may differ from its own by rounding.
+            continues: keep the keys and values of all tokens that the prompt shares with the run before: they differ
+                from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
         prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context)

@@ -64,11 +64,6 @@ class Run:
     """Iterate to get pieces of text as they are accepted; `result()` tells at any time what there is so far.
 
     A run that was left or interrupted goes on when it is iterated again; one that is finished gives nothing more.
-
-    Args:
-        step: one more sweep for the sequence.
-        text: of the sequence's new tokens; it also knows the stop strings.
-        setup: for the result.
     """
 
     def __init__(self, step: Callable[[Sequence], object], sequence: Sequence, text: TextStream, setup: Setup) -> None:
@@ -78,7 +73,6 @@ class Run:
 
     @property
     def tree_choice(self) -> TreeChoice:
-        """The tree of this run, and why."""
         return self._setup.tree_choice
 
     def __iter__(self) -> Iterator[str]:
@@ -93,7 +87,7 @@ class Run:
             yield piece
 
     def result(self) -> Generation:
-        """What has been generated so far."""
+        """What was generated so far."""
         stats, token_ids = self.sequence.stats, self.sequence.new_ids
         stats.num_new_tokens, stats.peak_rss_bytes = len(token_ids), peak_rss_bytes()
         return Generation(

@@ -1,13 +1,13 @@
 """From a path to a decoder: read headers, plan memory, build meta models, place weights, start the stream.
 
-Everything that can be refused is refused before the first weight is read. What has been opened when a later part fails
-is closed again.
+What can be refused is refused before the first weight is read; what was open when a later part fails is closed again.
 """
 
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from operator import le
 
 import torch
 
@@ -18,7 +18,7 @@ from offload.calibration.startup import RunSettings, calibrate, pick_threads, tr
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling
 from offload.engine.build import Pair, Progress, counter, open_pair, read_pair
-from offload.engine.decoder import Decoder, Language, Settled
+from offload.engine.decoder import Decoder, Settled
 from offload.engine.request import Request
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
@@ -86,16 +86,10 @@ def load(
 
 
 def open_decoder(
-    model: str | os.PathLike[str],
-    draft: str | os.PathLike[str] | None,
-    options: LoadOptions,
-    request: Request | None = None,
-    *,
-    device: Device | None = None,
-    open_source: OpenSource = DiskReader,
-    on_bytes: Progress = lambda done, total: None,
-    on_layer: Callable[[], None] = lambda: None,
-) -> Decoder:
+    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, options: LoadOptions,
+    request: Request | None = None, *, device: Device | None = None, open_source: OpenSource = DiskReader,
+    on_bytes: Progress = lambda done, total: None, on_layer: Callable[[], None] = lambda: None,
+) -> Decoder:  # fmt: skip
     """`load` with its options in one piece; `device` is one that is open. Raises what `load` raises."""
     spec = options.tree_spec(has_draft=draft is not None)
     device = device or open_device(options.device, options.gpu_memory)
@@ -116,14 +110,10 @@ def open_decoder(
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
         stream = _start_stream(pair, plan, on_bytes, resources)
-        return Decoder(
-            Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer),
-            pair.drafter(plan, choice.kernels),
-            Settled(plan, trees, find_rule(options.rule), threads, choice),
-            Language(pair.tokenizer, pair.end_ids),
-            resources=resources.pop_all(),
-            notes=pair.notes,
-        )
+        target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer)
+        settled = Settled(plan, trees, find_rule(options.rule), threads, choice, pair.tokenizer, pair.end_ids)
+        drafter = pair.drafter(plan, choice.kernels)
+        return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
 
 def _plan_tree(
@@ -153,10 +143,7 @@ def _link_to_device(pair: Pair, plan: MemoryPlan) -> float:
 
 
 def _pick_kernels(pair: Pair, trees: Trees, plan_for: PlanFor, sampling: Sampling) -> KernelChoice:
-    """On a GPU those that are faster there than what runs without them; timed while most of it is still empty.
-
-    Before a tree is chosen, which should go by the times of these, hence at the size of the largest that may be.
-    """
+    """On a GPU those that are faster than what runs without them, at the size of the largest tree that may be."""
     if pair.device is None or not is_for_kernels(pair.device.place):
         return NO_KERNELS
     plan = plan_for(trees.most_nodes)
@@ -180,13 +167,9 @@ def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:
     """Read what stays, and let the first streamed layers follow."""
     model = pair.target
-    planned = zip(model.layer_layouts, plan.layer_bytes, strict=True)
-    assert all(layout.slab_bytes <= size for layout, size in planned), "a layer is larger than planned"
-    stays = [
-        layout.slab_bytes
-        for layout, tier in zip(model.layer_layouts, plan.tier_L, strict=True)
-        if tier is not Tier.DISK
-    ]
+    sizes = [layout.slab_bytes for layout in model.layer_layouts]
+    assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
+    staying_bytes = sum(size for size, tier in zip(sizes, plan.tier_L, strict=True) if tier is not Tier.DISK)
     layers = open_layers(pair.store, model.layer_layouts, plan, pair.device, resources)
-    layers.load_resident(counter(sum(stays), on_bytes))
+    layers.load_resident(counter(staying_bytes, on_bytes))
     return layers

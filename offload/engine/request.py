@@ -1,7 +1,6 @@
 """What one run is asked for: a prompt, how to draw, how much, where to end.
 
-One check serves the decoder, which makes it of every run, and loading, which makes it of the first one: with the
-tokenizer and the number of positions known, and no weight read, there is nothing more to learn about a request.
+Loading checks the first request before a weight is read, the decoder checks every one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,37 +17,20 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One run to be.
+    """One run to be."""
 
-    Attributes:
-        prompt: text, put into the model's chat template where it has one, messages of a conversation, or token ids;
-            None is not known yet.
-        max_new_tokens: at most so many.
-        stop: strings that end the text; they are not part of it.
-        raw: leave the chat template out.
-    """
-
-    prompt: Prompt | None = None
+    prompt: Prompt | None = None  # text, messages of a conversation, or token ids; None is not known yet
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 128
-    stop: str | Sequence[str] | None = None
-    raw: bool = False
+    stop: str | Sequence[str] | None = None  # strings that end the text; they are not part of it
+    raw: bool = False  # leave the chat template out, into which text is put where a model has one
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """All stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int) -> list[int]:
-        """Token ids of the prompt; nothing about the request is wrong then.
-
-        Args:
-            context: positions that there is room for.
-
-        Raises:
-            UserError: no room for prompt and new tokens, a stop string that is empty or has no text to be looked for
-                in, or whatever `encode` refuses.
-        """
+        """Token ids of the prompt. Raises `UserError` where `context` positions do not suffice, or for bad requests."""
         if "" in self.stops:
             raise UserError("a stop string must not be empty, got '': leave it out")
         if self.stops and tokenizer is None:

@@ -1,8 +1,7 @@
 """One text being written: all that is known of it and of how it goes on, while models hold weights alone.
 
-Invariant: what its caches hold are keys and values of its tokens, from the first on. A step adds tokens after both
-caches have taken in what was accepted, so a step that was cut short leaves caches that hold too much at most; the next
-one clears that away.
+Invariant: its caches hold keys and values of its tokens, from the first on. A step that was cut short may leave more
+in them, which the next one clears away.
 """
 
 import sys
@@ -41,8 +40,6 @@ class Sequence:
 
     Attributes:
         tokens: of the prompt, then all that were accepted; the last is the root of the next tree.
-        sampler: what its tokens are drawn with.
-        rule: of acceptance, whose drafting distribution the sampler carries.
         shape: of the next tree.
         stats: of its steps since the shape was set.
     """
@@ -73,7 +70,6 @@ class Sequence:
 
     @property
     def new_ids(self) -> list[int]:
-        """Tokens behind the prompt."""
         return self.tokens[self.num_prompt_tokens :]
 
     @property

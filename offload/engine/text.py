@@ -1,8 +1,8 @@
 """Between text and tokens: prompts in, pieces of text out as tokens are accepted, stop strings in between."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from offload.errors import UserError, reason
 
@@ -10,28 +10,7 @@ _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _CONTEXT_TOKENS = 8  # decoded before the new ones, because some tokenizers glue or drop a leading space
 
 
-class Tokenizer(Protocol):
-    """What is asked of a tokenizer of transformers."""
-
-    chat_template: str | None
-
-    def __call__(self, text: str) -> Mapping[str, list[int]]:
-        """`input_ids` of a text."""
-        ...
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool
-    ) -> Mapping[str, list[int]]:
-        """`input_ids` of a conversation."""
-        ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
-        """The text of these tokens."""
-        ...
-
-    def get_vocab(self) -> dict[str, int]:
-        """The id of every token."""
-        ...
+Tokenizer: TypeAlias = Any  # a `PreTrainedTokenizerBase` of transformers, which takes a second to import
 
 
 def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
@@ -42,8 +21,7 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     if not any(os.path.isfile(os.path.join(directory, name)) for name in names):
         return None
     try:
-        found: Tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        return found
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # the parser behind it raises nothing more specific
         raise UserError(
             f"cannot read the tokenizer in {directory} ({reason(error)}): download its files again"
@@ -76,10 +54,7 @@ def _in_template(tokenizer: Tokenizer, messages: list[dict[str, str]], remedy: s
 
 
 class TextStream:
-    """Turns accepted tokens into text that never has to be taken back.
-
-    A piece is handed out once its characters are complete and once no stop string can begin inside it.
-    """
+    """Turns accepted tokens into text, handed out once characters are complete and no stop string can begin there."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)

@@ -1,8 +1,7 @@
 """What lies where during a run: the plan as a value, its sums, and the sizes of what stands beside the layers.
 
-A machine has one memory or two. On a CPU everything counts against `ram_bytes`; with a GPU, what is computed with
-counts against `gpu_bytes` and only what feeds the GPU against `ram_bytes`. Invariant: every byte of a plan is in
-exactly one of the two sums, `total_bytes` and `gpu_total_bytes`.
+With a GPU, what is computed with counts against `gpu_bytes` and only what feeds the GPU against `ram_bytes`. Invariant:
+every byte of a plan is in exactly one of the two sums, `total_bytes` and `gpu_total_bytes`.
 """
 
 from collections.abc import Sequence
@@ -53,17 +52,14 @@ class MemoryPlan:
 
     @property
     def is_resident(self) -> tuple[bool, ...]:
-        """Of every layer, whether it stays where it is computed."""
         return tuple(tier is Tier.RESIDENT for tier in self.tier_L)
 
     @property
     def num_resident(self) -> int:
-        """Layers that stay."""
         return self.num_layers_in(Tier.RESIDENT)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the layers that stay."""
         return self.bytes_in(Tier.RESIDENT)
 
     @property
@@ -73,7 +69,6 @@ class MemoryPlan:
 
     @property
     def disk_streamed_bytes(self) -> int:
-        """Bytes that every sweep reads from the disk."""
         return self.bytes_in(Tier.DISK)
 
     @property
@@ -84,14 +79,15 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """What the plan takes of `ram_bytes`."""
-        host_bytes = self.runtime_bytes + self.table_bytes + self.staging_bytes
-        host_bytes += self.host_bytes + self.num_host_slots * self.slot_bytes
-        return host_bytes + (self._computing_bytes if self.gpu_bytes is None else 0)
+        if self.gpu_bytes is None:
+            return self._computing_bytes
+        slots_bytes = self.num_host_slots * self.slot_bytes
+        return self.runtime_bytes + self.table_bytes + self.staging_bytes + self.host_bytes + slots_bytes
 
     @property
     def gpu_total_bytes(self) -> int:
         """What the plan takes of `gpu_bytes`; 0 on a CPU."""
-        return 0 if self.gpu_bytes is None else self.gpu_runtime_bytes + self._computing_bytes
+        return 0 if self.gpu_bytes is None else self._computing_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -107,11 +103,7 @@ class MemoryPlan:
 
     @property
     def _computing_bytes(self) -> int:
-        """What lies where layers are computed, but for the program's own."""
-        models_bytes = (
-            self.rest_bytes + self.draft_bytes + self.distribution_bytes + self.kv_bytes + self.activation_bytes
-        )
-        return models_bytes + self.resident_bytes + self.num_slots * self.slot_bytes
+        return self.fixed_bytes + self.resident_bytes + self.num_slots * self.slot_bytes
 
     def num_prompt_sweeps(self, num_tokens: int) -> int:
         """Sweeps that take in so many prompt tokens; the last of them scores the first tree."""
@@ -130,33 +122,25 @@ class MemoryPlan:
         budgets = {"ram_bytes": self.ram_bytes, "planned_bytes": self.total_bytes}
         if self.gpu_bytes is not None:
             budgets |= {"gpu_bytes": self.gpu_bytes, "gpu_planned_bytes": self.gpu_total_bytes}
-        tiers = {
-            tier.value: {"num_layers": self.num_layers_in(tier), "num_bytes": self.bytes_in(tier)} for tier in Tier
-        }
-        slots = {"num_slots": self.num_slots, "num_host_slots": self.num_host_slots, "slot_bytes": self.slot_bytes}
+        slots = ("num_slots", "num_host_slots", "slot_bytes")
+        sizes = ("runtime_bytes", "gpu_runtime_bytes", "staging_bytes", "draft_bytes", "kv_bytes", "activation_bytes")
+        layers = {tier: [layer for layer, own in enumerate(self.tier_L) if own is tier] for tier in Tier}
         return {
             "device": self.device,
-            "tiers": tiers,
-            "slots": slots,
+            "tiers": {str(tier): {"num_layers": len(layers[tier]), "num_bytes": self.bytes_in(tier)} for tier in Tier},
+            "slots": {name: getattr(self, name) for name in slots},
             "budgets": budgets,
-            "runtime_bytes": self.runtime_bytes,
-            "gpu_runtime_bytes": self.gpu_runtime_bytes,
+            **{name: getattr(self, name) for name in (*sizes, "num_logits_rows", "context")},
             "embedding_and_head_bytes": self.rest_bytes,
             "host_embedding_bytes": self.table_bytes,
-            "staging_bytes": self.staging_bytes,
-            "draft_bytes": self.draft_bytes,
             "law_bytes": self.distribution_bytes,
-            "kv_bytes": self.kv_bytes,
-            "activation_bytes": self.activation_bytes,
-            "num_logits_rows": self.num_logits_rows,
-            "context": self.context,
-            "resident_layers": [index for index, stays in enumerate(self.is_resident) if stays],
-            "disk_layers": [index for index, tier in enumerate(self.tier_L) if tier is Tier.DISK],
+            "resident_layers": layers[Tier.RESIDENT],
+            "disk_layers": layers[Tier.DISK],
         }
 
 
 def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int) -> frozenset[int]:
-    """As many of `layers` as the budget holds, evenly spread: the stream never has to hurry through a long gap.
+    """As many of `layers` as the budget holds, evenly spread, so that no long run of layers has to be streamed.
 
     Gaps at both ends are half as long: layers that wait in slots when a sweep begins are the first that it needs.
     """
@@ -167,12 +151,12 @@ def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int)
     return frozenset()
 
 
-def draft_bytes(draft: ModelShape, context: int, num_nodes: int) -> int:
-    """Weights, cache and activations of a draft that stays whole."""
-    rows = max(MAX_PROMPT_ROWS, num_nodes)
+def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool) -> int:
+    """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside those of prompts."""
     kv_bytes = draft.kv_bytes_per_token * (context + num_nodes + MAX_PROMPT_ROWS)
     weights_bytes = draft.num_bytes + draft.cast_bytes * len(draft.layer_bytes)
-    return weights_bytes + kv_bytes + activation_bytes(draft, rows, num_nodes, context)
+    pass_bytes = activation_bytes(draft, max(MAX_PROMPT_ROWS, num_nodes), num_nodes, context)
+    return weights_bytes + kv_bytes + (2 if is_gpu else 1) * pass_bytes
 
 
 def distribution_bytes(vocab_size: int, num_nodes: int) -> int:

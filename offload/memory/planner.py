@@ -1,13 +1,10 @@
 """Where every byte goes: from headers and budgets to a memory plan, for this machine or any other.
 
-A machine is an ordered list of places: the memory where layers are computed, pinned memory of the host behind it where
-that is a GPU's, and the disk, which holds whatever is left. Each place takes first what it must hold, then two or three
-slots for the layers that pass through it, then as many layers as fit. Pure functions of numbers, so that a plan for a
-70B model on a machine nobody here owns can be tested.
+Layers lie where they are computed, in pinned memory of the host where that is a GPU's, or on the disk. Each place takes
+first what it must hold, then two or three slots for the layers that pass through it, then as many layers as fit.
 
-Loading has an order that the host's budget counts on: what goes to a GPU passes through before memory is pinned, so
-that both never lie there at once. Invariant: the items of a plan add up to no more than its budgets, and
-a plan that cannot hold two slots is refused with the least that works.
+The host's budget counts on the order of loading: what goes to a GPU passes through before memory is pinned. Invariant:
+the items of a plan add up to no more than its budgets; one that cannot hold two slots is refused with what would do.
 """
 
 import math
@@ -33,9 +30,8 @@ from offload.memory.plan import (
 )
 
 RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scratch of the matrix library: measured
-# A CUDA context with the kernels of torch is 0.3 to 0.5 GiB, growing with the number of multiprocessors; cuBLAS takes a
-# workspace of 8 MiB (32 MiB on Hopper) per stream that multiplies, cuBLASLt as much again; and torch's allocator hands
-# out segments of 2 or 20 MiB, of which ends stay unused. Usual figures, rounded up; no GPU was at hand to measure one.
+# Usual figures, rounded up: a CUDA context with torch's kernels takes 0.3 to 0.5 GiB, cuBLAS and cuBLASLt a workspace
+# of 8 to 32 MiB each per stream that multiplies, and ends of the segments of torch's allocator stay unused.
 GPU_RUNTIME_BYTES = 1 << 30
 HOST_RUNTIME_BYTES = 1 << 30  # what the driver and its libraries keep on the host beside the program's own
 # The head is read once per chunk. From about this many rows on multiplying takes longer than reading it (110 TFLOP/s
@@ -43,7 +39,7 @@ HOST_RUNTIME_BYTES = 1 << 30  # what the driver and its libraries keep on the ho
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
 _RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everything else
-_GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory: what else shows on its screen
+_GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
 
 
 class Files(NamedTuple):
@@ -67,16 +63,11 @@ def plan_memory(
     """The plan that loading follows, from headers alone.
 
     Args:
-        files: of the target and of the draft, if there is one.
-        ram: budget; None takes what is free now, less a reserve.
-        dtype: to compute in, one of `DTYPES`.
+        ram, gpu: budgets; None takes what is free now, less a reserve.
         context: positions; None takes the model's limit, at most `DEFAULT_CONTEXT`.
         num_nodes: N of the largest tree.
-        rule: of acceptance; some need the distributions that a tree's tokens were drawn from.
-        device: `cpu`, `cuda` or `cuda:N`.
-        gpu: budget on the GPU; None takes what is free on it now, less a reserve.
     """
-    require(dtype in DTYPES, f"`dtype` must be one of {', '.join(DTYPES)}", repr(dtype), "try `dtype` auto")
+    require_dtype(dtype)
     target, draft = files
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
@@ -119,11 +110,7 @@ def make_plan(
     num_nodes: int,
     keeps_distributions: bool = False,
 ) -> MemoryPlan:
-    """Fill one place after the other.
-
-    Args:
-        num_nodes: N of the largest tree.
-        keeps_distributions: whether the rule of acceptance needs what a tree's tokens were drawn from.
+    """Fill one place after the other; `num_nodes` is N of the largest tree.
 
     Raises:
         UserError: a place cannot hold two slots; names the least budget that works.
@@ -132,7 +119,7 @@ def make_plan(
     rows, num_logits = min(MAX_PROMPT_ROWS, context), min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
     items = {
         "rest_bytes": target.head_bytes if is_gpu else target.rest_bytes,
-        "draft_bytes": _draft_bytes(draft, context, num_nodes, is_gpu=is_gpu) if draft else 0,
+        "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + rows),
         "activation_bytes": activation_bytes(target, rows + num_nodes, num_logits, context)
@@ -150,24 +137,16 @@ def make_plan(
     host = fillings[1] if is_gpu else _Filling(frozenset(), 0)
     hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
     return MemoryPlan(
-        ram_bytes=budgets.ram_bytes,
-        gpu_bytes=budgets.gpu_bytes,
-        device="cuda" if is_gpu else "cpu",
-        context=context,
-        num_nodes=num_nodes,
-        max_prompt_rows=rows,
-        num_logits_rows=num_logits,
+        device="cuda" if is_gpu else "cpu", **budgets._asdict(),
+        context=context, num_nodes=num_nodes, max_prompt_rows=rows, num_logits_rows=num_logits,
         runtime_bytes=runtime_bytes,
         gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
         table_bytes=target.table_bytes if is_gpu else 0,
         staging_bytes=max(0, places[1].passing_bytes - hosted_bytes) if is_gpu else 0,
-        num_host_slots=host.num_slots,
-        slot_bytes=slot_bytes,
-        num_slots=fillings[0].num_slots,
-        layer_bytes=target.layer_bytes,
-        tier_L=tier_L,
+        num_slots=fillings[0].num_slots, num_host_slots=host.num_slots, slot_bytes=slot_bytes,
+        layer_bytes=target.layer_bytes, tier_L=tier_L,
         **items,
-    )
+    )  # fmt: skip
 
 
 def _fill_all(places: Sequence[_Place], layer_bytes: Sequence[int]) -> list[_Filling]:
@@ -192,22 +171,23 @@ def _fill(place: _Place, layer_bytes: Sequence[int], layers: Sequence[int]) -> _
 
 def _computing_place(budgets: Budgets, items: dict[str, int], target: ModelShape, context: int) -> _Place:
     """Where layers are computed: a GPU's memory, or the host's."""
-    drafting_bytes = items["draft_bytes"]
-    if budgets.gpu_bytes is None:
-        fixed_bytes, budget_bytes = RUNTIME_BYTES + sum(items.values()), budgets.ram_bytes
-    else:
-        fixed_bytes, budget_bytes = GPU_RUNTIME_BYTES + sum(items.values()), budgets.gpu_bytes
+    where, argument, runtime_bytes, budget_bytes = "RAM", "ram", RUNTIME_BYTES, budgets.ram_bytes
+    if budgets.gpu_bytes is not None:
+        where, argument, runtime_bytes, budget_bytes = (
+            "device memory",
+            "gpu_memory",
+            GPU_RUNTIME_BYTES,
+            budgets.gpu_bytes,
+        )
+    fixed_bytes, drafting_bytes = runtime_bytes + sum(items.values()), items["draft_bytes"]
 
     def refusal(slots_bytes: int) -> UserError:
         least_mib = math.ceil((fixed_bytes + slots_bytes) / 2**20)
-        where, argument, draft, smaller = "RAM", "ram", "", ""
-        if budgets.gpu_bytes is not None:
-            where, argument = "device memory", "gpu_memory"
+        draft = smaller = ""
+        if budgets.gpu_bytes is not None and drafting_bytes:
             room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
-            draft = f", {format_bytes(drafting_bytes)} of it for the draft" if drafting_bytes else ""
-            smaller = (
-                f", take a draft of at most {format_bytes(room_bytes)}" if drafting_bytes and room_bytes > 0 else ""
-            )
+            draft = f", {format_bytes(drafting_bytes)} of it for the draft"
+            smaller = f", take a draft of at most {format_bytes(room_bytes)}" if room_bytes > 0 else ""
         return UserError(
             f"needs {format_bytes(slots_bytes)} of {where} for two layer slots and {format_bytes(fixed_bytes)} for the "
             f"rest{draft}, budget is {format_bytes(budget_bytes)}: raise `{argument}` to {least_mib}MiB{smaller} "
@@ -229,13 +209,6 @@ def _feeding_place(ram_bytes: int, fixed_bytes: int, target: ModelShape, draft: 
         )
 
     return _Place(ram_bytes, fixed_bytes, max([*target.layer_bytes, target.head_bytes, *slabs_of_draft]), refusal)
-
-
-def _draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool) -> int:
-    """On a GPU captured graphs keep activations of their own beside those of prompts."""
-    rows = max(MAX_PROMPT_ROWS, num_nodes)
-    captured_bytes = activation_bytes(draft, rows, num_nodes, context) if is_gpu else 0
-    return draft_bytes(draft, context, num_nodes) + captured_bytes
 
 
 def default_ram_bytes() -> int:
@@ -260,6 +233,11 @@ def default_gpu_bytes(device: str) -> int:
 def require_positions(context: int) -> None:
     """Raises `UserError` where nothing can be written into so many positions, whatever the model."""
     require(context >= 1, "`context` must be 1 or more", context, "prompt and new tokens have to fit")
+
+
+def require_dtype(dtype: str) -> None:
+    """Raises `UserError` for a type that nothing is computed in."""
+    require(dtype in DTYPES, f"`dtype` must be one of {', '.join(DTYPES)}", repr(dtype), "try `dtype` auto")
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:

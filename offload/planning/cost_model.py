@@ -1,14 +1,10 @@
 """What a step costs on a machine: curves, measured or from data sheets, that give the seconds of any tree.
 
-A step drafts, sweeps and verifies. The sweep takes at least as long as its slower side: computing, which grows with the
-tree, or the link, which does not; while drafting goes on the link fills the free slots, so that much of its work is
-done before the sweep begins. A few slots cannot smooth every hiccup, and readers share the processor with computing, so
-where both sides take about as long the sweep takes longer than either: `overlap_penalty` says by how much. Curves are
-of one machine, bytes are of the memory plan, hence the same curves serve every budget. Of a GPU that is not here the
-curves follow from its figures: a pass reads its weights from the GPU's memory or multiplies them with its rows,
-whichever takes longer; layers that do not stay come over the link meanwhile.
-
-No torch, no clock. Invariant: a prediction is never shorter than either side alone needs.
+A sweep takes at least as long as its slower side: computing, which grows with the tree, or the link, which does not and
+fills the free slots while drafting goes on. Where both take about as long, the sweep takes longer than either, because
+slots are few and readers share the processor with computing: `overlap_penalty` says by how much. Curves are of one
+machine, bytes are of the memory plan, hence the same curves serve every budget. No torch, no clock. Invariant: a
+prediction is never shorter than either side alone needs.
 """
 
 import math
@@ -72,7 +68,7 @@ class Traffic(NamedTuple):
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> "Traffic":
-        """The traffic of a plan."""
+        """That of a plan."""
         return cls(plan.streamed_bytes, plan.num_slots * plan.slot_bytes)
 
 
@@ -87,12 +83,10 @@ class StepTime(NamedTuple):
 
     @property
     def sweep_s(self) -> float:
-        """Computing and the link beside each other."""
         return overlapped_s(self.compute_s, self.link_s, self.overlap_penalty)
 
     @property
     def total_s(self) -> float:
-        """From one step to the next."""
         return self.draft_s + self.sweep_s + self.verify_s
 
     @property
@@ -110,10 +104,9 @@ def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
 
 
 def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
-    """What two things take that run beside each other: the norm of order 1 / overlap penalty.
+    """What two things take that run beside each other: the norm of order 1 / penalty.
 
-    Args:
-        penalty: 0 where the shorter one costs nothing, 1 where they take turns.
+    A penalty of 0: the shorter one costs nothing; 1: they take turns.
     """
     longer_s = max(one_s, other_s)
     if not penalty or not longer_s:
@@ -122,11 +115,7 @@ def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
 
 
 def fit_overlap_penalty(seen: Sequence[tuple[float, float, float]]) -> float:
-    """The overlap penalty that explains sweeps best, by least squares of relative errors.
-
-    Args:
-        seen: what computing, the link and both beside each other took, in seconds.
-    """
+    """By least squares of relative errors, from what computing, the link and both together took, in seconds."""
 
     def error(penalty: float) -> float:
         return sum((overlapped_s(one_s, other_s, penalty) / both_s - 1) ** 2 for one_s, other_s, both_s in seen)
@@ -153,7 +142,6 @@ class Prediction(NamedTuple):
 
     @property
     def s_per_token(self) -> float:
-        """The figure that counts."""
         return self.step.total_s / self.tokens_per_sweep
 
     @property
@@ -173,24 +161,14 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    label: str,
-    costs: Costs,
-    traffic: Traffic,
-    shape: Shape,
-    tokens_per_sweep: float,
-    *,
-    is_disk_slower: bool = False,
+    label: str, costs: Costs, traffic: Traffic, shape: Shape, tokens_per_sweep: float, *, is_disk_slower: bool = False
 ) -> Prediction:
     """One tree on one machine; the last argument only names the slower link."""
     return Prediction(label, shape, tokens_per_sweep, step_time(costs, traffic, shape), is_disk_slower)
 
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
-    """What a GPU's figures make of two models.
-
-    Args:
-        num_positions: whose keys and values every pass reads.
-    """
+    """Two models on a GPU that is not here; every pass reads keys and values of `num_positions`."""
     steps = _pass_curve(hardware, draft, num_positions) if draft else Curve((1,), (0.0,))
     return Costs(
         compute_s=_pass_curve(hardware, target, num_positions),
@@ -200,26 +178,27 @@ def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, n
     )
 
 
-def traffic_on(hardware: Hardware, plan: MemoryPlan) -> Traffic:
-    """What the link to the GPU carries; where the disk behind it is slower, what it could have carried meanwhile."""
+def traffic_on(hardware: Hardware | None, plan: MemoryPlan) -> Traffic:
+    """What the link carries; where a GPU's disk is known to be slower, what the link could have carried meanwhile."""
     own = Traffic.of(plan)
-    return own._replace(streamed_bytes=max(own.streamed_bytes, _as_link_bytes(hardware, plan.disk_streamed_bytes)))
+    return own._replace(streamed_bytes=max(own.streamed_bytes, _disk_as_link_bytes(hardware, plan)))
 
 
-def is_disk_slower(hardware: Hardware, plan: MemoryPlan) -> bool:
-    """Whether a sweep waits for the disk rather than for the link to the GPU."""
-    return _as_link_bytes(hardware, plan.disk_streamed_bytes) > plan.streamed_bytes
+def is_disk_slower(hardware: Hardware | None, plan: MemoryPlan) -> bool:
+    """Whether a sweep is known to wait for the disk rather than for the link to the GPU."""
+    return _disk_as_link_bytes(hardware, plan) > plan.streamed_bytes
 
 
-def _as_link_bytes(hardware: Hardware, disk_bytes: int) -> int:
-    return int(disk_bytes * hardware.link_bytes_per_s / hardware.disk_bytes_per_s)
+def _disk_as_link_bytes(hardware: Hardware | None, plan: MemoryPlan) -> int:
+    if hardware is None:
+        return 0
+    return int(plan.disk_streamed_bytes * hardware.link_bytes_per_s / hardware.disk_bytes_per_s)
 
 
 def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:
     """Time of one pass against its rows: flat while reading takes longer than multiplying, then in proportion.
 
-    Of routed experts a row is multiplied with its own k of E, and so many rows read at most so many times k of them.
-    The link brings all of them nevertheless: which ones are needed is known only inside the layer.
+    Of E routed experts each row is multiplied with its own k, and rows read no more than k times their number.
     """
     read_bytes = sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
     num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights

@@ -1,21 +1,18 @@
 """Machines with a GPU, by what limits decoding on them: known ones by name, any other from a JSON file.
 
-Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). What of them a program sees is said
-beside them, as a share or as a measured rate:
+Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). What a program sees of them:
 
 - Pinned memory to the GPU over 16 lanes: users of NVIDIA/nvbandwidth report 23.9 to 26.4 GB/s on PCIe 4 (RTX 4090,
   issue 15; A100 25.1, issue 42) and 52.8 GB/s on PCIe 5 (H100, issue 24, in the other direction).
 - Matrix products reach 0.80 (H100) to 0.86 (A100) of the peak at their best shape (table "maximum achievable matmul
-  FLOPS" in stas00/ml-engineering). A whole pass over some hundred rows, with attention, norms and launches, is taken to
-  reach three quarters of that: 0.6. Weights are read at 0.8 of the memory's peak. These two are assumptions.
-- The host is taken to have 256 GiB and a disk of 5 GB/s; `--ram` or a file says otherwise.
+  FLOPS" in stas00/ml-engineering). Assumed: a whole pass over some hundred rows reaches three quarters of that, 0.6,
+  weights are read at 0.8 of the memory's peak, and the host has 256 GiB and a disk of 5 GB/s.
 
 No torch, no clock. Invariant: every figure is above zero, and no share above one.
 """
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -80,11 +77,7 @@ def find_hardware(name: str) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """A machine from a JSON object with the fields of `Hardware`; sizes and rates also as `48GiB` and `25GB/s`.
-
-    Raises:
-        UserError: unreadable, not JSON, a field too many or too few, or a value that makes no sense.
-    """
+    """A machine from JSON with the fields of `Hardware`, sizes also as `48GiB` and `25GB/s`. Raises `UserError`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -106,11 +99,10 @@ def _parsed(path: Path, name: str, value: Any) -> Any:
     """The value of one field, of the type that it needs."""
     if name == "name":
         return str(value)
-    if isinstance(value, str):
-        parsers: dict[str, Callable[..., Any]] = {"_bytes": parse_size, "_per_s": parse_rate}
-        ending = "_bytes" if name.endswith("_bytes") else "_per_s" if name.endswith("bytes_per_s") else ""
-        if ending:
-            return parsers[ending](value, f"{path.name}: {name}")
+    if isinstance(value, str) and name.endswith("_bytes"):
+        return parse_size(value, f"{path.name}: {name}")
+    if isinstance(value, str) and name.endswith("bytes_per_s"):
+        return parse_rate(value, f"{path.name}: {name}")
     if type(value) not in (int, float):
         raise UserError(f"{path.name}: {name} must be a number, got {value!r}: fix it")
     return int(value) if name.endswith("_bytes") and math.isfinite(value) else value

@@ -9,19 +9,15 @@ from pathlib import Path
 
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import is_hub_id
-from offload.config import DTYPES, drafting_of, parse_rate, parse_size, require
-from offload.memory.planner import require_positions
+from offload.config import drafting_of, parse_rate, parse_size, require
+from offload.memory.planner import require_dtype, require_positions
 from offload.planning.profile import parse_profile
 from offload.tree.spec import TreeSpec, parse_tree, tree_to_fill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """The arguments of `offload.load` that are not models, a request or hooks; it says what each of them means.
-
-    Raises:
-        UserError: a value that is wrong whatever the model and the machine.
-    """
+    """Arguments of `offload.load`, which explains them. Raises `UserError` for what no model and machine could do."""
 
     device: str = "auto"
     gpu_memory: str | int | None = None
@@ -41,8 +37,7 @@ class LoadOptions:
             if size is not None:
                 parse_size(size, name)
         parse_rate(self.link_limit, "`link_limit`")
-        known = ", ".join(DTYPES)
-        require(self.dtype in DTYPES, f"`dtype` must be one of {known}", repr(self.dtype), "try `dtype` auto")
+        require_dtype(self.dtype)
         if self.context is not None:
             require_positions(self.context)
         is_count = self.threads is None or self.threads >= 1

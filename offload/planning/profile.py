@@ -1,8 +1,7 @@
 """What `offload tune` measured for one pair of models on one machine, kept as readable JSON in the user's cache.
 
-A profile holds for the very models, rule, sampling settings and machine that it names, and for nothing else. Invariant:
-one that is stale, foreign or malformed is never used: it is refused where the user named it, and passed over with a
-reason where it was only found.
+A profile holds for the very models, rule, sampling settings and machine that it names. Invariant: any other, or a
+malformed one, is never used: it is refused where the user named it, and passed over with a reason where it was found.
 """
 
 import hashlib
@@ -62,11 +61,15 @@ class Identity:
     @classmethod
     def of(cls, target: Checkpoint, draft: Checkpoint, sampling: Sampling, rule: str, machine: Machine) -> "Identity":
         """The identity of a run; greedy runs differ in nothing that top-p or top-k could say."""
-        prints = {"target": fingerprint(target), "draft": fingerprint(draft)}
-        settings = {"temperature": float(sampling.temperature), "top_p": float(sampling.top_p), "top_k": sampling.top_k}
-        if sampling.is_greedy:
-            settings |= {"top_p": 1.0, "top_k": 0}
-        return cls(**prints, **settings, rule=rule, machine=machine)  # type: ignore[arg-type]
+        return cls(
+            target=fingerprint(target),
+            draft=fingerprint(draft),
+            rule=rule,
+            temperature=float(sampling.temperature),
+            top_p=1.0 if sampling.is_greedy else float(sampling.top_p),
+            top_k=0 if sampling.is_greedy else sampling.top_k,
+            machine=machine,
+        )
 
     @property
     def file_name(self) -> str:
@@ -74,19 +77,11 @@ class Identity:
         settings = f"{self.rule}-t{self.temperature:g}-p{self.top_p:g}-k{self.top_k}"
         return f"{_short(self.target + self.draft)}-{settings}-{_short(repr(self))}.json"
 
-    @property
-    def pair_glob(self) -> str:
-        """Finds all profiles of the pair."""
-        return f"{_short(self.target + self.draft)}-*.json"
-
     def differences(self, other: "Identity") -> list[str]:
         """What the other one differs in, in words."""
-        mine, others = _flat(asdict(self)), _flat(asdict(other))
-        return [
-            f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}"
-            for key in mine
-            if mine[key] != others[key]
-        ]
+        mine, others = ({**asdict(one), **asdict(one.machine)} for one in (self, other))
+        keys = [key for key in mine if key != "machine" and mine[key] != others[key]]
+        return [f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}" for key in keys]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +129,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+def cache_folder() -> Path:
+    """Of this program, in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+
+
 def profiles_folder() -> Path:
-    """Where profiles are kept: the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload" / "profiles"
+    """Where profiles are kept."""
+    return cache_folder() / "profiles"
 
 
 def save_profile(profile: Profile) -> Path:
@@ -154,18 +154,15 @@ def find_profile(identity: Identity) -> tuple[Profile | None, str]:
             return read_profile(path, identity), str(path)
         except UserError as error:
             return None, str(error)
-    others = sorted(profiles_folder().glob(identity.pair_glob))
+    pair, _ = identity.file_name.split("-", 1)
+    others = sorted(profiles_folder().glob(f"{pair}-*.json"))
     if not others:
         return None, "no profile for this pair of models: offload tune measures one"
     return None, f"no profile for these settings, {_why_not(others[0], identity)}: offload tune measures one"
 
 
 def read_profile(path: Path, identity: Identity) -> Profile:
-    """A profile from a file, proved to hold for `identity`.
-
-    Raises:
-        UserError: unreadable, malformed, of another schema, or measured for something else.
-    """
+    """A profile from a file, proved to hold for `identity`. Raises `UserError` for any other."""
     profile = parse_profile(path)
     differences = identity.differences(profile.identity)
     if differences:
@@ -196,14 +193,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 def format_json(values: Mapping[str, object]) -> str:
     """One line per entry, and one per window of the traces: made to be read and compared by people."""
-    lines = []
-    for key, value in values.items():
-        if key == "traces" and isinstance(value, list | tuple):
-            text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
-        else:
-            text = json.dumps(value)
-        lines.append(f" {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    texts = {key: json.dumps(value) for key, value in values.items()}
+    if isinstance(traces := values.get("traces"), list | tuple):
+        texts["traces"] = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in traces) + "\n ]"
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"
 
 
 def _why_not(path: Path, identity: Identity) -> str:
@@ -274,10 +267,6 @@ def _check(profile: Profile) -> None:
 def _require(holds: bool, rule: str) -> None:
     if not holds:
         raise ValueError(rule)
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    return {**{key: value for key, value in values.items() if key != "machine"}, **values["machine"]}
 
 
 def _short(text: str) -> str:

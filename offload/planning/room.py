@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, plan_memory
-from offload.planning.cost_model import Traffic
+from offload.planning.cost_model import Traffic, traffic_on
+from offload.planning.hardware import Hardware
 from offload.planning.options import LoadOptions
 
 
@@ -37,12 +38,12 @@ class Room:
         )
 
     def plan(self, files: Files, num_nodes: int) -> MemoryPlan:
-        """Memory for trees of so many nodes. Raises `UserError` where it is too little."""
+        """Memory for trees of so many nodes. Raises `UserError` where there is too little."""
         return plan_memory(files, num_nodes=num_nodes, **asdict(self))
 
-    def traffic(self, files: Files, num_nodes: int) -> Traffic | None:
+    def traffic(self, files: Files, num_nodes: int, hardware: Hardware | None = None) -> Traffic | None:
         """What a sweep moves with trees of so many nodes; None where memory has no room for them."""
         try:
-            return Traffic.of(self.plan(files, num_nodes))
+            return traffic_on(hardware, self.plan(files, num_nodes))
         except UserError:
             return None

@@ -1,14 +1,13 @@
 """Accepted ranks, position after position, and what follows from them: tokens per sweep of any tree.
 
 A trace holds for every position of a text the rank that the emitted token had among the draft's candidates, or -1.
-Decoding walks down the tree along these ranks until one is missing; that token is the target's own, and the next sweep
-starts behind it. So the walk can be repeated for any static tree without a model, and nothing has to be independent:
-Sequoia's product form (2402.12374, section 3.1) is what the trace says if every position were like every other.
+Decoding walks down the tree along these ranks until one is missing; the next sweep starts behind that token. So the
+walk can be repeated for any static tree without a model. Sequoia's product form (2402.12374, section 3.1) is what the
+trace says if every position were like every other.
 
-A dynamic tree has another shape in every step, so ranks alone cannot say what it yields. Growing it again along a text
-that the target has written can, without a sweep: what is accepted is known. That costs draft steps, hence a few bounds
-only. Between them the gain over the static tree of the same bounds is interpolated, because it changes slowly where the
-yield itself does not; beyond them it stays what it was at the last. A tree without a node to place gains nothing.
+A dynamic tree has another shape in every step, so it is grown again along a text that the target has written: draft
+steps, no sweep. That is done for a few bounds. Between them the gain over the static tree of the same bounds is
+interpolated, because it changes more slowly than the yield; beyond them it stays what it was at the last.
 
 No model, no torch, no clock. K ranks, N nodes in the order in which they were found.
 """
@@ -16,6 +15,7 @@ No model, no torch, no clock. K ranks, N nodes in the order in which they were f
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,8 @@ COUNTED_SIZES, COUNTED_DEPTHS = (16, 64, 256), (8, 24)  # bounds within which dy
 
 def bursts(topology: Topology, trace: Trace) -> list[int]:
     """New tokens of every sweep of a run that emits this text; the end of the text cuts the last one."""
-    num_children, first_child = _child_table(topology)
+    num_children = topology.num_children_N.tolist()
+    first_child = (1 + np.cumsum([0, *num_children])).tolist()  # siblings are consecutive
     yields, node, num_accepted = [], 0, 0
     for rank in trace:
         num_accepted += 1
@@ -44,10 +45,7 @@ def bursts(topology: Topology, trace: Trace) -> list[int]:
 
 
 def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
-    """G of one tree: tokens over sweeps when the traces are decoded one behind the other.
-
-    As one text, because a cut at every end would count a started sweep as a whole one.
-    """
+    """G of one tree: tokens over sweeps; all traces are one text, or each would end in a sweep that is cut short."""
     yields = bursts(topology, [rank for trace in traces for rank in trace])
     return sum(yields) / len(yields) if yields else 1.0
 
@@ -55,8 +53,7 @@ def tokens_per_sweep(topology: Topology, traces: Iterable[Trace]) -> float:
 def acceptance(traces: Sequence[Trace], num_ranks: int = NUM_RANKS) -> tuple[Floats, Floats]:
     """Frequency of every rank, `p_K`, and the standard error of each entry.
 
-    Positions of one window resemble each other, so the error comes from the spread between windows; the binomial one,
-    which takes all positions for independent, stands in where there is a single window.
+    The error is that between windows, since positions of one window resemble each other; binomial where there is one.
     """
     count_WK = np.array([np.bincount([r for r in t if r >= 0], minlength=num_ranks)[:num_ranks] for t in traces])
     size_W = np.array([len(trace) for trace in traces])
@@ -120,8 +117,7 @@ def grow_order(
     """The likeliest nodes first, as far as parents and elder siblings allow.
 
     Args:
-        p_K: acceptance vector: the distribution of a rank where nothing else is known.
-        trie: paths that were seen; without it a path's chance is the product of `p_K` along it.
+        trie: paths that were seen; without it a path's chance is the product of the acceptance vector `p_K` along it.
         smoothing: how many sightings `p_K` is worth at every path of the trie.
     """
     trie = trie or RankTrie((), max_depth)
@@ -156,13 +152,6 @@ def tree_of(order: Sequence[Found]) -> Topology:
     return in_level_order([node.parent for node in order])
 
 
-def _child_table(topology: Topology) -> tuple[list[int], list[int]]:
-    """Per node the number of its children and the first of them; siblings are consecutive."""
-    num_children_N = topology.num_children_N
-    first_child_N = 1 + np.concatenate([[0], np.cumsum(num_children_N)[:-1]])
-    return num_children_N.tolist(), first_child_N.tolist()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicYield:
     """What trees within some bounds have yielded."""
@@ -180,28 +169,23 @@ def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
 
 
 def yields_of(bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Sequence[int]]]) -> tuple[DynamicYield, ...]:
-    """Tokens per sweep within each of the bounds, over all windows; none where no sweep was counted.
-
-    Args:
-        bursts_WB: tokens of every sweep, by window and bounds.
-    """
-    found = []
-    for index, one in enumerate(bounds):
-        bursts = [burst for window in bursts_WB for burst in window[index]]
-        if bursts:
-            mean, count = sum(bursts) / len(bursts), len(bursts)
-            found.append(
-                DynamicYield(num_nodes=one.num_nodes, depth=one.depth, tokens_per_sweep=mean, num_sweeps=count)
+    """Tokens per sweep within each of the bounds, from those of every sweep, by window and bounds."""
+    yields = []
+    for index, shape in enumerate(bounds):
+        counts = [count for window in bursts_WB for count in window[index]]
+        if counts:
+            yields.append(
+                DynamicYield(
+                    num_nodes=shape.num_nodes, depth=shape.depth, tokens_per_sweep=fmean(counts), num_sweeps=len(counts)
+                )
             )
-    return tuple(found)
+    return tuple(yields)
 
 
 class Gains:
-    """How many times the tokens of a static tree a dynamic one within the same bounds yields.
+    """How many times the tokens of a static tree a dynamic one within the same bounds yields; 1 where none was counted.
 
-    Args:
-        counted: at some bounds; none leaves a gain of one everywhere.
-        fixed: tokens per sweep of the static tree of so many nodes, so deep.
+    `fixed` gives the tokens per sweep of the static tree of so many nodes, so deep.
     """
 
     def __init__(self, counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]) -> None:

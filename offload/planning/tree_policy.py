@@ -1,12 +1,8 @@
 """Which tree a run gets: the one that was named, or the best one for the pair, the settings and the machine.
 
-One selector serves decoding, predicting, tuning and measuring, so that all of them mean the same tree. A profile of
-`offload tune` is used when it holds for exactly this run: then N nodes and D levels are filled with the paths that were
-taken most, which on text that was held out is the better tree, or with those of the product form where its traces say
-no more than that. Without a profile the acceptance is the default vector and the times are those of a quick calibration
-at start. Invariant: no tree is larger than memory was planned for, and what a choice rests on is said.
-
-No torch, no clock.
+One selector serves decoding, predicting, tuning and measuring, so that all of them mean the same tree. It goes by a
+profile of `offload tune` that holds for exactly this run, else by the default acceptance and a quick calibration at
+start. No torch, no clock. Invariant: no tree is larger than memory was planned for, and what a choice rests on is said.
 """
 
 from collections.abc import Callable
@@ -56,23 +52,15 @@ class TreeChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeSelector:
-    """What is known of a pair and a machine; `choose` makes a tree of it.
+    """What is known of a pair and a machine; `choose` makes a tree of it."""
 
-    Attributes:
-        rule: of acceptance, which says whether the draft's scores may shape a chosen tree.
-        profile: None takes the default acceptance, `note` says why.
-        costs: of a step; None where nothing was measured.
-        traffic_of: what a sweep moves with trees of so many nodes.
-        max_nodes, max_depth: of a tree that is chosen: what memory and context have room for, and what was timed.
-    """
-
-    rule: str
-    profile: Profile | None = None
-    note: str = ""
-    costs: Costs | None = None
+    rule: str  # of acceptance, which says whether the draft's scores may shape a chosen tree
+    profile: Profile | None = None  # None takes the default acceptance
+    note: str = ""  # why there is no profile
+    costs: Costs | None = None  # of a step; None where nothing was measured
     traffic_of: TrafficOf = lambda _: None
-    max_nodes: int = AUTO_MAX_NODES
-    max_depth: int = DEPTHS[-1]
+    max_nodes: int = AUTO_MAX_NODES  # of a tree that is chosen: what memory has room for, and what was timed
+    max_depth: int = DEPTHS[-1]  # what the context has room for
 
     def choose(self, spec: TreeSpec) -> TreeChoice:
         """The tree that is meant here; raises `UserError` for one that the rule does not allow."""
@@ -93,10 +81,11 @@ class TreeSelector:
         best = rank_trees(forest, costs, self.traffic_of, self.max_depth, is_dynamic=self._is_dynamic)
         if not best:
             return TreeChoice(chain(0), "memory has no room for any tree")
-        shape, tokens, why = best[0].shape, best[0].tokens_per_sweep, self._basis
-        if isinstance(shape, DynamicShape):
-            why += self._dynamic_note
-        return TreeChoice(shape, why, tokens, tuple(best[:NUM_SHOWN]))
+        why = self._basis
+        if isinstance(best[0].shape, DynamicShape):
+            counted = sum(one.num_sweeps for one in forest.counted)
+            why += f", growth repeated for {counted} sweeps" if counted else ", as if static: dynamic trees yield more"
+        return TreeChoice(best[0].shape, why, best[0].tokens_per_sweep, tuple(best[:NUM_SHOWN]))
 
     def _named(self, spec: TreeSpec) -> TreeChoice:
         forest = self._forest(spec.num_nodes, spec.depth if spec.kind == "best" else max(spec.depth, DEPTHS[-1]))
@@ -126,11 +115,6 @@ class TreeSelector:
             return f"default acceptance, {self.note}"
         return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
 
-    @property
-    def _dynamic_note(self) -> str:
-        counted = sum(one.num_sweeps for one in self.profile.dynamic_yields) if self.profile else 0
-        return f", growth repeated for {counted} sweeps" if counted else ", as if static: dynamic trees yield more"
-
 
 def most_timed(profile: Profile | None, costs: Costs | None) -> int:
     """Nodes of the largest tree to choose: with a profile no more than were timed, else as many as deserve a guess."""
@@ -139,26 +123,16 @@ def most_timed(profile: Profile | None, costs: Costs | None) -> int:
 
 @dataclass
 class Trees:
-    """The trees of one decoder.
+    """The trees of one decoder."""
 
-    Attributes:
-        wish: what `load` was asked for.
-        find: looks a profile up.
-        traffic_of: what a sweep moves with trees of so many nodes; once memory is planned, what that plan moves.
-        link_bytes_per_s: measured just now; disks drift, so a profile's own figure may be old.
-        costs: measured at start, for runs without a profile; None where nothing was measured.
-        num_threads: the most that this run computes with.
-        context: positions that there is room for: a tree must be less deep; None where that is not known yet.
-    """
-
-    wish: TreeSpec
+    wish: TreeSpec  # what `load` was asked for
     find: FindProfile
-    traffic_of: TrafficOf
-    link_bytes_per_s: float | None = None
-    costs: Costs | None = None
-    num_threads: int | None = None
+    traffic_of: TrafficOf  # once memory is planned, what that plan moves
+    link_bytes_per_s: float | None = None  # measured just now; disks drift, so a profile's own figure may be old
+    costs: Costs | None = None  # measured at start, for runs without a profile
+    num_threads: int | None = None  # the most that this run computes with
     max_nodes: int = MAX_TREE_NODES
-    context: int | None = None
+    context: int | None = None  # positions that there is room for: a tree must be less deep
     _known: dict[tuple[TreeSpec, Sampling, str], TreeChoice] = field(default_factory=dict)
 
     def check(self, sampling: Sampling, rule: str) -> None:
@@ -181,11 +155,7 @@ class Trees:
         self.traffic_of, self.max_nodes, self.context = (lambda _: traffic), plan.num_nodes, plan.context
 
     def for_run(self, sampling: Sampling, rule: str, tree: str | None = None) -> TreeChoice:
-        """The tree of one run. Raises `UserError` where it is larger than planned, or deeper than the context.
-
-        Args:
-            tree: named for this run; None takes what was named for all.
-        """
+        """The one that was named for this run or for all. Raises `UserError` where it is too large or too deep."""
         spec = self.wish if tree is None else parse_tree(tree)
         key = (spec, replace(sampling, seed=0), rule)
         if key not in self._known:

@@ -1,10 +1,8 @@
 """The trees to choose from, and those with the most tokens per second on a machine: argmax of G(n, d) / step time.
 
-Sequoia's hardware-aware optimiser (2402.12374, Eq. 1), with the whole step in the denominator: t(n) is the slower of
-computing and of the link, and drafting that hides behind the link costs nothing. G(n, d) is the paper's product form
-where only an acceptance vector is known. Where traces are, the tree is made of the paths that were taken most, drawn
-towards the product form where little was seen, and its G is counted on traces that had no part in making it.
-
+Sequoia's hardware-aware optimiser (2402.12374, Eq. 1), with the whole step in the denominator. G(n, d) is the paper's
+product form where only an acceptance vector is known. Where traces are, the tree is made of the paths that were taken
+most, drawn towards the product form where little was seen, and its G is counted on traces that it was not made from.
 No torch, no clock.
 """
 
@@ -50,7 +48,6 @@ class Candidate(NamedTuple):
 
     @property
     def s_per_token(self) -> float:
-        """What is minimised."""
         return self.step_s / self.tokens_per_sweep
 
     def as_dict(self) -> dict[str, object]:
@@ -62,22 +59,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Forest:
-    """The trees to choose from, one for every size and depth.
+    """The trees to choose from, one for every size and depth."""
 
-    Attributes:
-        p_K: acceptance vector.
-        traces: accepted ranks, window by window; none leaves the product form.
-        smoothing: how many sightings of a path `p_K` is worth.
-        max_nodes, max_depth: of the largest tree.
-        counted: what dynamic trees have yielded; none takes them for as good as static ones.
-    """
-
-    p_K: Floats
-    traces: Sequence[Trace] = ()
-    smoothing: float = 1.0
-    max_nodes: int = 512
+    p_K: Floats  # acceptance vector
+    traces: Sequence[Trace] = ()  # accepted ranks, window by window; none leaves the product form
+    smoothing: float = 1.0  # how many sightings of a path `p_K` is worth
+    max_nodes: int = 512  # of the largest tree
     max_depth: int = DEPTHS[-1]
-    counted: Sequence[DynamicYield] = ()
+    counted: Sequence[DynamicYield] = ()  # what dynamic trees have yielded; none takes them for as good as static ones
 
     def tree(self, num_nodes: int, depth: int) -> Topology:
         """The tree of `num_nodes` nodes and at most `depth` draft steps; of fewer nodes where there are not as many."""

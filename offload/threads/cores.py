@@ -1,7 +1,4 @@
-"""How many cores this process may keep busy: those it may run on, and no more than its container's quota pays for.
-
-A process that runs more threads than its quota is stopped for the rest of every period, all threads at once.
-"""
+"""How many cores this process may keep busy: those it may run on, and no more than its container's quota pays for."""
 
 import math
 import os
@@ -16,12 +13,7 @@ def num_cores() -> int:
 
 
 def cpu_quotas(root: Path, membership: Path) -> list[float]:
-    """Cores that every group of this process pays for, innermost first; groups without a limit are left out.
-
-    Args:
-        root: where the cgroup file systems are mounted.
-        membership: the kernel's list of this process's groups, /proc/self/cgroup.
-    """
+    """Cores that every limited group of this process pays for, innermost first; `membership` is /proc/self/cgroup."""
     found = [_read_quota(folder) for folder in _cpu_groups(root, membership)]
     return [quota for quota in found if quota is not None]
 

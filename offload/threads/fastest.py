@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 
@@ -9,12 +10,9 @@ import torch
 def fastest_num_threads(
     ladder: Sequence[int], num_rows: int, width: int, dtype: torch.dtype, *, budget_s: float = 0.12
 ) -> int:
-    """The count with the shortest product of `num_rows` rows and a (width, width) matrix.
+    """Of the rising counts of `ladder` that with the shortest product of `num_rows` rows and a (width, width) matrix.
 
     Ties within a tenth go to fewer.
-
-    Args:
-        ladder: counts to try, rising.
     """
     weight = torch.ones(width, width, dtype=dtype)
     rows = torch.ones(num_rows, width, dtype=dtype)
@@ -36,4 +34,4 @@ def _median_s(work: Callable[[], object], budget_s: float) -> float:
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)
-    return sorted(times)[len(times) // 2]
+    return median(times)

@@ -1,10 +1,9 @@
 """How many threads compute and how they wait: for passes and for drafting, chosen again from what real steps take.
 
-More threads are not always faster. A pass of many rows wants every core, drafting's small products want few, and the
-answer changes when another process takes a core: then threads that look for work while they wait stall the others. So
-now and then a step is tried with the next larger or smaller count, or the other way to wait, which stays if quicker.
-
-Invariant: the wait for the next trial grows with what the last one lost, so trials cost about a percent.
+A pass of many rows wants every core, drafting's small products want few, and threads that look for work while they wait
+stall the others when another process takes a core. So now and then a step is tried with the next larger or smaller
+count, or the other way to wait, which stays if quicker. Invariant: trials cost about a percent, since the wait for the
+next one grows with what the last one lost.
 """
 
 from collections import deque
@@ -36,12 +35,7 @@ class Modes(NamedTuple):
 
 
 class ThreadPolicy:
-    """The modes of one decoder.
-
-    Args:
-        ladder: counts that may be used, rising, see `thread_ladder`; with one that is alone the start stays for good.
-        start: modes until steps have told more.
-    """
+    """The modes of one decoder, from the counts of a rising ladder; `start` holds until steps have told more."""
 
     def __init__(self, ladder: Sequence[int], start: Modes) -> None:
         self.most, self.start, self._ladder = ladder[-1], start, ladder
@@ -118,10 +112,7 @@ class _Choice:
         usual_s, tried_s = median(self._recent), median(self._tried)
         if len(self._tried) < _NUM_TRIED and min(self._tried) < _HOPELESS * usual_s:
             return
-        takes_more = (self.mode.num_threads, not self.mode.is_asleep) > (
-            self._usual.num_threads,
-            not self._usual.is_asleep,
-        )
+        takes_more = _cores_taken(self.mode) > _cores_taken(self._usual)
         if tried_s > usual_s * (_MORE_BAR if takes_more else 1.0):
             self._wait[self._move] = _steps_for(sum(self._tried) - len(self._tried) * usual_s, usual_s)
             self.mode, self._move = self._usual, ""
@@ -130,6 +121,10 @@ class _Choice:
             self._wait[_REVERSE[self._move]] = _steps_for(usual_s - tried_s, tried_s)
             self._usual, self._recent, self._move = self.mode, deque(self._tried, _NUM_RECENT), ""
             self._compared_s = tried_s
+
+
+def _cores_taken(mode: Mode) -> tuple[int, bool]:
+    return mode.num_threads, not mode.is_asleep
 
 
 def _steps_for(lost_s: float, step_s: float) -> int:

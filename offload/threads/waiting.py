@@ -2,8 +2,7 @@
 
 Looking is quicker where the cores are ours, and far slower beside a process that needs one. libgomp reads once, at
 start, how often to look (`GOMP_SPINCOUNT`), but while there are more OpenMP threads than cores it looks a hundred times
-at most, as its manual says. So one thread of ours keeps an idle team of its own for as long as the others shall sleep.
-Other OpenMP libraries wait as ever.
+at most, says its manual. So a thread of ours keeps an idle team for as long as the others shall sleep.
 """
 
 import os

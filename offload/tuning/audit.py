@@ -28,8 +28,7 @@ def rounding(sampling: Sampling) -> float:
 def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sampling: Sampling) -> list[float]:
     """By how much each new token misses the best perturbed score (see `Sampler`) of `model` computed in float32.
 
-    Args:
-        model: folder of a checkpoint that fits into memory; for an inflated target the one it was made from.
+    `model` is a folder of a checkpoint that fits into memory; for an inflated target the one it was made from.
     """
     reference = resident_model(open_checkpoint(model), "float32")
     ids = torch.tensor([*prompt_ids, *new_ids])

@@ -1,8 +1,7 @@
 """Full calibration: what sweeps, drafting and the link take in real steps, while everything runs as in decoding.
 
-Trees of all sizes take turns, round after round, and medians are kept: a disk or a neighbour that drifts slows all of
-them alike. Invariant: what is timed is `Decoder.step` itself, so the figures hold what readers and compute take from
-each other.
+Trees of all sizes take turns, round after round, and medians are kept: a disk that drifts slows all of them alike.
+Invariant: what is timed is `Decoder.step` itself, so the figures hold what readers and compute take from each other.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +32,7 @@ _STALLED_SHARE = 0.05  # of a sweep that waits for less than this the link is no
 def measure_costs(
     decoder: Decoder, prompt: Sequence[int], sampling: Sampling, progress: Progress = lambda done, total: None
 ) -> Costs:
-    """The curves of a decoder, up to the largest tree that its memory was planned for.
-
-    Args:
-        prompt: tokens to begin with; each round goes on from them.
-    """
+    """The curves of a decoder, up to the largest tree that its memory holds; each round goes on from `prompt`."""
     largest = decoder.plan.num_nodes
     sizes = sorted({size for size in (*SIZES, largest) if 1 < size <= largest})
     topologies = [best_first(DEFAULT_ACCEPTANCE, size, _DEPTH) for size in sizes]
@@ -53,7 +48,8 @@ def measure_costs(
     draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]
     sequence = decoder.begin(prompt, sampling)
     torch.set_num_threads(decoder.threads.modes(largest).draft.num_threads)
-    curve = draft_curve(_drafter(decoder), sequence.sampler, prompt, sequence.caches.draft)
+    assert isinstance(decoder.drafter, ModelDrafter), "a tune has a draft model"
+    curve = draft_curve(decoder.drafter, sequence.sampler, prompt, sequence.caches.draft)
     costs = Costs(
         compute_s=Curve((1, *sizes), tuple(compute_s.tolist())),
         draft_step_s=_scaled(curve, topologies, draft_s),
@@ -81,11 +77,6 @@ def _overlap_penalty(costs: Costs, traffic: Traffic, topologies: Sequence[Topolo
     return fit_overlap_penalty([(step.compute_s, step.link_s, took) for step, took in zip(steps, sweep_s, strict=True)])
 
 
-def _drafter(decoder: Decoder) -> ModelDrafter:
-    assert isinstance(decoder.drafter, ModelDrafter), "a tune has a draft model"
-    return decoder.drafter
-
-
 def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[float]) -> Curve:
     """The curve of bare draft steps, scaled to what whole trees took: they also rank, draw noise and catch up."""
     predicted = [sum(map(curve.at, draft_widths(topology))) for topology in topologies]
@@ -99,5 +90,4 @@ def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
     if streamed_bytes and median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s:
         return streamed_bytes / sweep_s
     source = decoder.target.stream.source
-    shard = max(source.paths, key=lambda path: path.stat().st_size)
-    return link_bytes_per_s(shard, limit_bytes_per_s=source.rate_limit_bytes_per_s)
+    return link_bytes_per_s(source.paths, limit_bytes_per_s=source.rate_limit_bytes_per_s)

@@ -1,11 +1,9 @@
 """Taking traces: which of the draft's candidates a rule accepts at every position of a text.
 
 At each position the draft offers as many children as a trace looks at, by the rule's own drafting distribution, and the
-rule says which of them it takes; a text is run through both models many positions per pass. Where the target has
-written the text itself, the next position stands behind the token that was written, so among a ratio rule's random
-outcomes only
-those that emit this token count: they are drawn until one does. `spectr` judges the children of a node as one group, so
-its ranks depend on how many there are and no single trace can tell them; the ratio test on the same draws stands in.
+rule says which of them it takes. Behind a token that the target has written only those of a ratio rule's random
+outcomes count that emit this token: they are drawn until one does. `spectr` judges the children of a node as one group,
+so its ranks depend on how many there are; the ratio test on the same draws stands in.
 
 Invariant: with a rule that repeats the target's draws, a trace of written text tells sweep by sweep what decoding does.
 """
@@ -35,21 +33,11 @@ DrawStar = Callable[[], TokenTree]
 
 
 def write(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
-    """What the target writes behind a prompt.
-
-    Args:
-        num_new: tokens to write, fewer where the target ends the text.
-        tree: to write with.
-    """
+    """What the target writes behind a prompt: `num_new` tokens, fewer where it ends the text."""
     run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree)
     for _ in run:
         pass
     return run.result().token_ids
-
-
-def written_trace(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
-    """Ranks of the tokens that the target writes behind a prompt; the arguments are those of `write`."""
-    return ranks_of(decoder, prompt, write(decoder, prompt, sampling, num_new, tree), sampling)
 
 
 def ranks_of(decoder: Decoder, prompt: Sequence[int], written: Sequence[int], sampling: Sampling) -> list[int]:

@@ -1,9 +1,7 @@
 """Measure a pair of models on this machine: which of the draft's guesses come true, and what everything costs.
 
-The target goes on writing from many places of the given text, at the wanted sampling settings, because that is the text
-that decoding meets; then the draft ranks every token that was written, many positions per pass. The curves come from
-real steps with trees of many sizes.
-
+The target goes on writing from many places of the given text, because that is what decoding meets; then the draft ranks
+every token that was written, many positions per pass. The curves come from real steps with trees of many sizes.
 Invariant: a tune that is interrupted goes on behind its last finished window, and only for the very same question.
 """
 
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.checkpoint.hub import fetch
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import model_shape
 from offload.config import Sampling
 from offload.engine.decoder import Decoder
@@ -104,11 +102,10 @@ def tune(
     Args:
         texts: UTF-8 files of the kind that will be decoded.
         sampling: what the profile is for; window i draws with its seed plus i.
-        options: for loading. Their tree is the largest to make room for and to time; `auto` takes as large a one as
-            the budget has room for. Their context is set here, and their profile is not used.
+        options: for loading. Their tree is the largest to time, `auto` as large a one as the budget has room for; their
+            context is set here, and their profile is not used.
         num_tokens: positions to trace.
         is_teacher_forced: trace the given text itself instead of what the target writes.
-        progress: hears of finished windows and rounds.
 
     Raises:
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
@@ -120,7 +117,9 @@ def tune(
     sizes = SIZES if spec.kind == "auto" else (spec.num_nodes,)
     files = Files(*fetch([model, draft], lambda *headers: largest_that_fits(room, Files(*headers), sizes)))
     room, num_nodes = largest_that_fits(room, files, sizes)
-    windows = cut_windows(encode_texts(files.target, read), num_tokens, is_teacher_forced)
+    tokenizer, vocab_size = load_tokenizer(files.target.directory), model_shape(files.target).vocab_size
+    encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in read]
+    windows = cut_windows(encoded, num_tokens, is_teacher_forced)
     machine = Machine.here(compute_dtype_name(files.target, options.dtype), device.name if device else "cpu")
     assert files.draft is not None, "two models were fetched"
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
@@ -128,12 +127,9 @@ def tune(
         options = replace(options, tree=f"{num_nodes}x{DEPTH}")
     with open_decoder(model, draft, replace(options, context=room.context, profile="none")) as decoder:
         question = Question(
-            identity=identity,
-            sampling=sampling,
-            windows=windows,
-            is_teacher_forced=is_teacher_forced,
+            identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced,
             bounds=_bounds(decoder, is_teacher_forced),
-        )
+        )  # fmt: skip
         traced = trace_windows(decoder, question, progress)
         costs = measure_costs(
             decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: progress(done, total, "timing trees")
@@ -153,11 +149,7 @@ def choice_from(profile: Profile, files: Files, room: Room) -> TreeChoice:
 
 
 def largest_that_fits(room: Room, files: Files, sizes: Sequence[int]) -> tuple[Room, int]:
-    """The room with the context of a tune, and the first of `sizes`, in nodes, that it holds.
-
-    Raises:
-        UserError: there is no room for the last one.
-    """
+    """The room with the context of a tune, and the first of `sizes`, in nodes, that it holds. Raises `UserError`."""
     config = files.target.config.get("text_config") or files.target.config
     limit = int(config.get("max_position_embeddings") or _CONTEXT)
     room = replace(room, context=min(_CONTEXT, limit))
@@ -181,19 +173,12 @@ def read_text(path: Path) -> str:
     return text
 
 
-def encode_texts(target: Checkpoint, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of whole texts. Raises `UserError`."""
-    tokenizer, vocab_size = load_tokenizer(target.directory), model_shape(target).vocab_size
-    return [encode(tokenizer, text, vocab_size, raw=True) for text in texts]
-
-
 def cut_windows(
     texts: Sequence[Sequence[int]], num_tokens: int, is_teacher_forced: bool
 ) -> tuple[tuple[int, ...], ...]:
     """Windows that give `num_tokens` to trace, spread over all texts; fewer where the texts hold no more.
 
-    Raises:
-        UserError: no text is as long as one window.
+    Raises `UserError` where no text is as long as one window.
     """
     size, stride = NUM_PROMPT + (NUM_NEW if is_teacher_forced else 0), NUM_PROMPT + NUM_NEW
     found = [tuple(ids[lo : lo + size]) for ids in texts for lo in range(0, len(ids) - size + 1, stride)]
@@ -222,7 +207,9 @@ def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
     sampling = replace(question.sampling, seed=seed)
     if question.is_teacher_forced:
         return Traced(given_trace(decoder, window, NUM_PROMPT, sampling), [])
-    written = write(decoder, window, sampling, NUM_NEW, _writing_tree(decoder))
+    # Any tree would do; this one is quick where there is room for it.
+    tree = f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"
+    written = write(decoder, window, sampling, NUM_NEW, tree)
     bursts_B = [dynamic_again(decoder, window, written, sampling, bounds) for bounds in question.bounds]
     return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
 
@@ -265,8 +252,3 @@ def _unfinished(question: Question) -> list[Traced]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return traced if is_sound and len(traced) <= len(question.windows) else []
-
-
-def _writing_tree(decoder: Decoder) -> str:
-    """Any tree would do; this one is quick where there is room for it."""
-    return f"{min(_WRITING_NODES, decoder.plan.num_nodes)}x{_WRITING_DEPTH}"

@@ -27,7 +27,7 @@ def test_the_link_is_measured_for_so_long_and_all_over_the_file(
 
     monkeypatch.setattr(calibrate, "DiskReader", Watched)
     started = time.perf_counter()
-    assert link_bytes_per_s(shard, budget_s=0.2) > 1e6
+    assert link_bytes_per_s([shard], budget_s=0.2) > 1e6
     assert 0.2 < time.perf_counter() - started < 10, "not for the whole file"
     tenths = {start * 10 // (1 << 40) for start in starts[:20]}
     assert len(tenths) >= 9 and all(start % 4096 == 0 for start in starts)
@@ -35,7 +35,7 @@ def test_the_link_is_measured_for_so_long_and_all_over_the_file(
 
 def test_a_limited_link_is_measured_as_limited(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(bytes(8 << 20))
-    measured = link_bytes_per_s(tmp_path / "shard", limit_bytes_per_s=50e6)
+    measured = link_bytes_per_s([tmp_path / "shard"], limit_bytes_per_s=50e6)
     assert 25e6 < measured < 55e6, "no more than that, and less only where the readers are kept waiting"
 
 

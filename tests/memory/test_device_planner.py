@@ -22,6 +22,7 @@ from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, 
 from offload.threads.policy import Mode, Modes
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
+ONE_THREAD = Modes(Mode(1), Mode(1))
 _70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "intermediate_size": 28672, "max_position_embeddings": 4096,
         "torch_dtype": "bfloat16"}  # fmt: skip
@@ -270,7 +271,7 @@ def test_the_printed_plan_names_both_budgets() -> None:
     plan = plan_of(PAIRS[0], 48 * GB, 64 * GB)
     tiers = [plan.num_layers_in(tier) for tier in Tier]
     assert "{} of 80 layers stay on the GPU, {} in pinned memory and {} on disk".format(*tiers) in plan_line(
-        plan, Modes(Mode(1), Mode(1))
+        plan, ONE_THREAD
     )
     printed: dict[str, Any] = plan.as_dict()
     assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": on_host(plan), "gpu_bytes": 48 * GB,

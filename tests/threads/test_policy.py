@@ -13,8 +13,7 @@ import torch
 from tiny import FAMILIES, save_pair
 
 import offload
-from offload.threads import cores
-from offload.threads import fastest as fastest_threads
+from offload.threads import cores, fastest
 from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
 
 NUM_STEPS, NUM_FIRST, NUM_ROWS = 110, 10, 64  # in the first steps a wrong start is left behind
@@ -151,8 +150,8 @@ def test_ladder(most: int, ladder: list[int]) -> None:
 @pytest.mark.parametrize(("two_s", "count"), [(0.5, 2), (0.95, 1), (3.0, 1)])
 def test_the_start_is_measured_and_ties_go_to_fewer(two_s: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(fastest_threads, "_median_s", lambda work, budget_s: [1.0, two_s][torch.get_num_threads() - 1])
-    assert fastest_threads.fastest_num_threads([1, 2], 4, 8, torch.float32) == count
+    monkeypatch.setattr(fastest, "_median_s", lambda work, budget_s: [1.0, two_s][torch.get_num_threads() - 1])
+    assert fastest.fastest_num_threads([1, 2], 4, 8, torch.float32) == count
     assert torch.get_num_threads() == before
 
 

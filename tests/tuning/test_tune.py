@@ -29,7 +29,7 @@ from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DynamicShape
 from offload.tuning import trace_acceptance as tracer
 from offload.tuning import tune as room
-from offload.tuning.trace_acceptance import dynamic_again, given_trace, written_trace
+from offload.tuning.trace_acceptance import dynamic_again, given_trace, ranks_of, write
 from offload.tuning.tune import (
     Question,
     Traced,
@@ -83,6 +83,10 @@ def streaming_ram(target: Path, draft: Path, num_nodes: int) -> int:
 
 def window(seed: int, length: int = NUM_PROMPT) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def written_trace(decoder: Decoder, prompt: list[int], sampling: Sampling, num_new: int, tree: str) -> list[int]:
+    return ranks_of(decoder, prompt, write(decoder, prompt, sampling, num_new, tree), sampling)
 
 
 @pytest.mark.parametrize(
