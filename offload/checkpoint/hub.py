@@ -109,7 +109,7 @@ def _on_the_hub(repo: str) -> Checkpoint:
     from huggingface_hub import errors as hub
     from huggingface_hub import get_safetensors_metadata, snapshot_download
 
-    network_error: type[BaseException] = hub.HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes
+    network_error: type[Exception] = hub.HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes
     not_readable = (hub.NotASafetensorsRepoError, hub.SafetensorsParsingError)
     try:
         return open_checkpoint(snapshot_download(repo, local_files_only=True))
