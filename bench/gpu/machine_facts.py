@@ -19,7 +19,7 @@ from offload.machine import available_ram_bytes, cpu_name
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "safetensors", "numpy", "typer", "pytest", "pytest-xdist",
     "cupy-cuda12x", "cupy-cuda13x", "cuda-toolkit")  # fmt: skip
-_ASK_GPU = ("name", "memory.total", "driver_version", "pcie.link.gen.current", "pcie.link.width.current", "clocks.sm")
+_ASK_GPU = "name,memory.total,driver_version,pcie.link.gen.current,pcie.link.width.current,clocks.sm"
 
 
 def facts() -> Iterator[Row]:
@@ -49,7 +49,7 @@ def _versions() -> Row:
 
 
 def _driver() -> Row:
-    told = _said("nvidia-smi", f"--query-gpu={','.join(_ASK_GPU)}", "--format=csv,noheader")
+    told = _said("nvidia-smi", f"--query-gpu={_ASK_GPU}", "--format=csv,noheader")
     return row("nvidia-smi", 0.0, None, None, "") | {"notes": told}
 
 

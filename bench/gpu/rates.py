@@ -13,7 +13,6 @@ from offload.streaming.device import Device
 
 _NUM_RUNS, _NUM_WARM = 8, 3
 _ODD_BYTES = 8  # behind a page, where the weights of many files begin
-_HOST = torch.device("cpu")
 
 
 class CopyRates(NamedTuple):
@@ -40,7 +39,7 @@ def copy_rates(device: Device, num_bytes: int) -> CopyRates:
 
 
 def flops_per_s(device: Device | None, num_out: int, num_in: int) -> float:
-    place = device.place if device else _HOST
+    place = device.place if device else torch.device("cpu")
     weight = torch.randn(num_out, num_in, device=place, dtype=torch.bfloat16)
     rows = torch.randn(2048 if place.type == "cuda" else 64, num_in, device=place, dtype=torch.bfloat16)
     return 2 * len(rows) * weight.numel() / _seconds(device, lambda: torch.nn.functional.linear(rows, weight))
@@ -50,7 +49,7 @@ def memory_bytes_per_s(device: Device | None) -> float:
     """At which a copy reads: computing cannot read weights faster."""
     is_cuda = device is not None and device.place.type == "cuda"
     size = (1 << 30) if is_cuda else (64 << 20)
-    one, two = (torch.ones(size, dtype=torch.uint8, device=device.place if device else _HOST) for _ in range(2))
+    one, two = (torch.ones(size, dtype=torch.uint8, device=device.place if device else "cpu") for _ in range(2))
     return (2 if is_cuda else 1) * size / _seconds(device, lambda: two.copy_(one))  # device memory is written as fast
 
 

@@ -38,10 +38,7 @@ ON_HOST = ("--device", "pretend")
 
 
 def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
-    """The table on this machine; layers are those of the synthetic model, in the first call and in what is left.
-
-    pytest-xdist is used where it is.
-    """
+    """The table on this machine; `many` layers of the synthetic model are for what is left of a second call."""
     place, layers = (ON_HOST, ("8", "8")) if is_rehearsal else (ON_GPU, ("18", "40"))
     few, many = (("--layers", count) for count in layers)
     workers = ("-p", "xdist", "-n", "8") if find_spec("xdist") else ()

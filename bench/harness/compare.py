@@ -19,8 +19,7 @@ from offload.bench.harness.record import Guard, Result, read
 from offload.errors import UserError
 
 FLOOR = 0.03
-DECISIVE = (*("target", "target_bytes", "draft", "ram_bytes", "device", "gpu_memory", "temperature"), *("prompts",
-    "num_prompt_tokens", "num_new_tokens"))  # fmt: skip
+DECISIVE = "target target_bytes draft ram_bytes device gpu_memory temperature prompts num_prompt_tokens num_new_tokens"
 _MACHINE = ("cpu", "num_cores", "memory_bytes", "system", "python", "torch", "transformers")
 _T_99 = {1: 63.7, 2: 9.92, 3: 5.84, 4: 4.60, 5: 4.03, 6: 3.71, 7: 3.50, 8: 3.36, 9: 3.25, 10: 3.17, 15: 2.95, 30: 2.75}
 
@@ -47,7 +46,7 @@ def require_same(old: Result, bench: str, settings: Mapping[str, object]) -> Non
     """Refuse to compare with a result of another bench, model, budget or amount of text. Raises `UserError`."""
     if old.bench != bench:
         raise UserError(f"--compare needs a result of {bench}, got one of {old.bench}: name another file")
-    for name in DECISIVE:
+    for name in DECISIVE.split():
         then, now = old.settings.get(name), settings.get(name)
         if name in old.settings and name in settings and then != now:
             told = f"{name} differ" if isinstance(now, list) else f"{name} was {then} and is {now}"

@@ -263,8 +263,7 @@ Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="steps for ui.p
 Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="tokens per sweep by size", callback=writable)]
 
 
-_EXAMPLES = ("offload bench decode --quick --trace sweep.json --compare before.json",
-    "offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl")  # fmt: skip
+_EXAMPLES = ("offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl",)
 
 
 @command("decode", MODELS, PLACE, "source quick compare", examples=_EXAMPLES)

@@ -1,7 +1,6 @@
 """`transformers` beyond memory: layers that accelerate loads from disk for every pass, or the mapped file as it is.
 
-Options: `weights` is `disk` or `mmap`; `assistant` is None or settings of an assistant model, {} for its defaults;
-`lookup` is the number of tokens of prompt lookup, 0 without.
+Options: `weights` is `disk` or `mmap`; `assistant` is None or settings of an assistant model, {} for its defaults.
 """
 
 from typing import Any
@@ -27,8 +26,6 @@ class Transformers:
             assistant = AutoModelForCausalLM.from_pretrained(order.draft, dtype=torch.bfloat16)
             assistant.generation_config.update(**order.options["assistant"])
             self._options["assistant_model"] = assistant
-        if order.options["lookup"]:
-            self._options["prompt_lookup_num_tokens"] = order.options["lookup"]
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

@@ -55,7 +55,7 @@ def _ours(tree: str, size: tuple[int, int], wanted: float | None) -> Program:
 
 
 def _transformers(title: str, size: tuple[int, int], wanted: float | None, **options: Any) -> Program:
-    options = {"weights": "disk", "assistant": None, "lookup": 0, **options}
+    options = {"weights": "disk", "assistant": None, **options}
     return Program(title, f"{__package__}.hugging_face", options, ("transformers", "accelerate"), *size, wanted)
 
 
@@ -70,7 +70,6 @@ PROGRAMS: dict[str, Program] = {
     "disk": _transformers("accelerate disk offload", _ONE_BY_ONE, 12),
     "disk-assistant": _transformers("disk offload, assistant at its defaults", (12, 6), None, assistant={}),
     "disk-tuned": _transformers("disk offload, assistant tuned", _DRAFTED, 3, assistant=_TUNED),
-    "disk-lookup": _transformers("disk offload, prompt lookup", (8, 6), None, lookup=10),
     "mmap": _transformers("transformers on the mmap", _ONE_BY_ONE, 8, weights="mmap"),
     "mmap-tuned": _transformers("the mmap, assistant tuned", _DRAFTED, 3, weights="mmap", assistant=_TUNED),
     "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 8),

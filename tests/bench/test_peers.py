@@ -204,12 +204,11 @@ def test_last_line_of_a_traceback() -> None:
         {"weights": "disk"},
         {"assistant": TUNED},
         {"assistant": {}},
-        {"lookup": 3},
     ],
     ids=str,
 )
 def test_transformers_in_all_its_ways(options: dict[str, object], right_tokens: list[int]) -> None:
-    options = {"weights": "mmap", "assistant": None, "lookup": 0, **options}
+    options = {"weights": "mmap", "assistant": None, **options}
     peer = hugging_face.open_peer(order(options=options, cap_bytes=rss_bytes() + (258 << 20)))
     assert tokens_of(peer) == right_tokens
     if options["weights"] == "disk":
