@@ -335,8 +335,8 @@ def main() -> None:
             _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
         if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
             raise
-        context = getattr(error, "ctx", None)  # of the command whose options were not understood
-        command_path = context.command_path if context else "offload"
+        misread = getattr(error, "ctx", None)  # of the command whose options were not understood
+        command_path = misread.command_path if misread else "offload"
         _fail(f"{error.format_message()} (see {command_path} --help)", EXIT_USER_ERROR)
 
 
