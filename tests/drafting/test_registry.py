@@ -8,7 +8,7 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
 from offload.drafting.registry import DRAFTERS, Materials
-from offload.engine.load import resident_model
+from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
 from offload.sampling.sampler import Sampler
 from offload.tree.topology import chain, k_ary
