@@ -110,7 +110,13 @@ def _on_the_hub(repo: str) -> Checkpoint:
     from huggingface_hub import get_safetensors_metadata, snapshot_download
 
     network_error: type[Exception] = hub.HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes
-    not_readable = (hub.NotASafetensorsRepoError, hub.SafetensorsParsingError)
+    unusable = (
+        OSError,
+        network_error,
+        hub.HFValidationError,
+        hub.NotASafetensorsRepoError,
+        hub.SafetensorsParsingError,
+    )
     try:
         return open_checkpoint(snapshot_download(repo, local_files_only=True))
     except (OSError, hub.HFValidationError, UserError):
@@ -119,7 +125,7 @@ def _on_the_hub(repo: str) -> Checkpoint:
         # Not hf_hub_download, which tries six times, for 23 s, where there is no network at all.
         config = Path(snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
         found = get_safetensors_metadata(repo)
-    except (OSError, network_error, hub.HFValidationError, *not_readable) as error:
+    except unusable as error:
         raise not_on_the_hub(repo, error) from None
     files, tensors = sorted(found.files_metadata), {}
     for index, file in enumerate(files):
