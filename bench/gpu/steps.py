@@ -45,6 +45,7 @@ def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
     promised = _parts("link sweeps drafting trees trace soak memory accelerate")
     return (
         Step("facts", ("-m", "offload.bench.gpu.machine_facts", "--rows", "{rows}"), 25, 5),
+        Step("copies", ("-m", "offload.bench.gpu.copies", "--rows", "{rows}"), 45, 15),
         Step("gate", _bench("device", *_parts("gate"), *place, *few), 90, 40),
         Step("device", _bench("device", *promised, "--trace", "{out}/trace.json", *place, *few), 260, 120, ("gate",)),
         Step("tests", _tests(_ON_DEVICE), 90, 30),
