@@ -89,7 +89,7 @@ def test_a_command_without_a_model_is_refused() -> None:
     assert_refused(shell("generate", "-p", "Count:"), "--model", "(see offload generate --help)")
     assert_refused(shell("plan"), "--model", "(see offload plan --help)")
     assert_refused(shell("conjure"), "conjure", "(see offload --help)")
-    assert_refused(shell("bench", "link", "--fast"), "--fast", "(see offload bench link --help)")
+    assert_refused(shell("bench", "passes", "--fast"), "--fast", "(see offload bench passes --help)")
 
 
 @pytest.mark.parametrize(

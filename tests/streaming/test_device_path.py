@@ -221,12 +221,13 @@ def test_weights_begin_where_wide_loads_can(
     place_layers(monkeypatch, *TIERS["all three"])
     seen: set[tuple[int, int]] = set()
 
-    def watch(self: StreamedModel, layer: int, views: dict[str, torch.Tensor]) -> None:
+    def watch(self: StreamedModel, layer: int, sent: torch.Tensor) -> dict[str, torch.Tensor]:
+        views = views_of(self, layer, sent)
         seen.update((layer, view.data_ptr() % 256) for view in views.values())
-        bind(self, layer, views)
+        return views
 
-    bind = StreamedModel._bind
-    monkeypatch.setattr(StreamedModel, "_bind", watch)
+    views_of = StreamedModel._views_of
+    monkeypatch.setattr(StreamedModel, "_views_of", watch)
     with offload.load(target, context=64, threads=1, **BUDGETS) as decoder:
         decoder.generate([5, 6, 7], max_new_tokens=3)
         layouts = decoder.target.stream.carrier.layouts
