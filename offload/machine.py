@@ -79,20 +79,24 @@ def _kilobytes(file: str, key: str) -> int:
 
 
 def memory_groups(root: Path, membership: Path) -> Iterator[tuple[Path, GroupFiles]]:
-    """Folder and file names of every memory group that this process is in, innermost first; none where nobody groups.
+    """Folder and file names of every memory group that this process is in, innermost first."""
+    for folder, is_unified in control_groups("memory", root, membership):
+        yield folder, CGROUP_V2 if is_unified else CGROUP_V1
+
+
+def control_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, bool]]:
+    """Folders of this process's groups, innermost first, and whether they are of version 2; none where nobody groups.
 
     `root` is where the cgroup file systems are mounted, `membership` the kernel's list, /proc/self/cgroup.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "" or "memory" in controllers.split(","):
-            base, names = (root, CGROUP_V2) if controllers == "" else (root / "memory", CGROUP_V1)
+        is_unified = controllers == ""
+        if is_unified or controller in controllers.split(","):
+            base = root if is_unified else root / controller
             group = base / path.lstrip("/")
-            for folder in (group, *group.parents):
-                yield folder, names
-                if folder == base:
-                    break
+            yield from ((folder, is_unified) for folder in (group, *group.parents) if folder.is_relative_to(base))
 
 
 def _cgroup_limits(root: Path, membership: Path) -> list[tuple[int, int]]:

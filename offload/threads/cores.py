@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
+
+from offload.machine import control_groups
 
 
 def num_cores() -> int:
@@ -14,18 +15,8 @@ def num_cores() -> int:
 
 def cpu_quotas(root: Path, membership: Path) -> list[float]:
     """Cores that every limited group of this process pays for, innermost first; `membership` is /proc/self/cgroup."""
-    found = [_read_quota(folder) for folder in _cpu_groups(root, membership)]
+    found = [_read_quota(folder) for folder, _ in control_groups("cpu", root, membership)]
     return [quota for quota in found if quota is not None]
-
-
-def _cpu_groups(root: Path, membership: Path) -> Iterator[Path]:
-    lines = membership.read_text().splitlines() if membership.is_file() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            base = root if controllers == "" else root / "cpu"
-            group = base / path.lstrip("/")
-            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(base))
 
 
 def _read_quota(folder: Path) -> float | None:

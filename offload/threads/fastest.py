@@ -8,7 +8,7 @@ import torch
 
 
 def fastest_num_threads(
-    ladder: Sequence[int], num_rows: int, width: int, dtype: torch.dtype, *, budget_s: float = 0.12
+    ladder: Sequence[int], num_rows: int, width: int, dtype: torch.dtype, *, budget_s: float = 0.06
 ) -> int:
     """Of the rising counts of `ladder` that with the shortest product of `num_rows` rows and a (width, width) matrix.
 
