@@ -1,7 +1,8 @@
 """The gate of every bench: no speed is printed for tokens that were not proved right.
 
 What a rule promises decides how it is proved. Where each token is the target's own draw (greedy, `match`, `topk`),
-every one must be the draw of the reference in float32, up to bf16 rounding. Rules that draw afresh promise a
+every one must be the draw of the reference in float32, up to bf16 rounding; and runs of a decoder that promises the
+same bits for every tree must not differ at all. Rules that draw afresh promise a
 distribution: the surprise -log p(token) of all tokens together must lie as far from its mean, the entropy, as chance
 allows. That test sees tokens of another distribution or temperature; a single odd token may slip through it, and what
 stands behind are the tests of the rules.
@@ -45,6 +46,7 @@ class Written(NamedTuple):
     new_ids: list[int]
     sampling: Sampling
     rule: str
+    is_invariant: bool = False  # written by a decoder that promises the same bits whatever the tree
 
 
 class Proof(NamedTuple):
@@ -62,6 +64,7 @@ def prove(written: Sequence[Written], score: Score) -> Proof:
     Raises:
         UserError: a token is not the reference's, or tokens do not follow its distribution.
     """
+    _require_same_texts([run for run in written if run.is_invariant and _repeats_draws(run)])
     gaps = [gap for run in written if _repeats_draws(run) for gap in _gaps(run, score)]
     drawn = [run for run in written if not _repeats_draws(run)]
     sigmas = surprise_sigmas([_distribution(run, score) for run in drawn])
@@ -137,6 +140,17 @@ def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Seque
 
 def _repeats_draws(run: Written) -> bool:
     return run.sampling.is_greedy or find_rule(run.rule).repeats_draws
+
+
+def _require_same_texts(written: Sequence[Written]) -> None:
+    """Runs that begin alike go on alike. Raises `WrongTokenError`."""
+    first: dict[tuple[tuple[int, ...], Sampling], Written] = {}
+    for run in written:
+        other = first.setdefault((tuple(run.prompt_ids), run.sampling), run)
+        pairs = enumerate(zip(other.new_ids, run.new_ids, strict=False))
+        at = next((index for index, (one, two) in pairs if one != two), None)
+        if at is not None:
+            raise WrongTokenError(f"new token {at} differs between two trees: no speed is worth printing")
 
 
 def _gaps(run: Written, score: Score) -> list[float]:

@@ -131,7 +131,7 @@ def measure(
             bursts, result = timed_run(decoder, ids, case, num_tokens, seed=seed)
             ceilings.append(setting.ceiling(decoder.plan))
             runs.append(Timed(prompt.name, case, bursts, result, mean(ceilings[-2:])))
-            written.append(Written(ids, result.token_ids, result.sampling, result.rule))
+            written.append(Written(ids, result.token_ids, result.sampling, result.rule, result.is_invariant))
             told = {"name": case.name, "prompt": prompt.name, "tokens_per_s": result.stats.tokens_per_s}
             note({**told, "tokens_per_sweep": result.stats.tokens_per_sweep, "is_proved": False})
             tell(len(runs), len(found) * len(cases), "decoding")

@@ -94,11 +94,20 @@ def compare(
     if not (sampling.is_greedy or find_rule(results[0].rule).repeats_draws):
         return Comparison(results[0], results[1], 0, 0)
     prompt_ids = decoder.encode(prompt, raw=True)
+    if results[0].is_invariant:
+        _require_same_text(*results)
     gaps = [gap for result in results for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)]
     if max(gaps) > rounding(sampling):
         raise UserError(f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug")
     num_exact = sum(gap == 0 for gap in gaps)
     return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact)
+
+
+def _require_same_text(plain: Generation, tree: Generation) -> None:
+    pairs = enumerate(zip(plain.token_ids, tree.token_ids, strict=False))
+    at = next((index for index, (one, other) in pairs if one != other), None)
+    if at is not None:
+        raise UserError(f"token {at} with a tree is not that without one: please report this as a bug")
 
 
 def open_demo(target: Path, options: LoadOptions, console: Console, request: Request | None = None) -> Decoder:

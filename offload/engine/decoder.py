@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
 from offload.config import Sampling
 from offload.drafting.base import Drafter
@@ -43,6 +44,7 @@ class Settled(NamedTuple):
     choice: KernelChoice = NO_KERNELS
     tokenizer: Tokenizer | None = None
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
+    invariance: Invariance = Invariance(None)
 
 
 class Decoder:
@@ -55,13 +57,15 @@ class Decoder:
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
         notes: lines for the user about what is not as fast as it could be.
+        invariance: whether each token has the same bits whatever tree, draft or prompt it came with.
         comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
-        self.plan, self._trees, self.rule, self.threads, choice, self.tokenizer, self._end_ids = settled
+        self.plan, self._trees, self.rule, self.threads, choice, self.tokenizer, self._end_ids, invariance = settled
+        self.invariance: Invariance = invariance
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._is_closed, self._waiting = target.vocab_size, False, ThreadWaiting()
@@ -188,7 +192,7 @@ class Decoder:
         limits = Limits(max_new_tokens, self._end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         text = TextStream(self.tokenizer, prompt_ids, request.stops)
-        return Run(self.step, sequence, text, Setup(self.plan, choice, self.comparisons))
+        return Run(self.step, sequence, text, Setup(self.plan, choice, self.comparisons, self.invariance.multiple is not None))
 
     @property
     def num_threads(self) -> int:

@@ -27,6 +27,7 @@ class Setup(NamedTuple):
     plan: MemoryPlan
     tree_choice: TreeChoice
     comparisons: tuple[Outcome, ...]  # of kernels, where it runs on a GPU
+    is_invariant: bool  # whether the text is bit for bit that of every other tree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,7 @@ class Generation:
     plan: MemoryPlan = field(repr=False)
     tree_choice: TreeChoice = field(repr=False)
     comparisons: tuple[Outcome, ...] = field(repr=False)  # of kernels, where it ran on a GPU
+    is_invariant: bool = field(repr=False)  # whether the text is bit for bit that of every other tree
 
     def as_dict(self) -> dict[str, object]:
         """The object that `offload generate --json` prints."""
@@ -53,6 +55,7 @@ class Generation:
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,
             "rule": self.rule,
+            "is_invariant": self.is_invariant,
             "plan": self.plan.as_dict(),
             "tree_choice": self.tree_choice.as_dict(),
             **({"kernels": rows_of(self.comparisons)} if self.comparisons else {}),

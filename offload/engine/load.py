@@ -13,6 +13,7 @@ import torch
 
 from offload.calibration.copy_choice import choose_copies
 from offload.calibration.device_link import device_link_bytes_per_s
+from offload.calibration.invariance import NOT_WANTED, Invariance, find_row_multiple
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
@@ -53,6 +54,7 @@ def load(
     request: Request | None = None,
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
+    invariant: bool | None = None,
     open_source: OpenSource = DiskReader,
     on_bytes: Progress = lambda done, total: None,
     on_layer: Callable[[], None] = lambda: None,
@@ -68,6 +70,8 @@ def load(
         dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's.
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
         threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
+        invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
+            are streamed, since the arithmetic then waits for the link anyway. See `Decoder.invariance`.
         open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it slows the target's to.
         on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.
@@ -78,6 +82,7 @@ def load(
     options = LoadOptions(
         device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
         context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
+        invariant=invariant,
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
@@ -108,10 +113,11 @@ def open_decoder(
         read_pair(pair, on_bytes)  # the first weights: what can be refused has been
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
+        invariance = _make_invariant(options.invariant, pair, plan_for(1), threads)
         plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
         stream = _start_stream(pair, plan, on_bytes, resources)
         target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer)
-        settled = Settled(plan, trees, find_rule(options.rule), threads, choice, pair.tokenizer, pair.end_ids)
+        settled = Settled(plan, trees, find_rule(options.rule), threads, choice, pair.tokenizer, pair.end_ids, invariance)
         drafter = pair.drafter(plan, choice.kernels)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
@@ -134,6 +140,18 @@ def _thread_policy(fixed: int | None, pair: Pair, num_rows: int) -> ThreadPolicy
         return pick_threads(pair.target, pair.draft, num_rows)
     count = fixed or torch.get_num_threads()
     return ThreadPolicy([count], Modes(Mode(count), Mode(count)))
+
+
+def _make_invariant(is_wanted: bool | None, pair: Pair, plan: MemoryPlan, threads: ThreadPolicy) -> Invariance:
+    """Let the target give every row the same bits, where that is wanted and where it can be had."""
+    if is_wanted is False or (is_wanted is None and not plan.streamed_bytes):
+        return Invariance(None, NOT_WANTED)
+    first_layer = pair.store.fetch(pair.target.layer_layouts[0])
+    torch.set_num_threads(threads.start.sweep.num_threads)
+    invariance = find_row_multiple(pair.target, first_layer, threads.ladder, plan.context)
+    if invariance.multiple is None:
+        pair.notes.append(f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})")
+    return invariance
 
 
 def _link_to_device(pair: Pair, plan: MemoryPlan) -> float:

@@ -7,16 +7,18 @@ bits and names the kernel that reads them; what that kernel does not take gets i
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from offload.errors import UserError
 from offload.kernels.tree_attention import Sight, is_supported, pack_bits, seen_columns, unpack_bits
+from offload.model.path_attention import PathRows, ScoreTerms, path_attention
 
 NAME = "offload_tree"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
@@ -52,6 +54,14 @@ def is_for_rows(config: Any) -> bool:
     return config._attn_implementation == NAME and config.model_type not in _CALCULATE_WITH_MASKS
 
 
+def takes_paths(model: PreTrainedModel) -> bool:
+    """Whether all of a model's attention can be ours, also where its scores are capped or have sinks."""
+    if model.config._attn_implementation != NAME:
+        with suppress(ValueError):
+            model.set_attn_implementation(NAME)
+    return is_for_rows(model.config)
+
+
 def tree_mask(
     num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: int | None, dtype: torch.dtype
 ) -> Tensor:
@@ -74,7 +84,7 @@ def folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | TreeRows | None,
+    attention_mask: Tensor | TreeRows | PathRows | None,
     *,
     scaling: float | None = None,
     **more: Any,
@@ -83,6 +93,8 @@ def folded_attention(
 
     `more` is what transformers passes beside. Raises `UserError` where that would change the scores themselves.
     """
+    if isinstance(attention_mask, PathRows):
+        return _path_attention(query, key, value, attention_mask, scaling, more), None
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
         raise UserError(f"token trees do not support attention with {' and '.join(wanted)}: choose another model")
@@ -120,6 +132,16 @@ def _tree_attention(query: Tensor, key: Tensor, value: Tensor, rows: TreeRows, s
         scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
     )
     return out[None].contiguous()
+
+
+def _path_attention(
+    query: Tensor, key: Tensor, value: Tensor, rows: PathRows, scaling: float | None, more: dict[str, Any]
+) -> Tensor:
+    if more.get("position_bias") is not None:
+        raise UserError("attention in path order does not support position_bias: choose another model")
+    terms = ScoreTerms(query.shape[3] ** -0.5 if scaling is None else scaling, more.get("softcap"), more.get("s_aux"))
+    with torch._C.DisableTorchFunction():  # it pads its products itself
+        return path_attention(query[0], key[0], value[0], rows, terms)[None].contiguous()
 
 
 def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:

@@ -5,7 +5,7 @@ taken away right after; embeddings, final norm and head are bound once. So what 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,15 +16,18 @@ from torch import Tensor, nn
 from offload.checkpoint.layout import SlabLayout, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.registry import ENCODINGS
+from offload.errors import UserError
 from offload.model import attention
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
+from offload.model.invariance import InvariantRows
 from offload.model.meta import attention_windows, build_meta_model
+from offload.model.path_attention import PathRows, path_rows
 from offload.sampling.logits import Logits
 
 Value = TypeVar("Value")
 Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
-Masks = Mapping[int | None, Tensor | attention.TreeRows | None]  # by window; None where nothing is masked
+Masks = Mapping[int | None, Tensor | attention.TreeRows | PathRows | None]  # by window; None where nothing is masked
 # token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
@@ -65,6 +68,7 @@ class StreamedModel:
         self._masks: Masks = {}
         self._replay: Replay | None = None
         self._attend: attention.Attend | None = None
+        self._invariant: InvariantRows | None = None
         prefix = next(name for name, module in self.meta_model.named_modules() if module is self._layers)
         prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
         places = _places(self.meta_model)
@@ -211,7 +215,8 @@ class StreamedModel:
         decoder.forward = lambda *_, **__: out
         try:
             nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
-            return self.meta_model(input_ids=nothing, logits_to_keep=hi - lo).logits[0]
+            with self._invariant or nullcontext():
+                return self.meta_model(input_ids=nothing, logits_to_keep=hi - lo).logits[0]
         finally:
             del decoder.forward
 
@@ -221,15 +226,28 @@ class StreamedModel:
         `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
         """
         self._masks, first = masks, masks[self._windows[0]]
-        out = self.meta_model(
-            input_ids=(token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
-            attention_mask=first if isinstance(first, Tensor) else None,  # layers get their own from `_give_mask`
-            position_ids=position_T[None],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=num_logits,
-        )
+        with self._invariant or nullcontext():
+            out = self.meta_model(
+                input_ids=(token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
+                attention_mask=first if isinstance(first, Tensor) else None,  # layers get their own from `_give_mask`
+                position_ids=position_T[None],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=num_logits,
+            )
         return out.logits[0, -num_logits:]  # some families score every row whatever they are asked; -0 is all of them
+
+    def be_invariant(self, rows: InvariantRows | None) -> None:
+        """From now on a row's numbers do not depend on other rows; with None they are computed in the quickest way.
+
+        Raises `UserError` where this family's attention cannot be ours.
+        """
+        if rows is not None:
+            if not attention.takes_paths(self.meta_model):
+                raise UserError(f"{self.meta_model.config.model_type} models calculate with masks of their own")
+            # One product for each expert, whose rows can be padded.
+            self.meta_model.set_experts_implementation("eager")
+        self._invariant = rows
 
     @property
     def windows(self) -> set[int | None]:
@@ -254,9 +272,13 @@ class StreamedModel:
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
+        if self._invariant is not None:
+            return {
+                window: path_rows(num_prefix, ancestor_TU, window, self._invariant.multiple) for window in self.windows
+            }
         is_plain = ancestor_TU.shape == (1, 1) and self.meta_model.config._attn_implementation == attention.NAME
         what = (num_prefix, position_U, ancestor_TU)
-        masks: dict[int | None, Tensor | attention.TreeRows | None] = {}
+        masks: dict[int | None, Tensor | attention.TreeRows | PathRows | None] = {}
         for window in self.windows:
             if is_plain and (window is None or num_prefix < window):
                 masks[window] = None

@@ -29,6 +29,7 @@ class LoadOptions:
     threads: int | None = None
     profile: str | os.PathLike[str] | None = None
     link_limit: str | int | None = None
+    invariant: bool | None = None
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)

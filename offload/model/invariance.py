@@ -1,0 +1,89 @@
+"""Products and activation functions whose result for a row does not depend on the rows beside it.
+
+Matrix libraries take other ways for a few rows than for many, and torch rounds the last numbers of a thread's share of
+an activation function differently. So within `InvariantRows` the rows of a product are padded to a multiple, which is
+found by trial on this machine (`calibration/invariance.py`), and threads share elementwise work in whole vectors.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+
+MAX_ROWS = 256  # of one product
+Work = Callable[[Tensor], Tensor]
+_VECTOR = 64  # numbers: no processor that torch knows handles more at once
+_GRAIN = 32768  # numbers: torch gives no thread a smaller share of elementwise work (at::internal::GRAIN_SIZE)
+_PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
+_ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
+                Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu)  # fmt: skip
+
+
+class InvariantRows(TorchFunctionMode):
+    """While it is entered, every product has a multiple of `multiple` rows, whatever model code asks for it.
+
+    Products of more than `MAX_ROWS` rows are made in parts, since libraries change their ways again with many rows.
+    """
+
+    def __init__(self, multiple: int) -> None:
+        super().__init__()
+        self.multiple = multiple
+        self._own: dict[Any, Callable[..., Tensor]] = {product: partial(self._multiply, product) for product in _PRODUCTS}
+        self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._own.get(func, func)(*args, **(kwargs or {}))
+
+    def _multiply(self, product: Callable[..., Tensor], left: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Rows of the left factor are all its numbers but those of the last dimension; of a stack, those before it."""
+        if left.ndim < 2:
+            return product(left, *args, **kwargs)
+        is_stack = bool(args) and args[0].ndim > 2
+        rows = left if is_stack else left.reshape(-1, left.shape[-1])
+        num_rows = rows.shape[-2]
+        if num_rows % self.multiple:
+            rows = pad(rows, (0, 0, 0, -num_rows % self.multiple))
+        parts = [self.call(lambda part: product(part, *args, **kwargs), part) for part in rows.split(self._most, -2)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+        out = out[..., :num_rows, :]
+        return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
+
+    def call(self, work: Work, rows: Tensor) -> Tensor:
+        """What is done with a part of the rows; a check looks at it here."""
+        return work(rows)
+
+    @property
+    def _most(self) -> int:
+        return max(self.multiple, MAX_ROWS // self.multiple * self.multiple)
+
+    def _activate(self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.call(lambda part: _in_whole_vectors(function, part, *args, **kwargs), numbers)
+
+
+def _in_whole_vectors(function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Elementwise, and no thread's share ends within a vector: what is left over there is computed another way."""
+    if numbers.device.type != "cpu":
+        return function(numbers, *args, **kwargs)
+    flat = numbers.reshape(-1)
+    flat = pad(flat, (0, -len(flat) % _VECTOR))
+    num_shares = max(1, min(torch.get_num_threads(), math.ceil(len(flat) / _GRAIN)))
+    if math.ceil(len(flat) / num_shares) % _VECTOR == 0 or len(flat) < _GRAIN:
+        out = function(flat, *args, **kwargs)
+    else:
+        out = _on_one_thread(function, flat, *args, **kwargs)
+    return out[: numbers.numel()].reshape(numbers.shape)
+
+
+def _on_one_thread(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        torch.set_num_threads(before)
