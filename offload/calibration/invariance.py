@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from offload.errors import UserError
-from offload.model.invariance import InvariantRows, Work
+from offload.model.invariance import MAX_ROWS, InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 
 _MULTIPLES = (4, 8, 16, 32, 64)
 _NUM_ROWS = 72  # of the longest pass: of its first 64 positions the keys lie in a block that rows share
 _CUTS = ((1, 1, 5), (12,))  # other ways to take in the first rows, which then have these keys for themselves
+_NUM_COMPARED = 1 << 15  # numbers of each product: some kernels differ in one of 30,000
+_PARTS = (1, 2, 1, 3)  # multiples of rows that are computed again
 NOT_WANTED = "nothing is streamed, so that it would take time"
 _LENGTH_ROPES = ("dynamic", "longrope")
 
@@ -106,20 +108,32 @@ class _CheckedRows(InvariantRows):
 
     def __init__(self, multiple: int, thread_counts: Sequence[int]) -> None:
         super().__init__(multiple)
-        self._thread_counts = thread_counts
+        self._thread_counts, self._generator = thread_counts, torch.Generator().manual_seed(0)
 
     def call(self, work: Work, rows: Tensor) -> Tensor:
-        out, num_rows = work(rows), rows.shape[-2]
-        for count, share in ((1, 0.0), (1, 0.5), (2, 1.0), (3, 0.3)):
-            size = min(count * self.multiple, num_rows)
-            lo = round(share * (num_rows - size))
-            _require_equal(work(rows.narrow(-2, lo, size)), out.narrow(-2, lo, size), "beside other rows")
+        out = work(rows)
+        width = out[..., 0, :].numel()
+        self._compare(work, rows, out, width)
+        num_missing = _NUM_COMPARED // width - rows.shape[-2]
+        for lo in range(0, num_missing, MAX_ROWS):
+            size = min(MAX_ROWS, -(-(num_missing - lo) // self.multiple) * self.multiple)
+            more = torch.randn(*rows.shape[:-2], size, rows.shape[-1], generator=self._generator).to(rows)
+            self._compare(work, more, work(more), width)
         before = torch.get_num_threads()
         for num_threads in set(self._thread_counts) - {before}:
             torch.set_num_threads(num_threads)
             _require_equal(work(rows), out, f"with {num_threads} threads")
         torch.set_num_threads(before)
         return out
+
+    def _compare(self, work: Work, rows: Tensor, out: Tensor, width: int) -> None:
+        """As few of the rows as that many numbers take, in parts of one, two and three times the multiple."""
+        num_parts = max(len(_PARTS), -(-_NUM_COMPARED // (width * self.multiple)))
+        size, num_rows = min(self.multiple, rows.shape[-2]), rows.shape[-2]
+        step = max(size, (num_rows - size) // max(1, num_parts - 1))
+        for index, lo in enumerate(range(0, num_rows - size + 1, step)):
+            part = min(_PARTS[index % len(_PARTS)] * size, num_rows - lo)
+            _require_equal(work(rows.narrow(-2, lo, part)), out.narrow(-2, lo, part), "beside other rows")
 
 
 def _require_equal(got: Tensor, wanted: Tensor, where: str) -> None:

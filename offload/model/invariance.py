@@ -20,7 +20,8 @@ MAX_ROWS = 256  # of one product
 Work = Callable[[Tensor], Tensor]
 _VECTOR = 64  # numbers: no processor that torch knows handles more at once
 _GRAIN = 32768  # numbers: torch gives no thread a smaller share of elementwise work (at::internal::GRAIN_SIZE)
-_PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
+_LEAST_WIDTH = 64  # of both factors of a product: with narrower ones libraries have ways of their own
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
                 Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu)  # fmt: skip
 
@@ -34,24 +35,34 @@ class InvariantRows(TorchFunctionMode):
     def __init__(self, multiple: int) -> None:
         super().__init__()
         self.multiple = multiple
-        self._own: dict[Any, Callable[..., Tensor]] = {product: partial(self._multiply, product) for product in _PRODUCTS}
+        self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
+        self._own |= {product: partial(self._matmul, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._own.get(func, func)(*args, **(kwargs or {}))
 
-    def _multiply(self, product: Callable[..., Tensor], left: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Rows of the left factor are all its numbers but those of the last dimension; of a stack, those before it."""
-        if left.ndim < 2:
-            return product(left, *args, **kwargs)
-        is_stack = bool(args) and args[0].ndim > 2
+    def _linear(self, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        num_columns = weight.shape[0]
+        left, weight = _widened(left), _widened(_lengthened(weight))
+        bias = None if bias is None else _widened(bias)
+        return self._by_rows(lambda rows: functional.linear(rows, weight, bias), left, is_stack=False)[..., :num_columns]
+
+    def _matmul(self, product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+        if left.ndim < 2 or right.ndim < 2:
+            return product(left, right)
+        num_columns = right.shape[-1]
+        left, right = _widened(left), _widened(_lengthened(right))
+        return self._by_rows(lambda rows: product(rows, right), left, is_stack=right.ndim > 2)[..., :num_columns]
+
+    def _by_rows(self, work: Work, left: Tensor, *, is_stack: bool) -> Tensor:
+        """Rows are all numbers of the left factor but those of its last dimension; of a stack, those before it."""
         rows = left if is_stack else left.reshape(-1, left.shape[-1])
         num_rows = rows.shape[-2]
         if num_rows % self.multiple:
             rows = pad(rows, (0, 0, 0, -num_rows % self.multiple))
-        parts = [self.call(lambda part: product(part, *args, **kwargs), part) for part in rows.split(self._most, -2)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
-        out = out[..., :num_rows, :]
+        parts = [self.call(work, part) for part in rows.split(self._most, -2)]
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts, -2))[..., :num_rows, :]
         return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def call(self, work: Work, rows: Tensor) -> Tensor:
@@ -63,7 +74,20 @@ class InvariantRows(TorchFunctionMode):
         return max(self.multiple, MAX_ROWS // self.multiple * self.multiple)
 
     def _activate(self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.call(lambda part: _in_whole_vectors(function, part, *args, **kwargs), numbers)
+        work = lambda part: _in_whole_vectors(function, part, *args, **kwargs)  # noqa: E731
+        return self.call(work, numbers) if numbers.ndim > 1 else work(numbers)
+
+
+def _widened(numbers: Tensor) -> Tensor:
+    """Zeros behind each row up to the least width; itself where it is wide enough, which `pad` would copy."""
+    num_missing = _LEAST_WIDTH - numbers.shape[-1]
+    return pad(numbers, (0, num_missing)) if num_missing > 0 else numbers
+
+
+def _lengthened(numbers: Tensor) -> Tensor:
+    """The same for zeros below."""
+    num_missing = _LEAST_WIDTH - numbers.shape[-2]
+    return pad(numbers, (0, 0, 0, num_missing)) if num_missing > 0 else numbers
 
 
 def _in_whole_vectors(function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
