@@ -16,7 +16,7 @@ from offload.model.invariance import MAX_ROWS, InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 
-_MULTIPLES = (4, 8, 16, 32, 64)
+_MULTIPLES = (4, 8, 16, 32, 64)  # on a GPU every product has the same number of rows, there is time enough
 _NUM_ROWS = 72  # of the longest pass: of its first 64 positions the keys lie in a block that rows share
 _CUTS = ((1, 1, 5), (12,))  # other ways to take in the first rows, which then have these keys for themselves
 _NUM_COMPARED = 1 << 15  # numbers of each product: some kernels differ in one of 30,000
@@ -52,7 +52,7 @@ def find_row_multiple(
     model.bind_layer(0, first_layer)
     try:
         with model.cut_to(1):
-            for multiple in _MULTIPLES:
+            for multiple in _MULTIPLES if model.place.type == "cpu" else (MAX_ROWS,):
                 try:
                     _require_invariance(model, multiple, thread_counts)
                     return Invariance(multiple)

@@ -10,7 +10,7 @@ A block's result is the same from both sides, because `base` moves as the text g
 not see has weight 0.0, and adding 0.0 * value changes no sum; so blocks that nobody sees may be left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+_STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 BLOCK = 64  # keys whose products are summed by one matrix product
 SCRATCH_BYTES = 32 << 20  # of scores, and of gathered values, at once
 
@@ -27,7 +28,8 @@ class PathRows:
     """What the rows of one pass see, by position on their paths, in place of an additive mask.
 
     Attributes:
-        seen_T: number of keys on each row's path, itself included.
+        length_T: number of keys on each row's path, itself included; on the host.
+        seen_T: the same where rows are computed.
         base: positions before it are columns of the cache for every row, and whole blocks.
         num_early: rows whose paths end before `base`.
         column_TL: of the others, the columns of positions base, base + 1, ...; L is a multiple of 64.
@@ -35,6 +37,7 @@ class PathRows:
         multiple: rows are padded to it, where products are the same for every number of rows.
     """
 
+    length_T: Tensor
     seen_T: Tensor
     base: int
     num_early: int
@@ -52,25 +55,30 @@ class ScoreTerms:
     sink_H: Tensor | None = None  # a score per head that takes weight and has no value
 
 
-def path_rows(num_prefix: int, ancestor_TU: Tensor, window: int | None, multiple: int) -> PathRows:
-    """Rows that are the last T of U uncommitted ones behind P committed ones; `ancestor_TU` as in `tree_mask`."""
+def path_rows(
+    num_prefix: int, ancestor_TU: Tensor, window: int | None, multiple: int, send: Callable[[Tensor], Tensor] = _STAY
+) -> PathRows:
+    """Rows that are the last T of U uncommitted ones behind P committed ones.
+
+    `ancestor_TU` is as in `tree_mask`, on the host; `send` brings tensors to where rows are computed.
+    """
     num_rows, num_uncommitted = ancestor_TU.shape
-    own_T = torch.arange(num_uncommitted - num_rows, num_uncommitted, device=ancestor_TU.device)
-    column_U = torch.arange(num_uncommitted, device=ancestor_TU.device)
+    own_T = torch.arange(num_uncommitted - num_rows, num_uncommitted)
+    column_U = torch.arange(num_uncommitted)
     is_linear_U = (ancestor_TU | (own_T[:, None] < column_U)).all(0)  # every row from there on sees it
     num_linear = num_prefix + int(is_linear_U.int().cumprod(0).sum())
-    seen_T = ancestor_TU.sum(1) + num_prefix
+    length_T = ancestor_TU.sum(1) + num_prefix
     base = num_linear // BLOCK * BLOCK
-    num_early = int((seen_T <= base).sum())
+    num_early = int((length_T <= base).sum())
     late_TU, own_T = ancestor_TU[num_early:], own_T[num_early:]
-    length = int(seen_T[num_early:].max()) - base if num_early < num_rows else 0
-    position_L = torch.arange(base, base + -(-length // BLOCK) * BLOCK, device=ancestor_TU.device)
+    length = int(length_T[num_early:].max()) - base if num_early < num_rows else 0
+    position_L = torch.arange(base, base + -(-length // BLOCK) * BLOCK)
     path_TU = late_TU.logical_not().int().argsort(dim=1, stable=True)  # its own columns first, in order
     nth_L = (position_L - num_prefix).clamp(0, max(0, num_uncommitted - 1))
     column_TL = torch.where(position_L < num_prefix, position_L, path_TU[:, nth_L] + num_prefix)
-    is_seen_TL = position_L < seen_T[num_early:, None]
+    is_seen_TL = position_L < length_T[num_early:, None]
     column_TL = torch.where(is_seen_TL, column_TL, (own_T + num_prefix)[:, None])  # any that holds numbers
-    return PathRows(seen_T, base, num_early, column_TL, window, multiple)
+    return PathRows(length_T, send(length_T), base, num_early, send(column_TL), window, multiple)
 
 
 def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
@@ -103,8 +111,8 @@ class _Piece:
 
     def __init__(self, rows: PathRows, lo: int, hi: int, terms: ScoreTerms) -> None:
         self._rows, self._terms = rows, terms
-        self._seen_T = rows.seen_T[lo:hi]
-        self._most, self._least = int(self._seen_T.max()), int(self._seen_T.min())
+        self._seen_T, length_T = rows.seen_T[lo:hi], rows.length_T[lo:hi]
+        self._most, self._least = int(length_T.max()), int(length_T.min())
         self._lo = 0 if rows.window is None else max(0, self._least - rows.window) // BLOCK * BLOCK
         self._hi = max(self._lo, min(rows.base, -(-self._most // BLOCK) * BLOCK))  # of the blocks that rows share
         num_own = -(-(self._most - rows.base) // BLOCK) * BLOCK if lo >= rows.num_early else 0

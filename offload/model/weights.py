@@ -173,9 +173,9 @@ class StreamedModel:
             if logits is not None:
                 return logits
         num_rows, num_uncommitted = ancestor_TU.shape
-        position_U, ancestor_TU = self.send(position_U), self.send(ancestor_TU)
         cache.place(num_uncommitted - num_rows, num_rows)
-        masks = self._build_masks(position_U, ancestor_TU, cache.length)
+        position_U = self.send(position_U)
+        masks = self._paths(ancestor_TU, cache.length) or self._build_masks(position_U, ancestor_TU, cache.length)
         return self.run(token_T, position_U[-num_rows:], masks, cache, num_logits=num_logits)
 
     @torch.inference_mode()
@@ -270,12 +270,16 @@ class StreamedModel:
         """From now on tell rows in bits to this kernel of tree attention, if the family lets us."""
         self._attend = attend if attention.is_for_rows(self.meta_model.config) else None
 
+    def _paths(self, ancestor_TU: Tensor, num_prefix: int) -> Masks:
+        """What rows see by position on their paths, for each window, where rows are to be invariant."""
+        if self._invariant is None:
+            return {}
+        what, multiple = (num_prefix, ancestor_TU), self._invariant.multiple
+        return {window: path_rows(*what, window, multiple, self.send) for window in self.windows}
+
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
-        if self._invariant is not None:
-            return {
-                window: path_rows(num_prefix, ancestor_TU, window, self._invariant.multiple) for window in self.windows
-            }
+        ancestor_TU = self.send(ancestor_TU)
         is_plain = ancestor_TU.shape == (1, 1) and self.meta_model.config._attn_implementation == attention.NAME
         what = (num_prefix, position_U, ancestor_TU)
         masks: dict[int | None, Tensor | attention.TreeRows | PathRows | None] = {}
