@@ -1,8 +1,8 @@
 """The gate of a place: every layer streamed, every tree writes the ids of transformers, before anything is timed there.
 
-In float32 they are equal, whatever the tree. In bf16 a tree and a single row round differently, so the two may part
-where two tokens lie closer than rounding; from there on they write different texts, so only the first such place says
-anything.
+In float32 they are equal, whatever the tree. In 16 bits the ids of all trees are those of none, bit for bit, where the
+decoder promises that; those of transformers, which rounds differently, may part from them where two tokens lie closer
+than rounding, and from there on both write different texts, so only the first such place says anything.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,6 +38,8 @@ def gates(setting: Setting, prompt: str, num_new: int) -> Iterator[Row]:
         if ours != wanted:
             raise WrongTokenError(f"{tree}: not the ids of transformers in float32, so nothing is timed")
     yield row("gate: float32 greedy ids equal transformers", len(wanted), len(wanted), 1.0, "tokens", promise="exact")
+    for dtype in ("bfloat16", "float16"):
+        yield from same_for_all_trees(setting, prompt_ids, dtype, num_new)
     yield from in_bf16(setting, prompt, place, num_new)
 
 
@@ -59,6 +61,16 @@ def streamed_ids(
         assert not any(decoder.plan.is_resident), "a layer stays, which would not be tested"
         for tree in trees:
             yield tree, decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids
+
+
+def same_for_all_trees(setting: Setting, prompt_ids: Sequence[int], dtype: str, num_new: int) -> Iterator[Row]:
+    """How many ids are those of no tree; nothing is asked of a decoder that does not promise them."""
+    with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT) as decoder:
+        texts = [decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids for tree in TREES]
+        is_promised, reason = decoder.invariance.multiple is not None, decoder.invariance.reason
+    num_same = sum(one == other for ids in texts for one, other in zip(ids, texts[0], strict=False))
+    name = f"gate: {dtype}, ids of all trees are those of none{'' if is_promised else f' (not promised: {reason})'}"
+    yield row(name, num_same, sum(map(len, texts)) if is_promised else None, 1.0, "tokens", promise="exact")
 
 
 def in_bf16(setting: Setting, prompt: str, place: torch.device, num_new: int) -> Iterator[Row]:

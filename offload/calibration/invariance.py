@@ -54,7 +54,7 @@ def find_row_multiple(
         with model.cut_to(1):
             for multiple in _MULTIPLES if model.place.type == "cpu" else (MAX_ROWS,):
                 try:
-                    _require_invariance(model, multiple, thread_counts)
+                    _require_invariance(model, multiple, thread_counts, context)
                     return Invariance(multiple)
                 except _DifferError as difference:
                     reason = str(difference)
@@ -79,10 +79,10 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
     )
 
 
-def _require_invariance(model: StreamedModel, multiple: int, thread_counts: Sequence[int]) -> None:
+def _require_invariance(model: StreamedModel, multiple: int, thread_counts: Sequence[int], context: int) -> None:
     """Raises `_DifferError`."""
     generator = torch.Generator().manual_seed(0)
-    token_T = torch.randint(model.vocab_size, (_NUM_ROWS,), generator=generator)
+    token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, context),), generator=generator)
     model.be_invariant(_CheckedRows(multiple, thread_counts))
     wanted_TV = _logits(model, token_T, (len(token_T),))
     model.be_invariant(InvariantRows(multiple))

@@ -1,0 +1,128 @@
+"""The check at load: it pads as far as a processor's products need, and says so where no padding helps."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, build, save
+from torch import Tensor
+from torch.nn import functional
+
+import offload
+from offload.calibration.invariance import Invariance, find_row_multiple
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.model.invariance import InvariantRows
+from offload.model.weights import StreamedModel
+from offload.streaming.disk import DiskReader
+
+linear = functional.linear
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def halves(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same product, summed in another order."""
+    middle = weight.shape[1] // 2
+    rest = linear(rows[..., middle:], weight[:, middle:], bias)
+    return linear(rows[..., :middle], weight[:, :middle]) + rest
+
+
+def few_rows_differ(least: int) -> Product:
+    def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return (linear if rows.shape[-2] >= least else halves)(rows, weight, bias)
+
+    return product
+
+
+def odd_rows_differ(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """By where they stand, which no number of rows mends."""
+    out = linear(rows, weight, bias)
+    out[..., 1::2, :] = halves(rows, weight, bias)[..., 1::2, :]
+    out[..., :32, :] = linear(rows, weight, bias)[..., :32, :]
+    return out
+
+
+def threads_differ(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return (linear if torch.get_num_threads() == 1 else halves)(rows, weight, bias)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("model") / "llama")
+
+
+def found(target: Path, thread_counts: tuple[int, ...] = (1,), *, dtype: str = "float32", context: int = 100) -> Invariance:
+    checkpoint = open_checkpoint(target)
+    model, source = StreamedModel(checkpoint, dtype), DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
+    try:
+        model.bind_rest(source.fetch(model.rest_layout))
+        return find_row_multiple(model, source.fetch(model.layer_layouts[0]), thread_counts, context)
+    finally:
+        source.close()
+        model.close()
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, product: Product) -> None:
+    """Let padded products be made so."""
+    real = InvariantRows._linear
+
+    def planted(self: InvariantRows, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.model.invariance.functional.linear", product)
+            return real(self, left, weight, bias)
+
+    monkeypatch.setattr(InvariantRows, "_linear", planted)
+
+
+@pytest.mark.parametrize("least", [8, 16, 64])
+def test_rows_are_padded_as_far_as_products_need(least: int, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = found(target).multiple
+    if usual is None or usual > 4:
+        pytest.skip("this processor's own products need more than four rows")
+    plant(monkeypatch, few_rows_differ(least))
+    assert found(target).multiple == least
+
+
+@pytest.mark.parametrize(
+    ("product", "counts", "said"), [(odd_rows_differ, (1,), "other rows"), (threads_differ, (1, 2), "2 threads")]
+)
+def test_products_that_no_padding_mends_are_refused(
+    product: Product, counts: tuple[int, ...], said: str, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, product)
+    multiple, reason = found(target, counts)
+    assert multiple is None and said in reason
+
+
+def test_one_unpadded_product_is_seen(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's, say, while a product of few rows differs."""
+    real = InvariantRows._linear
+
+    def planted(self: InvariantRows, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.shape[0] == 199:
+            return few_rows_differ(4)(left, weight, bias)
+        return real(self, left, weight, bias)
+
+    monkeypatch.setattr(InvariantRows, "_linear", planted)
+    multiple, reason = found(target)
+    assert multiple is None and "than in parts" in reason
+
+
+def test_rotary_embeddings_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config.max_position_embeddings = 64
+    target = save(build(config), tmp_path)
+    assert found(target, context=64).multiple is not None
+    multiple, reason = found(target, context=65)
+    assert multiple is None and "length" in reason
+
+
+def test_a_decoder_says_what_it_promises(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with offload.load(target, context=64, threads=1) as decoder:
+        assert decoder.invariance.multiple is None and "streamed" in decoder.invariance.reason
+        assert not decoder.generate([5, 6, 7], max_new_tokens=2).is_invariant
+    monkeypatch.setattr("offload.calibration.invariance._MULTIPLES", ())
+    with offload.load(target, context=64, threads=1, invariant=True) as decoder:
+        assert decoder.invariance.multiple is None
+        assert any("closer than rounding" in note for note in decoder.notes)

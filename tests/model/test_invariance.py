@@ -1,0 +1,181 @@
+"""Bit for bit: a row's logits are those of plain decoding, whatever tree, cut of the prompt or number of threads.
+
+On this processor: how many rows a product needs is found by the same check that loading makes, and a family that it
+refuses is skipped with its reason.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_families import WORKING, tiny_model
+from test_tree_rows import config_named
+from tiny import FAMILIES, VOCAB_SIZE, save
+from torch import Tensor
+
+from offload.calibration.invariance import find_row_multiple
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.build import resident_model
+from offload.model import path_attention
+from offload.model.invariance import InvariantRows
+from offload.model.kv_cache import KVCache
+from offload.model.path_attention import PathRows, ScoreTerms, path_rows
+from offload.model.weights import StreamedModel
+from offload.streaming.disk import DiskReader
+from offload.tree.token_tree import ancestors
+from offload.tree.topology import Topology, chain
+
+NUM_TOKENS = 84  # beyond one block of keys and three windows
+TEXT = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
+CUTS = ((NUM_TOKENS,), (13, 51, 20))
+
+
+@cache
+def checkpoint_of(family: str, base: Path) -> Path:
+    return save(tiny_model(config_named(family)), base / family)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def invariant_model(family: str, dtype: str, base: Path) -> StreamedModel:
+    """Resident, with what the check at load finds for its first layer."""
+    checkpoint = open_checkpoint(checkpoint_of(family, base))
+    streamed = StreamedModel(checkpoint, dtype)
+    source = DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
+    try:
+        streamed.bind_rest(source.fetch(streamed.rest_layout))
+        found = find_row_multiple(streamed, source.fetch(streamed.layer_layouts[0]), (1,), NUM_TOKENS)
+    finally:
+        source.close()
+        streamed.close()
+    if found.multiple is None:
+        pytest.skip(f"this processor: {found.reason}")
+    model = resident_model(checkpoint, dtype)
+    model.be_invariant(InvariantRows(found.multiple))
+    return model
+
+
+def score(model: StreamedModel, cache: KVCache, tokens: list[int], topology: Topology) -> Tensor:
+    position_N = torch.from_numpy(topology.depth_N.copy()) + cache.length
+    return model.forward(torch.tensor(tokens), position_N, ancestors(topology), cache)
+
+
+def taken_in(model: StreamedModel, cut: tuple[int, ...]) -> Tensor:
+    """Logits of the text, taken in by passes of so many tokens."""
+    cache, parts, lo = KVCache(model.num_layers, 2 * NUM_TOKENS), [], 0
+    for size in cut:
+        parts.append(score(model, cache, TEXT[lo : lo + size], chain(size - 1)))
+        cache.commit(range(size))
+        lo += size
+    return torch.cat(parts)
+
+
+def scattered(num_prefix: int) -> tuple[Topology, list[int], list[int]]:
+    """A tree behind so many tokens with the rest of the text as one of its paths, here and there within the levels."""
+    chance = torch.Generator().manual_seed(num_prefix)
+    parents, tokens, path, level = [-1], [TEXT[num_prefix]], [0], [0]
+    for token in TEXT[num_prefix + 1 : num_prefix + 24]:
+        width = int(torch.randint(1, 5, (1,), generator=chance))
+        others = [(level[int(torch.randint(len(level), (1,), generator=chance))], -1) for _ in range(width - 1)]
+        children = sorted([(path[-1], token), *others])
+        level = list(range(len(tokens), len(tokens) + width))
+        path.append(level[next(i for i, child in enumerate(children) if child[1] == token)])
+        parents += [parent for parent, _ in children]
+        tokens += [3 + len(tokens) if own < 0 else own for _, own in children]
+    return Topology.from_parents(parents), tokens, path
+
+
+def on_path(model: StreamedModel, num_prefix: int) -> Tensor:
+    cache = KVCache(model.num_layers, 3 * NUM_TOKENS)
+    score(model, cache, TEXT[:num_prefix], chain(num_prefix - 1))
+    cache.commit(range(num_prefix))
+    topology, tokens, path = scattered(num_prefix)
+    return score(model, cache, tokens, topology)[path]
+
+
+CASES = [(family, "bfloat16") for family in (*FAMILIES, *WORKING)] + [(family, "float32") for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_logits_do_not_depend_on_the_rows_beside(family: str, dtype: str, base: Path) -> None:
+    model = invariant_model(family, dtype, base)
+    plain = taken_in(model, (1,) * NUM_TOKENS)
+    assert [int((taken_in(model, cut) != plain).sum()) for cut in CUTS] == [0] * len(CUTS)
+    for num_prefix in (1, 40, 58):  # with paths before, across and beyond the end of the first block
+        got = on_path(model, num_prefix)
+        assert torch.equal(got, plain[num_prefix : num_prefix + len(got)]), f"behind {num_prefix} tokens"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_float16_and_other_numbers_of_threads(family: str, base: Path) -> None:
+    model = invariant_model(family, "float16", base)
+    plain = taken_in(model, (1,) * NUM_TOKENS)
+    assert torch.equal(on_path(model, 40), plain[40:64])
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(on_path(model, 40), plain[40:64])
+    finally:
+        torch.set_num_threads(1)
+
+
+def in_tree_order(num_prefix: int, ancestor_TU: Tensor, *more: Any) -> PathRows:
+    """Planted mistake: of each row the last two keys are exchanged, which changes nothing but the order of sums."""
+    rows = path_rows(num_prefix, ancestor_TU, *more)
+    for row, length in enumerate((rows.length_T[rows.num_early :] - rows.base).tolist()):
+        if length > 1:
+            rows.column_TL[row, [length - 2, length - 1]] = rows.column_TL[row, [length - 1, length - 2]]
+    return rows
+
+
+def test_one_scattered_key_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = invariant_model("llama", "float32", base)
+    plain = taken_in(model, (1,) * NUM_TOKENS)
+    monkeypatch.setattr("offload.model.weights.path_rows", in_tree_order)
+    got = on_path(model, 40)
+    assert not torch.equal(got, plain[40 : 40 + len(got)])
+    torch.testing.assert_close(got, plain[40 : 40 + len(got)], atol=1e-3, rtol=1e-3)
+
+
+def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
+    """What an abandoned pass left behind may be no number."""
+    model = invariant_model("llama", "float32", base)
+    cache = KVCache(model.num_layers, 3 * NUM_TOKENS)
+    score(model, cache, TEXT[:50], chain(49))
+    with torch.inference_mode():
+        for layer in cache.layers:
+            layer.keys[:, :, 20:] = layer.values[:, :, 20:] = torch.nan
+    cache.commit(range(20))
+    assert torch.equal(score(model, cache, TEXT[20:40], chain(19)), taken_in(model, (20, 20))[20:])
+
+
+@pytest.mark.parametrize(("window", "cap", "has_sink"), [(None, None, False), (30, None, True), (None, 5.0, False)])
+def test_path_attention_is_attention(window: int | None, cap: float | None, has_sink: bool) -> None:
+    """Against the sum over all keys in float64, in pieces of few rows and of many."""
+    chance = torch.Generator().manual_seed(0)
+    topology, num_prefix = scattered(40)[0], 150
+    num_rows = topology.num_nodes
+    query_HTK, key_GSK, value_GSV = (
+        torch.randn(size, generator=chance)
+        for size in ((6, num_rows, 16), (2, num_prefix + num_rows, 16), (2, num_prefix + num_rows, 8))
+    )
+    sink_H = torch.randn(6, generator=chance) if has_sink else None
+    terms = ScoreTerms(0.3, cap, sink_H)
+    rows = path_rows(num_prefix, ancestors(topology), window, 4)
+    got = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
+    key_HSK, value_HSV = (states.double().repeat_interleave(3, 0) for states in (key_GSK, value_GSV))
+    score_HTS = query_HTK.double() @ key_HSK.transpose(1, 2) * 0.3
+    score_HTS = score_HTS if cap is None else cap * (score_HTS / cap).tanh()
+    position_S = torch.cat([torch.arange(num_prefix), torch.from_numpy(topology.depth_N.copy()) + num_prefix])
+    sees_TS = torch.cat([torch.ones(num_rows, num_prefix, dtype=torch.bool), ancestors(topology)], 1)
+    if window is not None:
+        sees_TS &= position_S > position_S[num_prefix:, None] - window
+    score_HTS = score_HTS.masked_fill(~sees_TS, -torch.inf)
+    sink_HT1 = torch.full((6, 1, 1), -torch.inf) if sink_H is None else sink_H[:, None, None]
+    sink_HT1 = sink_HT1.double().expand(-1, num_rows, -1)
+    weight_HTS = torch.cat([score_HTS, sink_HT1], 2).softmax(2)[..., :-1]
+    torch.testing.assert_close(got.double(), (weight_HTS @ value_HSV).transpose(0, 1), atol=2e-5, rtol=2e-5)
