@@ -113,7 +113,7 @@ def open_decoder(
         read_pair(pair, on_bytes)  # the first weights: what can be refused has been
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
-        invariance = _make_invariant(options.invariant, pair, plan_for(1), threads)
+        invariance = _make_invariant(options.invariant, pair, plan_for(trees.most_nodes), threads)
         plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
         stream = _start_stream(pair, plan, on_bytes, resources)
         target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer)

@@ -130,23 +130,25 @@ class _Piece:
             weight_GITB = shared_GITS[..., lo : lo + BLOCK]
             sum_GITV += self._product(weight_GITB, value_GSK[:, self._lo + lo : self._lo + lo + BLOCK].float())
             total_GIT1 += weight_GITB.sum(3, keepdim=True)
+        value_UGV = value_GSK[:, self._rows.base :].transpose(0, 1).float().contiguous()
         for lo in range(0, own_GITL.shape[3], BLOCK):
             weight_GITB = own_GITL[..., lo : lo + BLOCK]
-            self._add_own(sum_GITV, weight_GITB, value_GSK, lo)
+            self._add_own(sum_GITV, weight_GITB, value_UGV, lo)
             total_GIT1 += weight_GITB.sum(3, keepdim=True)
         return sum_GITV.div_(total_GIT1)
 
-    def _add_own(self, sum_GITV: Tensor, weight_GITB: Tensor, value_GSK: Tensor, lo: int) -> None:
+    def _add_own(self, sum_GITV: Tensor, weight_GITB: Tensor, value_UGV: Tensor, lo: int) -> None:
         """One block of which each row has keys of its own: a product for every row, in which its heads are the rows."""
         assert self._column_TL is not None, "late rows have columns"
-        column_TB, group = self._column_TL[:, lo : lo + BLOCK], weight_GITB.shape[1]
+        column_TB, group = self._column_TL[:, lo : lo + BLOCK] - self._rows.base, weight_GITB.shape[1]
         weight_GTIB = pad(weight_GITB.transpose(1, 2), (0, 0, 0, -group % self._rows.multiple))
-        step = max(1, SCRATCH_BYTES // (8 * BLOCK * value_GSK.shape[0] * value_GSK.shape[2]))
+        step = max(1, SCRATCH_BYTES // (8 * BLOCK * value_UGV[0].numel()))
         for first in range(0, len(column_TB), step):
             columns = column_TB[first : first + step]
-            value_GTBV = value_GSK[:, columns.flatten()].unflatten(1, columns.shape).float()
-            own_GTIV = torch.matmul(weight_GTIB[:, first : first + step], value_GTBV)[:, :, :group]
-            sum_GITV[:, :, first : first + step] += own_GTIV.transpose(1, 2)
+            value_TBGV = value_UGV.index_select(0, columns.flatten()).unflatten(0, columns.shape)
+            for index, weight_TIB in enumerate(weight_GTIB[:, first : first + step]):
+                own_TIV = torch.bmm(weight_TIB, value_TBGV[:, :, index])[:, :group]
+                sum_GITV[index, :, first : first + step] += own_TIV.transpose(0, 1)
 
     def _shared_scores(self, query_GITK: Tensor, key_GSK: Tensor) -> Tensor:
         score_GITS = self._capped(self._times_keys(query_GITK, key_GSK[:, self._lo : self._hi]))
