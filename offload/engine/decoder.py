@@ -4,11 +4,13 @@ Invariant: the distribution of what is emitted depends on the target and the sam
 memory and threads change only how long it takes; with the rules `match` and `topk` one seed gives one text, too.
 """
 
+import os
 import time
 from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +21,7 @@ from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.request import Prompt, Request, encode
 from offload.engine.sequence import Caches, Limits, Sequence
+from offload.engine.session import Models, Session, load_session, save_session
 from offload.engine.text import TextStream, Tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -37,6 +40,7 @@ class Settled(NamedTuple):
     """What loading has found out and decided for all runs."""
 
     plan: MemoryPlan
+    models: Models
     trees: Trees
     rule: Rule  # where a run names none
     threads: ThreadPolicy
@@ -61,7 +65,7 @@ class Decoder:
     def __init__(
         self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
-        self.plan, self._trees, self.rule, self.threads, choice, self.tokenizer, self._end_ids = settled
+        self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self._end_ids = settled
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._is_closed, self._waiting = target.vocab_size, False, ThreadWaiting()
@@ -79,8 +83,7 @@ class Decoder:
             rule, shape: those of the decoder, and no tree, where they are left out.
             keeps: the keys and values of all tokens that it shares with the sequence before, but for its last.
         """
-        if self._is_closed:
-            raise UserError("this decoder is closed: load the model again")
+        self._require_open()
         rule = rule or self.rule
         sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
         sequence = Sequence(tokens, sampler, rule, shape, limits)
@@ -204,6 +207,22 @@ class Decoder:
         """The tree that a run with these settings gets, and why."""
         return self._trees.for_run(sampling, self.rule.name)
 
+    def save_session(self, path: str | os.PathLike[str], messages: abc.Sequence[Any] = (), num_turns: int = 0) -> None:
+        """Keep the text that was written last, with its keys and values, in a file; see `load_session`.
+
+        `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
+        """
+        self._require_open()
+        save_session(Path(path), self._models, self._pool, list(messages), num_turns)
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it shares with their text.
+
+        Raises `UserError` for files of other weights or another type, for longer ones than the context, for broken ones.
+        """
+        self._require_open()
+        return load_session(Path(path), self._models, self._pool)
+
     def close(self) -> None:
         """Stop the readers, close the files, drop weights and buffers."""
         self._resources.close()
@@ -221,6 +240,10 @@ class Decoder:
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt as `generate` takes it, checked. Raises `UserError`."""
         return encode(self.tokenizer, prompt, self._vocab_size, raw=raw)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UserError("this decoder is closed: load the model again")
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from operator import le
+from pathlib import Path
 
 import torch
 
@@ -16,10 +17,12 @@ from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
+from offload.checkpoint.safetensors import compute_dtype_name
 from offload.config import Sampling
 from offload.engine.build import Pair, Progress, counter, open_pair, read_pair
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.request import Request
+from offload.engine.session import Models, check_session
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
@@ -104,6 +107,10 @@ def open_decoder(
         pair = open_pair(files, options, device, resources, open_source)
         if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
+        dtype = compute_dtype_name(files.target, options.dtype)
+        models = Models(files.target, files.draft, dtype, plan_for(1).context)
+        if request is not None and request.session is not None:
+            check_session(Path(request.session), models)
         _pick_copies(pair, plan_for(1), resources)
         read_pair(pair, on_bytes)  # the first weights: what can be refused has been
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
@@ -111,7 +118,7 @@ def open_decoder(
         plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
         stream = _start_stream(pair, plan, on_bytes, resources)
         target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer)
-        settled = Settled(plan, trees, find_rule(options.rule), threads, choice, pair.tokenizer, pair.end_ids)
+        settled = Settled(plan, models, trees, find_rule(options.rule), threads, choice, pair.tokenizer, pair.end_ids)
         drafter = pair.drafter(plan, choice.kernels)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 

@@ -3,6 +3,7 @@
 Loading checks the first request before a weight is read, the decoder checks every one.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ class Request:
     max_new_tokens: int = 128
     stop: str | Sequence[str] | None = None  # strings that end the text; they are not part of it
     raw: bool = False  # leave the chat template out, into which text is put where a model has one
+    session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
 
     @property
     def stops(self) -> tuple[str, ...]:
