@@ -48,7 +48,7 @@ def _write(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) 
         file.write(_header({**notes, SUM: "0" * 8}, places))
         total = 0
         for tensor in tensors.values():
-            data = tensor.cpu().contiguous().view(torch.uint8).numpy()
+            data = tensor.cpu().contiguous().view(torch.uint8).numpy().data
             total = zlib.crc32(data, total)
             file.write(data)
         file.seek(0)

@@ -1,6 +1,7 @@
 """Flags that several commands share: one name, one meaning, one line of help. Nothing heavy is imported."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,6 +35,20 @@ ProfileFile = Annotated[
 LinkLimit = Annotated[
     str | None, typer.Option(metavar="SIZE", help="slow the stream down to this per second", hidden=True)
 ]
+OwnTemp = Annotated[
+    float | None,
+    typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy; default: as the model suggests"),
+]
+OwnTopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="keep the likeliest that sum to this")]
+OwnTopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="keep so many of the likeliest; 0 keeps all")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token always, whatever the model suggests")]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
+]
+Session = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="keep tokens, keys and values there, and go on from there; see docs/flags.md"),
+]
 Temp = Annotated[float, typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy")]
 TopP = Annotated[float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")]
 TopK = Annotated[int, typer.Option(metavar="K", help="keep so many of the likeliest tokens; 0 keeps all")]
@@ -45,6 +60,7 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 # The library's errors name arguments, in backticks; a person at the command line knows them by these names.
 _FLAG_OF = {
     "context": "--context", "device": "--device", "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem",
+    "greedy": "--greedy",
     "hardware": "--hardware", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw",
     "rule": "--rule", "seed": "--seed", "temperature": "--temp", "threads": "--threads",
     "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",

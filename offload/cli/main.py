@@ -25,6 +25,8 @@ from offload.cli.console import (
     profile_lines,
 )
 from offload.cli.prompt_input import read_prompt
+from offload.cli.sampling_choice import choose_sampling, own_sampling
+from offload.cli.session_file import found_session, kept_text
 from offload.config import Sampling, format_bytes, parse_size
 from offload.errors import ReadError, UserError
 from offload.memory.planner import MemoryPlan
@@ -64,13 +66,13 @@ def generate(
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
     ] = None,
     max_tokens: flags.NumTokens = 128,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 1.0,
-    top_k: flags.TopK = 0,
+    temp: flags.OwnTemp = None,
+    top_p: flags.OwnTopP = None,
+    top_k: flags.OwnTopK = None,
+    greedy: flags.Greedy = False,
     seed: flags.Seed = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
-    ] = None,
+    stop: flags.Stop = None,
+    session: flags.Session = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
@@ -86,7 +88,8 @@ def generate(
     quiet: flags.Quiet = False,
 ) -> None:
     """Write text with a model larger than memory."""
-    text, sampling = read_prompt(prompt, file), Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    found, own = found_session(session), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    text = read_prompt(prompt, file, is_needed=found is None)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
@@ -94,16 +97,24 @@ def generate(
         threads=threads, profile=profile, link_limit=link_limit,
     )  # fmt: skip
     check_models(model, draft, options)
+    sampling, note = choose_sampling(model, own, seed)
     with Console(is_quiet=quiet or as_json) as console:
         console.wait("starting")
         from offload.engine.load import open_decoder
         from offload.engine.request import Request
 
-        request, hooks = Request(text, sampling, max_tokens, stop, raw), console.hooks
-        with open_decoder(model, draft, options, request, **hooks) as decoder:
-            run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
+        request, hooks = Request(text or None, sampling, max_tokens, stop, raw, found), console.hooks
+        with (
+            open_decoder(model, draft, options, request, **hooks) as decoder,
+            kept_text(decoder, session, text) as begun,
+        ):
+            continues = session is not None
+            run = decoder.run(begun, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw, continues=continues)
             console.say(opening_lines(decoder, run.tree_choice if draft else None))
-            console.expect_prompt(decoder.plan, run.result().stats.num_prompt_tokens)
+            if note:
+                console.say(note)
+            stats = run.result().stats
+            console.expect_prompt(decoder.plan, stats.num_prompt_tokens - stats.num_kept_tokens)
             _write_run(run, console, as_json=as_json)
 
 
@@ -114,6 +125,8 @@ def generate(
     offload chat -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
 
     offload chat -m big -d small --system "Answer in one sentence." --temp 0.7
+
+    offload chat -m big -d small --session talk.session
 
     offload chat -m big -d small --quiet < questions.txt""",
 )
@@ -127,10 +140,13 @@ def chat(
         int | None,
         typer.Option("-n", "--max-tokens", metavar="N", min=1, help="of one answer; default: what has room"),
     ] = None,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 1.0,
-    top_k: flags.TopK = 0,
+    temp: flags.OwnTemp = None,
+    top_p: flags.OwnTopP = None,
+    top_k: flags.OwnTopK = None,
+    greedy: flags.Greedy = False,
     seed: flags.Seed = 0,
+    stop: flags.Stop = None,
+    session: flags.Session = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
@@ -143,7 +159,8 @@ def chat(
     quiet: flags.Quiet = False,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
-    sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    own = own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    found_session(session)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
@@ -151,11 +168,13 @@ def chat(
         threads=threads, profile=profile,
     )  # fmt: skip
     check_models(model, draft, options)
+    sampling, note = choose_sampling(model, own, seed)
     with Console(is_quiet=quiet) as console:
         console.wait("starting")
-        from offload.cli.repl import converse
+        from offload.cli.repl import ChatOptions, converse
 
-        converse(model, draft, options, console, sampling, system=system, max_new_tokens=max_tokens)
+        wishes = ChatOptions(sampling, note, system, max_tokens, stop, session)
+        converse(model, draft, options, console, wishes)
 
 
 @app.command(

@@ -14,6 +14,7 @@ from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
 from offload.errors import UserError
 
+_GREETING = {"role": "user", "content": "Hello"}  # what is wrong with it is wrong with every question
 _INCOMPLETE = "\ufffd"  # a character that an answer was cut short in
 
 
@@ -43,7 +44,7 @@ class Chat:
         self.max_new_tokens, self.stop = max_new_tokens, stop
         self.messages, self._num_turns = _opening(system), 0
         self.turn: Run | None = None
-        decoder.encode([*self.messages, {"role": "user", "content": "Hello"}])
+        decoder.encode([*self.messages, _GREETING])
 
     @property
     def system(self) -> str | None:
@@ -92,9 +93,9 @@ class Chat:
         Raises `UserError` for the files that `Decoder.load_session` refuses, and for those of a text.
         """
         session = self._decoder.load_session(path)
-        if not session.messages:
+        if session.messages is None:
             raise UserError(f"{path} holds a text and no conversation: go on with it by offload generate --session")
-        self._decoder.encode(session.messages)
+        self._decoder.encode([*session.messages, _GREETING])
         self.messages, self._num_turns = session.messages, session.num_turns
 
     def _begin(self, asked: list[dict[str, str]]) -> Generator[str, None, None]:

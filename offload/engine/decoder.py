@@ -10,7 +10,7 @@ from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -58,6 +58,7 @@ class Decoder:
         target, drafter: the two models, for whoever measures them.
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
+        end_ids: tokens that end a text.
         notes: lines for the user about what is not as fast as it could be.
         comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
     """
@@ -65,7 +66,7 @@ class Decoder:
     def __init__(
         self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
-        self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self._end_ids = settled
+        self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids = settled
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._is_closed, self._waiting = target.vocab_size, False, ThreadWaiting()
@@ -188,7 +189,7 @@ class Decoder:
         prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
-        limits = Limits(max_new_tokens, self._end_ids)
+        limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         text = TextStream(self.tokenizer, prompt_ids, request.stops)
         return Run(self.step, sequence, text, Setup(self.plan, choice, self.comparisons))
@@ -207,18 +208,20 @@ class Decoder:
         """The tree that a run with these settings gets, and why."""
         return self._trees.for_run(sampling, self.rule.name)
 
-    def save_session(self, path: str | os.PathLike[str], messages: abc.Sequence[Any] = (), num_turns: int = 0) -> None:
+    def save_session(
+        self, path: str | os.PathLike[str], messages: list[dict[str, str]] | None = None, num_turns: int = 0
+    ) -> None:
         """Keep the text that was written last, with its keys and values, in a file; see `load_session`.
 
         `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
         """
         self._require_open()
-        save_session(Path(path), self._models, self._pool, list(messages), num_turns)
+        save_session(Path(path), self._models, self._pool, messages, num_turns)
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it shares with their text.
 
-        Raises `UserError` for files of other weights or another type, for longer ones than the context, for broken ones.
+        Raises `UserError` for files of other weights or another type, longer ones than the context, broken ones.
         """
         self._require_open()
         return load_session(Path(path), self._models, self._pool)

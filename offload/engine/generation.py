@@ -52,6 +52,7 @@ class Generation:
             "num_new_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,
+            "sampling": {name: getattr(self.sampling, name) for name in ("temperature", "top_p", "top_k")},
             "rule": self.rule,
             "plan": self.plan.as_dict(),
             "tree_choice": self.tree_choice.as_dict(),

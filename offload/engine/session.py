@@ -5,7 +5,6 @@ type that they were computed with, and only where names, types, shapes and a che
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,19 +50,13 @@ class Session(NamedTuple):
     """What a file holds beside keys and values."""
 
     tokens: list[int]
-    messages: list[Any]  # of a conversation, unchecked; a plain text has none
+    messages: list[dict[str, str]] | None  # of a conversation; a plain text is none
     num_turns: int  # of it so far
 
 
-def require_place(path: Path) -> None:
-    """Find out before hours of writing whether a session can be kept. Raises `UserError` where it cannot."""
-    folder = path.absolute().parent
-    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "it is a folder" if path.is_dir() else f"{folder} is no folder that can be written to"
-        raise UserError(f"cannot keep a session in {path} ({what}): name another file")
-
-
-def save_session(path: Path, models: Models, pool: CachePool, messages: list[Any], num_turns: int) -> None:
+def save_session(
+    path: Path, models: Models, pool: CachePool, messages: list[dict[str, str]] | None, num_turns: int
+) -> None:
     """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written."""
     tokens, tensors = pool.tokens, {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
     for part, cache in _caches(pool).items():
@@ -128,8 +121,8 @@ def _contents(file: Any, notes: Mapping[str, str]) -> Session:
     header = file.get_slice(_TOKENS)
     _require(header.get_dtype() == "I64" and len(header.get_shape()) == 1, "tokens are a row of whole numbers")
     messages = json.loads(notes["messages"])
-    _require(isinstance(messages, list), "messages are a list")
-    are_texts = all(isinstance(one, dict) and {type(one[key]) for key in _TOLD} == {str} for one in messages)
+    _require(messages is None or isinstance(messages, list), "messages are a list")
+    are_texts = all(isinstance(one, dict) and {type(one[key]) for key in _TOLD} == {str} for one in messages or [])
     _require(are_texts, "a message has a role and a content of text")
     return Session(file.get_tensor(_TOKENS).tolist(), messages, int(notes["num_turns"]))
 

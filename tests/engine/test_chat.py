@@ -195,7 +195,7 @@ def test_every_line_is_a_question(letters: Path) -> None:
     assert read[0] == f"{first} of {first} tokens read)"
     assert read[1] in (f"{new} of {second} tokens read)" for new in (after, after + 1)), "and what was said is not"
     assert read[2] == f"{third - len('<user:')} of {third} tokens read)", "that much is the same in all of them"
-    assert "/exit or Ctrl-D leaves" in outcome.err
+    assert "/bye or Ctrl-D leaves" in outcome.err
 
 
 def test_exit_leaves_and_quiet_is_quiet(talker: Path) -> None:

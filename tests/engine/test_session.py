@@ -1,4 +1,4 @@
-"""Sessions: a text that is taken up from its file goes on as if it had never been laid down, and reads nothing again."""
+"""Sessions: a text that is taken up from its file goes on as if it had not been laid down, and reads nothing again."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_a_text_goes_on_as_if_it_had_not_stopped(
         decoder.save_session(path)
     with open_pair(family, tmp_path, tree) as decoder:
         session, taken = decoder.load_session(path), counted(decoder, monkeypatch)
-        assert session.tokens == [*PROMPT, *first.token_ids] and session.messages == []
+        assert session.tokens == [*PROMPT, *first.token_ids] and session.messages is None
         run = decoder.run(session.tokens, sampling, max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
         list(run)
         result = run.result()
@@ -122,7 +122,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
         decoder.generate(PROMPT[:-1], max_new_tokens=2)
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match=r"cannot write the session to .* \(No space left on device\): name another"):
+        with pytest.raises(
+            UserError, match=r"cannot write the session to .* \(No space left on device\): name another"
+        ):
             decoder.save_session(path)
         assert path.read_bytes() == before and len(list(tmp_path.glob(".*"))) == 0
 
@@ -170,7 +172,10 @@ def flipped(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
-        (notes(target="0" * 64), r"was computed with other weights \(000000000000, not \w{12}\): name another file, or"),
+        (
+            notes(target="0" * 64),
+            r"was computed with other weights \(000000000000, not \w{12}\): name another file, or",
+        ),
         (notes(dtype="bfloat16"), r"other `dtype` \(bfloat16, not float32\): name another file"),
         (notes(version="2"), "has version 2, this program reads 1"),
         (notes(format="x"), "is no session of this program"),
