@@ -1,4 +1,4 @@
-"""How a model suggests to sample, in the generation_config.json beside its weights: checked, as strangers' files are."""
+"""How a model suggests to sample, in the generation_config.json beside its weights: checked, as any stranger's file."""
 
 import os
 from pathlib import Path

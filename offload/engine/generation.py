@@ -49,6 +49,7 @@ class Generation:
             "text": self.text,
             "token_ids": self.token_ids,
             "num_prompt_tokens": self.stats.num_prompt_tokens,
+            "num_kept_tokens": self.stats.num_kept_tokens,  # of these, by a session
             "num_new_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,

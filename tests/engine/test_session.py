@@ -232,3 +232,19 @@ def test_a_session_that_cannot_be_used_is_refused_before_weights_are_read(saved:
         offload.load(folder / "target", ram="1GiB", context=99, dtype="bfloat16", threads=1, request=request)
     with pytest.raises(UserError, match="cannot read the session"):
         offload.load(folder / "target", ram="1GiB", threads=1, request=Request(session=folder / "none"))
+
+
+def test_a_conversation_wants_a_template_and_stop_strings_text(tmp_path: Path) -> None:
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        chat = offload.Chat(decoder, system="Be.", max_new_tokens=NUM_NEW)
+        whole = "".join(chat.ask("Who?"))
+        chat.undo()
+        chat.stop = whole[4:6]
+        assert "".join(chat.ask("Who?")) == whole[: whole.index(chat.stop)]
+        chat.system = None
+        assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+        decoder.tokenizer.chat_template = None
+        with pytest.raises(UserError, match="no chat template"):
+            offload.Chat(decoder)
+    with pytest.raises(UserError, match="this decoder is closed"):
+        decoder.save_session(tmp_path / "text")
