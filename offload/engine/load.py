@@ -17,7 +17,6 @@ from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
-from offload.checkpoint.safetensors import compute_dtype_name
 from offload.config import Sampling
 from offload.engine.build import Pair, Progress, counter, open_pair, read_pair
 from offload.engine.decoder import Decoder, Settled
@@ -107,8 +106,7 @@ def open_decoder(
         pair = open_pair(files, options, device, resources, open_source)
         if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
-        dtype = compute_dtype_name(files.target, options.dtype)
-        models = Models(files.target, files.draft, dtype, plan_for(1).context)
+        models = Models(*files, options.dtype, plan_for(1).context)
         if request is not None and request.session is not None:
             check_session(Path(request.session), models)
         _pick_copies(pair, plan_for(1), resources)

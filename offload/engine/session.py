@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.sizes import config_sizes, head_dim, model_shape
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.tensor_file import SUM, data_sum, write_tensors
 from offload.encoding.registry import PLAIN_OF
 from offload.engine.cache_pool import CachePool
@@ -36,14 +36,21 @@ class Models:
 
     target: Checkpoint
     draft: Checkpoint | None
-    dtype: str  # that is computed in
+    dtype: str  # that is wished for
     context: int
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Fingerprints of the weights, and the type; no draft has an empty one."""
-        draft = "" if self.draft is None else fingerprint(self.draft)
-        return {"target": fingerprint(self.target), "draft": draft, "dtype": self.dtype}
+        """Fingerprints of the weights, and the types; those of no draft are empty."""
+        pairs = zip(_PARTS, (self.target, self.draft), strict=True)
+        found = {part: (fingerprint(one), compute_dtype_name(one, self.dtype)) for part, one in pairs if one}
+        target, draft = found["target"], found.get("draft", ("", ""))
+        return {"target": target[0], "dtype": target[1], "draft": draft[0], "draft_dtype": draft[1]}
+
+    def can_use(self, part: str, notes: Mapping[str, str]) -> bool:
+        """Whether that part of a file with these notes is of the same weights in the same type."""
+        keys = ("target", "dtype") if part == "target" else ("draft", "draft_dtype")
+        return all(notes[key] == self.identity[key] for key in keys)
 
 
 class Session(NamedTuple):
@@ -79,7 +86,7 @@ def load_session(path: Path, models: Models, pool: CachePool) -> Session:
         pool.take_back()
         pool.caches.clear()
         for part, cache in _caches(pool).items():
-            if file.metadata()[part] == models.identity[part]:
+            if models.can_use(part, file.metadata()):
                 kept = _kept_layers(file, part)
                 states = ((index, *(file.get_tensor(_name(part, kind, index)) for kind in _KINDS)) for index in kept)
                 cache.refill(states, _num_kept(file, part) if kept else 0)
@@ -106,7 +113,7 @@ def _checked(path: Path, file: Any, models: Models) -> Session:
     try:
         session = _contents(file, notes)
         for part in _PARTS:
-            if notes[part] == models.identity[part]:
+            if models.can_use(part, notes):
                 _check_states(file, part, getattr(models, part), models.dtype, len(session.tokens))
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise _broken(path, reason(error)) from None
@@ -133,18 +140,18 @@ def _check_states(file: Any, part: str, checkpoint: Checkpoint | None, dtype: st
     if checkpoint is None or not kept:
         _require(not kept, f"{part} has keys and values, and there is none")
         return
-    sizes, config = config_sizes(checkpoint), checkpoint.config.get("text_config") or checkpoint.config
-    num_own = sizes["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
+    sizes, computed = config_sizes(checkpoint), PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
+    num_own = sizes["num_hidden_layers"] - (text_config(checkpoint).get("num_kv_shared_layers") or 0)
     _require(kept == list(range(num_own)), f"{part} has {num_own} layers with keys and values, not {kept}")
     num_kept, (num_heads, width), total_bytes = _num_kept(file, part), _heads(sizes), 0
     per_token_bytes = model_shape(checkpoint, dtype).kv_bytes_per_token
     _require(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
-    is_uniform = per_token_bytes == 2 * num_own * num_heads * width * PLAIN_OF[dtype].align_bytes
+    is_uniform = per_token_bytes == 2 * num_own * num_heads * width * computed.align_bytes
     for name in (_name(part, kind, index) for index in kept for kind in _KINDS):
         header = file.get_slice(name)
         shape, (_, heads, positions, head) = header.get_shape(), header.get_shape()
-        total_bytes += heads * head * PLAIN_OF[dtype].align_bytes
-        is_sound = header.get_dtype() == PLAIN_OF[dtype].name and (shape[0], positions) == (1, num_kept)
+        total_bytes += heads * head * computed.align_bytes
+        is_sound = header.get_dtype() == computed.name and (shape[0], positions) == (1, num_kept)
         is_sound = is_sound and (not is_uniform or (heads, head) == (num_heads, width))
         _require(is_sound, f"{name} has shape {shape} and type {header.get_dtype()}")
     _require(total_bytes <= per_token_bytes, f"{part} has {total_bytes} bytes a token, not {per_token_bytes}")

@@ -102,7 +102,7 @@ def test_another_draft_is_no_hindrance(tmp_path: Path) -> None:
         decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
         decoder.save_session(path)
     target = tmp_path / "target"
-    for draft, tree in ((None, "none"), (target, "8x3")):
+    for draft, tree in ((None, "none"), (target, "8x3")):  # the second of the target's weights
         with offload.load(target, draft, "1GiB", tree, context=CONTEXT, dtype="float32", threads=1) as decoder:
             session = decoder.load_session(path)
             run = decoder.run(session.tokens, Sampling(), max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)

@@ -135,6 +135,10 @@ def assert_decodes_like_transformers(directory: Path) -> None:
     ram = streaming_ram(directory)
     with offload.load(directory, directory, ram=ram, dtype="float32", context=128, tree="8x3", threads=1) as decoder:
         got = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
+        decoder.save_session(directory / "session")
+        held = decoder.load_session(directory / "session").tokens
+        kept = decoder.begin(held, Sampling(), keeps=True).stats.num_kept_tokens
+        assert held == PROMPT + got.token_ids and kept == len(held) - 1, "shapes are told rightly from the config"
         cache = decoder.begin(PROMPT, Sampling()).caches.target  # the one that was written with
         layers = [layer for layer in cache.layers if layer.is_initialized]
         kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
