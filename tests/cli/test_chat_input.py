@@ -85,7 +85,8 @@ class Typist:
 def typist(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Typist]:
     typist = Typist(request.param, tmp_path)
     typist.sees("READY")
-    typist.sees("> ")
+    asks_for_brackets = "\x1b[?2004h" in typist.sees("> ")
+    assert asks_for_brackets == (request.param == "xterm"), "a dumb terminal would print that"
     yield typist
     typist.leaves()
 
