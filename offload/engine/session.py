@@ -24,7 +24,7 @@ from offload.errors import UserError, reason
 from offload.model.kv_cache import KVCache
 from offload.planning.profile import fingerprint
 
-_FORMAT, _VERSION = "offload session", "1"
+_FORMAT = "offload session, version 1"
 _TOLD = ("role", "content")
 _TOKENS, _PARTS, _KINDS = "tokens", ("target", "draft"), ("keys", "values")
 _AFRESH = "name another file, or delete it to begin anew"
@@ -67,12 +67,11 @@ def save_session(
     """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written."""
     tokens, tensors = pool.tokens, {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
     for part, cache in _caches(pool).items():
-        for index, pair in cache.states(min(cache.length, len(tokens))).items():
+        for index, pair in cache.states(len(tokens)).items():
             tensors |= {_name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)}
-    notes = {**models.identity, "format": _FORMAT, "version": _VERSION}
-    notes |= {"messages": json.dumps(messages), "num_turns": str(num_turns)}
+    told = {"messages": json.dumps(messages), "num_turns": str(num_turns)}
     try:
-        write_tensors(path, notes, tensors)
+        write_tensors(path, {**models.identity, **told, "format": _FORMAT}, tensors)
     except OSError as error:
         raise UserError(f"cannot write the session to {path} ({error.strerror}): name another file") from None
 
@@ -103,9 +102,7 @@ def check_session(path: Path, models: Models) -> Session:
 def _checked(path: Path, file: Any, models: Models) -> Session:
     notes = file.metadata() or {}
     if notes.get("format") != _FORMAT:
-        raise UserError(f"{path} is no session of this program: {_AFRESH}")
-    if notes.get("version") != _VERSION:
-        raise UserError(f"{path} has version {notes.get('version')}, this program reads {_VERSION}: {_AFRESH}")
+        raise UserError(f"{path} is no {_FORMAT}, but {notes.get('format', 'something else')}: {_AFRESH}")
     for key, words in (("target", "weights"), ("dtype", "`dtype`")):
         if notes.get(key) != models.identity[key]:
             mine, other = (str(one.get(key))[:12] for one in (models.identity, notes))
@@ -143,23 +140,19 @@ def _check_states(file: Any, part: str, checkpoint: Checkpoint | None, dtype: st
     sizes, computed = config_sizes(checkpoint), PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
     num_own = sizes["num_hidden_layers"] - (text_config(checkpoint).get("num_kv_shared_layers") or 0)
     _require(kept == list(range(num_own)), f"{part} has {num_own} layers with keys and values, not {kept}")
-    num_kept, (num_heads, width), total_bytes = _num_kept(file, part), _heads(sizes), 0
+    num_kept, total_bytes = _num_kept(file, part), 0
+    num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
     per_token_bytes = model_shape(checkpoint, dtype).kv_bytes_per_token
     _require(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
-    is_uniform = per_token_bytes == 2 * num_own * num_heads * width * computed.align_bytes
+    is_uniform = per_token_bytes == 2 * num_own * num_heads * head_dim(sizes) * computed.align_bytes
     for name in (_name(part, kind, index) for index in kept for kind in _KINDS):
         header = file.get_slice(name)
         shape, (_, heads, positions, head) = header.get_shape(), header.get_shape()
         total_bytes += heads * head * computed.align_bytes
         is_sound = header.get_dtype() == computed.name and (shape[0], positions) == (1, num_kept)
-        is_sound = is_sound and (not is_uniform or (heads, head) == (num_heads, width))
+        is_sound = is_sound and (not is_uniform or (heads, head) == (num_heads, head_dim(sizes)))
         _require(is_sound, f"{name} has shape {shape} and type {header.get_dtype()}")
     _require(total_bytes <= per_token_bytes, f"{part} has {total_bytes} bytes a token, not {per_token_bytes}")
-
-
-def _heads(sizes: dict[str, int]) -> tuple[int, int]:
-    """G and K, where all layers are alike."""
-    return sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1)), head_dim(sizes)
 
 
 def _kept_layers(file: Any, part: str) -> list[int]:

@@ -112,9 +112,10 @@ class KVCache(Cache):
         self.length += len(rows)
         self._window.lo = self.length
 
-    def states(self, num_kept: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """By layer the keys and values of the first positions, (1, G, P, K) each: views of the buffers."""
-        filled = ((index, layer) for index, layer in enumerate(self._slot_layers) if layer.is_initialized)
+    def states(self, most: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """By layer the keys and values of at most so many committed positions, (1, G, P, K) each: views."""
+        num_kept = min(most, self.length)
+        filled = [(index, layer) for index, layer in enumerate(self._slot_layers) if num_kept and layer.is_initialized]
         return {index: (layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept]) for index, layer in filled}
 
     @torch.inference_mode()

@@ -129,6 +129,17 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         assert path.read_bytes() == before and len(list(tmp_path.glob(".*"))) == 0
 
 
+def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
+        decoder.begin(PROMPT, Sampling())
+        decoder.save_session(tmp_path / "text")
+        assert decoder.load_session(tmp_path / "text").tokens == PROMPT
+        run = decoder.run(PROMPT, Sampling(), max_new_tokens=NUM_NEW, continues=True)
+        list(run)
+        assert run.result().token_ids == whole and run.result().stats.num_kept_tokens == 0
+
+
 # What is refused
 
 
@@ -177,8 +188,8 @@ def flipped(content: bytes) -> bytes:
             r"was computed with other weights \(000000000000, not \w{12}\): name another file, or",
         ),
         (notes(dtype="bfloat16"), r"other `dtype` \(bfloat16, not float32\): name another file"),
-        (notes(version="2"), "has version 2, this program reads 1"),
-        (notes(format="x"), "is no session of this program"),
+        (notes(format="x"), "is no offload session, version 1, but x: name another file"),
+        (notes(format=None), "is no offload session, version 1, but something else: name another file"),
         (notes(messages=None), "is broken .*messages"),
         (notes(messages="{}"), "is broken .messages are a list"),
         (notes(messages='[{"role": 5, "content": ""}]'), "is broken .a message has a role and a content"),
