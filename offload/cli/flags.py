@@ -41,7 +41,7 @@ OwnTemp = Annotated[
 ]
 OwnTopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="keep the likeliest that sum to this")]
 OwnTopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="keep so many of the likeliest; 0 keeps all")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token always, whatever the model suggests")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token always, whatever else is said")]
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
 ]

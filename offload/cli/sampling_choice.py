@@ -17,15 +17,15 @@ class SamplingChoice(NamedTuple):
 def own_sampling(
     temp: float | None, top_p: float | None, top_k: int | None, seed: int, *, is_greedy: bool
 ) -> Sampling | None:
-    """What the flags say, or None where that is left to the model. Raises `UserError` where they contradict."""
+    """What the flags say, or None where that is left to the model. Raises `UserError` for what makes no sense."""
     named = {"temperature": temp, "top_p": top_p, "top_k": top_k}
     given = {name: value for name, value in named.items() if value is not None}
     own = Sampling(seed=seed, **given)  # type: ignore[arg-type]
-    if is_greedy and temp:
-        raise UserError(f"`greedy` and a `temperature` above 0 exclude each other, got {temp:g}: leave one of them out")
-    if not is_greedy and temp is None and given:
+    if is_greedy:
+        return Sampling(seed=seed)
+    if temp is None and given:
         raise UserError("`top_p` and `top_k` choose among tokens that are drawn: give `temperature` as well")
-    return own if given or is_greedy else None
+    return own if given else None
 
 
 def choose_sampling(model: str, own: Sampling | None, seed: int) -> SamplingChoice:

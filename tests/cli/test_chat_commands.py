@@ -240,7 +240,7 @@ def test_the_model_suggests_and_the_user_decides(looper: Path, tmp_path: Path) -
     suggested = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     model = suggesting(looper, tmp_path, do_sample=True, **suggested, top_h=None, eos_token_id=[])
     assert sampled(model) == sampled(model, "--seed", 3) == suggested
-    assert sampled(model, "--greedy") == sampled(model, "--temp", 0) == NONE
+    assert sampled(model, "--greedy") == sampled(model, "--temp", 0) == sampled(model, "--greedy", "--temp", 1) == NONE
     assert sampled(model, "--temp", 0.7) == {**NONE, "temperature": 0.7}, "nothing of it is the model's"
     loud = shell("generate", "-m", model, "-p", "x", "-n", 2, "--ram", "1GiB", "--context", 64, "--threads", 1)
     line = "sampling as the model suggests: temperature 0.6, top-p 0.9, top-k 20; --greedy for none"
@@ -283,6 +283,5 @@ def test_senseless_suggestions_are_refused(values: dict[str, object], words: str
 
 
 @pytest.mark.usefixtures("_no_weights")
-def test_flags_that_contradict_are_refused(letters: Path) -> None:
-    assert_refused(chat(letters, "Say", "--greedy", "--temp", 0.5), "--greedy and a --temp above 0 exclude each other")
+def test_a_choice_among_tokens_that_are_not_drawn_is_refused(letters: Path) -> None:
     assert_refused(chat(letters, "Say", "--top-p", 0.5), "choose among tokens that are drawn: give --temp as well")
