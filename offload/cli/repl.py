@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 
-from offload.cli.console import Console, error_line, opening_lines, turn_line
+from offload.cli.console import Console, Names, error_line, turn_line
 from offload.cli.prompt_input import decode
 from offload.config import Sampling
 from offload.engine.chat import Chat
@@ -67,9 +67,9 @@ def converse(
         console.layer_done()
         brake.check()
 
-    first = _any_question(system, sampling)
-    with open_decoder(model, draft, options, first, on_bytes=console.bytes_landed, on_layer=on_layer) as decoder:
-        console.say(opening_lines(decoder, decoder.tree_choice(sampling) if draft else None))
+    first, hooks = _any_question(system, sampling), console.hooks._replace(on_layer=on_layer)
+    with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
+        console.open(Names.of(model, draft), decoder, decoder.tree_choice(sampling))
         console.say(HINT)
         chat = Chat(decoder, sampling, system=system, max_new_tokens=max_new_tokens)
         answer_lines(chat, decoder.plan, console, brake)
@@ -103,20 +103,17 @@ def _answer(chat: Chat, question: str, plan: MemoryPlan, console: Console, brake
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
     pieces, num_shown, failure = chat.ask(question), 0, None
     assert chat.turn is not None, "one has just begun"
-    stats = chat.turn.result().stats
-    console.expect_prompt(plan, stats.num_prompt_tokens - stats.num_kept_tokens)
+    console.follow(chat.turn, plan, None)
     with brake.ready(), closing(pieces):
         try:
             for piece in pieces:
-                console.clear()
                 num_shown += len(piece)
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                console.text(piece)
         except (Stopped, ReadError) as error:
             failure = error
-    console.clear()
     result = chat.turn.result()
-    print(result.text[num_shown:], flush=True)
+    console.text(result.text[num_shown:] + "\n")
+    console.clear()
     console.say(turn_line(result.stats, result.finish_reason))
     if isinstance(failure, ReadError):
         raise failure
