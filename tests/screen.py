@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +22,11 @@ _TOKEN = re.compile(r"\x1b(?:\[(\d*)([A-Za-z])|([78D]))|(.)", re.DOTALL)
 
 
 class Screen:
-    """Rows of characters; those that have scrolled away are kept in front."""
+    """Rows of cells, one character each; rows that have scrolled away are kept in front."""
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.num_rows, self.num_columns, self.rows = num_rows, num_columns, [""] * num_rows
+        self.num_rows, self.num_columns = num_rows, num_columns
+        self.rows: list[list[str]] = [[] for _ in range(num_rows)]
         self.row = self.column = 0  # of the cursor; the column equals the width where the next character wraps
         self._top, self._saved = 0, (0, 0)
 
@@ -40,7 +42,7 @@ class Screen:
     @property
     def lines(self) -> list[str]:
         """All rows without blanks at their ends, and without empty ones at the end."""
-        return "\n".join(row.rstrip() for row in self.rows).rstrip("\n").split("\n")
+        return "\n".join("".join(row).rstrip() for row in self.rows).rstrip("\n").split("\n")
 
     def _put(self, char: str) -> None:
         if char == "\r":
@@ -51,15 +53,16 @@ class Screen:
             return
         else:
             assert char != "\x1b" and char.isprintable(), f"the screen knows nothing of {char!r}"
-            if self.column >= self.num_columns:
+            cells = [char, ""] if unicodedata.east_asian_width(char) in "WF" else [char]  # a wide one takes two
+            if self.column + len(cells) > self.num_columns:
                 self._down()
                 self.column = 0
-            row = self.rows[self.row].ljust(self.column)
-            self.rows[self.row] = row[: self.column] + char + row[self.column + 1 :]
-            self.column += 1
+            row = self.rows[self.row]
+            row += [" "] * (self.column - len(row))
+            row[self.column : self.column + len(cells)] = cells
+            self.column += len(cells)
 
     def _obey(self, command: str, count: int) -> None:
-        self_row = self.rows[self.row]
         if command == "D":
             self._down()
             self.column = min(self.column, self.num_columns - 1)  # as xterm does: it no longer wraps
@@ -71,9 +74,10 @@ class Screen:
         elif command == "8":
             self.row, self.column = self._top + self._saved[0], self._saved[1]
         elif command == "K" and count == 0:
-            self.rows[self.row] = self_row[: self.column]
+            del self.rows[self.row][self.column :]
         elif command == "J" and count == 0:
-            self.rows[self.row :] = [self_row[: self.column]] + [""] * (len(self.rows) - self.row - 1)
+            del self.rows[self.row][self.column :]
+            self.rows[self.row + 1 :] = [[] for _ in self.rows[self.row + 1 :]]
         else:
             raise AssertionError(f"the screen knows nothing of {command!r} with {count}")
 
@@ -81,7 +85,7 @@ class Screen:
         self.row += 1
         if self.row == self._top + self.num_rows:
             self._top += 1
-            self.rows.append("")
+            self.rows.append([])
 
 
 class Recording(NamedTuple):
@@ -115,7 +119,9 @@ def record(
     given = {**inherited, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "HF_HUB_OFFLINE": "1", **environment}
     started, chunks, pending = time.monotonic(), list[tuple[float, str]](), b""
     out = theirs if stdout is None else stdout
-    with subprocess.Popen(command, stdin=theirs, stdout=out, stderr=theirs, env=given, start_new_session=True) as running:
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=out, stderr=theirs, env=given, start_new_session=True
+    ) as running:
         os.close(theirs)
         while time.monotonic() - started < 300:
             if select.select([ours], [], [], 1)[0]:

@@ -44,6 +44,7 @@ class Console:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.clear()
         self._line.close()
 
     @property
@@ -128,7 +129,7 @@ class Names(NamedTuple):
 
 def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False) -> str:
     """What is not as fast as it could be; then in two lines what runs, where it lies, and what to expect."""
-    drafting = [f"draft {names.draft}: {_expectation(choice)}"] if names.draft and choice else []
+    drafting = [f"draft {names.draft}, {_expectation(choice)}"] if names.draft and choice else []
     return "\n".join([*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting])
 
 
@@ -146,10 +147,12 @@ def place_line(name: str, plan: MemoryPlan, *, is_decimal: bool = False) -> str:
 
 
 def _expectation(choice: "TreeChoice") -> str:
-    tree = _tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)
+    from offload.tree.spec import label_of  # which brings numpy along
+
+    speed = f"{choice.tokens_per_sweep:.1f} tokens per sweep"
     if choice.candidates:
-        return f"{tree}; {1 / choice.candidates[0].s_per_token:.2f} tokens/s expected"
-    return f"{tree}; {choice.tokens_per_sweep:.1f} tokens per sweep expected"
+        speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
+    return f"tree {label_of(choice.shape)}, {speed} expected"
 
 
 def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
@@ -330,7 +333,7 @@ def _picture_row(label: str, size_bytes: int, budget_bytes: int) -> str:
 
 def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -> str:
     """Both speeds side by side."""
-    near = f", {num_near} lie within bf16 rounding of it" if num_near else ""
+    near = f", {num_near} {'lies' if num_near == 1 else 'lie'} within bf16 rounding of it" if num_near else ""
     head = f"{'':>20} {'tokens/s':>9} {'a sweep':>8} {'s/token':>8}"
     kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
     rows = [

@@ -37,7 +37,7 @@ class Phase:
         if not self.is_in_bytes:
             return f"{self.done:.0f} of {self.total:.0f}"
         done, total = (format_bytes(size, is_decimal=self.is_decimal) for size in (self.done, self.total))
-        return f"{done.removesuffix(total[-4:])} of {total}"
+        return f"{done.removesuffix(total[total.index(' ') :])} of {total}"
 
 
 @dataclass
@@ -75,14 +75,14 @@ class Writing:
         parts = ["reading the prompt", f"layer {self.num_layers} of {total}"]
         if elapsed_s < _QUIET_S or not self.num_layers:
             return parts
-        return [*parts, f"{duration(max(0, total - self.num_layers) * elapsed_s / self.num_layers)} left"]
+        return [*parts, f"{duration((total - self.num_layers) * elapsed_s / self.num_layers)} left"]
 
     def _left(self, num_done: int, rate: float, elapsed_s: float) -> list[str]:
         """Until the limit, at the speed so far; the sweep under way has had some of that time."""
         if self.max_new_tokens is None:
             return []
         since_s = elapsed_s - self.stats.ttft_s - self.stats.decode_s
-        return [f"{duration(max(0.0, (self.max_new_tokens - num_done) / rate - max(0.0, since_s)))} left"]
+        return [f"{duration((self.max_new_tokens - num_done) / rate - max(0.0, since_s))} left"]
 
 
 def plural(count: int, noun: str) -> str:
@@ -91,8 +91,8 @@ def plural(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`7 s`, `1:05`, `2 h 05 min`: as exact as a person wants to know it."""
-    whole = round(seconds)
+    """`7 s`, `1:05`, `2 h 05 min`: as exact as a person wants to know it, and never nothing."""
+    whole = max(1, round(seconds))
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
