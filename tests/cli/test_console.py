@@ -1,4 +1,4 @@
-"""What is printed about a run: trees called by their kind, memory beside all that it may take, nothing of no meaning."""
+"""What is printed about a run: trees by their kind, memory beside all that it may take, nothing without meaning."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ SHAPES = {"dynamic:64x8": DynamicShape(64, 8), "64x8": best_first((0.7, 0.2, 0.1
 
 def planned(num_streamed: int = 3, **others: Any) -> MemoryPlan:
     """A plan of four layers."""
-    names = "runtime rest draft distribution kv activation".split()
+    names = ["runtime", "rest", "draft", "distribution", "kv", "activation"]
     sizes = {f"{name}_bytes": 0 for name in names} | {"layer_bytes": (10**9,) * 4, "slot_bytes": 10**9}
     counts = {"context": 64, "num_nodes": 8, "max_prompt_rows": 512, "num_logits_rows": 8}
     tier_L = (Tier.RESIDENT,) * (4 - num_streamed) + (Tier.DISK,) * num_streamed

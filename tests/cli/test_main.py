@@ -1,12 +1,7 @@
 """The commands as a person or a script uses them: what goes to stdout and to stderr, where a prompt comes from."""
 
-import io
-import re
-import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +24,6 @@ from tiny import save_reciter
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli import main as cli
 from offload.engine.decoder import Decoder
 from offload.machine import has_cuda_driver
 
