@@ -79,12 +79,12 @@ class Console:
     def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
         """Progress of something that is measured in bytes; without a label of what is under way anyhow."""
         phase = self._phase(label)
-        phase.is_in_bytes, phase.is_decimal, phase.done, phase.total = True, self.is_decimal, done_bytes, total_bytes
+        phase.is_in_bytes, phase.is_decimal = True, self.is_decimal
+        phase.reach(done_bytes, total_bytes)
 
     def count(self, done: int, total: int, label: str) -> None:
         """Progress of something that is counted."""
-        phase = self._phase(label)
-        phase.done, phase.total = done, total
+        self._phase(label).reach(done, total)
 
     def follow(self, run: "Run", plan: MemoryPlan, max_new_tokens: int | None) -> None:
         """A text is about to be written: the next calls of `layer_done` are its sweeps."""
@@ -251,7 +251,7 @@ def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
 
     return [
         f"  {label_of(c.shape):>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
-        f"{c.s_per_token:.4f} s/token; the {c.limit} is the slower side"
+        f"{c.s_per_token:.4f} s/token, {c.limit}-bound"
         for c in candidates
     ]
 

@@ -21,6 +21,11 @@ class Phase:
     is_decimal: bool = False
     num_layers: int = 0  # that have run meanwhile
     started_s: float = field(default_factory=time.monotonic)
+    reached_s: float = 0.0  # when so much was done, counted from the start
+
+    def reach(self, done: float, total: float) -> None:
+        """So much is done by now."""
+        self.done, self.total, self.reached_s = done, total, time.monotonic() - self.started_s
 
     def parts(self) -> list[str]:
         """Such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`."""
@@ -29,8 +34,9 @@ class Phase:
         clock = [duration(elapsed_s)] if elapsed_s >= _QUIET_S else []
         if not self.total:
             return [self.label, *clock, *layers]
-        share = self.done / self.total
-        left = [f"{duration(elapsed_s / share - elapsed_s)} left"] if clock and share >= _TELLING_SHARE else clock
+        share, left = self.done / self.total, clock
+        if clock and share >= _TELLING_SHARE:
+            left = [f"{duration(self.reached_s / share - elapsed_s)} left"]
         return [f"{self.label}: {self._amount()}", *left, *layers]
 
     def _amount(self) -> str:

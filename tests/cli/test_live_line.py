@@ -196,6 +196,17 @@ def test_bytes_are_told_in_the_unit_of_the_user(is_decimal: bool, told: str) -> 
     assert phase.parts() == [f"reading layers: {'1.05 MB of 4.29 GB' if is_decimal else '1 MiB of 4 GiB'}"]
 
 
+def test_time_left_is_told_from_when_so_much_was_done() -> None:
+    phase = Phase("tracing text", started_s=time.monotonic() - 60)
+    phase.reach(1, 4)
+    assert phase.parts() == ["tracing text: 1 of 4", "3:00 left"]
+    phase.started_s -= 30
+    phase.num_layers = 1
+    assert phase.parts() == ["tracing text: 1 of 4", "2:30 left", "1 layer run"], "and not more and more"
+    phase.reach(0, 4)
+    assert phase.parts() == ["tracing text: 0 of 4", "1:30", "1 layer run"], "where nothing can be foretold"
+
+
 def test_numbers_and_durations_are_those_of_people() -> None:
     assert [plural(count, "token") for count in (0, 1, 2, 1234)] == ["0 tokens", "1 token", "2 tokens", "1,234 tokens"]
     told = [duration(seconds) for seconds in (0.2, 59.4, 59.6, 65, 3599.7, 7500)]
