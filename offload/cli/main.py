@@ -312,11 +312,13 @@ def _show(console: Console, plan: MemoryPlan, heading: str, run: "Run", *, is_si
     """Print one run of the demo as it goes."""
     console.say(f"--- {heading}")
     console.follow(run, plan, run.sequence.limits.max_new_tokens)
-    for piece in run:
+    try:
+        for piece in run:
+            if not is_silent:
+                console.text(piece)
+    finally:
         if not is_silent:
-            console.text(piece)
-    if not is_silent:
-        console.text("\n")
+            console.text("\n")
     console.wait("proving every token")
 
 
