@@ -106,9 +106,15 @@ def parse_rate(text: str | int | None, flag: str) -> int | None:
     return None if text is None else parse_size(str(text).removesuffix("/s"), flag)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """`1.59 GiB`, `25.1 MiB`: three digits, binary units."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+def is_decimal(size: str | int | None) -> bool:
+    """Whether a person who gives a size like this thinks in powers of ten: `8GB` or `8G`, not `8GiB`."""
+    return re.search(r"[kmgt]b?\s*$", str(size).lower()) is not None
+
+
+def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
+    """`1.59 GiB`, `25.1 MiB`: three digits, in binary units or in `GB` and `MB`."""
+    base, infix = (1000, "") if is_decimal else (1024, "i")
+    for unit, size in ((f"{prefix}{infix}B", base**power) for prefix, power in zip("TGMK", (4, 3, 2, 1), strict=True)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.3g} {unit}" if num_bytes / size < 999.5 else f"{num_bytes / size:.0f} {unit}"
     return f"{num_bytes:.0f} B"

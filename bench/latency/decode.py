@@ -290,7 +290,7 @@ def main(
     if trace is not None:
         write_trace(measured.events, trace)
     if picture is not None:
-        draw_sizes(rows, picture)
+        draw_sizes(rows, settings, picture)
     bench.finish(rows, settings={**settings, "num_prompt_tokens": PROMPT_TOKENS, **measured.settings},
         ceiling={"bytes_per_s": median(measured.ceilings), "samples": measured.ceilings}, guards=guards_of(rows, names),
         proof=proof)  # fmt: skip

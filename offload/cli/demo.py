@@ -5,7 +5,7 @@ that in memory, and decodes first one token per sweep, then with a tree. Both sp
 was found to be the original model's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.cli.console import Console
 from offload.config import Sampling, require
-from offload.engine.build import Progress
 from offload.engine.decoder import Decoder
-from offload.engine.generation import Generation
+from offload.engine.generation import Generation, Run
+from offload.engine.hooks import Progress
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
@@ -79,17 +79,17 @@ def inflated_target(size_bytes: int, progress: Progress) -> Path:
 
 def compare(
     decoder: Decoder, prompt: str, sampling: Sampling, *,
-    num_plain: int, num_tree: int, show: Callable[[str, Iterator[str]], None],
+    num_plain: int, num_tree: int, show: Callable[[str, Run], None],
 ) -> Comparison:  # fmt: skip
     """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
 
-    With a rule that draws afresh no single token is right, and none is proved. `show` receives a heading and the pieces
-    of each run, and must exhaust them. Raises `UserError` where a token is not the original model's.
+    With a rule that draws afresh no single token is right, and none is proved. `show` receives a heading and
+    each run, and must exhaust it. Raises `UserError` where a token is not the original model's.
     """
     results: list[Generation] = []
     for heading, num_tokens, tree in (("one token per sweep", num_plain, "none"), ("with a tree", num_tree, None)):
         run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
-        show(heading, iter(run))
+        show(heading, run)
         results.append(run.result())
     if not (sampling.is_greedy or find_rule(results[0].rule).repeats_draws):
         return Comparison(results[0], results[1], 0, 0)
@@ -103,4 +103,4 @@ def compare(
 
 def open_demo(target: Path, options: LoadOptions, console: Console, request: Request | None = None) -> Decoder:
     """The inflated target with its packaged draft."""
-    return open_decoder(target, PAIR / "draft", options, request, **console.hooks)
+    return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)

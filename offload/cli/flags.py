@@ -25,6 +25,7 @@ Tree = Annotated[
 RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, by what steps take")
 ]

@@ -6,10 +6,9 @@ Text goes to stdout as it is accepted, everything else to stderr. torch is impor
 import json
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -17,20 +16,24 @@ from offload.bench.suite import app as bench
 from offload.cli import flags
 from offload.cli.console import (
     Console,
-    closing_lines,
+    Names,
     comparison_lines,
     error_line,
     estimate_lines,
-    opening_lines,
     profile_lines,
 )
+from offload.cli.live_line import fitted
 from offload.cli.prompt_input import read_prompt
 from offload.cli.sampling_choice import choose_sampling, own_sampling
-from offload.cli.session_file import found_session, kept_text
-from offload.config import Sampling, format_bytes, parse_size
+from offload.cli.session_file import found_session
+from offload.config import Sampling, parse_size
 from offload.errors import ReadError, UserError
-from offload.memory.planner import MemoryPlan
+from offload.memory.plan import MemoryPlan
 
+if TYPE_CHECKING:
+    from offload.engine.generation import Run
+
+_IMPORTING = "importing torch and transformers"
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _NO_DEVICE_MEMORY = (
     "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
@@ -86,6 +89,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
 ) -> None:
     """Write text with a model larger than memory."""
     found, own = found_session(session), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
@@ -98,24 +102,13 @@ def generate(
     )  # fmt: skip
     check_models(model, draft, options)
     sampling, note = choose_sampling(model, own, seed)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
-        from offload.engine.load import open_decoder
+    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
+        console.wait(_IMPORTING)
+        from offload.cli.text_run import write_text
         from offload.engine.request import Request
 
-        request, hooks = Request(text or None, sampling, max_tokens, stop, raw, found), console.hooks
-        with (
-            open_decoder(model, draft, options, request, **hooks) as decoder,
-            kept_text(decoder, session, text) as begun,
-        ):
-            continues = session is not None
-            run = decoder.run(begun, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw, continues=continues)
-            console.say(opening_lines(decoder, run.tree_choice if draft else None))
-            if note:
-                console.say(note)
-            stats = run.result().stats
-            console.expect_prompt(decoder.plan, stats.num_prompt_tokens - stats.num_kept_tokens)
-            _write_run(run, console, as_json=as_json)
+        request = Request(text or None, sampling, max_tokens, stop, raw, found)
+        write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
 
 
 @app.command(
@@ -157,6 +150,7 @@ def chat(
     threads: flags.Threads = None,
     profile: flags.ProfileFile = None,
     quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     own = own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
@@ -169,8 +163,8 @@ def chat(
     )  # fmt: skip
     check_models(model, draft, options)
     sampling, note = choose_sampling(model, own, seed)
-    with Console(is_quiet=quiet) as console:
-        console.wait("starting")
+    with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:
+        console.wait(_IMPORTING)
         from offload.cli.repl import ChatOptions, converse
 
         wishes = ChatOptions(sampling, note, system, max_tokens, stop, session)
@@ -258,17 +252,17 @@ def tune(
         threads=threads, link_limit=link_limit,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
+    with Console(is_quiet=quiet or as_json, sizes_like=ram) as console:
+        console.wait(_IMPORTING)
         from offload.planning.profile import format_json
         from offload.tuning.tune import tune as measure
 
         tuned = measure(
             model, draft, text, sampling, options,
-            num_tokens=tokens, is_teacher_forced=teacher_forced, progress=console.count,
+            num_tokens=tokens, is_teacher_forced=teacher_forced, hooks=console.hooks,
         )  # fmt: skip
     table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
-    print(format_json(tuned.profile.as_dict()) if as_json else table)
+    print(format_json(tuned.profile.as_dict()) if as_json else fitted(table, sys.stdout))
 
 
 @app.command(
@@ -294,11 +288,12 @@ def demo(
     link_limit: flags.LinkLimit = None,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
 ) -> None:
     """See it work on a packaged model, here and now."""
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
+    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram or size) as console:
+        console.wait(_IMPORTING)
         from offload.cli import demo as run
         from offload.engine.request import Request
 
@@ -307,9 +302,8 @@ def demo(
         run.check(request)
         target = run.inflated_target(size_bytes, partial(console.bytes_landed, label="making the target"))
         with run.open_demo(target, options, console, request) as decoder:
-            allowed = format_bytes(decoder.plan.ram_bytes)
-            console.say(f"target of {format_bytes(size_bytes)} in {target}, {allowed} allowed")
-            console.say(opening_lines(decoder, None))
+            console.detail(f"target in {target}")
+            console.open(Names(target.name, "of the package"), decoder, decoder.tree_choice(sampling))
             show = partial(_show, console, decoder.plan, is_silent=as_json)
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
@@ -318,16 +312,18 @@ def demo(
     console.say(comparison_lines(result.plain.stats, result.tree.stats, result.num_exact, result.num_near))
 
 
-def _show(console: Console, plan: MemoryPlan, heading: str, pieces: Iterator[str], *, is_silent: bool) -> None:
-    """Print one run of the demo as it goes; its prompt is taken in by one sweep."""
+def _show(console: Console, plan: MemoryPlan, heading: str, run: "Run", *, is_silent: bool) -> None:
+    """Print one run of the demo as it goes."""
     console.say(f"--- {heading}")
-    console.expect_prompt(plan, 1)
-    for piece in pieces:
-        console.clear()
+    console.follow(run, plan, run.sequence.limits.max_new_tokens)
+    try:
+        for piece in run:
+            if not is_silent:
+                console.text(piece)
+    finally:
         if not is_silent:
-            print(piece, end="", flush=True)
-    if not is_silent:
-        print()
+            console.text("\n")
+    console.wait("proving every token")
 
 
 def main() -> None:
@@ -359,28 +355,8 @@ def main() -> None:
         _fail(f"{error.format_message()} (see {command_path} --help)", EXIT_USER_ERROR)
 
 
-def _write_run(run: Any, console: Console, *, as_json: bool) -> None:
-    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
-    failure: BaseException | None = None
-    num_shown = 0
-    try:
-        for piece in run:
-            console.clear()
-            if not as_json:
-                num_shown += len(piece)  # before the writing, because Ctrl-C strikes right after it
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-    except (KeyboardInterrupt, ReadError, UserError) as error:
-        failure = error
-    result = run.result()
-    print(json.dumps(result.as_dict()) if as_json else result.text[num_shown:], flush=True)
-    console.say(closing_lines(result.stats, result.plan.ram_bytes))
-    if failure is not None:
-        raise failure
-
-
 def _fail(message: str, code: int) -> NoReturn:
-    print(error_line(message), file=sys.stderr)
+    print(fitted(error_line(message), sys.stderr), file=sys.stderr)
     sys.exit(code)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput
-from offload.cli.console import Console, error_line, opening_lines, turn_line
+from offload.cli.console import Console, Names, error_line, turn_line
 from offload.config import Sampling
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
@@ -75,11 +75,10 @@ def converse(model: str, draft: str | None, options: LoadOptions, console: Conso
         console.layer_done()
         brake.check()
 
-    first = _any_question(wishes)
-    with open_decoder(model, draft, options, first, on_bytes=console.bytes_landed, on_layer=on_layer) as decoder:
-        console.say(opening_lines(decoder, decoder.tree_choice(sampling) if draft else None))
-        if wishes.note:
-            console.say(wishes.note)
+    first, hooks = _any_question(wishes), console.hooks._replace(on_layer=on_layer)
+    with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
+        console.open(Names.of(model, draft), decoder, decoder.tree_choice(sampling))
+        console.say(wishes.note)
         chat = Chat(
             decoder, sampling, system=wishes.system, max_new_tokens=wishes.max_new_tokens, stop=wishes.stop
         )  # fmt: skip
@@ -143,20 +142,17 @@ def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, co
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
     num_shown, failure = 0, None
     assert chat.turn is not None, "one has just begun"
-    stats = chat.turn.result().stats
-    console.expect_prompt(plan, stats.num_prompt_tokens - stats.num_kept_tokens)
+    console.follow(chat.turn, plan, None)
     with brake.ready(), closing(pieces):
         try:
             for piece in pieces:
-                console.clear()
                 num_shown += len(piece)
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                console.text(piece)
         except (Stopped, ReadError) as error:
             failure = error
-    console.clear()
     result = chat.turn.result()
-    print(result.text[num_shown:], flush=True)
+    console.text(result.text[num_shown:] + "\n")
+    console.clear()
     console.say(turn_line(result.stats, result.finish_reason))
     if isinstance(failure, ReadError):
         raise failure

@@ -12,6 +12,7 @@ import torch
 from offload.checkpoint.safetensors import Checkpoint, read_json
 from offload.drafting.base import Drafter
 from offload.drafting.registry import DRAFTERS, Materials
+from offload.engine.hooks import Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.kernels.registry import KernelSet
@@ -24,7 +25,6 @@ from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader
 from offload.streaming.source import ByteSource, OpenSource
 
-Progress = Callable[[int, int], None]  # bytes landed, bytes in all
 _HOST = torch.device("cpu")
 
 

@@ -18,8 +18,9 @@ from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choos
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling
-from offload.engine.build import Pair, Progress, counter, open_pair, read_pair
+from offload.engine.build import Pair, counter, open_pair, read_pair
 from offload.engine.decoder import Decoder, Settled
+from offload.engine.hooks import Hooks, Progress
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session
 from offload.kernels.jit import is_for_kernels
@@ -38,6 +39,7 @@ from offload.threads.policy import Mode, Modes, ThreadPolicy
 from offload.verification.rules import find_rule
 
 PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
+_NOBODY = Hooks()
 
 
 def load(
@@ -83,14 +85,14 @@ def load(
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
-        on_bytes=on_bytes, on_layer=on_layer,
+        hooks=Hooks(on_bytes=on_bytes, on_layer=on_layer),
     )  # fmt: skip
 
 
 def open_decoder(
     model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, options: LoadOptions,
     request: Request | None = None, *, device: Device | None = None, open_source: OpenSource = DiskReader,
-    on_bytes: Progress = lambda done, total: None, on_layer: Callable[[], None] = lambda: None,
+    hooks: Hooks = _NOBODY,
 ) -> Decoder:  # fmt: skip
     """`load` with its options in one piece; `device` is one that is open. Raises what `load` raises."""
     spec = options.tree_spec(has_draft=draft is not None)
@@ -98,11 +100,13 @@ def open_decoder(
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
     names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.kind == "auto" else spec.num_nodes
+    hooks.on_phase("reading headers")
     files = Files(*fetch(names, lambda *headers: room.plan(Files(*headers), least_nodes)))
     plan_for = partial(room.plan, files)
     trees = trees_of(files, options, room, device=device.name if device else "cpu")
     trees.check(settings.sampling, options.rule)
     with ExitStack() as resources:
+        hooks.on_phase("building the models")
         pair = open_pair(files, options, device, resources, open_source)
         if request is not None and request.prompt is not None:
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
@@ -110,12 +114,16 @@ def open_decoder(
         if request is not None and request.session is not None:
             check_session(Path(request.session), models)
         _pick_copies(pair, plan_for(1), resources)
-        read_pair(pair, on_bytes)  # the first weights: what can be refused has been
+        hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
+        read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
+        hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
+        hooks.on_phase("choosing a tree, measuring the link" if spec.kind == "auto" else "planning memory")
         plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
-        stream = _start_stream(pair, plan, on_bytes, resources)
-        target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer)
+        hooks.on_phase("reading layers that stay")
+        stream = _start_stream(pair, plan, hooks.on_bytes, resources)
+        target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=hooks.on_layer)
         settled = Settled(plan, models, trees, find_rule(options.rule), threads, choice, pair.tokenizer, pair.end_ids)
         drafter = pair.drafter(plan, choice.kernels)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require
+from offload.config import DTYPES, drafting_of, format_bytes, is_decimal, parse_size, require
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
@@ -72,9 +72,10 @@ def plan_memory(
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
-    budgets = Budgets(ram_bytes)
+    gpu_bytes = None
     if device != "cpu":
-        budgets = Budgets(ram_bytes, default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`"))
+        gpu_bytes = default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`")
+    budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu))
     return make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
 
 
@@ -83,6 +84,16 @@ class Budgets(NamedTuple):
 
     ram_bytes: int
     gpu_bytes: int | None = None  # None: layers are computed by the CPU, in the host's memory
+    is_decimal: bool = False  # whether whoever gave them thinks in GB, and not in GiB
+
+    def size(self, num_bytes: float) -> str:
+        """Of something that is said beside them."""
+        return format_bytes(num_bytes, is_decimal=self.is_decimal)
+
+    def enough(self, num_bytes: float) -> str:
+        """The same for a flag, rounded up."""
+        unit_bytes, unit = (10**6, "MB") if self.is_decimal else (2**20, "MiB")
+        return f"{math.ceil(num_bytes / unit_bytes)}{unit}"
 
 
 class _Place(NamedTuple):
@@ -129,7 +140,7 @@ def make_plan(
     runtime_bytes = RUNTIME_BYTES + HOST_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
     places = [_computing_place(budgets, items, target, context)]
     if is_gpu:
-        places.append(_feeding_place(budgets.ram_bytes, runtime_bytes + target.table_bytes, target, draft))
+        places.append(_feeding_place(budgets, runtime_bytes + target.table_bytes, target, draft))
     fillings = _fill_all(places, target.layer_bytes)
     tier_of = {layer: tier for tier, filling in zip(Tier, fillings, strict=False) for layer in filling.layers}
     tier_L = tuple(tier_of.get(layer, Tier.DISK) for layer in range(len(target.layer_bytes)))
@@ -137,7 +148,7 @@ def make_plan(
     host = fillings[1] if is_gpu else _Filling(frozenset(), 0)
     hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
     return MemoryPlan(
-        device="cuda" if is_gpu else "cpu", **budgets._asdict(),
+        device="cuda" if is_gpu else "cpu", ram_bytes=budgets.ram_bytes, gpu_bytes=budgets.gpu_bytes,
         context=context, num_nodes=num_nodes, max_prompt_rows=rows, num_logits_rows=num_logits,
         runtime_bytes=runtime_bytes,
         gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
@@ -182,33 +193,34 @@ def _computing_place(budgets: Budgets, items: dict[str, int], target: ModelShape
     fixed_bytes, drafting_bytes = runtime_bytes + sum(items.values()), items["draft_bytes"]
 
     def refusal(slots_bytes: int) -> UserError:
-        least_mib = math.ceil((fixed_bytes + slots_bytes) / 2**20)
         draft = smaller = ""
         if budgets.gpu_bytes is not None and drafting_bytes:
             room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
-            draft = f", {format_bytes(drafting_bytes)} of it for the draft"
-            smaller = f", take a draft of at most {format_bytes(room_bytes)}" if room_bytes > 0 else ""
+            draft = f", {budgets.size(drafting_bytes)} of it for the draft"
+            smaller = f", take a draft of at most {budgets.size(room_bytes)}" if room_bytes > 0 else ""
         return UserError(
-            f"needs {format_bytes(slots_bytes)} of {where} for two layer slots and {format_bytes(fixed_bytes)} for the "
-            f"rest{draft}, budget is {format_bytes(budget_bytes)}: raise `{argument}` to {least_mib}MiB{smaller} "
-            f"or lower `context` from {context}"
+            f"needs {budgets.size(slots_bytes)} of {where} for two layer slots and {budgets.size(fixed_bytes)} for the "
+            f"rest{draft}, budget is {budgets.size(budget_bytes)}: raise `{argument}` to "
+            f"{budgets.enough(fixed_bytes + slots_bytes)}{smaller} or lower `context` from {context}"
         )
 
     return _Place(budget_bytes, fixed_bytes, 0, refusal)
 
 
-def _feeding_place(ram_bytes: int, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> _Place:
+def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> _Place:
     """Pinned memory of the host, from which a GPU is fed; what loading passes through lies where layers will."""
     slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes] if draft else []
 
     def refusal(least_bytes: int) -> UserError:
         return UserError(
-            f"needs {format_bytes(least_bytes)} of RAM to pass layers on to the GPU and {format_bytes(fixed_bytes)} "
-            f"for embeddings and program, budget is {format_bytes(ram_bytes)}: raise `ram` to "
-            f"{math.ceil((least_bytes + fixed_bytes) / 2**20)}MiB"
+            f"needs {budgets.size(least_bytes)} of RAM to pass layers on to the GPU and {budgets.size(fixed_bytes)} "
+            f"for embeddings and program, budget is {budgets.size(budgets.ram_bytes)}: raise `ram` to "
+            f"{budgets.enough(least_bytes + fixed_bytes)}"
         )
 
-    return _Place(ram_bytes, fixed_bytes, max([*target.layer_bytes, target.head_bytes, *slabs_of_draft]), refusal)
+    return _Place(
+        budgets.ram_bytes, fixed_bytes, max([*target.layer_bytes, target.head_bytes, *slabs_of_draft]), refusal
+    )
 
 
 def default_ram_bytes() -> int:
@@ -222,7 +234,8 @@ def ram_warning(ram: str | int) -> str | None:
     wanted_bytes, free_bytes = parse_size(ram, "`ram`"), available_ram_bytes()
     if wanted_bytes <= free_bytes:
         return None
-    return f"`ram` {format_bytes(wanted_bytes)} is more than the {format_bytes(free_bytes)} free here: it may not hold"
+    wanted, free = (format_bytes(size, is_decimal=is_decimal(ram)) for size in (wanted_bytes, free_bytes))
+    return f"`ram` {wanted} is more than the {free} free here: it may not hold"
 
 
 def default_gpu_bytes(device: str) -> int:

@@ -7,7 +7,7 @@ Invariant: a tune that is interrupted goes on behind its last finished window, a
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -19,6 +19,7 @@ from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import model_shape
 from offload.config import Sampling
 from offload.engine.decoder import Decoder
+from offload.engine.hooks import Counted, Hooks
 from offload.engine.load import open_decoder
 from offload.engine.request import encode
 from offload.engine.text import load_tokenizer
@@ -50,8 +51,7 @@ DEPTH = 24
 SIZES = (512, 384, 256, 192, 128, 64, 32, 16)  # of the largest tree that is timed: the first that fits
 _WRITING_NODES, _WRITING_DEPTH = 64, 16
 _CONTEXT = 512  # positions: a window, or the steps of one round of timing
-
-Progress = Callable[[int, int, str], None]  # done, in all, of what
+_NOBODY = Hooks()
 
 
 class Traced(NamedTuple):
@@ -95,7 +95,7 @@ def tune(
     *,
     num_tokens: int = 2048,
     is_teacher_forced: bool = False,
-    progress: Progress = lambda done, total, label: None,
+    hooks: Hooks = _NOBODY,
 ) -> Tuned:
     """Measure, and save a profile.
 
@@ -111,6 +111,7 @@ def tune(
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
     """
     read, options = [read_text(path) for path in texts], options or LoadOptions()
+    hooks.on_phase("reading texts and headers")
     spec, device = options.tree_spec(has_draft=True), open_device(options.device, options.gpu_memory)
     require_writable(profiles_folder())
     room = Room.of(options, str(device.place) if device else None)
@@ -125,15 +126,17 @@ def tune(
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
     if spec.kind == "auto":
         options = replace(options, tree=f"{num_nodes}x{DEPTH}")
-    with open_decoder(model, draft, replace(options, context=room.context, profile="none")) as decoder:
+    options = replace(options, context=room.context, profile="none")
+    with open_decoder(model, draft, options, hooks=hooks) as decoder:
         question = Question(
             identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced,
             bounds=_bounds(decoder, is_teacher_forced),
         )  # fmt: skip
-        traced = trace_windows(decoder, question, progress)
+        traced = trace_windows(decoder, question, hooks.on_count)
         costs = measure_costs(
-            decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: progress(done, total, "timing trees")
+            decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: hooks.on_count(done, total, "timing trees")
         )
+        hooks.on_phase("ranking trees")
         profile = _summarise(question, traced, costs, files, decoder.num_threads)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
@@ -190,7 +193,7 @@ def cut_windows(
     return tuple(found[int(index * step)] for index in range(min(wanted, len(found))))
 
 
-def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> list[Traced]:
+def trace_windows(decoder: Decoder, question: Question, progress: Counted) -> list[Traced]:
     """What every window has told; those that an interrupted tune has left are not measured again."""
     traced = _unfinished(question)
     for index in range(len(traced), len(question.windows)):

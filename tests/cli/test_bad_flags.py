@@ -159,6 +159,9 @@ def test_chat_template_that_fails_is_refused(broken: Path) -> None:
 @pytest.mark.parametrize("options", ["--context 64", "--context 3000", "--context 512 --dtype bfloat16"])
 def test_the_smallest_budget_that_is_named_works(options: str, sound: Path) -> None:
     command, settings = ("generate", "-m", sound, "-p", "Count:", "-n", "4", "--threads", "1"), options.split()
+    in_mb = shell(*command, "--ram", "1MB", *settings)
+    assert_refused(in_mb, "budget is 1 MB", "raise --ram to ")
+    assert "MiB" not in in_mb.err, "sizes have the unit of the user"
     too_small = shell(*command, "--ram", "1MiB", *settings)
     assert_refused(too_small, "for two layer slots", "budget is 1 MiB", "lower --context")
     named = re.search(r"raise --ram to (\d+)MiB", too_small.err)

@@ -247,7 +247,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, **options: object) -> Tuned:
-    how = {"num_tokens": 2 * NUM_NEW, "is_teacher_forced": False, "progress": lambda *_: None}
+    how = {"num_tokens": 2 * NUM_NEW, "is_teacher_forced": False}
     how |= {name: options.pop(name) for name in how.keys() & options.keys()}
     loading = LoadOptions(**{"tree": "64x16", **SETTINGS, **options})
     return tune(*map(str, pair), [text], sampling or Sampling(), loading, **how)
