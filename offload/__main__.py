@@ -1,6 +1,84 @@
-"""`python -m offload` is the command `offload`."""
+"""The command `offload`, and `python -m offload`: standard streams that are there, and a Ctrl-C that is never lost.
 
-from offload.cli.main import main
+Both must hold before anything else is imported, so this file imports nothing that takes time.
+"""
+
+import io
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from offload.errors import OutputError
+
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
+_ASK_AGAIN_S = 0.02
+
+
+def main() -> None:
+    """Entry point of the `offload` command."""
+    _open_closed_streams()
+    sys.stdout = _told_apart(sys.stdout)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background of a shell
+        signal.signal(signal.SIGINT, _interrupt)
+    try:
+        from offload.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:  # before `run` could, or after
+        os._exit(128 + signal.SIGINT)
+
+
+def _open_closed_streams() -> None:
+    """Nothing in place of what `>&-` closed, lest the next file to be opened take its number."""
+    for descriptor, (name, mode) in enumerate(_STREAMS):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))
+
+
+class _Output(io.FileIO):
+    """Standard output, whose failures must not be taken for those of another file."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from None
+
+
+def _told_apart(stdout: Any) -> Any:
+    """The same stream, whose failures are `OutputError` and none of them a letter that its encoding lacks."""
+    raw = _Output(stdout.fileno(), "w", closefd=False)
+    buffer = raw if isinstance(stdout.buffer, io.RawIOBase) else io.BufferedWriter(raw)  # raw with `python -u`
+    how = {"line_buffering": stdout.line_buffering, "write_through": stdout.write_through}
+    return io.TextIOWrapper(buffer, stdout.encoding, "replace", **how)  # type: ignore[arg-type,type-var]
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C, but not within an import: what is half imported takes it for an error of its own, or swallows it."""
+    if _is_importing(frame):
+        again = threading.Timer(_ASK_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+    else:
+        raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
 
 if __name__ == "__main__":
     main()

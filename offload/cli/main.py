@@ -24,9 +24,10 @@ from offload.cli.console import (
     opening_lines,
     profile_lines,
 )
+from offload.cli.libraries import libraries
 from offload.cli.prompt_input import read_prompt
 from offload.config import Sampling, format_bytes, parse_size
-from offload.errors import ReadError, UserError
+from offload.errors import OutputError, ReadError, UserError
 from offload.memory.planner import MemoryPlan
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
@@ -94,8 +95,7 @@ def generate(
         threads=threads, profile=profile, link_limit=link_limit,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
+    with Console(is_quiet=quiet or as_json) as console, libraries(console):
         from offload.engine.load import open_decoder
         from offload.engine.request import Request
 
@@ -151,8 +151,7 @@ def chat(
         threads=threads, profile=profile,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet) as console:
-        console.wait("starting")
+    with Console(is_quiet=quiet) as console, libraries(console):
         from offload.cli.repl import converse
 
         converse(model, draft, options, console, sampling, system=system, max_new_tokens=max_tokens)
@@ -239,8 +238,7 @@ def tune(
         threads=threads, link_limit=link_limit,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
+    with Console(is_quiet=quiet or as_json) as console, libraries(console):
         from offload.planning.profile import format_json
         from offload.tuning.tune import tune as measure
 
@@ -278,8 +276,7 @@ def demo(
 ) -> None:
     """See it work on a packaged model, here and now."""
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
+    with Console(is_quiet=quiet or as_json) as console, libraries(console):
         from offload.cli import demo as run
         from offload.engine.request import Request
 
@@ -312,9 +309,9 @@ def _show(console: Console, plan: MemoryPlan, heading: str, pieces: Iterator[str
 
 
 def main() -> None:
-    """Entry point of the `offload` command."""
-    command = typer.main.get_command(app)
+    """Run the command that `sys.argv` names, and leave by `sys.exit`."""
     try:
+        command = typer.main.get_command(app)
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
         with command.make_context("offload", sys.argv[1:] or ["--help"]) as context:
             command.invoke(context)
@@ -329,7 +326,10 @@ def main() -> None:
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        _leave_closed_pipe()
+        _leave_output(0)
+    except OutputError as error:
+        print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
+        _leave_output(EXIT_FAILED)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
             _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
@@ -365,7 +365,7 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _leave_closed_pipe() -> NoReturn:
-    """Whoever read our text has seen enough; the interpreter must not try to flush the rest at exit."""
+def _leave_output(code: int) -> NoReturn:
+    """Whoever reads our text has seen enough, or has no room; the interpreter must not try to write the rest at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)
+    sys.exit(code)
