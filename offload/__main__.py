@@ -23,6 +23,7 @@ def main() -> None:
     sys.stdout = _told_apart(sys.stdout)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background of a shell
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _unraisable
     try:
         from offload.cli.main import main as run
 
@@ -64,12 +65,23 @@ def _told_apart(stdout: Any) -> Any:
 
 def _interrupt(_: int, frame: FrameType | None) -> None:
     """Ctrl-C, but not within an import: what is half imported takes it for an error of its own, or swallows it."""
-    if _is_importing(frame):
-        again = threading.Timer(_ASK_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
-        again.start()
-    else:
+    if not _is_importing(frame):
         raise KeyboardInterrupt
+    _interrupt_later()
+
+
+def _unraisable(what: "sys.UnraisableHookArgs") -> None:
+    """Ctrl-C within a destructor, which no exception leaves."""
+    if what.exc_type is KeyboardInterrupt:
+        _interrupt_later()
+    else:
+        sys.__unraisablehook__(what)
+
+
+def _interrupt_later() -> None:
+    again = threading.Timer(_ASK_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+    again.daemon = True
+    again.start()
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -91,7 +91,7 @@ def _import_parts() -> None:
 
 def _leave(*_: object) -> None:
     """Without a way back through code that would take the interruption for an error of its own."""
-    os.write(2, b"\roffload: interrupted\n")
+    os.write(2, b"\r\x1b[Koffload: interrupted\n" if os.isatty(2) else b"offload: interrupted\n")
     os._exit(128 + signal.SIGINT)
 
 
