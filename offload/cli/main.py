@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from offload import __version__
 from offload.bench.suite import app as bench
 from offload.cli import flags
 from offload.cli.console import (
@@ -25,6 +26,7 @@ from offload.cli.console import (
     profile_lines,
 )
 from offload.cli.libraries import libraries
+from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.cli.prompt_input import read_prompt
 from offload.config import Sampling, format_bytes, parse_size
 from offload.errors import OutputError, ReadError, UserError
@@ -39,11 +41,26 @@ _NO_DEVICE_MEMORY = (
 app = typer.Typer(
     help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
     epilog="Start here: offload demo",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench", short_help="Measure, every figure beside its ceiling.")
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="say it and exit")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(
@@ -310,17 +327,22 @@ def _show(console: Console, plan: MemoryPlan, heading: str, pieces: Iterator[str
 
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
+    given, own = sys.argv[1:] or ["--help"], OwnDefaults({}, {})
     try:
-        command = typer.main.get_command(app)
+        command: Any = typer.main.get_command(app)
+        if "_OFFLOAD_COMPLETE" in os.environ:
+            command.main(prog_name="offload")
+        if not {"-h", "--help", "--version"} & {*given}:
+            own = own_defaults({name: one for name, one in command.commands.items() if name != "bench"})
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
-        with command.make_context("offload", sys.argv[1:] or ["--help"]) as context:
+        with command.make_context("offload", given, default_map=own.by_command) as context:
             command.invoke(context)
         sys.stdout.flush()
         sys.exit(0)
     except typer.Exit as finished:
         sys.exit(finished.exit_code)
     except UserError as error:
-        _fail(str(error), EXIT_USER_ERROR)
+        _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR)
     except ReadError as error:
         _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
@@ -337,7 +359,7 @@ def main() -> None:
             raise
         misread = getattr(error, "ctx", None)  # of the command whose options were not understood
         command_path = misread.command_path if misread else "offload"
-        _fail(f"{error.format_message()} (see {command_path} --help)", EXIT_USER_ERROR)
+        _fail(own.blame(f"{error.format_message()} (see {command_path} --help)", given), EXIT_USER_ERROR)
 
 
 def _write_run(run: Any, console: Console, *, as_json: bool) -> None:
