@@ -21,7 +21,7 @@ def main() -> None:
     """Entry point of the `offload` command."""
     _open_closed_streams()
     sys.stdout = _told_apart(sys.stdout)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background of a shell
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background of a shell
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable
     try:
@@ -40,7 +40,7 @@ def _open_closed_streams() -> None:
             if opened != descriptor:
                 os.dup2(opened, descriptor)
                 os.close(opened)
-            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 class _Output(io.FileIO):

@@ -1,8 +1,8 @@
 """torch and transformers, imported without what no decoder needs of them, and what they say as lines of our own.
 
 Importing them is most of a command's start, and half of that is torch's compiler and parts for many machines: named in
-decorators and type checks of functions that are never called here. Only the command line does this, whose process is its
-own. `python -X importtime -m offload generate ...` tells what is left.
+decorators and type checks of functions that are never called here. Only the command line does this, whose process is
+its own. `python -X importtime -m offload generate ...` tells what is left.
 """
 
 import gc
@@ -30,7 +30,7 @@ _PARTS = ("offload.engine.load", "transformers.modeling_layers", "transformers.t
 @contextmanager
 def libraries(console: Console) -> Iterator[None]:
     """Import what computes, while somebody waits; meanwhile and afterwards their warnings are lines of the console."""
-    console.wait("starting")
+    console.wait("importing torch and transformers")
     with _heard(console.say):
         if "torch" not in sys.modules:
             _import()
@@ -55,7 +55,7 @@ class _NoCompiler(ModuleType):
 
 
 def _import() -> None:
-    """Import quickly; Ctrl-C ends the program at once, since there is nothing to keep and much that could swallow it."""
+    """Import quickly; Ctrl-C ends the program at once: there is nothing to keep, and much that could swallow it."""
     before = signal.getsignal(signal.SIGINT)
     if before not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, _leave)
@@ -77,8 +77,8 @@ def _import_parts() -> None:
         compiler = _NoCompiler(_COMPILER)
         compiler.__path__ = (os.path.join(torch.__path__[0], "_dynamo"),)
         sys.modules.setdefault(_COMPILER, compiler)
-        # As on systems where torch comes without it; for as long as the process lives, because modules that are imported
-        # later must find what they expect in those that are imported now.
+        # As on systems where torch comes without it; for as long as the process lives, because modules that are
+        # imported later must find what they expect in those that are imported now.
         torch.distributed.is_available = lambda: False
         for name in _PARTS:
             importlib.import_module(name)

@@ -281,7 +281,7 @@ def demo(
     max_tokens: flags.NumTokens = 96,
     size: Annotated[str, typer.Option(metavar="SIZE", help="how large to make the target")] = "1GB",
     ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size")
+        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size, if that works")
     ] = None,
     tree: flags.Tree = "dynamic:128x20",
     rule: flags.RuleName = "match",
@@ -297,8 +297,8 @@ def demo(
         from offload.cli import demo as run
         from offload.engine.request import Request
 
-        request = Request(prompt or run.PROMPT, sampling, max_tokens, raw=True)
-        options = run.demo_options(ram or size_bytes // 4, tree, rule=rule, link_limit=link_limit)
+        request = Request(run.PROMPT if prompt is None else read_prompt(prompt, None), sampling, max_tokens, raw=True)
+        options = run.demo_options(run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=link_limit)
         run.check(request)
         target = run.inflated_target(size_bytes, partial(console.bytes_landed, label="making the target"))
         with run.open_demo(target, options, console, request) as decoder:
@@ -388,6 +388,6 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _leave_output(code: int) -> NoReturn:
-    """Whoever reads our text has seen enough, or has no room; the interpreter must not try to write the rest at exit."""
+    """Whoever reads our text has seen enough or has no room; the interpreter must not try to write more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

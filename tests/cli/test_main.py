@@ -86,7 +86,7 @@ def test_bars_appear_on_a_terminal_only(ender: Path) -> None:
     with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit):
         cli.main()
     assert out.getvalue() == SAID + "\n"
-    for label in ("starting ...", "loading", "reading the prompt"):
+    for label in ("importing torch and transformers ...", "loading", "reading the prompt"):
         assert label in err.getvalue() and label not in generate(ender).err
     assert all(len(part) <= 80 for part in re.split(r"[\r\n]", err.getvalue()) if "%|" in part)
 
@@ -207,6 +207,7 @@ def test_prompt_from_flag_file_and_pipe_are_the_same(ender: Path, tmp_path: Path
         generate_json(ender, "-f", file, prompt=None),
         generate_json(ender, prompt=None, stdin=piped),
         generate_json(ender, prompt="-", stdin=piped),
+        generate_json(ender, prompt=None, stdin=piped + b"\n"),  # as `echo` writes it
     )
     for other in others:
         for field in ("text", "token_ids", "num_prompt_tokens"):
