@@ -60,7 +60,7 @@ def _told_apart(stdout: Any) -> Any:
     raw = _Output(stdout.fileno(), "w", closefd=False)
     buffer = raw if isinstance(stdout.buffer, io.RawIOBase) else io.BufferedWriter(raw)  # raw with `python -u`
     how = {"line_buffering": stdout.line_buffering, "write_through": stdout.write_through}
-    return io.TextIOWrapper(buffer, stdout.encoding, "replace", **how)  # type: ignore[arg-type,type-var]
+    return io.TextIOWrapper(buffer, stdout.encoding, "replace", **how)
 
 
 def _interrupt(_: int, frame: FrameType | None) -> None:
