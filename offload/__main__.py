@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -43,24 +45,36 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-class _Output(io.FileIO):
-    """Standard output, whose failures must not be taken for those of another file."""
+class _Output(io.TextIOWrapper):
+    """Standard output, whose failures must not be taken for those of another file.
 
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise OutputError(error.errno, error.strerror) from None
+    Above the buffer, not below: Ctrl-C in a raw write of Python's would have the buffer write everything once more.
+    """
+
+    def write(self, text: str) -> int:
+        with _marked():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with _marked():
+            super().flush()
 
 
-def _told_apart(stdout: Any) -> Any:
-    """The same stream, whose failures are `OutputError` and none of them a letter that its encoding lacks."""
-    raw = _Output(stdout.fileno(), "w", closefd=False)
-    buffer = raw if isinstance(stdout.buffer, io.RawIOBase) else io.BufferedWriter(raw)  # raw with `python -u`
+@contextmanager
+def _marked() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror) from None
+
+
+def _told_apart(stdout: Any) -> _Output:
+    """The same stream, whose failures are `OutputError`, and none of them a letter that its encoding lacks."""
     how = {"line_buffering": stdout.line_buffering, "write_through": stdout.write_through}
-    return io.TextIOWrapper(buffer, stdout.encoding, "replace", **how)
+    encoding = stdout.encoding
+    return _Output(stdout.detach(), encoding, "replace", **how)
 
 
 def _interrupt(_: int, frame: FrameType | None) -> None:

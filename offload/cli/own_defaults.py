@@ -71,7 +71,8 @@ def _set(found: OwnDefaults, scope: Mapping[str, dict[str, str]], key: str, valu
         if key in flags:
             found.by_command[name].pop(flags[key], None)
             found.by_command[name].update({flags[key]: value} if value != "" else {})
-    found.sources[f"--{key}"] = source
+    found.sources.pop(f"--{key}", None)
+    found.sources.update({f"--{key}": source} if value != "" else {})
 
 
 def _read(path: Path) -> dict[str, Any]:
