@@ -8,12 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-
-from offload.errors import OutputError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
 _ASK_AGAIN_S = 0.02
@@ -22,7 +18,7 @@ _ASK_AGAIN_S = 0.02
 def main() -> None:
     """Entry point of the `offload` command."""
     _open_closed_streams()
-    sys.stdout = _told_apart(sys.stdout)
+    sys.stdout = _buffered(sys.stdout)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background of a shell
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable
@@ -45,36 +41,16 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-class _Output(io.TextIOWrapper):
-    """Standard output, whose failures must not be taken for those of another file.
+def _buffered(stdout: Any) -> Any:
+    """The same stream with a buffer, by which it can be told that it failed, and without a letter that makes it fail.
 
-    Above the buffer, not below: Ctrl-C in a raw write of Python's would have the buffer write everything once more.
+    All of it in C: in a `write` of Python's, Ctrl-C would lose text or write it twice.
     """
-
-    def write(self, text: str) -> int:
-        with _marked():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with _marked():
-            super().flush()
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(error.errno, error.strerror) from None
-
-
-def _told_apart(stdout: Any) -> _Output:
-    """The same stream, whose failures are `OutputError`, and none of them a letter that its encoding lacks."""
-    how = {"line_buffering": stdout.line_buffering, "write_through": stdout.write_through}
-    encoding = stdout.encoding
-    return _Output(stdout.detach(), encoding, "replace", **how)
+    if isinstance(stdout.buffer, io.RawIOBase):  # `python -u`
+        whole = io.BufferedWriter(io.FileIO(stdout.fileno(), "w", closefd=False))
+        return io.TextIOWrapper(whole, stdout.encoding, "replace", line_buffering=True)
+    stdout.reconfigure(errors="replace")
+    return stdout
 
 
 def _interrupt(_: int, frame: FrameType | None) -> None:

@@ -12,7 +12,3 @@ class ReadError(OSError):
 def reason(error: BaseException) -> str:
     """What a library says is wrong, short enough to stand inside a line of ours."""
     return " ".join(str(error).split())[:160] or type(error).__name__
-
-
-class OutputError(OSError):
-    """Standard output cannot be written to."""

@@ -29,7 +29,7 @@ from offload.cli.libraries import libraries
 from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.cli.prompt_input import read_prompt
 from offload.config import Sampling, format_bytes, parse_size
-from offload.errors import OutputError, ReadError, UserError
+from offload.errors import ReadError, UserError
 from offload.memory.planner import MemoryPlan
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
@@ -349,7 +349,9 @@ def main() -> None:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         _leave_output(0)
-    except OutputError as error:
+    except OSError as error:
+        if not _is_output_stuck():
+            raise
         print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
         _leave_output(EXIT_FAILED)
     except Exception as error:
@@ -385,6 +387,15 @@ def _write_run(run: Any, console: Console, *, as_json: bool) -> None:
 def _fail(message: str, code: int) -> NoReturn:
     print(error_line(message), file=sys.stderr)
     sys.exit(code)
+
+
+def _is_output_stuck() -> bool:
+    """Whether what was printed still cannot be written: then it was that which failed, and no other file."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _leave_output(code: int) -> NoReturn:
