@@ -15,7 +15,7 @@ import typer
 
 from offload import __version__
 from offload.bench.suite import app as bench
-from offload.cli import flags
+from offload.cli import flags, output
 from offload.cli.console import (
     Console,
     closing_lines,
@@ -348,12 +348,12 @@ def main() -> None:
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        _leave_output(0)
+        output.leave(0)
     except OSError as error:
-        if not _is_output_stuck():
+        if not output.is_stuck():
             raise
         print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
-        _leave_output(EXIT_FAILED)
+        output.leave(EXIT_FAILED)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
             _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
@@ -386,19 +386,4 @@ def _write_run(run: Any, console: Console, *, as_json: bool) -> None:
 
 def _fail(message: str, code: int) -> NoReturn:
     print(error_line(message), file=sys.stderr)
-    sys.exit(code)
-
-
-def _is_output_stuck() -> bool:
-    """Whether what was printed still cannot be written: then it was that which failed, and no other file."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
-
-
-def _leave_output(code: int) -> NoReturn:
-    """Whoever reads our text has seen enough or has no room; the interpreter must not try to write more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
