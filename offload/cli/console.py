@@ -72,6 +72,11 @@ class Console:
         """Text of a model, on stdout."""
         self._line.write(piece)
 
+    @property
+    def num_written(self) -> int:
+        """How many characters of text there are on stdout."""
+        return self._line.num_written
+
     def wait(self, label: str) -> None:
         """Something is under way of which nobody knows how much is left."""
         self._show(Phase(label))
@@ -343,4 +348,7 @@ def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -
     proof = f"{num_exact} of {num_exact + num_near} tokens are the original model's own draw in float32{near}"
     if not num_exact + num_near:
         proof = "this rule draws afresh, so only the distribution of the tokens is the original model's"
-    return "\n".join([head, *rows, f"{tree.tokens_per_s / plain.tokens_per_s:.1f} times as fast; {proof}"])
+    fast = "too few tokens to tell how fast: raise -n"  # all came at once, those of the tree with the prompt's sweep
+    if plain.tokens_per_s and tree.tokens_per_s:
+        fast = f"{tree.tokens_per_s / plain.tokens_per_s:.1f} times as fast"
+    return "\n".join([head, *rows, f"{fast}; {proof}"])

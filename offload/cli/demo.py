@@ -6,10 +6,12 @@ was found to be the original model's own.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.inflate import inflate
+from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.inflate import inflate, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.cli.console import Console
@@ -21,8 +23,10 @@ from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
+from offload.memory.planner import Files, least_budget, plan_memory
 from offload.planning.options import LoadOptions
 from offload.planning.profile import cache_folder
+from offload.tree.spec import parse_tree
 from offload.tuning.audit import draw_gaps, rounding
 from offload.verification.rules import find_rule
 
@@ -50,14 +54,34 @@ class Comparison(NamedTuple):
     num_near: int  # tokens that lie within bf16 rounding of it
 
     @property
-    def speedup(self) -> float:
-        """How many times more tokens per second the tree gives."""
-        return self.tree.stats.tokens_per_s / self.plain.stats.tokens_per_s
+    def speedup(self) -> float | None:
+        """How many times more tokens per second the tree gives; None where they came with the prompt's."""
+        tree, plain = self.tree.stats.tokens_per_s, self.plain.stats.tokens_per_s
+        return tree / plain if tree and plain else None
 
 
 def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
     """How the demo loads: on the CPU, since any GPU would hold the target, and nothing would stream."""
     return LoadOptions(ram=ram, tree=tree, context=_CONTEXT, device="cpu", **options)
+
+
+def budget(size_bytes: int, ram: str | None, tree: str, rule: str) -> str | int:
+    """What a target of that size may take: a quarter of it, or the least that works. Raises `UserError`.
+
+    Args:
+        ram: what was asked for instead.
+    """
+    target = checkpoint_of_config(inflated_config(PAIR / "target", size_bytes), PAIR / "target" / "config.json")
+    spec, files = parse_tree(tree), Files(target, open_checkpoint(PAIR / "draft"))
+    num_nodes = 1 if spec.kind == "auto" else spec.num_nodes
+    plan = partial(plan_memory, files, dtype="auto", context=_CONTEXT, num_nodes=num_nodes, rule=rule)
+    if ram is None:
+        return max(size_bytes // 4, least_budget(lambda size: plan(ram=size)))
+    try:
+        plan(ram=ram)
+    except UserError as error:  # and no --context can be lowered
+        raise UserError(str(error).partition(" or lower `context`")[0]) from None
+    return ram
 
 
 def check(request: Request) -> None:

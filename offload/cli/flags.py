@@ -6,13 +6,16 @@ from typing import Annotated
 
 import typer
 
-from offload.config import RULES
+from offload.config import RULES, require
+from offload.threads import cores
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder or hub id of the target")]
 Draft = Annotated[
     str | None, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")
 ]
-Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget, such as 8GiB; default: what is free")]
+Ram = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="memory budget, such as 8GiB; default: 3/4 of what is free")
+]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
 GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
 Context = Annotated[
@@ -26,8 +29,21 @@ RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of accep
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")]
+
+
+def _at_most_cores(num_threads: int | None) -> int | None:
+    """More than there are cores only wait for each other, and thousands are more than a process may start."""
+    if num_threads is not None and num_threads > (most := cores.num_cores()):
+        rule = f"--threads must be at most {most}, the cores that this process may use"
+        require(False, rule, num_threads, "leave it out to have it measured")
+    return num_threads
+
+
 Threads = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, by what steps take")
+    int | None,
+    typer.Option(
+        metavar="N", min=1, callback=_at_most_cores, help="compute threads; default: the fastest, by what steps take"
+    ),
 ]
 ProfileFile = Annotated[
     str | None,

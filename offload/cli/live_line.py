@@ -36,6 +36,7 @@ class LiveLine:
         self._thread: threading.Thread | None = None
         self._progress: Phase | Writing | None = None
         self._column, self._is_drawn, self._has_wrapped = 0, False, False
+        self.num_written = 0
 
     def show(self, progress: Phase | Writing) -> None:
         """From now on the line tells of this."""
@@ -56,9 +57,9 @@ class LiveLine:
             return
         with self._lock:
             self._erase()
-            if self._has_wrapped and text.startswith("\n"):
-                text = _UP + text
-            sys.stdout.write(text)
+            up = _UP if self._has_wrapped and text.startswith("\n") else ""
+            self.num_written += len(text)  # before the writing, because Ctrl-C strikes right after it
+            sys.stdout.write(up + text)
             if self._is_shared:
                 self._follow(text)
             sys.stdout.flush()
@@ -145,7 +146,7 @@ def fitted(text: str, stream: TextIO) -> str:
 
 def column_after(text: str, column: int, width: int) -> int:
     """Where a terminal's cursor stands after a text; `width` says that the row is full."""
-    for char in text.removeprefix(_UP):
+    for char in text:
         if char in "\r\n":
             column = 0
         elif char == "\t":

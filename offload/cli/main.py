@@ -8,12 +8,13 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from offload import __version__
 from offload.bench.suite import app as bench
-from offload.cli import flags
+from offload.cli import flags, output
 from offload.cli.console import (
     Console,
     Names,
@@ -22,7 +23,9 @@ from offload.cli.console import (
     estimate_lines,
     profile_lines,
 )
+from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
+from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.cli.prompt_input import read_prompt
 from offload.cli.sampling_choice import choose_sampling, own_sampling
 from offload.cli.session_file import found_session
@@ -33,7 +36,6 @@ from offload.memory.plan import MemoryPlan
 if TYPE_CHECKING:
     from offload.engine.generation import Run
 
-_IMPORTING = "importing torch and transformers"
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _NO_DEVICE_MEMORY = (
     "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
@@ -43,11 +45,26 @@ _NO_DEVICE_MEMORY = (
 app = typer.Typer(
     help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
     epilog="Start here: offload demo",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench", short_help="Measure, every figure beside its ceiling.")
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="say it and exit")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(
@@ -102,8 +119,7 @@ def generate(
     )  # fmt: skip
     check_models(model, draft, options)
     sampling, note = choose_sampling(model, own, seed)
-    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
-        console.wait(_IMPORTING)
+    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console, libraries(console):
         from offload.cli.text_run import write_text
         from offload.engine.request import Request
 
@@ -163,8 +179,7 @@ def chat(
     )  # fmt: skip
     check_models(model, draft, options)
     sampling, note = choose_sampling(model, own, seed)
-    with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:
-        console.wait(_IMPORTING)
+    with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console, libraries(console):
         from offload.cli.repl import ChatOptions, converse
 
         wishes = ChatOptions(sampling, note, system, max_tokens, stop, session)
@@ -252,8 +267,7 @@ def tune(
         threads=threads, link_limit=link_limit,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or as_json, sizes_like=ram) as console:
-        console.wait(_IMPORTING)
+    with Console(is_quiet=quiet or as_json, sizes_like=ram) as console, libraries(console):
         from offload.planning.profile import format_json
         from offload.tuning.tune import tune as measure
 
@@ -279,7 +293,7 @@ def demo(
     max_tokens: flags.NumTokens = 96,
     size: Annotated[str, typer.Option(metavar="SIZE", help="how large to make the target")] = "1GB",
     ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size")
+        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size, if that works")
     ] = None,
     tree: flags.Tree = "dynamic:128x20",
     rule: flags.RuleName = "match",
@@ -292,13 +306,13 @@ def demo(
 ) -> None:
     """See it work on a packaged model, here and now."""
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
-    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram or size) as console:
-        console.wait(_IMPORTING)
+    shown = Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram or size)
+    with shown as console, libraries(console):
         from offload.cli import demo as run
         from offload.engine.request import Request
 
-        request = Request(prompt or run.PROMPT, sampling, max_tokens, raw=True)
-        options = run.demo_options(ram or size_bytes // 4, tree, rule=rule, link_limit=link_limit)
+        request = Request(run.PROMPT if prompt is None else read_prompt(prompt, None), sampling, max_tokens, raw=True)
+        options = run.demo_options(run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=link_limit)
         run.check(request)
         target = run.inflated_target(size_bytes, partial(console.bytes_landed, label="making the target"))
         with run.open_demo(target, options, console, request) as decoder:
@@ -327,24 +341,34 @@ def _show(console: Console, plan: MemoryPlan, heading: str, run: "Run", *, is_si
 
 
 def main() -> None:
-    """Entry point of the `offload` command."""
-    command = typer.main.get_command(app)
+    """Run the command that `sys.argv` names, and leave by `sys.exit`."""
+    given, own = sys.argv[1:] or ["--help"], OwnDefaults({}, {})
     try:
+        command: Any = typer.main.get_command(app)
+        if "_OFFLOAD_COMPLETE" in os.environ:
+            command.main(prog_name="offload")
+        if not {"-h", "--help", "--version"} & {*given}:
+            own = own_defaults({name: one for name, one in command.commands.items() if name != "bench"})
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
-        with command.make_context("offload", sys.argv[1:] or ["--help"]) as context:
+        with command.make_context("offload", given, default_map=own.by_command) as context:
             command.invoke(context)
         sys.stdout.flush()
         sys.exit(0)
     except typer.Exit as finished:
         sys.exit(finished.exit_code)
     except UserError as error:
-        _fail(str(error), EXIT_USER_ERROR)
+        _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR)
     except ReadError as error:
         _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        _leave_closed_pipe()
+        output.leave(0)
+    except OSError as error:
+        if not output.is_stuck():
+            raise
+        print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
+        output.leave(EXIT_FAILED)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
             _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
@@ -352,15 +376,9 @@ def main() -> None:
             raise
         misread = getattr(error, "ctx", None)  # of the command whose options were not understood
         command_path = misread.command_path if misread else "offload"
-        _fail(f"{error.format_message()} (see {command_path} --help)", EXIT_USER_ERROR)
+        _fail(own.blame(f"{error.format_message()} (see {command_path} --help)", given), EXIT_USER_ERROR)
 
 
 def _fail(message: str, code: int) -> NoReturn:
     print(fitted(error_line(message), sys.stderr), file=sys.stderr)
     sys.exit(code)
-
-
-def _leave_closed_pipe() -> NoReturn:
-    """Whoever read our text has seen enough; the interpreter must not try to flush the rest at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)

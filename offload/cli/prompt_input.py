@@ -36,6 +36,7 @@ def decode(raw: bytes, name: str) -> str:
 
 def _read_bytes(file: Path | None, name: str) -> bytes:
     try:
-        return file.read_bytes() if file else sys.stdin.buffer.read()
+        # What ends the line of `echo` is not meant; what a file holds is.
+        return file.read_bytes() if file else sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
     except OSError as error:
         raise UserError(f"cannot read the prompt from {name} ({error.strerror}): check the path") from None

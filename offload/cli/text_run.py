@@ -41,16 +41,14 @@ def write_text(
 def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -> None:
     """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
     failure: BaseException | None = None
-    num_shown = 0
     try:
         for piece in run:
             if not as_json:
-                num_shown += len(piece)  # before the writing, because Ctrl-C strikes right after it
                 console.text(piece)
     except (KeyboardInterrupt, ReadError, UserError) as error:
         failure = error
     result = run.result()
-    console.text((json.dumps(result.as_dict()) if as_json else result.text[num_shown:]) + "\n")
+    console.text((json.dumps(result.as_dict()) if as_json else result.text[console.num_written :]) + "\n")
     console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
     if failure is not None:
         raise failure

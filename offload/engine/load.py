@@ -65,7 +65,7 @@ def load(
 
     Args:
         model, draft: folders or hub ids of the target and of a small model with its vocabulary; None drafts nothing.
-        ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
+        ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default: what is free there.

@@ -38,7 +38,7 @@ HOST_RUNTIME_BYTES = 1 << 30  # what the driver and its libraries keep on the ho
 # over 0.86 TB/s on an L40), so smaller chunks would pay for reading and larger ones only take memory.
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
-_RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everything else
+_RESERVE_SHARE, _RESERVE_BYTES = 0.25, 1 << 30  # of free memory, left to whoever works at the machine meanwhile
 _GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
 
 
@@ -224,9 +224,22 @@ def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft
 
 
 def default_ram_bytes() -> int:
-    """What is free now, less a reserve for everything else."""
+    """What is free now, less a reserve for everything else: at most three quarters."""
     free_bytes = available_ram_bytes()
     return free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES)
+
+
+def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
+    """The smallest budget in bytes that `plan` does not refuse."""
+    too_small, enough = 0, 1 << 50
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        try:
+            plan(middle)
+            enough = middle
+        except UserError:
+            too_small = middle
+    return enough
 
 
 def ram_warning(ram: str | int) -> str | None:

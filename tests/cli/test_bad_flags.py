@@ -27,9 +27,12 @@ FLAGS = [
     flags("top-p of nothing", "--top-p 0", "--top-p must lie in (0, 1], got 0.0", "1 keeps every token"),
     flags("top-p beyond all", "--top-p 1.5", "--top-p must lie in (0, 1], got 1.5", "1 keeps every token"),
     flags("negative top-k", "--top-k -1", "--top-k must be 0 or more, got -1", "0 keeps every token"),
-    flags("negative seed", "--seed -1", "--seed must lie in [0, 2^63), got -1"),
+    flags("negative seed", "--seed -1", "--seed must lie in [0, 2^63), got -1", "0 is as good as any"),
     flags("negative number of tokens", "-n -1", "-n", "greater than or equal to 0", "--help)"),
     flags("no threads", "--threads 0", "--threads", "greater than or equal to 1", "--help)"),
+    flags(
+        "more threads than cores", "--threads 9999", "--threads must be at most 1, the cores", "got 9999: leave it out"
+    ),
     flags("no context", "--context 0", "--context must be 1 or more, got 0", commands=BOTH),
     flags("context too long", "--context 65537", "--context must be at most 65536", "got 65537", commands=BOTH),
     flags("budget of nothing", "--ram 0", "--ram must be more than zero, got 0", "try 4GiB", commands=BOTH),

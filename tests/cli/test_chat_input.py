@@ -180,6 +180,7 @@ def test_lines_of_an_earlier_day_come_back(tmp_path: Path) -> None:
         typist.sees("> ")
         typist.types(keys)
         typist.sees(f"GOT '' '{wanted}'")
+        typist.sees("> ")
         typist.types("\x04")
         typist.sees("END")
         assert typist.running.wait(timeout=60) == 0

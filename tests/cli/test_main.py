@@ -193,6 +193,7 @@ def test_prompt_from_flag_file_and_pipe_are_the_same(ender: Path, tmp_path: Path
         generate_json(ender, "-f", file, prompt=None),
         generate_json(ender, prompt=None, stdin=piped),
         generate_json(ender, prompt="-", stdin=piped),
+        generate_json(ender, prompt=None, stdin=piped + b"\n"),  # as `echo` writes it
     )
     for other in others:
         for field in ("text", "token_ids", "num_prompt_tokens"):
