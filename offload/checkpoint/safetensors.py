@@ -37,6 +37,21 @@ class TensorEntry(NamedTuple):
     hi: int
 
 
+class Stamp(NamedTuple):
+    """What tells a file from one that takes its place, and from itself once it is written to."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    written_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> "Stamp":
+        """That of an open file, as it is now."""
+        found = os.fstat(fd)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model directory whose headers have been read and found sound."""
@@ -45,6 +60,7 @@ class Checkpoint:
     config: dict[str, Any]
     shards: tuple[Path, ...]
     tensors: dict[str, TensorEntry]
+    stamps: tuple[Stamp, ...] = ()  # of the shards as their headers were read; none where only headers are known
 
     @property
     def num_bytes(self) -> int:
@@ -58,15 +74,17 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         _refuse_other_formats(directory)
     config = read_config(directory / "config.json")
     shards, weight_map = _find_shards(directory)
-    tensors: dict[str, TensorEntry] = {}
+    tensors, stamps = dict[str, TensorEntry](), list[Stamp]()
     for index, shard in enumerate(shards):
-        for name, entry in read_header(shard, index).items():
+        entries, stamp = read_stamped_header(shard, index)
+        stamps.append(stamp)
+        for name, entry in entries.items():
             if weight_map is None or weight_map.get(name) == shard.name:
                 tensors[name] = entry
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise _damaged(f"{directory.name}: the index places {name} in {file}, which lacks it")
-    return Checkpoint(directory, config, shards, language_model(config, tensors))
+    return Checkpoint(directory, config, shards, language_model(config, tensors), tuple(stamps))
 
 
 def language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -103,19 +121,25 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
 
 def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
     """Parse and verify the header of one safetensors file. Raises `UserError` where it contradicts the file."""
+    return read_stamped_header(path, shard)[0]
+
+
+def read_stamped_header(path: Path, shard: int) -> tuple[dict[str, TensorEntry], Stamp]:
+    """A header, and the stamp of the file that it holds for."""
     try:
-        raw, file_bytes = _raw_header(path)
+        raw, stamp = _raw_header(path)
     except OSError as error:
         raise _unreadable(path, error) from None
     data_lo = 8 + len(raw)
     entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in _parse_json(path, raw).items()}
-    _check_extents(path, entries, file_bytes)
-    return entries
+    _check_extents(path, entries, stamp.num_bytes)
+    return entries, stamp
 
 
-def _raw_header(path: Path) -> tuple[bytes, int]:
+def _raw_header(path: Path) -> tuple[bytes, Stamp]:
     with path.open("rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
+        stamp = Stamp.of(file.fileno())
+        file_bytes = stamp.num_bytes
         start = file.read(len(_LFS))
         if start == _LFS:
             raise UserError(f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
@@ -123,7 +147,7 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
         header_bytes = int.from_bytes(start[:8], "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
             raise _damaged(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}")
-        return file.read(header_bytes), file_bytes
+        return file.read(header_bytes), stamp
 
 
 def _damaged(what: str) -> UserError:

@@ -60,7 +60,9 @@ def open_pair(
         draft = StreamedModel(files.draft, options.dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
-    store = open_source(files.target.shards, rate_limit_bytes_per_s=options.limit_bytes_per_s)
+    store = open_source(
+        files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s
+    )
     resources.callback(store.close)
     return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes)
 
@@ -72,7 +74,9 @@ def read_pair(pair: Pair, on_bytes: Progress) -> None:
         layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts]
     count = counter(sum(layout.slab_bytes for layout in layouts), on_bytes)
     if pair.draft is not None:
-        _fill(pair.draft, pair.open_source(pair.draft.checkpoint.shards, rate_limit_bytes_per_s=None), count)
+        draft = pair.draft.checkpoint
+        source = pair.open_source(draft.shards, stamps=draft.stamps, rate_limit_bytes_per_s=None)
+        _fill(pair.draft, source, count)
         note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
     pair.target.bind_rest(pair.store.fetch(pair.target.rest_layout))
@@ -94,7 +98,7 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
     """A small model with all its weights in memory."""
     model = StreamedModel(checkpoint, dtype, place)
-    _fill(model, DiskReader(checkpoint.shards))
+    _fill(model, DiskReader(checkpoint.shards, stamps=checkpoint.stamps))
     return model
 
 
