@@ -387,5 +387,5 @@ def test_a_layer_used_after_its_release_shows(tmp_path: Path, monkeypatch: pytes
         borrow(self, hurry, lambda layer: None)
 
     monkeypatch.setattr(StreamedModel, "stream_layers", borrow_and_release_early)
-    with pytest.raises(UserError, match="scores are not numbers"):
+    with pytest.raises(UserError, match="scores are not finite numbers"):
         logits_of_a_generation(target, ram, monkeypatch)
