@@ -48,7 +48,7 @@ def fetch(models: Sequence[str | os.PathLike[str]], check: Callable[..., object]
 
 def is_here(checkpoint: Checkpoint) -> bool:
     """Whether the weights can be read."""
-    return all(shard.is_file() for shard in checkpoint.shards)
+    return all(os.path.isfile(shard) for shard in checkpoint.shards)
 
 
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.small_files import open_regular, read_small
 from offload.encoding.registry import ENCODINGS, PLAIN_OF
 from offload.errors import UserError, reason
 
@@ -70,7 +71,7 @@ class Checkpoint:
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Read config and headers of a Hugging Face directory or hub id. Raises `UserError` where they make no sense."""
     directory = _resolve(model)
-    if not (directory / "config.json").is_file():
+    if not os.path.isfile(directory / "config.json"):
         _refuse_other_formats(directory)
     config = read_config(directory / "config.json")
     shards, weight_map = _find_shards(directory)
@@ -137,7 +138,7 @@ def read_stamped_header(path: Path, shard: int) -> tuple[dict[str, TensorEntry],
 
 
 def _raw_header(path: Path) -> tuple[bytes, Stamp]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         stamp = Stamp.of(file.fileno())
         file_bytes = stamp.num_bytes
         start = file.read(len(_LFS))
@@ -268,7 +269,7 @@ def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `UserError` when it is missing or something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_small(path))
     except FileNotFoundError:
         raise UserError(f"no {path.name} in {path.parent}: give the folder of a Hugging Face model") from None
     except OSError as error:
@@ -281,11 +282,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    if (directory / "model.safetensors.index.json").is_file():
+    if os.path.isfile(directory / "model.safetensors.index.json"):
         weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
         return _indexed_shards(directory, weight_map), weight_map
     shards = sorted(directory.glob("*.safetensors"))
-    if (directory / "model.safetensors").is_file():
+    if os.path.isfile(directory / "model.safetensors"):
         shards = [directory / "model.safetensors"]
     if len(shards) == 1:
         return tuple(shards), None
@@ -302,7 +303,7 @@ def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | No
 
 def _refuse_other_formats(directory: Path) -> None:
     """Folders that hold weights, but not those of a whole model in safetensors. Raises `UserError`."""
-    if (directory / "adapter_config.json").is_file():
+    if os.path.isfile(directory / "adapter_config.json"):
         raise UserError(
             f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
         )

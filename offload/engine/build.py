@@ -3,6 +3,7 @@
 What reads no weights and what does are apart, so that everything that can be refused is refused in between.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -131,7 +132,7 @@ def _check_vocabulary(
 def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
     """Tokens that end a sequence, as transformers finds them: the generation config first, then the model's."""
     settings = checkpoint.config
-    if (checkpoint.directory / "generation_config.json").is_file():
+    if os.path.isfile(checkpoint.directory / "generation_config.json"):
         settings = {**settings, **read_json(checkpoint.directory / "generation_config.json")}
     named = settings.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

@@ -153,7 +153,7 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
     buffered: list[int] = []
     for path in shards:
         try:
-            buffered.append(os.open(path, os.O_RDONLY))
+            buffered.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         except OSError as error:  # its header could be read a moment ago
             for fd in buffered:
                 os.close(fd)
@@ -164,7 +164,7 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
 
 def _open_direct(path: Path) -> int | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT)
     except OSError:
         return None
     try:
