@@ -11,11 +11,11 @@ _MAX_BYTES = 64 << 20  # the indexes of the largest models take some ten
 
 def open_regular(path: Path) -> BinaryIO:
     """A file to read bytes from. Raises `OSError`, also for what is no regular file."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # does not wait for a pipe
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to opens at once
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return file
+    return os.fdopen(fd, "rb")
 
 
 def read_small(path: Path) -> str:

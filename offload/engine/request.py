@@ -55,7 +55,7 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, 
             "this checkpoint has no tokenizer: put its tokenizer.json beside it, or give token ids from Python"
         )
     elif isinstance(prompt, str):
-        ids = encode_prompt(tokenizer, prompt, raw=raw)
+        ids = encode_prompt(tokenizer, _whole_text(prompt), raw=raw)
     else:
         require(not raw, "messages need the chat template", "raw=True", "give text, or leave raw out")
         ids = encode_messages(tokenizer, _messages(prompt))
@@ -77,6 +77,17 @@ def _whole_numbers(prompt: Any) -> list[int]:
         ) from None
 
 
+def _whole_text(text: str) -> str:
+    """The same text. Raises `UserError` where it holds halves of characters, which have no bytes in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text must be Unicode, got half a character at {error.start}, {text[error.start]!r}: decode its bytes anew"
+        ) from None
+    return text
+
+
 def _are_messages(prompt: object) -> bool:
     """By the first of them; a list of anything else is taken for token ids."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -87,4 +98,5 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
         is_sound = isinstance(message, Mapping)
         is_sound = is_sound and all(isinstance(message.get(key), str) for key in ("role", "content"))
         require(is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it")
+        _whole_text(message["role"] + message["content"])
     return [dict(message) for message in prompt]

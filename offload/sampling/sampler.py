@@ -30,8 +30,8 @@ from offload.errors import UserError
 from offload.kernels.registry import REFERENCES, KernelSet
 
 _NOT_NUMBERS = (
-    "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged: "
-    "try `dtype` bfloat16 or float32, or download it again"
+    "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged"
+    ": try `dtype` bfloat16 or float32, or download it again"
 )
 NO_TOKEN = -1  # in place of a token that was drawn from scores that are not finite
 _NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which none of our adjustments looks at
@@ -64,7 +64,7 @@ class Sampler:
         self._num_rows_taken = 0
 
     def draw(self, logits_V: Tensor, position: int) -> int:
-        """The token at `position`, given the target's logits there. Raises `UserError` where the largest is not finite."""
+        """The token at `position`, given the logits there. Raises `UserError` where the largest is not finite."""
         scores_1V = self.perturbed(logits_V[None], position)
         return require_token(int(or_no_token(scores_1V.argmax(1), scores_1V)))
 
@@ -148,7 +148,7 @@ def require_number(value: float) -> float:
 
 
 def _lack_numbers(scores_TV: Tensor) -> Tensor:
-    """Which rows have no largest number: a NaN is the largest of its row, infinity hides what was larger than others."""
+    """Which rows have no largest number: a NaN is the largest of its row, infinity hides the largest."""
     return scores_TV.amax(1).isfinite().logical_not_()
 
 

@@ -30,7 +30,7 @@ class ByteSource(Protocol):
         """Drop queued reads and wait for running ones."""
 
 
-# Of shards; of their `stamps`, which it must refuse to differ from; of `rate_limit_bytes_per_s` where it is slowed down.
+# Of shards, of `stamps` that these must have, and of `rate_limit_bytes_per_s` where it is slowed down.
 OpenSource = Callable[..., ByteSource]
 
 

@@ -57,6 +57,20 @@ def only_gguf_without_config(directory: Path) -> None:
     (directory / "config.json").unlink()
 
 
+def edited(name: str, **changes: object) -> Break:
+    def edit(directory: Path) -> None:
+        path = directory / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def tokenizer(**changes: object) -> Break:
+    return edited("tokenizer_config.json", **changes)
+
+
+# Rust's way to fail, which Python sees as no `Exception`.
+panicking_tokenizer = edited("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"})
 GPTQ = {"quant_method": "gptq", "bits": 4}
 FOLDERS = [
     case("missing directory", shutil.rmtree, "no model directory", "check the path"),
@@ -96,6 +110,11 @@ FOLDERS = [
         by_plan=False,
     ),
     case("tokenizer broken", overwrite("tokenizer.json", b"{}"), "tokenizer", "again", by_plan=False),
+    case("tokenizer config cut", overwrite("tokenizer_config.json", b"{"), "tokenizer", "again", by_plan=False),
+    case("tokenizer's longest text in words", tokenizer(model_max_length="long"), "tokenizer failed", by_plan=False),
+    case("tokenizer of another kind", tokenizer(tokenizer_class="BertTokenizer"), "tokenizer failed", by_plan=False),
+    case("tokenizer that panics", panicking_tokenizer, "tokenizer failed", by_plan=False),
+    case("a type that moves the cursor", config(dtype="int8\n\x1b[2J" * 1000), "cannot compute in int8\\n\\x1b"),
     case("tokenizer cut", overwrite("tokenizer.json", b'{"model'), "tokenizer", "again", by_plan=False),
 ]
 

@@ -40,6 +40,7 @@ def test_no_weight_is_read_for_what_cannot_run(flag: str, value: str, words: str
         (Request(["a"]), r"must be text, messages or token ids, got \['a'\]"),  # type: ignore[list-item]
         (Request([1.5]), r"must be text, messages or token ids, got \[1.5\]"),  # type: ignore[list-item]
         (Request(7), "must be text, messages or token ids, got 7"),  # type: ignore[arg-type]
+        (Request("Count: caf\udce9"), "text must be Unicode, got half a character at 10"),
         (Request("Count:", max_new_tokens=-1), "the number of new tokens must be 0 or more, got -1"),
         (Request("Count:", max_new_tokens=1, stop=["a", ""]), "a stop string must not be empty"),
     ],
