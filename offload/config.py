@@ -125,4 +125,4 @@ def whole_number(value: object, what: str) -> int:
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:
     """Refuse a value that breaks a rule. Raises `UserError`."""
     if not holds:
-        raise UserError(f"{rule}, got {value}: {remedy}")
+        raise UserError(f"{rule}, got {value!s:.80}: {remedy}")
