@@ -4,7 +4,9 @@ Invariant: the distribution of what is emitted depends on the target and the sam
 memory and threads change only how long it takes; with the rules `match` and `topk` one seed gives one text, too.
 """
 
+import threading
 import time
+import weakref
 from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -49,6 +51,8 @@ class Settled(NamedTuple):
 class Decoder:
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
 
+    One that is dropped closes itself.
+
     It writes one text at a time: a sequence that is begun overtakes the one before. Any thread may use it, one at a
     time: while a step or `generate` is under way others get a `UserError`, but for `close`, which ends it.
 
@@ -68,6 +72,7 @@ class Decoder:
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._turn, self._waiting = target.vocab_size, Turn(), ThreadWaiting()
         resources.callback(self._waiting.close)
+        weakref.finalize(self, _close_dropped, resources).atexit = False
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
         self.notes = [*notes, *([target.stream.note] if target.stream.note and self.plan.num_slots else [])]
 
@@ -236,3 +241,11 @@ class Decoder:
                 f'give rule="{name}" to load()'
             )
         return rule
+
+
+def _close_dropped(resources: ExitStack) -> None:
+    """Hooks of the models make a cycle with them, which would hold weights, threads and files until it is collected."""
+    if threading.current_thread().name.startswith("offload-"):  # a reader that collects garbage cannot wait for itself
+        threading.Thread(target=resources.close, daemon=True).start()
+    else:
+        resources.close()
