@@ -281,6 +281,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether a folder holds weights of any form, even such as cannot be read."""
+    return any(True for pattern in ("*.safetensors*", *_PICKLES, "*.gguf") for _ in directory.glob(pattern))
+
+
 def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
     if os.path.isfile(directory / "model.safetensors.index.json"):
         weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from offload.checkpoint.safetensors import Checkpoint, read_json
+from offload.checkpoint.vocabulary import other_vocabulary
 from offload.drafting.base import Drafter
 from offload.drafting.registry import DRAFTERS, Materials
 from offload.engine.text import Tokenizer, load_tokenizer
@@ -123,10 +124,7 @@ def _check_vocabulary(
     if tokenizer is not None and draft_tokenizer is not None:
         same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
     if not same:
-        raise UserError(
-            f"the draft must share the target's vocabulary, {draft.directory.name} has {drafter.vocab_size} entries "
-            f"of its own against {target.vocab_size}: choose a smaller model of the target's family"
-        )
+        raise other_vocabulary(draft.directory.name, target.vocab_size, drafter.vocab_size)
 
 
 def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:

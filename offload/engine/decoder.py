@@ -193,7 +193,8 @@ class Decoder:
                 from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
-        prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context)
+        is_longest = self.plan.has_longest_context
+        prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context, is_longest=is_longest)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         limits = Limits(max_new_tokens, self._end_ids)

@@ -103,7 +103,8 @@ def open_decoder(
     with ExitStack() as resources:
         pair = open_pair(files, options, device, resources, open_source)
         if request is not None and request.prompt is not None:
-            request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
+            plan, is_longest = plan_for(1), plan_for(1).has_longest_context
+            request.ids(pair.tokenizer, pair.target.vocab_size, plan.context, is_longest=is_longest)
         _pick_copies(pair, plan_for(1), resources)
         read_pair(pair, on_bytes)  # the first weights: what can be refused has been
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)

@@ -29,8 +29,11 @@ class Request:
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int) -> list[int]:
-        """Token ids of the prompt. Raises `UserError` where `context` positions do not suffice, or for bad requests."""
+    def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int, *, is_longest: bool = False) -> list[int]:
+        """Token ids of the prompt. Raises `UserError` for bad requests, or where `context` positions do not suffice.
+
+        `is_longest`: the model allows no more of them.
+        """
         if "" in self.stops:
             raise UserError("a stop string must not be empty, got '': leave it out")
         if self.stops and tokenizer is None:
@@ -39,9 +42,10 @@ class Request:
         require(num_new >= 0, "the number of new tokens must be 0 or more", num_new, "0 writes nothing")
         ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
         if len(ids) + num_new > context:
+            remedy = ", the longest that this model was made for: " if is_longest else ": raise `context`, "
             raise UserError(
                 f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "
-                f"{context}: raise `context`, shorten the prompt or lower `max_new_tokens`"
+                f"{context}{remedy}shorten the prompt or lower `max_new_tokens`"
             )
         return ids
 

@@ -9,6 +9,7 @@ the items of a plan add up to no more than its budgets; one that cannot hold two
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
@@ -75,7 +76,8 @@ def plan_memory(
     budgets = Budgets(ram_bytes)
     if device != "cpu":
         budgets = Budgets(ram_bytes, default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`"))
-    return make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
+    plan = make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
+    return replace(plan, max_context=_longest_context(target))
 
 
 class Budgets(NamedTuple):
@@ -241,15 +243,19 @@ def require_dtype(dtype: str) -> None:
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
-    turning_point = _turning_point(checkpoint)
-    limit = turning_point or config_sizes(checkpoint).get("max_position_embeddings")
+    limit = _longest_context(checkpoint)
     if context is None:
         return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     require_positions(context)
     if limit and context > limit:
-        why = "beyond which longrope turns all positions anew" if turning_point else "which this model was made for"
+        is_turn = _turning_point(checkpoint) is not None
+        why = "beyond which longrope turns all positions anew" if is_turn else "which this model was made for"
         raise UserError(f"`context` must be at most {limit}, {why}, got {context}: lower it")
     return context
+
+
+def _longest_context(checkpoint: Checkpoint) -> int | None:
+    return _turning_point(checkpoint) or config_sizes(checkpoint).get("max_position_embeddings")
 
 
 def _turning_point(checkpoint: Checkpoint) -> int | None:

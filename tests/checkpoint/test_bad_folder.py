@@ -101,7 +101,7 @@ FOLDERS = [
     case("GGUF", only_gguf, "only GGUF weights (model-Q4_K_M.gguf)", "the same model in safetensors"),
     case("GGUF alone", only_gguf_without_config, "only GGUF weights", "the same model in safetensors"),
     case("more than text", config(model_type="llava", text_config={}), "llava", "models with more than text", "Llama"),
-    case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model"),
+    case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model", by_plan=False),
     case(
         "generation config broken", overwrite("generation_config.json", b"{"), "generation_config.json", by_plan=False
     ),
