@@ -20,6 +20,7 @@ from offload.checkpoint.safetensors import (
     open_checkpoint,
     read_config,
 )
+from offload.config import require
 from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
 
@@ -40,6 +41,8 @@ def config_alone(model: str | os.PathLike[str]) -> Path | None:
 
 def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     """A model as planning sees it: a folder or a hub id. Raises `UserError` for anything else."""
+    is_name = isinstance(model, str | os.PathLike)
+    require(is_name, "a model must be a folder or a hub id", f"{model!r:.80}", "give its path or name")
     path = Path(os.path.expanduser(model))
     if not os.path.isdir(path) and is_hub_id(str(model)):
         return _on_the_hub(str(model))

@@ -3,7 +3,7 @@
 Loading checks the first request before a weight is read, the decoder checks every one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,11 @@ class Request:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stops = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
+        if self.stop is None:
+            return ()
+        require(all(isinstance(one, str) for one in stops), "`stop` must be text", f"{self.stop!r:.80}", "give a str")
+        return stops
 
     def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int, *, is_longest: bool = False) -> list[int]:
         """Token ids of the prompt. Raises `UserError` for bad requests, or where `context` positions do not suffice.
@@ -74,6 +78,8 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, 
 
 def _whole_numbers(prompt: Any) -> list[int]:
     try:
+        if isinstance(prompt, bytes | bytearray | Mapping | Set):  # of which the numbers are no ids, or in no order
+            raise TypeError
         return [whole_number(token, "a token id") for token in prompt]
     except (TypeError, UserError):
         raise UserError(

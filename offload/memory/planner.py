@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require
+from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require, whole_number
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
@@ -234,7 +234,12 @@ def default_gpu_bytes(device: str) -> int:
 
 def require_positions(context: int) -> None:
     """Raises `UserError` where nothing can be written into so many positions, whatever the model."""
-    require(context >= 1, "`context` must be 1 or more", context, "prompt and new tokens have to fit")
+    require(
+        whole_number(context, "`context`") >= 1,
+        "`context` must be 1 or more",
+        context,
+        "prompt and new tokens have to fit",
+    )
 
 
 def require_dtype(dtype: str) -> None:
