@@ -27,9 +27,9 @@ class Request:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        stops = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         if self.stop is None:
             return ()
+        stops = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         require(all(isinstance(one, str) for one in stops), "`stop` must be text", f"{self.stop!r:.80}", "give a str")
         return stops
 
