@@ -8,12 +8,13 @@ Invariant: no weights are fetched, and none are read but for the 0.3 s that meas
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.calibration.link import link_bytes_per_s
-from offload.checkpoint.hub import is_here, open_headers
-from offload.checkpoint.safetensors import compute_dtype_name
+from offload.checkpoint.hub import checkpoint_of_config, config_alone, is_here, open_headers
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_config
 from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.vocabulary import require_one_vocabulary
 from offload.config import Sampling, format_bytes, require
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
@@ -118,7 +119,9 @@ def estimate(
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
     """
     machine = find_hardware(hardware) if hardware else None
-    files = Files(open_headers(model), None if draft is None else open_headers(draft))
+    files = Files(_open(model), None if draft is None else _open(draft))
+    if files.draft is not None:
+        require_one_vocabulary(files.target, files.draft)
     tree, device = options.tree_spec(has_draft=draft is not None), _find_device(options, machine)
     case = _Case(files, options, tree, machine, device, _room(options, machine, device), tokens_per_sweep)
     _check(case)
@@ -133,6 +136,18 @@ def estimate(
     basis = "tokens per sweep as given" if tokens_per_sweep else basis
     notes = _notes(case, is_guess=is_guess)
     return Estimate(case.plan(shape.num_nodes), machine, costs.link_bytes_per_s, predictions, basis, notes)
+
+
+def _open(model: str) -> Checkpoint:
+    path = config_alone(model)
+    return open_headers(model) if path is None else checkpoint_of_config(read_config(path), path, _shapes_of)
+
+
+def _shapes_of(config: dict[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
+    """Of any family that runs: transformers knows them, which brings torch along."""
+    from offload.model.meta import parameter_shapes
+
+    return parameter_shapes(config, path)
 
 
 def _find_device(options: LoadOptions, hardware: Hardware | None) -> "Device | None":

@@ -32,9 +32,9 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
 
 def _read(model: str) -> dict[str, Any]:
     folder = Path(os.path.expanduser(model))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         folder = _from_hub(model) if is_hub_id(model) else folder
-    return read_json(folder / _NAME) if (folder / _NAME).is_file() else {}
+    return read_json(folder / _NAME) if os.path.isfile(folder / _NAME) else {}
 
 
 def _from_hub(repo: str) -> Path:

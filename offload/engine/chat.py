@@ -103,7 +103,7 @@ class Chat:
         if len(ids) >= context:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, the context {context}: "
-                "begin anew with /clear, or raise `context`"
+                f"begin anew with /clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
             )
         sampling = replace(self.sampling, seed=self.sampling.seed + self._num_turns)
         num_new = min(self.max_new_tokens or context, context - len(ids))

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
+from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensor_file import SUM, data_sum, write_tensors
 from offload.encoding.registry import PLAIN_OF
 from offload.engine.cache_pool import CachePool
@@ -180,7 +181,7 @@ def _name(part: str, kind: str, index: int) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_regular(path), safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
         raise UserError(f"cannot read the session {path} ({error.strerror or error}): check the path") from None

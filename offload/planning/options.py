@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import is_hub_id
-from offload.config import drafting_of, parse_rate, parse_size, require
+from offload.config import drafting_of, parse_rate, parse_size, require, whole_number
 from offload.memory.planner import require_dtype, require_positions
 from offload.planning.profile import parse_profile
 from offload.tree.spec import TreeSpec, parse_tree, tree_to_fill
@@ -40,8 +40,10 @@ class LoadOptions:
         require_dtype(self.dtype)
         if self.context is not None:
             require_positions(self.context)
-        is_count = self.threads is None or self.threads >= 1
+        is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
+        is_path = self.profile is None or isinstance(self.profile, str | os.PathLike)
+        require(is_path, "`profile` must be a file", repr(self.profile), "give its path, or none")
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
 
