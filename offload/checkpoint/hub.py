@@ -22,7 +22,7 @@ from offload.checkpoint.safetensors import (
 from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
 
-_LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # one block, but for biases and norms of heads
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # one block, but for biases and norms of heads
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -54,7 +54,7 @@ def is_here(checkpoint: Checkpoint) -> bool:
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
     """The headers that a Llama-like model of this config has, in a file that does not exist. Raises `UserError`."""
     kind = config.get("model_type")
-    if kind not in _LLAMA_LIKE:
+    if kind not in LLAMA_LIKE:
         raise UserError(
             f"{path}: the sizes of model type {kind} do not follow from its config: give its folder or hub id"
         )

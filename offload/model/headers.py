@@ -1,0 +1,75 @@
+"""What a model of any family weighs by its config.json alone: the headers that its checkpoint would have.
+
+The Llama-like ones are counted without torch. Of any other, the model that transformers would build is built without
+storage, and its parameters get the names and shapes that saving would give them. Invariant: no weights are needed.
+"""
+
+import json
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from offload.checkpoint.hub import LLAMA_LIKE, checkpoint_of_config, open_headers
+from offload.checkpoint.safetensors import Checkpoint, TensorEntry, read_config
+from offload.checkpoint.sizes import config_sizes
+from offload.config import require
+from offload.encoding.registry import PLAIN_OF
+from offload.errors import UserError
+
+_MOST_MODULES, _MOST_NUMBERS = 4096, 1 << 28  # layers or experts to build, and any other size: beyond every model
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
+
+
+def describe(model: str) -> Checkpoint:
+    """A model as planning sees it: a folder, with weights or without, a hub id, or a config.json. Raises `UserError`."""
+    path = _lone_config(Path(os.path.expanduser(model)))
+    if path is None:
+        return open_headers(model)
+    config = read_config(path)
+    kind = config.get("model_type")
+    return checkpoint_of_config(config, path) if kind in LLAMA_LIKE else _of_built_model(config, path)
+
+
+def _lone_config(path: Path) -> Path | None:
+    """The config that is all there is; None where there is more, or something else."""
+    if not path.is_dir():
+        return path if path.suffix == ".json" and path.is_file() else None
+    names = [one.name for one in path.iterdir()]
+    has_weights = any(Path(name).suffix in _WEIGHT_FILES or name.endswith(".index.json") for name in names)
+    is_lone = "config.json" in names and not has_weights and "adapter_config.json" not in names
+    return path / "config.json" if is_lone else None
+
+
+def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
+    name = path.parent.name if path.name == "config.json" else path.stem
+    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if named not in PLAIN_OF:
+        raise UserError(f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be")
+    for key, value in config_sizes(Checkpoint(Path(name), config, (), {})).items():
+        most = _MOST_MODULES if key == "num_hidden_layers" or "experts" in key else _MOST_NUMBERS
+        require(value <= most, f"{path}: {key} must be at most {most}", value, "fix it")
+    tensors, at = {}, 0
+    for tensor, (dtype, shape) in _stored_tensors(config, name, named).items():
+        num_bytes = PLAIN_OF[dtype].stored_bytes(shape)
+        tensors[tensor] = TensorEntry(0, PLAIN_OF[dtype].name, shape, at, at + num_bytes)
+        at += num_bytes
+    return Checkpoint(Path(name), config, (path.with_name("model.safetensors"),), tensors)
+
+
+def _stored_tensors(config: dict[str, Any], name: str, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of all tensors by the names that they have in a file."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from offload.model.meta import build_meta_model
+
+    with TemporaryDirectory() as scratch:  # the file itself may have any name, and stand beside files of other models
+        folder = Path(scratch) / (name or "model")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        model = build_meta_model(Checkpoint(folder, config, (), {}), getattr(torch, dtype))
+    tied = model.all_tied_weights_keys
+    own = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
+    stored = revert_weight_conversion(model, own)
+    return {key: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in stored.items()}
