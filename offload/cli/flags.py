@@ -24,6 +24,7 @@ Tree = Annotated[
 RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="all the details")]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, by what steps take")
 ]
@@ -44,10 +45,11 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 
 # The library's errors name arguments, in backticks; a person at the command line knows them by these names.
 _FLAG_OF = {
-    "context": "--context", "device": "--device", "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem",
-    "hardware": "--hardware", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw",
-    "rule": "--rule", "seed": "--seed", "temperature": "--temp", "threads": "--threads",
-    "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
+    "context": "--context", "device": "--device", "disk_speed": "--disk-speed", "draft": "--draft",
+    "dtype": "--dtype", "gpu_memory": "--gpu-mem", "hardware": "--hardware", "link_limit": "--link-limit",
+    "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw", "rule": "--rule", "seed": "--seed",
+    "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k",
+    "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip
 
 

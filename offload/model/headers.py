@@ -22,7 +22,7 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf"
 
 
 def describe(model: str) -> Checkpoint:
-    """A model as planning sees it: a folder, with weights or without, a hub id, or a config.json. Raises `UserError`."""
+    """A model as planning sees it: a folder, a hub id, or a config.json alone or in a folder. Raises `UserError`."""
     path = _lone_config(Path(os.path.expanduser(model)))
     if path is None:
         return open_headers(model)

@@ -49,6 +49,9 @@ class Curve:
         return y1 + slope * (size - x1) if size <= x1 else y1 + max(0.0, slope) * (size - x1)
 
 
+_NOTHING = Curve((1,), (0.0,))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """The curves of one pair of models on one machine."""
@@ -139,10 +142,17 @@ class Prediction(NamedTuple):
     tokens_per_sweep: float
     step: StepTime
     is_disk_slower: bool  # than the link to the GPU
+    tokens_range: tuple[float, float]  # least and most per sweep, around `tokens_per_sweep`
 
     @property
     def s_per_token(self) -> float:
         return self.step.total_s / self.tokens_per_sweep
+
+    @property
+    def s_per_token_range(self) -> tuple[float, float]:
+        """Least and most."""
+        low, high = self.tokens_range
+        return self.step.total_s / high, self.step.total_s / low
 
     @property
     def limit(self) -> str:
@@ -155,27 +165,36 @@ class Prediction(NamedTuple):
         """The figures by the names that `--json` uses."""
         tree = {"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth}
         figures = {"tokens_per_sweep": self.tokens_per_sweep, "s_per_token": self.s_per_token, "limit": self.limit}
+        ranges = {"tokens_per_sweep_range": self.tokens_range, "s_per_token_range": self.s_per_token_range}
         terms = self.step._asdict()
         terms["friction"] = terms.pop("overlap_penalty")  # what the key has been from the start
-        return {**tree, **figures, **terms, "step_s": self.step.total_s}
+        return {**tree, **figures, **ranges, **terms, "step_s": self.step.total_s}
 
 
 def predict(
-    label: str, costs: Costs, traffic: Traffic, shape: Shape, tokens_per_sweep: float, *, is_disk_slower: bool = False
-) -> Prediction:
-    """One tree on one machine; the last argument only names the slower link."""
-    return Prediction(label, shape, tokens_per_sweep, step_time(costs, traffic, shape), is_disk_slower)
+    label: str, costs: Costs, traffic: Traffic, shape: Shape, tokens: tuple[float, float], *,
+    is_disk_slower: bool = False,
+) -> Prediction:  # fmt: skip
+    """One tree on one machine; `tokens` are the least and the most per sweep, the last argument names the link."""
+    low, high = tokens
+    middle = low if low == high else math.sqrt(low * high)
+    return Prediction(label, shape, middle, step_time(costs, traffic, shape), is_disk_slower, tokens)
 
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
-    """Two models on a GPU that is not here; every pass reads keys and values of `num_positions`."""
-    steps = _pass_curve(hardware, draft, num_positions) if draft else Curve((1,), (0.0,))
+    """Two models on a machine that is not here; every pass reads keys and values of `num_positions`."""
+    steps = _pass_curve(hardware, draft, num_positions) if draft else _NOTHING
     return Costs(
         compute_s=_pass_curve(hardware, target, num_positions),
         draft_step_s=Curve(steps.sizes, tuple(seconds + DRAFT_OVERHEAD_S for seconds in steps.seconds)),
         verify_s=VERIFY_S,
-        link_bytes_per_s=hardware.link_bytes_per_s,
+        link_bytes_per_s=hardware.feed_bytes_per_s,
     )
+
+
+def link_alone(link_bytes_per_s: float) -> Costs:
+    """Where nothing is known of computing: what moving the weights takes at the least."""
+    return Costs(compute_s=_NOTHING, draft_step_s=_NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s)
 
 
 def traffic_on(hardware: Hardware | None, plan: MemoryPlan) -> Traffic:
@@ -192,7 +211,7 @@ def is_disk_slower(hardware: Hardware | None, plan: MemoryPlan) -> bool:
 def _disk_as_link_bytes(hardware: Hardware | None, plan: MemoryPlan) -> int:
     if hardware is None:
         return 0
-    return int(plan.disk_streamed_bytes * hardware.link_bytes_per_s / hardware.disk_bytes_per_s)
+    return int(plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s)
 
 
 def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:
@@ -200,6 +219,7 @@ def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Cu
 
     Of E routed experts each row is multiplied with its own k, and rows read no more than k times their number.
     """
+    assert hardware.flops_per_s and hardware.memory_bytes_per_s, "rates of computing are known"
     read_bytes = sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
     num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
     row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
