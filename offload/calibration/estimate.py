@@ -162,7 +162,7 @@ def estimate(
     costs = _costs(case, profile, link)
     models = tuple(ModelFacts.of(*one, options.dtype) for one in zip(names, filter(None, files), strict=True))
     predictions: tuple[Prediction, ...] = ()
-    if link is not None:
+    if link is not None and (costs or plan.streamed_bytes):
         predictions, basis = _predictions(case, costs, link, profile, basis)
         plan = case.plan(predictions[-1].shape.num_nodes)
     is_measured = link is not None and machine is None and disk_bytes_per_s is None
@@ -287,13 +287,10 @@ def _tokens(case: _Case, choice: TreeChoice, profile: Profile | None, basis: str
         return (case.tokens_per_sweep, case.tokens_per_sweep), "tokens per sweep as given"
     tokens = (choice.tokens_per_sweep, choice.tokens_per_sweep)
     if profile is None:
-        target, draft = (model_shape(one).num_weights for one in filter(None, case.files))
+        target, draft = (model_shape(one, case.options.dtype).num_weights for one in filter(None, case.files))
         like = range_for(draft / target)
-        tokens, why = (
-            like.of(choice.tokens_per_sweep),
-            f"a range, as {' and '.join(like.pairs)} have yielded ({SOURCE})",
-        )
-        basis = f"{why}; {basis}" if basis else why
+        why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
+        tokens, basis = like.of(choice.tokens_per_sweep), f"{why}; {basis}" if basis else why
     is_guess = choice.is_dynamic and not (profile and profile.dynamic_yields)
     return tokens, basis + (_AS_STATIC if is_guess else "")
 
