@@ -15,6 +15,7 @@ Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes
 import re
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
 from operator import index
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):  # numpy's whole numbers overflow where Python's do not
             object.__setattr__(self, name, whole_number(getattr(self, name), f"`{name}`"))
+        for name in ("temperature", "top_p"):
+            require_number(getattr(self, name), f"`{name}`")
         require(
             0 <= self.temperature < float("inf"), "`temperature` must be 0 or more", self.temperature, "0 is greedy"
         )
@@ -45,7 +48,7 @@ class Sampling:
         require(is_safe, f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}", self.temperature, "0 is greedy")
         require(0 < self.top_p <= 1, "`top_p` must lie in (0, 1]", self.top_p, "1 keeps every token")
         require(self.top_k >= 0, "`top_k` must be 0 or more", self.top_k, "0 keeps every token")
-        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "choose a smaller one")
+        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "choose another")
 
     @property
     def is_greedy(self) -> bool:
@@ -120,6 +123,11 @@ def whole_number(value: object, what: str) -> int:
         return index(value)  # type: ignore[arg-type]
     except TypeError:
         raise UserError(f"{what} must be a whole number, got {value!r:.80}: round it") from None
+
+
+def require_number(value: object, what: str) -> None:
+    """Raises `UserError` where `value` is no number of any library."""
+    require(isinstance(value, Real), f"{what} must be a number", f"{value!r:.80}", "give one such as 0.7")
 
 
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:

@@ -24,7 +24,7 @@ Tree = Annotated[
 RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="all the details")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")]
 Threads = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, by what steps take")
 ]
@@ -47,7 +47,7 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 _FLAG_OF = {
     "context": "--context", "device": "--device", "disk_speed": "--disk-speed", "draft": "--draft",
     "dtype": "--dtype", "gpu_memory": "--gpu-mem", "hardware": "--hardware", "link_limit": "--link-limit",
-    "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw", "rule": "--rule", "seed": "--seed",
+    "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw", "rule": "--rule", "seed": "--seed", "stop": "--stop",
     "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k",
     "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip

@@ -29,15 +29,23 @@ class Request:
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def check(self) -> None:
+        """Raises `UserError` for settings that no model could meet."""
+        require(
+            isinstance(self.sampling, Sampling), "`sampling` must be a Sampling", f"{self.sampling!r:.80}", "give one"
+        )
+        is_text = isinstance(self.stop, str | Sequence | None) and all(isinstance(one, str) for one in self.stops)
+        require(is_text, "`stop` must be a text or a list of texts", f"{self.stop!r:.80}", "leave it out")
+        require("" not in self.stops, "`stop` must not be empty", "''", "leave it out")
+        num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
+        require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")
+
     def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int) -> list[int]:
         """Token ids of the prompt. Raises `UserError` where `context` positions do not suffice, or for bad requests."""
-        if "" in self.stops:
-            raise UserError("a stop string must not be empty, got '': leave it out")
+        self.check()
         if self.stops and tokenizer is None:
-            raise UserError("a stop string is looked for in text, and this checkpoint has no tokenizer: leave it out")
-        num_new = whole_number(self.max_new_tokens, "the number of new tokens")
-        require(num_new >= 0, "the number of new tokens must be 0 or more", num_new, "0 writes nothing")
-        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
+            raise UserError("`stop` is looked for in text, and this checkpoint has no tokenizer: leave it out")
+        num_new, ids = self.max_new_tokens, encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
         if len(ids) + num_new > context:
             raise UserError(
                 f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "

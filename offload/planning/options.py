@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import is_hub_id
-from offload.config import drafting_of, parse_rate, parse_size, require
+from offload.config import drafting_of, parse_rate, parse_size, require, whole_number
 from offload.memory.planner import require_dtype, require_positions
 from offload.planning.profile import parse_profile
 from offload.tree.spec import TreeSpec, parse_tree, tree_to_fill
@@ -32,6 +32,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
+        require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree).check_rule(self.rule)
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
@@ -39,8 +40,8 @@ class LoadOptions:
         parse_rate(self.link_limit, "`link_limit`")
         require_dtype(self.dtype)
         if self.context is not None:
-            require_positions(self.context)
-        is_count = self.threads is None or self.threads >= 1
+            require_positions(whole_number(self.context, "`context`"))
+        is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
