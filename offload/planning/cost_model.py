@@ -223,11 +223,12 @@ def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Cu
     read_bytes = sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
     num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
     row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
+    bytes_per_s = hardware.memory_share * hardware.memory_bytes_per_s
 
     def pass_s(rows: int) -> float:
         idle_bytes = max(0.0, 1 - rows * shape.routed_share) * shape.routed_bytes
-        return max((read_bytes - idle_bytes) / (hardware.memory_share * hardware.memory_bytes_per_s), rows * row_s)
+        return max((read_bytes - idle_bytes) / bytes_per_s, rows * row_s)
 
-    bend = int(read_bytes / (hardware.memory_share * hardware.memory_bytes_per_s) / row_s)
+    bend = int(read_bytes / bytes_per_s / row_s)
     corners = {1, math.ceil(1 / shape.routed_share), max(2, min(bend, _FAR_ROWS - 1)), _FAR_ROWS}
     return Curve(tuple(sorted(corners)), tuple(pass_s(rows) for rows in sorted(corners)))

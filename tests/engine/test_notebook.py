@@ -13,7 +13,6 @@ from tiny import save_reciter
 import offload
 from offload.engine.decoder import Decoder
 
-
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% endfor %}:"
 
 
