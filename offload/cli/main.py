@@ -199,7 +199,11 @@ def plan(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile,
     )  # fmt: skip
-    found = estimate(model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep)
+    with Console(is_quiet=as_json) as console:
+        console.wait("reading headers")  # from the hub, or of a model that torch is imported for
+        found = estimate(
+            model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
+        )
     text = json.dumps(found.as_dict()) if as_json else answer_lines(found, is_verbose=verbose)
     print(flags.as_flags(text))
 
