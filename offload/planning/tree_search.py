@@ -18,18 +18,24 @@ from offload.planning.traces import (
     NUM_FOLDS,
     PRODUCT_FORM,
     DynamicYield,
-    Found,
     Gains,
     RankTrie,
     Trace,
     bursts,
     cut_order,
-    grow_order,
     tokens_per_sweep,
-    tree_of,
 )
 from offload.tree.spec import label_of
-from offload.tree.topology import DynamicShape, Floats, Shape, Topology, expected_tokens
+from offload.tree.topology import (
+    DynamicShape,
+    Floats,
+    Found,
+    Shape,
+    Topology,
+    expected_tokens,
+    grow_order,
+    tree_of,
+)
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32)
@@ -113,9 +119,9 @@ class Forest:
         return folds
 
     def _order(self, traces: Sequence[Trace]) -> list[Found]:
-        trie = RankTrie(traces, self.max_depth)
+        trie = RankTrie(traces, self.max_depth, self.p_K, self.smoothing)
         largest = max([self.max_nodes, *(one.num_nodes for one in self.counted)])
-        return grow_order(self.p_K, _SPARE * largest, self.max_depth, trie, self.smoothing)
+        return grow_order(_SPARE * largest, self.max_depth, trie.follow, 0)
 
 
 def rank_trees(
