@@ -21,7 +21,7 @@ from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
 from offload.model.headers import describe
-from offload.planning.cost_model import Costs, Prediction, costs_on, is_disk_slower, link_alone, predict, traffic_on
+from offload.planning.cost_model import Costs, Prediction, costs_on, link_alone, predict, traffic_on
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.measured_pairs import SOURCE, range_for
 from offload.planning.options import LoadOptions
@@ -43,16 +43,14 @@ class ModelFacts(NamedTuple):
 
     name: str  # as it was given, less the folders around it
     num_parameters: int
-    num_bytes: int
-    dtype: str
+    num_bytes: int  # as stored
 
     @classmethod
-    def of(cls, model: str, checkpoint: Checkpoint, dtype: str) -> "ModelFacts":
+    def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
         """From headers."""
         path = Path(model)
-        name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
-        num_parameters = sum(math.prod(entry.shape) for entry in checkpoint.tensors.values())
-        return cls(name, num_parameters, checkpoint.num_bytes, compute_dtype_name(checkpoint, dtype))
+        name = path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+        return cls(name, sum(math.prod(one.shape) for one in checkpoint.tensors.values()), checkpoint.num_bytes)
 
 
 class Estimate(NamedTuple):
@@ -160,7 +158,7 @@ def estimate(
     profile, basis = _profile(case)
     link = _link(case)
     costs = _costs(case, profile, link)
-    models = tuple(ModelFacts.of(*one, options.dtype) for one in zip(names, filter(None, files), strict=True))
+    models = tuple(ModelFacts.of(*one) for one in zip(names, filter(None, files), strict=True))
     predictions: tuple[Prediction, ...] = ()
     if link is not None and (costs or plan.streamed_bytes):
         predictions, basis = _predictions(case, costs, link, profile, basis)
@@ -190,14 +188,12 @@ def _find_device(options: LoadOptions, hardware: Hardware | None) -> "Device | N
 
 def _room(options: LoadOptions, hardware: Hardware | None, device: "Device | None") -> Room:
     """Budgets that are not given are the named machine's, or what is free on this one."""
+    place = str(device.place) if device else None if options.gpu_memory is None else "cuda"
     if hardware is not None:
-        ram, gpu = options.ram or hardware.ram_bytes, options.gpu_memory or hardware.gpu_bytes
-        has_gpu = hardware.gpu_bytes is not None
-        require(has_gpu or not options.gpu_memory, f"{hardware.name} has no GPU", options.gpu_memory, "leave it out")
-        return Room.of(replace(options, ram=ram, gpu_memory=gpu), "cuda" if has_gpu else None)
-    if device is None:
-        return Room.of(options, None if options.gpu_memory is None else "cuda")
-    return Room.of(options, str(device.place))
+        ram, gpu, place = options.ram or hardware.ram_bytes, hardware.gpu_bytes, "cuda" if hardware.gpu_bytes else None
+        require(bool(gpu) or not options.gpu_memory, f"{hardware.name} has no GPU", options.gpu_memory, "leave it out")
+        options = replace(options, ram=ram, gpu_memory=options.gpu_memory or gpu)
+    return Room.of(options, place)
 
 
 def _check(case: _Case) -> None:
@@ -215,27 +211,19 @@ def _check(case: _Case) -> None:
 
 def _profile(case: _Case) -> tuple[Profile | None, str]:
     """What is known of acceptance, and in words where from."""
-    target, draft, named = *case.files, case.options.profile
-    if draft is None or case.options.has_no_profile:
+    (target, draft), rule, named = case.files, case.options.rule, case.options.profile
+    if draft is None or case.options.has_no_profile or (named is None and (case.is_elsewhere or not case.is_open)):
         return None, ""
-    if named is not None:
-        return _named_profile(case, Path(named)), f"acceptance of {named}"
-    if case.is_elsewhere or not case.is_open:
-        return None, ""
-    profile, where = find_profile(Identity.of(target, draft, Sampling(), case.options.rule, case.machine))
-    return profile, f"profile {where}" if profile else where
-
-
-def _named_profile(case: _Case, path: Path) -> Profile:
-    """A profile for these models; times of another machine do not matter where a GPU's are asked for."""
-    profile, (target, draft) = parse_profile(path), case.files
-    if not case.is_open:
-        return profile
-    own = profile.identity
-    here = case.machine if case.hardware is None else own.machine
-    sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
-    assert draft is not None, "a profile is of two models"
-    return read_profile(path, Identity.of(target, draft, sampling, case.options.rule, here))
+    if named is None:
+        profile, where = find_profile(Identity.of(target, draft, Sampling(), rule, case.machine))
+        return profile, f"profile {where}" if profile else where
+    known = parse_profile(Path(named))
+    if case.is_open:  # times of another machine do not matter where those of hardware are asked for
+        own = known.identity
+        sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+        machine = own.machine if case.hardware else case.machine
+        read_profile(Path(named), Identity.of(target, draft, sampling, rule, machine))
+    return known, f"acceptance of {named}"
 
 
 def _costs(case: _Case, profile: Profile | None, link: float | None) -> Costs | None:
@@ -297,28 +285,20 @@ def _tokens(case: _Case, choice: TreeChoice, profile: Profile | None, basis: str
 
 def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: tuple[float, float]) -> Prediction:
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
-    is_slower = is_disk_slower(case.hardware, plan)
-    return predict(label, costs, traffic_on(case.hardware, plan), shape, tokens, is_disk_slower=is_slower)
+    return predict(label, costs, traffic_on(case.hardware, plan), shape, tokens)
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:
-    """Lines about what the figures leave out."""
-    is_this_machine = case.hardware is None and case.disk_bytes_per_s is None and is_here(case.files.target)
-    notes = [
-        _device_note(case),
-        ram_warning(case.room.ram) if is_this_machine else None,
-        (_NO_DISK if plan.gpu_bytes is None else _NO_GPU) if link is None and plan.streamed_bytes else None,
-    ]
+    """Which GPU this is about, and what the figures leave out."""
+    notes: list[str | None] = []
+    if case.device is not None and plan.gpu_bytes is not None:
+        gpu = f"{case.device.place} is a {case.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
+        notes.append(f"{gpu}; `device` cpu does without")
+    if case.hardware is None and case.disk_bytes_per_s is None and is_here(case.files.target):
+        notes.append(ram_warning(case.room.ram))
+    if link is None and plan.streamed_bytes:
+        notes.append(_NO_DISK if plan.gpu_bytes is None else _NO_GPU)
     return tuple(note for note in notes if note)
-
-
-def _device_note(case: _Case) -> str | None:
-    """Which GPU this is about, and how much of it."""
-    if case.device is None:
-        return None
-    gpu_bytes, place = case.plan(1).gpu_bytes, case.device.place
-    assert gpu_bytes is not None, "a plan for a GPU has a budget on it"
-    return f"{place} is a {case.device.name}, {format_bytes(gpu_bytes)} of it to use; `device` cpu does without"
 
 
 _NO_DISK = "the weights are not here, so the disk was not measured: give `disk_speed`, such as 3GB"

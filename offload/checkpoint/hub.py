@@ -5,7 +5,7 @@ to read asks `is_here` first.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,26 @@ def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
     for name in _SIZES:
         if type(config.get(name)) is not int or config[name] < 1:
             raise UserError(f"{path}: {name} must be a whole number above 0, got {config.get(name)!r}: fix it")
+    dtype = stored_dtype(config, path)
+    return imagined(config, path, {name: (dtype, shape) for name, shape in _shapes(config).items()})
+
+
+def stored_dtype(config: dict[str, Any], path: Path) -> str:
+    """What most weights of a model of this config are stored in. Raises `UserError` where nothing computes in it."""
     named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if named not in PLAIN_OF:
         raise UserError(f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be")
-    tensors, at = {}, 0
-    for name, shape in _shapes(config).items():
-        num_bytes = PLAIN_OF[named].stored_bytes(shape)
-        tensors[name] = TensorEntry(0, PLAIN_OF[named].name, shape, at, at + num_bytes)
+    return named
+
+
+def imagined(config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Checkpoint:
+    """Headers with these types and shapes by name, in one file beside `path` that does not exist."""
+    entries, at = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        num_bytes = PLAIN_OF[dtype].stored_bytes(shape)
+        entries[name] = TensorEntry(0, PLAIN_OF[dtype].name, shape, at, at + num_bytes)
         at += num_bytes
-    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), tensors)
+    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), entries)
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

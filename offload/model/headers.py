@@ -6,16 +6,15 @@ storage, and its parameters get the names and shapes that saving would give them
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from offload.checkpoint.hub import LLAMA_LIKE, checkpoint_of_config, open_headers
-from offload.checkpoint.safetensors import Checkpoint, TensorEntry, read_config
+from offload.checkpoint.hub import LLAMA_LIKE, checkpoint_of_config, imagined, open_headers, stored_dtype
+from offload.checkpoint.safetensors import Checkpoint, read_config
 from offload.checkpoint.sizes import config_sizes
 from offload.config import require
-from offload.encoding.registry import PLAIN_OF
-from offload.errors import UserError
 
 _MOST_MODULES, _MOST_NUMBERS = 4096, 1 << 28  # layers or experts to build, and any other size: beyond every model
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
@@ -42,22 +41,14 @@ def _lone_config(path: Path) -> Path | None:
 
 
 def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
-    name = path.parent.name if path.name == "config.json" else path.stem
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if named not in PLAIN_OF:
-        raise UserError(f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be")
-    for key, value in config_sizes(Checkpoint(Path(name), config, (), {})).items():
+    dtype, known = stored_dtype(config, path), Checkpoint(path.parent, config, (), {})
+    for key, value in config_sizes(known).items():
         most = _MOST_MODULES if key == "num_hidden_layers" or "experts" in key else _MOST_NUMBERS
         require(value <= most, f"{path}: {key} must be at most {most}", value, "fix it")
-    tensors, at = {}, 0
-    for tensor, (dtype, shape) in _stored_tensors(config, name, named).items():
-        num_bytes = PLAIN_OF[dtype].stored_bytes(shape)
-        tensors[tensor] = TensorEntry(0, PLAIN_OF[dtype].name, shape, at, at + num_bytes)
-        at += num_bytes
-    return Checkpoint(Path(name), config, (path.with_name("model.safetensors"),), tensors)
+    return imagined(config, path, _stored_tensors(known, dtype))
 
 
-def _stored_tensors(config: dict[str, Any], name: str, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and shape of all tensors by the names that they have in a file."""
     import torch
     from transformers.core_model_loading import revert_weight_conversion
@@ -65,11 +56,10 @@ def _stored_tensors(config: dict[str, Any], name: str, dtype: str) -> dict[str, 
     from offload.model.meta import build_meta_model
 
     with TemporaryDirectory() as scratch:  # the file itself may have any name, and stand beside files of other models
-        folder = Path(scratch) / (name or "model")
+        folder = Path(scratch) / (known.directory.name or "model")
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
-        model = build_meta_model(Checkpoint(folder, config, (), {}), getattr(torch, dtype))
-    tied = model.all_tied_weights_keys
-    own = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
+        (folder / "config.json").write_text(json.dumps(known.config))
+        model = build_meta_model(replace(known, directory=folder), getattr(torch, dtype))
+    own = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
     stored = revert_weight_conversion(model, own)
-    return {key: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in stored.items()}
+    return {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in stored.items()}

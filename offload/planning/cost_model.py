@@ -68,6 +68,7 @@ class Traffic(NamedTuple):
 
     streamed_bytes: int  # by every sweep
     slots_bytes: int  # that can be there before it starts
+    is_disk_slower: bool = False  # than the link to the GPU, so that a sweep waits for the disk
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> "Traffic":
@@ -171,14 +172,11 @@ class Prediction(NamedTuple):
         return {**tree, **figures, **ranges, **terms, "step_s": self.step.total_s}
 
 
-def predict(
-    label: str, costs: Costs, traffic: Traffic, shape: Shape, tokens: tuple[float, float], *,
-    is_disk_slower: bool = False,
-) -> Prediction:  # fmt: skip
-    """One tree on one machine; `tokens` are the least and the most per sweep, the last argument names the link."""
-    low, high = tokens
+def predict(label: str, costs: Costs, traffic: Traffic, shape: Shape, tokens_range: tuple[float, float]) -> Prediction:
+    """One tree on one machine."""
+    low, high = tokens_range
     middle = low if low == high else math.sqrt(low * high)
-    return Prediction(label, shape, middle, step_time(costs, traffic, shape), is_disk_slower, tokens)
+    return Prediction(label, shape, middle, step_time(costs, traffic, shape), traffic.is_disk_slower, tokens_range)
 
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
@@ -200,18 +198,10 @@ def link_alone(link_bytes_per_s: float) -> Costs:
 def traffic_on(hardware: Hardware | None, plan: MemoryPlan) -> Traffic:
     """What the link carries; where a GPU's disk is known to be slower, what the link could have carried meanwhile."""
     own = Traffic.of(plan)
-    return own._replace(streamed_bytes=max(own.streamed_bytes, _disk_as_link_bytes(hardware, plan)))
-
-
-def is_disk_slower(hardware: Hardware | None, plan: MemoryPlan) -> bool:
-    """Whether a sweep is known to wait for the disk rather than for the link to the GPU."""
-    return _disk_as_link_bytes(hardware, plan) > plan.streamed_bytes
-
-
-def _disk_as_link_bytes(hardware: Hardware | None, plan: MemoryPlan) -> int:
     if hardware is None:
-        return 0
-    return int(plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s)
+        return own
+    as_link_bytes = int(plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s)
+    return Traffic(as_link_bytes, own.slots_bytes, True) if as_link_bytes > own.streamed_bytes else own
 
 
 def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:

@@ -6,12 +6,12 @@ default acceptance expects of its tree, both less the one token that every sweep
 family. No torch, no clock.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first, expected_tokens
+from offload.planning.tree_search import Forest
+from offload.tree.topology import DEFAULT_ACCEPTANCE
 
 SOURCE = "arXiv 2402.12374"
 _LARGE_SHARE = 1 / 16  # between the two groups
@@ -48,19 +48,14 @@ class YieldRange(NamedTuple):
 
     def of(self, tokens_per_sweep: float) -> tuple[float, float]:
         """Least and most tokens per sweep."""
-        more = tokens_per_sweep - 1
-        return 1 + self.low * more, 1 + self.high * more
+        return 1 + self.low * (tokens_per_sweep - 1), 1 + self.high * (tokens_per_sweep - 1)
 
 
 def range_for(share: float) -> YieldRange:
     """For a draft with this share of the target's weights."""
     rows = [one for one in MEASURED if (one.share >= _LARGE_SHARE) == (share >= _LARGE_SHARE)]
-    ratios = [_ratio(one) for one in rows]
+    ratios = []
+    for _, _, num_nodes, depth, tokens in rows:
+        usual = Forest(np.array(DEFAULT_ACCEPTANCE), max_nodes=num_nodes, max_depth=depth).expected(num_nodes, depth)
+        ratios.append((tokens - 1) / (usual - 1))
     return YieldRange(min(ratios), max(ratios), tuple(dict.fromkeys(one.pair for one in rows)))
-
-
-@cache
-def _ratio(one: MeasuredYield) -> float:
-    p_K = np.pad(np.array(DEFAULT_ACCEPTANCE), (0, one.num_nodes))
-    expected = expected_tokens(best_first(DEFAULT_ACCEPTANCE, one.num_nodes, one.depth), p_K)
-    return (one.tokens_per_sweep - 1) / (expected - 1)

@@ -17,7 +17,6 @@ from offload.planning.cost_model import (
     VERIFY_S,
     Curve,
     costs_on,
-    is_disk_slower,
     predict,
     traffic_on,
 )
@@ -100,11 +99,11 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
 def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:
     target = SHAPES["Llama-2-70B"]
     memory = make_plan(target, None, Budgets(64 * GB, TOY.gpu_bytes), context=512, num_nodes=1)
-    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and is_disk_slower(TOY, memory)
+    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and traffic_on(TOY, memory).is_disk_slower
     traffic = traffic_on(TOY, memory)
     assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
     quick = replace(TOY, disk_bytes_per_s=20e9)
-    assert not is_disk_slower(quick, memory) and traffic_on(quick, memory).streamed_bytes == memory.streamed_bytes
+    assert traffic_on(quick, memory) == (memory.streamed_bytes, traffic.slots_bytes, False)
 
 
 def test_every_measured_pair_lies_within_the_range_that_it_is_given() -> None:
