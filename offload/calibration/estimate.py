@@ -21,7 +21,7 @@ from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
 from offload.model.headers import describe
-from offload.planning.cost_model import Costs, Prediction, costs_on, link_alone, predict, traffic_on
+from offload.planning.cost_model import Costs, Prediction, costs_on, link_alone, step_time, traffic_on
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.measured_pairs import SOURCE, range_for
 from offload.planning.options import LoadOptions
@@ -285,7 +285,7 @@ def _tokens(case: _Case, choice: TreeChoice, profile: Profile | None, basis: str
 
 def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: tuple[float, float]) -> Prediction:
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
-    return predict(label, costs, traffic_on(case.hardware, plan), shape, tokens)
+    return Prediction(label, shape, step_time(costs, traffic_on(case.hardware, plan), shape), tokens)
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:

@@ -15,10 +15,9 @@ from offload.threads.policy import Modes
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
     from offload.engine.decoder import Decoder
-    from offload.planning.cost_model import Curve
+    from offload.planning.cost_model import Curve, Prediction
     from offload.planning.profile import Profile
     from offload.planning.tree_policy import TreeChoice
-    from offload.planning.tree_search import Candidate
 
 _CHOICES_SHOWN, _TREES_SHOWN, _RANKS_SHOWN = 2, 5, 6
 
@@ -137,18 +136,16 @@ def _tree_words(num_nodes: int, depth: int, is_dynamic: bool) -> str:
     return f"{'dynamic tree of at most' if is_dynamic else 'tree of'} {num_nodes} nodes, {depth} deep"
 
 
-def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
+def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
     """What was predicted for the best few trees."""
-    from offload.tree.spec import label_of  # which brings numpy along
-
     return [
-        f"  {label_of(c.shape):>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
-        f"{c.s_per_token:.4f} s/token; the {c.limit} is the slower side"
+        f"  {c.label:>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step.total_s:.3f} s, "
+        f"{c.s_per_token:.4f} s/token; the {c.step.limit} is the slower side"
         for c in candidates
     ]
 
 
-def profile_lines(tuned: "Profile", candidates: Sequence["Candidate"]) -> str:
+def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     """What a tune has found: acceptance by rank, the curves, and the trees that follow."""
     costs, settings = tuned.costs, tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]

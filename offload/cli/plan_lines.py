@@ -83,7 +83,7 @@ def _sweep_words(found: "Estimate") -> str:
         words += f", {_gb(plan.disk_streamed_bytes)} of it from the disk"
     if found.sweep_s is None:
         return words
-    limit = found.predictions[-1].limit
+    limit = found.predictions[-1].step.limit
     limit = "disk" if limit == "link" and plan.gpu_bytes is None else limit
     decides = "computing is not counted" if found.is_link_alone else _LIMITS[limit]
     return f"{words}: {_seconds(found.sweep_s)} s; {decides}"
@@ -119,7 +119,7 @@ def _table(predictions: Sequence["Prediction"]) -> list[str]:
 def _row(one: "Prediction") -> str:
     step = one.step
     terms = f"{one.tokens_per_sweep:>7.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
-    return f"{one.label:>19} {terms} {one.s_per_token:>8.3f}  {one.limit}"
+    return f"{one.label:>19} {terms} {one.s_per_token:>8.3f}  {step.limit}"
 
 
 def plan_picture(plan: MemoryPlan) -> str:

@@ -20,7 +20,7 @@ from offload.memory.plan import MemoryPlan
 from offload.planning.hardware import Hardware
 from offload.tree.topology import DynamicShape, Shape
 
-Limit = Literal["link", "compute"]
+Limit = Literal["link", "disk", "compute", "draft"]
 _PENALTIES = tuple(index / 100 for index in range(101))
 # Launching, sorting and drawing of one draft step, most of it replayed from a captured graph, and of one verification.
 # Assumed: of the size of ten kernels a layer at some microseconds each; a step of a second does not notice.
@@ -84,6 +84,7 @@ class StepTime(NamedTuple):
     link_s: float  # that the link still needs when the sweep begins
     verify_s: float
     overlap_penalty: float = 0.0
+    is_disk_slower: bool = False  # than the link to the GPU
 
     @property
     def sweep_s(self) -> float:
@@ -95,8 +96,10 @@ class StepTime(NamedTuple):
 
     @property
     def limit(self) -> Limit:
-        """The slower side of the sweep."""
-        return "link" if self.link_s > self.compute_s else "compute"
+        """The longest term."""
+        if self.draft_s > max(self.link_s, self.compute_s):
+            return "draft"
+        return "compute" if self.link_s <= self.compute_s else "disk" if self.is_disk_slower else "link"
 
 
 def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
@@ -104,7 +107,8 @@ def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
     draft_s = sum(costs.draft_step_s.at(width) for width in draft_widths(shape))
     hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
-    return StepTime(draft_s, costs.compute_s.at(shape.num_nodes), link_s, costs.verify_s, costs.overlap_penalty)
+    compute_s, fixed = costs.compute_s.at(shape.num_nodes), (costs.verify_s, costs.overlap_penalty)
+    return StepTime(draft_s, compute_s, link_s, *fixed, traffic.is_disk_slower)
 
 
 def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
@@ -136,14 +140,18 @@ def draft_widths(shape: Shape) -> list[int]:
 
 
 class Prediction(NamedTuple):
-    """What decoding with one tree will cost."""
+    """What decoding with one tree is expected to cost."""
 
     label: str  # as `--tree` names it
-    shape: Shape
-    tokens_per_sweep: float
+    shape: Shape  # bounds, where the draft's scores shape the tree
     step: StepTime
-    is_disk_slower: bool  # than the link to the GPU
-    tokens_range: tuple[float, float]  # least and most per sweep, around `tokens_per_sweep`
+    tokens_range: tuple[float, float]  # least and most per sweep
+
+    @property
+    def tokens_per_sweep(self) -> float:
+        """G(n, d); of a range the geometric middle."""
+        low, high = self.tokens_range
+        return low if low == high else math.sqrt(low * high)
 
     @property
     def s_per_token(self) -> float:
@@ -155,28 +163,18 @@ class Prediction(NamedTuple):
         low, high = self.tokens_range
         return self.step.total_s / high, self.step.total_s / low
 
-    @property
-    def limit(self) -> str:
-        """The longest term: link, disk, compute or draft."""
-        if self.step.draft_s > max(self.step.link_s, self.step.compute_s):
-            return "draft"
-        return "disk" if self.step.limit == "link" and self.is_disk_slower else self.step.limit
-
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
-        tree = {"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth}
-        figures = {"tokens_per_sweep": self.tokens_per_sweep, "s_per_token": self.s_per_token, "limit": self.limit}
-        ranges = {"tokens_per_sweep_range": self.tokens_range, "s_per_token_range": self.s_per_token_range}
-        terms = self.step._asdict()
-        terms["friction"] = terms.pop("overlap_penalty")  # what the key has been from the start
-        return {**tree, **figures, **ranges, **terms, "step_s": self.step.total_s}
-
-
-def predict(label: str, costs: Costs, traffic: Traffic, shape: Shape, tokens_range: tuple[float, float]) -> Prediction:
-    """One tree on one machine."""
-    low, high = tokens_range
-    middle = low if low == high else math.sqrt(low * high)
-    return Prediction(label, shape, middle, step_time(costs, traffic, shape), traffic.is_disk_slower, tokens_range)
+        own = ("tokens_per_sweep", "s_per_token", "s_per_token_range")
+        terms = ("limit", "draft_s", "compute_s", "link_s", "verify_s")
+        return {
+            **{"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth},
+            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self.step, name) for name in terms},
+            "tokens_per_sweep_range": self.tokens_range,
+            "friction": self.step.overlap_penalty,  # what the key has been from the start
+            "step_s": self.step.total_s,
+        }
 
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:

@@ -96,7 +96,9 @@ def test_a_grown_tree_is_predicted_as_the_fixed_one_of_its_size(size: str, confi
 
 def test_a_smaller_host_sends_layers_to_its_disk(configs: list[str]) -> None:
     got = ask(configs, context=512, hardware="rtx4090", ram="64GiB", tree="64x8")
-    assert got.plan.disk_streamed_bytes > 0 and got.predictions[1].limit == "disk" and got.plan.ram_bytes == 64 << 30
+    assert (
+        got.plan.disk_streamed_bytes > 0 and got.predictions[1].step.limit == "disk" and got.plan.ram_bytes == 64 << 30
+    )
     assert got.sweep_s == pytest.approx(got.plan.disk_streamed_bytes / 5e9, rel=0.01)
 
 
@@ -141,7 +143,7 @@ def test_this_machine_is_predicted_from_its_profile_and_todays_link(tmp_path: Pa
     got = ask(pair, ram="1GiB", tree="chain:4")
     assert got.link_bytes_per_s > 1e6 and got.basis.startswith("profile ")
     plain, tree = got.predictions
-    assert plain.s_per_token == pytest.approx(0.5) and plain.limit == "compute"
+    assert plain.s_per_token == pytest.approx(0.5) and plain.step.limit == "compute"
     assert tree.tokens_per_sweep == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
     assert tree.step.total_s == pytest.approx(4 * 0.01 + 0.5 + 0.1 * 4 / 63)
     other = replace(profile, identity=replace(profile.identity, target="c" * 64))
@@ -269,7 +271,7 @@ def test_a_laptop_from_a_file_is_predicted_like_its_figures(configs: list[str], 
 
 def test_a_disk_speed_stands_for_that_of_any_machine(configs: list[str], tmp_path: Path) -> None:
     slow, quick = (ask(configs, hardware="rtx4090", ram="64GiB", tree="64x8", disk_speed=gb) for gb in ("1GB", "8GB"))
-    assert slow.sweep_s == pytest.approx(8 * quick.sweep_s, rel=0.01) and slow.predictions[1].limit == "disk"
+    assert slow.sweep_s == pytest.approx(8 * quick.sweep_s, rel=0.01) and slow.predictions[1].step.limit == "disk"
     pair = save_pair(FAMILIES["llama"](), tmp_path)
     save_profile(profile_of(pair))
     here = ask(pair, ram="1GiB", disk_speed="3GB", tree="chain:4")

@@ -3,8 +3,8 @@
 import pytest
 
 from offload.cli.console import candidate_rows, choice_lines, closing_lines, comparison_lines
+from offload.planning.cost_model import Prediction, StepTime
 from offload.planning.tree_policy import TreeChoice
-from offload.planning.tree_search import Candidate
 from offload.stats import Stats
 from offload.tree.spec import label_of, parse_tree
 from offload.tree.topology import DynamicShape, Shape, best_first, chain
@@ -34,5 +34,9 @@ def test_every_line_tells_dynamic_from_static(label: str) -> None:
     assert choice_lines(TreeChoice(shape, "as named")).startswith(f"{words}: as named")
     row = comparison_lines(stats(chain(0)), stats(shape), 1, 0).splitlines()[2]
     assert row.strip().startswith("dynamic tree 64x8 " if is_dynamic else "tree 64x8 ")
-    assert candidate_rows([Candidate(shape, 4.0, 1.0, "link")])[0].strip().startswith(f"{label}: ")
+    assert (
+        candidate_rows([Prediction(label, shape, StepTime(0.0, 0.0, 1.0, 0.0), (4.0, 4.0))])[0]
+        .strip()
+        .startswith(f"{label}: ")
+    )
     assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_grown": is_dynamic}

@@ -16,8 +16,9 @@ from offload.planning.cost_model import (
     DRAFT_OVERHEAD_S,
     VERIFY_S,
     Curve,
+    Prediction,
     costs_on,
-    predict,
+    step_time,
     traffic_on,
 )
 from offload.planning.hardware import Hardware
@@ -82,18 +83,19 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     memory = make_plan(target, draft, Budgets(TOY.ram_bytes, TOY.gpu_bytes), context=512, num_nodes=64)
     costs = costs_on(TOY, target, draft, 256)
-    got = predict("64x8", costs, traffic_on(TOY, memory), best_first([0.7, 0.2, 0.05], 64, 8), (2.0, 8.0))
+    traffic, shape = traffic_on(TOY, memory), best_first([0.7, 0.2, 0.05], 64, 8)
+    got = Prediction("64x8", shape, step_time(costs, traffic, shape), (2.0, 8.0))
     slots_s = 3 * memory.slot_bytes / 20e9
     hidden_s = min(slots_s, got.step.draft_s + VERIFY_S)
     assert got.step.draft_s == pytest.approx(8 * costs.draft_step_s.at(1), rel=0.01)
     assert got.step.link_s == pytest.approx(memory.streamed_bytes / 20e9 - hidden_s)
     assert got.s_per_token == pytest.approx((got.step.draft_s + got.step.link_s + VERIFY_S) / 4)
     assert got.s_per_token_range == pytest.approx((got.s_per_token / 2, got.s_per_token * 2))
-    assert got.limit == "link" and got.as_dict()["s_per_token"] == got.s_per_token
+    assert got.step.limit == got.as_dict()["limit"] == "link" and got.as_dict()["s_per_token"] == got.s_per_token
     slow = replace(costs, draft_step_s=Curve((1,), (2.0,)))
-    assert predict("x", slow, traffic_on(TOY, memory), chain(9), (4.0, 4.0)).limit == "draft"
+    assert step_time(slow, traffic, chain(9)).limit == "draft"
     quick = replace(costs, link_bytes_per_s=1e15)
-    assert predict("x", quick, traffic_on(TOY, memory), chain(1), (1.5, 1.5)).limit == "compute"
+    assert step_time(quick, traffic, chain(1)).limit == "compute"
 
 
 def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:

@@ -13,6 +13,7 @@ from offload.errors import UserError
 from offload.planning.cost_model import (
     Costs,
     Curve,
+    Prediction,
     Traffic,
     draft_widths,
     fit_overlap_penalty,
@@ -29,7 +30,7 @@ from offload.planning.traces import (
     tokens_per_sweep,
 )
 from offload.planning.tree_policy import Trees
-from offload.planning.tree_search import DEPTHS, Candidate, Forest, best_smoothing, rank_trees
+from offload.planning.tree_search import DEPTHS, Forest, best_smoothing, rank_trees
 from offload.tree.spec import parse_tree
 from offload.tree.topology import (
     DEFAULT_ACCEPTANCE,
@@ -54,7 +55,7 @@ def costs(*, row_s: float = 0.0, draft_s: float = 0.0, link: float = 1e9) -> Cos
     return Costs(compute_s=compute, draft_step_s=Curve((1,), (draft_s,)), verify_s=0.0, link_bytes_per_s=link)
 
 
-def best(what: Costs, traffic: Traffic, forest: Forest | None = None) -> Candidate:
+def best(what: Costs, traffic: Traffic, forest: Forest | None = None) -> Prediction:
     return rank_trees(forest or Forest(P_K, max_nodes=512), what, lambda _: traffic)[0]
 
 
@@ -95,7 +96,7 @@ def test_step_is_draft_plus_the_slower_side() -> None:
         compute_s=Curve((1, 11), (0.1, 0.2)), draft_step_s=Curve((1,), (0.05,)), verify_s=0.01, link_bytes_per_s=1e9
     )
     resident = step_time(what, Traffic(0, 0), chain(10))
-    assert resident.total_s == pytest.approx(0.5 + 0.2 + 0.01) and resident.limit == "compute"
+    assert resident.total_s == pytest.approx(0.5 + 0.2 + 0.01) and resident.limit == "draft"
     bound = step_time(what, Traffic(3 * 10**9, 0), chain(10))
     assert bound.total_s == pytest.approx(0.5 + 3.0 + 0.01) and bound.limit == "link"
     prefetched = step_time(what, Traffic(3 * 10**9, 4 * 10**8), chain(10))
@@ -156,7 +157,7 @@ def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
     for candidate in ranked:
         tree = candidate.shape
         assert candidate.tokens_per_sweep == pytest.approx(expected_tokens(tree, P_K))
-        assert candidate.step_s == step_time(what, traffic, tree).total_s
+        assert candidate.step == step_time(what, traffic, tree)
     exhaustive = min(
         step_time(what, traffic, tree).total_s / expected_tokens(tree, P_K)
         for tree in (best_first(P_K, n, d) for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) for d in DEPTHS)
