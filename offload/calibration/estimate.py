@@ -21,7 +21,7 @@ from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
 from offload.model.headers import describe
-from offload.planning.cost_model import Costs, Prediction, costs_on, link_alone, step_time, traffic_on
+from offload.planning.cost_model import Costs, Prediction, Traffic, costs_on, link_alone, step_time
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.measured_pairs import SOURCE, range_for
 from offload.planning.options import LoadOptions
@@ -69,7 +69,7 @@ class Estimate(NamedTuple):
     @property
     def sweep_s(self) -> float | None:
         """What moving the weights of one sweep takes."""
-        streamed_bytes = traffic_on(self.hardware, self.plan).streamed_bytes
+        streamed_bytes = Traffic.of(self.plan, self.hardware).streamed_bytes
         return None if self.link_bytes_per_s is None else streamed_bytes / self.link_bytes_per_s
 
     def as_dict(self) -> dict[str, object]:
@@ -228,7 +228,7 @@ def _profile(case: _Case) -> tuple[Profile | None, str]:
 
 def _costs(case: _Case, profile: Profile | None, link: float | None) -> Costs | None:
     """Of the named machine, or of this one where it was measured; None where nothing is known of computing."""
-    if case.hardware is not None and case.hardware.has_compute_rates:
+    if case.hardware is not None and case.hardware.flops_per_s:
         dtype, positions = case.options.dtype, int(_FILLED_SHARE * case.plan_without_draft().context)
         draft = model_shape(case.files.draft, dtype) if case.files.draft else None
         return costs_on(case.hardware, model_shape(case.files.target, dtype), draft, positions)
@@ -285,7 +285,7 @@ def _tokens(case: _Case, choice: TreeChoice, profile: Profile | None, basis: str
 
 def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: tuple[float, float]) -> Prediction:
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
-    return Prediction(label, shape, step_time(costs, traffic_on(case.hardware, plan), shape), tokens)
+    return Prediction(label, shape, step_time(costs, Traffic.of(plan, case.hardware), shape), tokens)
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:

@@ -71,9 +71,12 @@ class Traffic(NamedTuple):
     is_disk_slower: bool = False  # than the link to the GPU, so that a sweep waits for the disk
 
     @classmethod
-    def of(cls, plan: MemoryPlan) -> "Traffic":
-        """That of a plan."""
-        return cls(plan.streamed_bytes, plan.num_slots * plan.slot_bytes)
+    def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
+        """That of a plan; where the disk of a machine is slower than its link, what the link could carry meanwhile."""
+        slots_bytes, link_bytes = plan.num_slots * plan.slot_bytes, 0
+        if hardware is not None:
+            link_bytes = int(plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s)
+        return cls(max(plan.streamed_bytes, link_bytes), slots_bytes, link_bytes > plan.streamed_bytes)
 
 
 class StepTime(NamedTuple):
@@ -191,15 +194,6 @@ def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, n
 def link_alone(link_bytes_per_s: float) -> Costs:
     """Where nothing is known of computing: what moving the weights takes at the least."""
     return Costs(compute_s=_NOTHING, draft_step_s=_NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s)
-
-
-def traffic_on(hardware: Hardware | None, plan: MemoryPlan) -> Traffic:
-    """What the link carries; where a GPU's disk is known to be slower, what the link could have carried meanwhile."""
-    own = Traffic.of(plan)
-    if hardware is None:
-        return own
-    as_link_bytes = int(plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s)
-    return Traffic(as_link_bytes, own.slots_bytes, True) if as_link_bytes > own.streamed_bytes else own
 
 
 def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:

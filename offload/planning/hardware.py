@@ -56,11 +56,6 @@ class Hardware:
         """At which layers reach what computes: over the link of a GPU, else from the disk."""
         return self.link_bytes_per_s or self.disk_bytes_per_s
 
-    @property
-    def has_compute_rates(self) -> bool:
-        """Whether more than moving weights can be predicted."""
-        return self.flops_per_s is not None
-
 
 # Memory is what the driver reports (MiB), which ECC and the vendor's GB make less than the name says; then the peaks of
 # its rate (GB/s) and of bf16 products (TFLOP/s), and the link.

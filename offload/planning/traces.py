@@ -126,16 +126,12 @@ def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
 
 def yields_of(bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Sequence[int]]]) -> tuple[DynamicYield, ...]:
     """Tokens per sweep within each of the bounds, from those of every sweep, by window and bounds."""
-    yields = []
-    for index, shape in enumerate(bounds):
-        counts = [count for window in bursts_WB for count in window[index]]
-        if counts:
-            yields.append(
-                DynamicYield(
-                    num_nodes=shape.num_nodes, depth=shape.depth, tokens_per_sweep=fmean(counts), num_sweeps=len(counts)
-                )
-            )
-    return tuple(yields)
+    counts_B = [[count for window in bursts_WB for count in window[index]] for index in range(len(bounds))]
+    return tuple(
+        DynamicYield(num_nodes=one.num_nodes, depth=one.depth, tokens_per_sweep=fmean(counts), num_sweeps=len(counts))
+        for one, counts in zip(bounds, counts_B, strict=True)
+        if counts
+    )
 
 
 class Gains:

@@ -126,9 +126,11 @@ def tune(
     if spec.kind == "auto":
         options = replace(options, tree=f"{num_nodes}x{DEPTH}")
     with open_decoder(model, draft, replace(options, context=room.context, profile="none")) as decoder:
+        # Not where scores must not shape a tree, nor where the target has written nothing to grow along.
+        can_grow = decoder.rule.repeats_draws and not is_teacher_forced
         question = Question(
             identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced,
-            bounds=_bounds(decoder, is_teacher_forced),
+            bounds=bounds_to_count(decoder.plan.num_nodes) if can_grow else (),
         )  # fmt: skip
         traced = trace_windows(decoder, question, progress)
         costs = measure_costs(
@@ -212,12 +214,6 @@ def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
     written = write(decoder, window, sampling, NUM_NEW, tree)
     bursts_B = [dynamic_again(decoder, window, written, sampling, bounds) for bounds in question.bounds]
     return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
-
-
-def _bounds(decoder: Decoder, is_teacher_forced: bool) -> tuple[DynamicShape, ...]:
-    """None where scores must not shape a tree, or where the target has written nothing to grow along."""
-    can_grow = decoder.rule.repeats_draws and not is_teacher_forced
-    return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()
 
 
 def _summarise(question: Question, traced: list[Traced], costs: Costs, files: Files, num_threads: int) -> Profile:

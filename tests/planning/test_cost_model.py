@@ -17,9 +17,9 @@ from offload.planning.cost_model import (
     VERIFY_S,
     Curve,
     Prediction,
+    Traffic,
     costs_on,
     step_time,
-    traffic_on,
 )
 from offload.planning.hardware import Hardware
 from offload.planning.measured_pairs import MEASURED, range_for
@@ -83,7 +83,7 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
     memory = make_plan(target, draft, Budgets(TOY.ram_bytes, TOY.gpu_bytes), context=512, num_nodes=64)
     costs = costs_on(TOY, target, draft, 256)
-    traffic, shape = traffic_on(TOY, memory), best_first([0.7, 0.2, 0.05], 64, 8)
+    traffic, shape = Traffic.of(memory, TOY), best_first([0.7, 0.2, 0.05], 64, 8)
     got = Prediction("64x8", shape, step_time(costs, traffic, shape), (2.0, 8.0))
     slots_s = 3 * memory.slot_bytes / 20e9
     hidden_s = min(slots_s, got.step.draft_s + VERIFY_S)
@@ -101,11 +101,11 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
 def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:
     target = SHAPES["Llama-2-70B"]
     memory = make_plan(target, None, Budgets(64 * GB, TOY.gpu_bytes), context=512, num_nodes=1)
-    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and traffic_on(TOY, memory).is_disk_slower
-    traffic = traffic_on(TOY, memory)
+    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and Traffic.of(memory, TOY).is_disk_slower
+    traffic = Traffic.of(memory, TOY)
     assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
     quick = replace(TOY, disk_bytes_per_s=20e9)
-    assert traffic_on(quick, memory) == (memory.streamed_bytes, traffic.slots_bytes, False)
+    assert Traffic.of(memory, quick) == (memory.streamed_bytes, traffic.slots_bytes, False)
 
 
 def test_every_measured_pair_lies_within_the_range_that_it_is_given() -> None:

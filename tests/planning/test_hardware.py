@@ -59,4 +59,4 @@ def test_a_laptop_needs_no_fields_of_a_gpu(tmp_path: Path) -> None:
     path.write_text(json.dumps({"ram_bytes": "32GiB", "disk_bytes_per_s": "3GB"}))
     laptop = read_hardware(path)
     assert laptop == Hardware(name="laptop", ram_bytes=32 << 30, disk_bytes_per_s=3 * GB)
-    assert laptop.feed_bytes_per_s == 3 * GB and not laptop.has_compute_rates
+    assert laptop.feed_bytes_per_s == 3 * GB and laptop.flops_per_s is None
