@@ -134,21 +134,19 @@ def yields_of(bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Seque
     )
 
 
-class Gains:
-    """How many times the tokens of a static tree a dynamic one within the same bounds yields; 1 where none was counted.
+def gains(counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]) -> Callable[[int, int], float]:
+    """By nodes and depth, how many times the tokens of a static tree a dynamic one yields; 1 where none was counted.
 
     `fixed` gives the tokens per sweep of the static tree of so many nodes, so deep.
     """
+    curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
+    for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
+        # Trees of one level are the same grown or fixed: the draft's best children of the root.
+        curve = curves.setdefault(one.num_nodes, {1: 1.0})
+        curve[one.depth] = one.tokens_per_sweep / fixed(one.num_nodes, one.depth)
 
-    def __init__(self, counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]) -> None:
-        curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
-        for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
-            # Trees of one level are the same grown or fixed: the draft's best children of the root.
-            curve = curves.setdefault(one.num_nodes, {1: 1.0})
-            curve[one.depth] = one.tokens_per_sweep / fixed(one.num_nodes, one.depth)
-        self._curves = curves
+    def gain(num_nodes: int, depth: int) -> float:
+        at_depth = [float(np.interp(depth, list(curve), list(curve.values()))) for curve in curves.values()]
+        return float(np.interp(np.log(num_nodes), np.log(list(curves)), at_depth))
 
-    def at(self, num_nodes: int, depth: int) -> float:
-        """The gain within these bounds."""
-        gains = [float(np.interp(depth, list(curve), list(curve.values()))) for curve in self._curves.values()]
-        return float(np.interp(np.log(num_nodes), np.log(list(self._curves)), gains))
+    return gain

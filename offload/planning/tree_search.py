@@ -17,11 +17,11 @@ from offload.planning.traces import (
     NUM_FOLDS,
     PRODUCT_FORM,
     DynamicYield,
-    Gains,
     RankTrie,
     Trace,
     bursts,
     cut_order,
+    gains,
     tokens_per_sweep,
 )
 from offload.tree.spec import label_of
@@ -68,7 +68,7 @@ class Forest:
 
     def expected_dynamic(self, num_nodes: int, depth: int) -> float:
         """G of a dynamic tree within these bounds."""
-        return self.expected(num_nodes, depth) * self._gains.at(num_nodes, depth)
+        return self.expected(num_nodes, depth) * self._gain(num_nodes, depth)
 
     def expected_of(self, topology: Topology) -> float:
         """G of a tree that no trace had a part in making."""
@@ -79,8 +79,8 @@ class Forest:
         return expected_tokens(topology, p_K)
 
     @cached_property
-    def _gains(self) -> Gains:
-        return Gains(self.counted, self.expected)
+    def _gain(self) -> Callable[[int, int], float]:
+        return gains(self.counted, self.expected)
 
     @cached_property
     def _whole(self) -> list[Found]:
