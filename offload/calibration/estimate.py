@@ -1,11 +1,14 @@
 """Will it fit, and how fast will it be: the answer of `offload plan`, for this machine or one that nobody here owns.
 
 Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link, measured here and now, and
-from a profile of `offload tune`. What is not known is left out rather than guessed. No torch but where there is a GPU.
+from a profile of `offload tune`; where only the link is known, a prediction is a lower bound and says so. How many tokens
+a sweep yields is a range from measured pairs, unless it was measured. No torch but for a GPU, or to count a model that
+only torch can build.
 Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link.
 """
 
 import math
+import os
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -48,7 +51,7 @@ class ModelFacts(NamedTuple):
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
         """From headers."""
-        path = Path(model)
+        path = Path(os.path.abspath(model))  # a hub id has no folder here, and its last part is its name all the same
         name = path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
         return cls(name, sum(math.prod(one.shape) for one in checkpoint.tensors.values()), checkpoint.num_bytes)
 
