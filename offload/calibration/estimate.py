@@ -1,9 +1,10 @@
 """Will it fit, and how fast will it be: the answer of `offload plan`, for this machine or one that nobody here owns.
 
 Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link, measured here and now, and
-from a profile of `offload tune`; where only the link is known, a prediction is a lower bound and says so. How many tokens
-a sweep yields is a range from measured pairs, unless it was measured. No torch but for a GPU, or to count a model that
-only torch can build.
+from a profile of `offload tune`; where only the link is known, a prediction is a lower bound and says so. Tokens per
+sweep are a range, from pairs that papers measured, where nobody has measured this one. No torch but for a GPU, or to
+count a model that only torch can build.
+
 Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link.
 """
 
