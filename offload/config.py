@@ -15,7 +15,6 @@ Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes
 import re
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Real
 from operator import index
 from typing import NamedTuple
 
@@ -40,7 +39,7 @@ class Sampling:
         for name in ("top_k", "seed"):  # numpy's whole numbers overflow where Python's do not
             object.__setattr__(self, name, whole_number(getattr(self, name), f"`{name}`"))
         for name in ("temperature", "top_p"):
-            require_number(getattr(self, name), f"`{name}`")
+            object.__setattr__(self, name, _number(getattr(self, name), f"`{name}`"))
         require(
             0 <= self.temperature < float("inf"), "`temperature` must be 0 or more", self.temperature, "0 is greedy"
         )
@@ -48,7 +47,7 @@ class Sampling:
         require(is_safe, f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}", self.temperature, "0 is greedy")
         require(0 < self.top_p <= 1, "`top_p` must lie in (0, 1]", self.top_p, "1 keeps every token")
         require(self.top_k >= 0, "`top_k` must be 0 or more", self.top_k, "0 keeps every token")
-        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "choose another")
+        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "choose another one")
 
     @property
     def is_greedy(self) -> bool:
@@ -89,7 +88,7 @@ RULES: dict[str, RuleTerms] = {
 
 def drafting_of(rule: str) -> Drafting:
     """The drafting distribution that goes with a rule. Raises `UserError` for a name that is none."""
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise UserError(f"`rule` must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match")
     return RULES[rule].drafting
 
@@ -125,12 +124,17 @@ def whole_number(value: object, what: str) -> int:
         raise UserError(f"{what} must be a whole number, got {value!r:.80}: round it") from None
 
 
-def require_number(value: object, what: str) -> None:
-    """Raises `UserError` where `value` is no number of any library."""
-    require(isinstance(value, Real), f"{what} must be a number", f"{value!r:.80}", "give one such as 0.7")
+def _number(value: object, what: str) -> float:
+    """`value` as a float of Python, whichever library's it is. Raises `UserError` where it is no number."""
+    try:
+        if not isinstance(value, str):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass  # of whatever kind it is
+    raise UserError(f"{what} must be a number, got {value!r:.80}: try 0.7")
 
 
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:
     """Refuse a value that breaks a rule. Raises `UserError`."""
     if not holds:
-        raise UserError(f"{rule}, got {value}: {remedy}")
+        raise UserError(f"{rule}, got {value!s:.80}: {remedy}")

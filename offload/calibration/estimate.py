@@ -19,6 +19,7 @@ from offload.calibration.link import link_bytes_per_s
 from offload.checkpoint.hub import is_here
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.vocabulary import require_one_vocabulary
 from offload.config import Sampling, format_bytes, parse_rate, require
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
@@ -154,6 +155,8 @@ def estimate(
         machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
     names = [model] if draft is None else [model, draft]
     files = Files(*map(describe, names))
+    if files.draft is not None:
+        require_one_vocabulary(files.target, files.draft)
     tree, device = options.tree_spec(has_draft=draft is not None), _find_device(options, machine)
     room = _room(options, machine, device)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)

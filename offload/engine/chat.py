@@ -70,7 +70,7 @@ class Chat:
         if len(ids) >= context:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, the context {context}: "
-                "begin anew with /clear, or raise `context`"
+                f"begin anew with /clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
             )
         sampling = replace(self._sampling, seed=self._sampling.seed + self._num_turns)
         num_new = min(self._max_new_tokens, context - len(ids))

@@ -13,6 +13,7 @@ from offload.calibration.kernel_comparison import Outcome, rows_of
 from offload.config import Sampling
 from offload.engine.sequence import Sequence
 from offload.engine.text import TextStream
+from offload.engine.turn import Turn
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.planning.tree_policy import TreeChoice
@@ -73,8 +74,10 @@ class Run:
     A run that was left or interrupted goes on when it is iterated again; one that is finished gives nothing more.
     """
 
-    def __init__(self, step: Callable[[Sequence], object], sequence: Sequence, text: TextStream, setup: Setup) -> None:
-        self._step, self.sequence, self._text, self._setup = step, sequence, text, setup
+    def __init__(
+        self, step: Callable[[Sequence], object], turn: Turn, sequence: Sequence, text: TextStream, setup: Setup
+    ) -> None:
+        self._step, self._turn, self.sequence, self._text, self._setup = step, turn, sequence, text, setup
         self.finish_reason: FinishReason = "interrupted"
         self._elapsed_s = 0.0
 
@@ -88,12 +91,8 @@ class Run:
     def __iter__(self) -> Iterator[str]:
         started = time.perf_counter() - self._elapsed_s
         while self.finish_reason == "interrupted":
-            num_before = len(self._text.tokens)
-            if not self.sequence.has_ended:
-                self._step(self.sequence)
-            piece = self._take()
-            if self.finish_reason != "length":
-                self._count(len(self.sequence.new_ids) - num_before, time.perf_counter() - started)
+            with self._turn.held():  # a step and its text: several threads may iterate over one run
+                piece = self._go_on(started)
             yield piece
 
     def result(self) -> Generation:
@@ -109,6 +108,17 @@ class Run:
             stats=stats,
             **self._setup._asdict(),
         )
+
+    def _go_on(self, started: float) -> str:
+        if self.finish_reason != "interrupted":
+            return ""
+        num_before = len(self._text.tokens)
+        if not self.sequence.has_ended:
+            self._step(self.sequence)
+        piece = self._take()
+        if self.finish_reason != "length":
+            self._count(len(self.sequence.new_ids) - num_before, time.perf_counter() - started)
+        return piece
 
     def _take(self) -> str:
         """The text of what the sequence has by now, as far as it was not taken before; notes if it stops there."""

@@ -16,7 +16,7 @@ from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
-from offload.config import Sampling
+from offload.config import Sampling, require
 from offload.engine.build import Pair, Progress, counter, open_pair, read_pair
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.request import Request
@@ -75,6 +75,8 @@ def load(
     Raises:
         UserError: whatever the user can mend, in one line.
     """
+    is_device = isinstance(device, str) or hasattr(device, "place")
+    require(is_device, "`device` must be auto, cpu, cuda, cuda:N or an open one", repr(device), "try `device` auto")
     options = LoadOptions(
         device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
         context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
@@ -103,7 +105,8 @@ def open_decoder(
     with ExitStack() as resources:
         pair = open_pair(files, options, device, resources, open_source)
         if request is not None and request.prompt is not None:
-            request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
+            plan, is_longest = plan_for(1), plan_for(1).has_longest_context
+            request.ids(pair.tokenizer, pair.target.vocab_size, plan.context, is_longest=is_longest)
         _pick_copies(pair, plan_for(1), resources)
         read_pair(pair, on_bytes)  # the first weights: what can be refused has been
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)

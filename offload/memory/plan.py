@@ -49,6 +49,12 @@ class MemoryPlan:
     table_bytes: int = 0  # embedding table that stays on the host while layers are computed on the GPU
     staging_bytes: int = 0  # that loading needs on the host beyond what the pinned allocator has room for
     num_host_slots: int = 0  # pinned read-ahead slots for layers that go from the disk to the GPU
+    max_context: int | None = None  # that the model was made for; None where it does not say
+
+    @property
+    def has_longest_context(self) -> bool:
+        """Whether the model allows no more positions."""
+        return self.max_context is not None and self.context >= self.max_context
 
     def __repr__(self) -> str:
         used = f"{format_bytes(self.total_bytes)} of {format_bytes(self.ram_bytes)} of memory"

@@ -9,11 +9,12 @@ the items of a plan add up to no more than its budgets; one that cannot hold two
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require
+from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require, whole_number
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
@@ -75,7 +76,8 @@ def plan_memory(
     budgets = Budgets(ram_bytes)
     if device != "cpu":
         budgets = Budgets(ram_bytes, default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`"))
-    return make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
+    plan = make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
+    return replace(plan, max_context=_longest_context(target))
 
 
 class Budgets(NamedTuple):
@@ -232,7 +234,12 @@ def default_gpu_bytes(device: str) -> int:
 
 def require_positions(context: int) -> None:
     """Raises `UserError` where nothing can be written into so many positions, whatever the model."""
-    require(context >= 1, "`context` must be 1 or more", context, "prompt and new tokens have to fit")
+    require(
+        whole_number(context, "`context`") >= 1,
+        "`context` must be 1 or more",
+        context,
+        "prompt and new tokens have to fit",
+    )
 
 
 def require_dtype(dtype: str) -> None:
@@ -241,15 +248,19 @@ def require_dtype(dtype: str) -> None:
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
-    turning_point = _turning_point(checkpoint)
-    limit = turning_point or config_sizes(checkpoint).get("max_position_embeddings")
+    limit = _longest_context(checkpoint)
     if context is None:
         return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     require_positions(context)
     if limit and context > limit:
-        why = "beyond which longrope turns all positions anew" if turning_point else "which this model was made for"
+        is_turn = _turning_point(checkpoint) is not None
+        why = "beyond which longrope turns all positions anew" if is_turn else "which this model was made for"
         raise UserError(f"`context` must be at most {limit}, {why}, got {context}: lower it")
     return context
+
+
+def _longest_context(checkpoint: Checkpoint) -> int | None:
+    return _turning_point(checkpoint) or config_sizes(checkpoint).get("max_position_embeddings")
 
 
 def _turning_point(checkpoint: Checkpoint) -> int | None:

@@ -5,24 +5,22 @@ storage, and its parameters get the names and shapes that saving would give them
 """
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from offload.checkpoint.hub import LLAMA_LIKE, checkpoint_of_config, imagined, open_headers, stored_dtype
+from offload.checkpoint.hub import LLAMA_LIKE, checkpoint_of_config, config_alone, imagined, open_headers, stored_dtype
 from offload.checkpoint.safetensors import Checkpoint, read_config
 from offload.checkpoint.sizes import config_sizes
 from offload.config import require
 
 _MOST_MODULES, _MOST_NUMBERS = 4096, 1 << 28  # layers or experts to build, and any other size: beyond every model
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 
 
 def describe(model: str) -> Checkpoint:
     """A model as planning sees it: a folder, a hub id, or a config.json alone or in a folder. Raises `UserError`."""
-    path = _lone_config(Path(os.path.expanduser(model)))
+    path = config_alone(model)
     if path is None:
         return open_headers(model)
     config = read_config(path)
@@ -30,21 +28,11 @@ def describe(model: str) -> Checkpoint:
     return checkpoint_of_config(config, path) if kind in LLAMA_LIKE else _of_built_model(config, path)
 
 
-def _lone_config(path: Path) -> Path | None:
-    """The config that is all there is; None where there is more, or something else."""
-    if not path.is_dir():
-        return path if path.suffix == ".json" and path.is_file() else None
-    names = [one.name for one in path.iterdir()]
-    has_weights = any(Path(name).suffix in _WEIGHT_FILES or name.endswith(".index.json") for name in names)
-    is_lone = "config.json" in names and not has_weights and "adapter_config.json" not in names
-    return path / "config.json" if is_lone else None
-
-
 def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
     dtype, known = stored_dtype(config, path), Checkpoint(path.parent, config, (), {})
     for key, value in config_sizes(known).items():
         most = _MOST_MODULES if key == "num_hidden_layers" or "experts" in key else _MOST_NUMBERS
-        require(value <= most, f"{path}: {key} must be at most {most}", value, "fix it")
+        require(value < most, f"{path}: {key} must be a whole number below {most}", value, "fix it")
     return imagined(config, path, _stored_tensors(known, dtype))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.small_files import read_small
 from offload.config import parse_rate, parse_size, require
 from offload.errors import UserError, reason
 
@@ -89,7 +90,7 @@ def find_hardware(name: str) -> Hardware:
 def read_hardware(path: Path) -> Hardware:
     """A machine from JSON with the fields of `Hardware`, sizes also as `48GiB` and `25GB/s`. Raises `UserError`."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_small(path))
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None
     except (ValueError, RecursionError) as error:

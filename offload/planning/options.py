@@ -40,9 +40,11 @@ class LoadOptions:
         parse_rate(self.link_limit, "`link_limit`")
         require_dtype(self.dtype)
         if self.context is not None:
-            require_positions(whole_number(self.context, "`context`"))
+            require_positions(self.context)
         is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
+        is_path = self.profile is None or isinstance(self.profile, str | os.PathLike)
+        require(is_path, "`profile` must be a file", repr(self.profile), "give its path, or none")
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
 

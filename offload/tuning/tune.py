@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import compute_dtype_name
-from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
@@ -152,9 +152,7 @@ def choice_from(profile: Profile, files: Files, room: Room) -> TreeChoice:
 
 def largest_that_fits(room: Room, files: Files, sizes: Sequence[int]) -> tuple[Room, int]:
     """The room with the context of a tune, and the first of `sizes`, in nodes, that it holds. Raises `UserError`."""
-    config = files.target.config.get("text_config") or files.target.config
-    limit = int(config.get("max_position_embeddings") or _CONTEXT)
-    room = replace(room, context=min(_CONTEXT, limit))
+    room = replace(room, context=min(_CONTEXT, config_sizes(files.target).get("max_position_embeddings", _CONTEXT)))
     for size in sizes[:-1]:
         if room.traffic(files, size) is not None:
             return room, size

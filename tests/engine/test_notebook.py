@@ -69,8 +69,8 @@ BAD: dict[str, tuple[Callable[[Decoder], Any], str]] = {
     "top_p": (lambda d: d.generate("a", top_p=None), "`top_p` must be a number, got None"),  # type: ignore[arg-type]
     "seed": (lambda d: d.generate("a", seed=-5), r"`seed` must lie in \[0, 2\^63\), got -5: choose another"),
     "max_new_tokens": (lambda d: d.generate("a", max_new_tokens=-1), "`max_new_tokens` must be 0 or more, got -1"),
-    "stop": (lambda d: d.generate("a", stop=5), "`stop` must be a text or a list of texts, got 5"),  # type: ignore[arg-type]
-    "stops": (lambda d: d.generate("a", stop=["b", 5]), "`stop` must be a text or a list of texts"),  # type: ignore[list-item]
+    "stop": (lambda d: d.generate("a", stop=5), "`stop` must be text, got 5"),  # type: ignore[arg-type]
+    "stops": (lambda d: d.generate("a", stop=["b", 5]), "`stop` must be text"),  # type: ignore[list-item]
     "Chat sampling": (lambda d: offload.Chat(d, 0.7), "`sampling` must be a Sampling, got 0.7"),  # type: ignore[arg-type]
     "Chat system": (lambda d: offload.Chat(d, system=5), "`system` must be text, got 5"),  # type: ignore[arg-type]
     "Chat tokens": (lambda d: offload.Chat(d, max_new_tokens=-1), "`max_new_tokens` must be 0 or more, got -1"),

@@ -1,0 +1,27 @@
+"""Small files of strangers, such as config.json: what is no regular file would hang, or never end."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_MAX_BYTES = 64 << 20  # the indexes of the largest models take some ten
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read bytes from. Raises `OSError`, also for what is no regular file."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to opens at once
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def read_small(path: Path) -> str:
+    """The whole text. Raises `OSError`, also where it is too large, and `ValueError` for other text than UTF-8."""
+    with open_regular(path) as file:
+        raw = file.read(_MAX_BYTES + 1)
+    if len(raw) > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES >> 20} MiB", str(path))
+    return raw.decode("utf-8")
