@@ -24,11 +24,10 @@ from offload.config import require
 from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
 
-_LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # one block, but for biases and norms of heads
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # one block, but for biases and norms of heads
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _DEFAULTED = ("num_key_value_heads", "head_dim")
 _MAX_LAYERS, _MAX_SIZE = 10_000, 1 << 32  # no model has as many; each layer takes memory even here
-ShapesOf = Callable[[dict[str, Any], Path], Mapping[str, tuple[int, ...]]]  # of the tensors that a config implies
 
 
 def config_alone(model: str | os.PathLike[str]) -> Path | None:
@@ -64,24 +63,31 @@ def is_here(checkpoint: Checkpoint) -> bool:
     return all(os.path.isfile(shard) for shard in checkpoint.shards)
 
 
-def checkpoint_of_config(config: dict[str, Any], path: Path, shapes_of: ShapesOf | None = None) -> Checkpoint:
-    """The headers that a model of this config.json has, in a file that does not exist. Raises `UserError`.
-
-    `shapes_of` tells those of models that are not like Llama.
-    """
-    is_like_llama = config.get("model_type") in _LLAMA_LIKE
-    for name in (*_SIZES, *_DEFAULTED) if is_like_llama else ("num_hidden_layers",):
+def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
+    """The headers that a Llama-like model of this config has, in a file that does not exist. Raises `UserError`."""
+    assert config["model_type"] in LLAMA_LIKE, "sizes that do not follow from the config here"
+    for name in (*_SIZES, *_DEFAULTED):
         _check_size(config, name, path)
+    dtype = stored_dtype(config, path)
+    return imagined(config, path, {name: (dtype, shape) for name, shape in _shapes(config).items()})
+
+
+def stored_dtype(config: dict[str, Any], path: Path) -> str:
+    """What most weights of a model of this config are stored in. Raises `UserError` where nothing computes in it."""
     named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if named not in PLAIN_OF:
         raise UserError(f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be")
-    tensors, at = {}, 0
-    assert is_like_llama or shapes_of is not None, "sizes that do not follow from the config here"
-    for name, shape in (_shapes(config) if is_like_llama or shapes_of is None else shapes_of(config, path)).items():
-        num_bytes = PLAIN_OF[named].stored_bytes(shape)
-        tensors[name] = TensorEntry(0, PLAIN_OF[named].name, shape, at, at + num_bytes)
+    return named
+
+
+def imagined(config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Checkpoint:
+    """Headers with these types and shapes by name, in one file beside `path` that does not exist."""
+    entries, at = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        num_bytes = PLAIN_OF[dtype].stored_bytes(shape)
+        entries[name] = TensorEntry(0, PLAIN_OF[dtype].name, shape, at, at + num_bytes)
         at += num_bytes
-    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), tensors)
+    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), entries)
 
 
 def _check_size(config: dict[str, Any], name: str, path: Path) -> None:

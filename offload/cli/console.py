@@ -15,15 +15,12 @@ from offload.memory.plan import MemoryPlan, Tier
 from offload.stats import Stats
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
-    from offload.calibration.estimate import Estimate
     from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
     from offload.planning.cost_model import Curve, Prediction
     from offload.planning.profile import Profile
     from offload.planning.tree_policy import TreeChoice
-    from offload.planning.tree_search import Candidate
 
-_BAR_WIDTH = 32
 _CHOICES_SHOWN, _TREES_SHOWN, _RANKS_SHOWN = 2, 5, 6
 
 
@@ -185,59 +182,6 @@ def _comparison(outcome: Outcome) -> str:
     return f"{outcome.kernel} {outcome.kernel_s * 1e3:.3f} : {outcome.rival_s * 1e3:.3f}"
 
 
-def plan_picture(plan: MemoryPlan) -> str:
-    """One row per use of memory: bytes and a bar in proportion to the budget; first a GPU, then its host."""
-    num_streamed = len(plan.layer_bytes) - plan.num_resident
-    computing = [
-        (f"{plan.num_resident} resident layers", plan.resident_bytes),
-        (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
-        ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
-        ("draft with its cache", plan.draft_bytes),
-        ("distributions of the draft's guesses", plan.distribution_bytes),
-        (f"keys and values, {plan.context} positions", plan.kv_bytes),
-        (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
-    ]
-    if plan.gpu_bytes is None:
-        return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes)
-    num_disk = plan.num_layers_in(Tier.DISK)
-    feeding = [
-        (f"{plan.num_layers_in(Tier.HOST)} layers in pinned memory", plan.host_bytes),
-        (f"{plan.num_host_slots} slots for {num_disk} layers from disk", plan.num_host_slots * plan.slot_bytes),
-        ("embeddings", plan.table_bytes),
-        ("loading", plan.staging_bytes),
-        ("program and driver", plan.runtime_bytes),
-    ]
-    device = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes)
-    return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes)}"
-
-
-def estimate_lines(found: "Estimate") -> str:
-    """The plan as a picture, what a sweep moves, and what decoding is expected to take, term by term."""
-    plan, rate = found.plan, found.link_bytes_per_s
-    moved = f"a sweep {'reads' if plan.gpu_bytes is None else 'moves'} {plan.streamed_bytes / 1e9:.2f} GB"
-    if rate:
-        moved += f" at {rate / 1e9:.2f} GB/s"
-    if plan.gpu_bytes is not None and plan.disk_streamed_bytes:
-        moved += f", {plan.disk_streamed_bytes / 1e9:.2f} GB of it from disk"
-    seconds = f": {found.sweep_s:.2f} s" if found.sweep_s is not None else ""
-    heading = f"{found.hardware.name}, {found.basis}" if found.hardware else found.basis
-    rows = [_prediction_row(prediction) for prediction in found.predictions]
-    columns = f"{'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
-    table = [heading, f"{'':>14} {columns}", *rows] if rows else []
-    return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *found.notes])
-
-
-def _prediction_row(row: "Prediction") -> str:
-    step = row.step
-    terms = f"{row.tokens_per_sweep:>12.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
-    return f"{row.label:>14} {terms} {row.s_per_token:>8.3f}  {row.limit}"
-
-
-def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
-    rows = [*rows, ("free", max(0, budget_bytes - sum(size for _, size in rows)))]
-    return "\n".join(_picture_row(label, size, budget_bytes) for label, size in rows if size)
-
-
 def choice_lines(choice: "TreeChoice") -> str:
     """What tree is used and why; where it was chosen, beside the next best."""
     first = f"{_tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)}: {choice.why}"
@@ -250,18 +194,16 @@ def _tree_words(num_nodes: int, depth: int, is_dynamic: bool) -> str:
     return f"{'dynamic tree of at most' if is_dynamic else 'tree of'} {plural(num_nodes, 'node')}, {depth} deep"
 
 
-def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
+def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
     """What was predicted for the best few trees."""
-    from offload.tree.spec import label_of  # which brings numpy along
-
     return [
-        f"  {label_of(c.shape):>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
-        f"{c.s_per_token:.4f} s/token, {c.limit}-bound"
+        f"  {c.label:>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step.total_s:.3f} s, "
+        f"{c.s_per_token:.4f} s/token, {c.step.limit}-bound"
         for c in candidates
     ]
 
 
-def profile_lines(tuned: "Profile", candidates: Sequence["Candidate"]) -> str:
+def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     """What a tune has found: acceptance by rank, the curves, and the trees that follow."""
     costs, settings = tuned.costs, tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
@@ -329,11 +271,6 @@ def error_line(message: str) -> str:
 
 def _speed_row(label: str, stats: Stats) -> str:
     return f"{label:>20} {stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"
-
-
-def _picture_row(label: str, size_bytes: int, budget_bytes: int) -> str:
-    cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
-    return f"  {label:<34} {format_bytes(size_bytes):>9}  {'█' * min(cells, _BAR_WIDTH)}"
 
 
 def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -> str:

@@ -76,10 +76,10 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 
 # The library's errors name arguments, in backticks; a person at the command line knows them by these names.
 _FLAG_OF = {
-    "context": "--context", "device": "--device", "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem",
-    "greedy": "--greedy",
-    "hardware": "--hardware", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw",
-    "rule": "--rule", "seed": "--seed", "temperature": "--temp", "threads": "--threads",
+    "context": "--context", "device": "--device", "disk_speed": "--disk-speed", "draft": "--draft",
+    "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
+    "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw", "rule": "--rule",
+    "seed": "--seed", "stop": "--stop", "temperature": "--temp", "threads": "--threads",
     "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip
 

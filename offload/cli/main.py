@@ -15,14 +15,7 @@ import typer
 from offload import __version__
 from offload.bench.suite import app as bench
 from offload.cli import flags, output
-from offload.cli.console import (
-    Console,
-    Names,
-    comparison_lines,
-    error_line,
-    estimate_lines,
-    profile_lines,
-)
+from offload.cli.console import Console, Names, comparison_lines, error_line, profile_lines
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
 from offload.cli.own_defaults import OwnDefaults, own_defaults
@@ -190,9 +183,9 @@ def chat(
     short_help="Will it fit, and how fast will it be?",
     epilog="""Examples:
 
-    offload plan -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB
+    offload plan -m Llama-3.1-70B -d Llama-3.2-1B
 
-    offload plan -m big --context 16384 --json
+    offload plan -m 70b/config.json -d 7b/config.json --ram 32GiB --disk-speed 3GB
 
     offload plan -m 70b/config.json -d 7b/config.json --hardware l40 --tree 768x22 --tokens-per-sweep 12.2""",
 )
@@ -209,22 +202,32 @@ def plan(
     hardware: Annotated[
         str | None, typer.Option(metavar="NAME", help="another machine: l40, rtx4090, ..., h200 or FILE.json")
     ] = None,
+    disk_speed: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="of the disk per second, such as 3GB; default: measured")
+    ] = None,
     tokens_per_sweep: Annotated[
         float | None, typer.Option(metavar="G", help="what the named tree yields; default: from the profile")
     ] = None,
     profile: flags.ProfileFile = None,
     as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.calibration.estimate import estimate
+    from offload.cli.plan_lines import answer_lines
     from offload.planning.options import LoadOptions
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile,
     )  # fmt: skip
-    found = estimate(model, draft, options, hardware=hardware, tokens_per_sweep=tokens_per_sweep)
-    print(flags.as_flags(json.dumps(found.as_dict()) if as_json else estimate_lines(found)))
+    with Console(is_quiet=as_json) as console:
+        console.wait("reading headers")  # from the hub, or of a model that torch is imported for
+        found = estimate(
+            model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
+        )
+    text = flags.as_flags(json.dumps(found.as_dict()) if as_json else answer_lines(found, is_verbose=verbose))
+    print(text if as_json else fitted(text, sys.stdout))
 
 
 @app.command(

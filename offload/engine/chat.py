@@ -9,9 +9,10 @@ import os
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from offload.config import Sampling
+from offload.config import Sampling, require
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
+from offload.engine.request import Request
 from offload.errors import UserError
 
 _GREETING = {"role": "user", "content": "Hello"}  # what is wrong with it is wrong with every question
@@ -28,6 +29,8 @@ class Chat:
         max_new_tokens: of one answer; None is as many as there is room for.
         stop: strings that end an answer; they are not part of it.
 
+    Raises `UserError` for a model without a chat template, and for settings out of range.
+
     Attributes:
         messages: what was said so far, the system prompt included.
         turn: the one under way, or the last one; `turn.result()` has its figures.
@@ -40,11 +43,19 @@ class Chat:
         self, decoder: Decoder, sampling: Sampling | None = None, *,
         system: str | None = None, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        self._decoder, self.sampling = decoder, sampling or Sampling()
+        self._decoder, self.sampling = decoder, Sampling() if sampling is None else sampling
+        require(system is None or isinstance(system, str), "`system` must be text", f"{system!r:.80}", "leave it out")
+        num_new = 0 if max_new_tokens is None else max_new_tokens
+        Request(sampling=self.sampling, max_new_tokens=num_new, stop=stop).check()
         self.max_new_tokens, self.stop = max_new_tokens, stop
         self.messages, self._num_turns = _opening(system), 0
         self.turn: Run | None = None
         decoder.encode([*self.messages, _GREETING])
+
+    def __repr__(self) -> str:
+        num_asked = sum(message["role"] == "user" for message in self.messages)
+        system = f", told {self.system[:40]!r}" if self.system else ""
+        return f"Chat(questions asked: {num_asked}{system}, {self.sampling})"
 
     @property
     def system(self) -> str | None:
@@ -106,7 +117,7 @@ class Chat:
                 f"begin anew with /clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
             )
         sampling = replace(self.sampling, seed=self.sampling.seed + self._num_turns)
-        num_new = min(self.max_new_tokens or context, context - len(ids))
+        num_new = min(context if self.max_new_tokens is None else self.max_new_tokens, context - len(ids))
         self.turn = self._decoder.run(ids, sampling, max_new_tokens=num_new, stop=self.stop, continues=True)
         self._num_turns += 1
         return self._answer(self.turn, asked)

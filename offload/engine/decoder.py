@@ -81,6 +81,11 @@ class Decoder:
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
         self.notes = [*notes, *([target.stream.note] if target.stream.note and self.plan.num_slots else [])]
 
+    def __repr__(self) -> str:
+        state = f"rule={self.rule.name!r}, num_threads={self.num_threads}"
+        state = state if hasattr(self, "_pool") else "closed"
+        return f"Decoder({state})\n{self.plan}"
+
     def begin(
         self, tokens: abc.Sequence[int], sampling: Sampling, *,
         rule: Rule | None = None, shape: Shape = _ROOT, limits: Limits = _UNLIMITED, keeps: bool = False,

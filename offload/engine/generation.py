@@ -6,7 +6,7 @@ inside a burst; what was accepted beyond it is dropped and never counted.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from offload.calibration.kernel_comparison import Outcome, rows_of
@@ -19,6 +19,7 @@ from offload.memory.plan import MemoryPlan
 from offload.planning.tree_policy import TreeChoice
 from offload.stats import Stats
 
+_TEXT_SHOWN = 60  # characters of it, where a result is looked at
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
@@ -30,7 +31,7 @@ class Setup(NamedTuple):
     comparisons: tuple[Outcome, ...]  # of kernels, where it runs on a GPU
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Generation:
     """The result: new tokens only, without the prompt."""
 
@@ -39,10 +40,16 @@ class Generation:
     finish_reason: FinishReason  # "stop": the model's end or a stop string; "length": as many tokens as were asked for
     sampling: Sampling
     rule: str
-    stats: Stats = field(repr=False)
-    plan: MemoryPlan = field(repr=False)
-    tree_choice: TreeChoice = field(repr=False)
-    comparisons: tuple[Outcome, ...] = field(repr=False)  # of kernels, where it ran on a GPU
+    stats: Stats
+    plan: MemoryPlan
+    tree_choice: TreeChoice
+    comparisons: tuple[Outcome, ...]  # of kernels, where it ran on a GPU
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _TEXT_SHOWN else f"{self.text[:_TEXT_SHOWN]}..."
+        stats, ended = self.stats, f"finish_reason={self.finish_reason!r}, rule={self.rule!r}"
+        speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
+        return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
 
     def as_dict(self) -> dict[str, object]:
         """The object that `offload generate --json` prints."""
@@ -75,6 +82,9 @@ class Run:
         self._step, self._turn, self.sequence, self._text, self._setup = step, turn, sequence, text, setup
         self.finish_reason: FinishReason = "interrupted"
         self._elapsed_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Run({len(self.sequence.new_ids)} tokens so far, finish_reason={self.finish_reason!r})"
 
     @property
     def tree_choice(self) -> TreeChoice:

@@ -35,18 +35,24 @@ class Request:
         require(all(isinstance(one, str) for one in stops), "`stop` must be text", f"{self.stop!r:.80}", "give a str")
         return stops
 
+    def check(self) -> None:
+        """Raises `UserError` for settings that no model could meet."""
+        require(
+            isinstance(self.sampling, Sampling), "`sampling` must be a Sampling", f"{self.sampling!r:.80}", "give one"
+        )
+        require("" not in self.stops, "`stop` must not be empty", "''", "leave it out")
+        num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
+        require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")
+
     def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int, *, is_longest: bool = False) -> list[int]:
         """Token ids of the prompt. Raises `UserError` for bad requests, or where `context` positions do not suffice.
 
         `is_longest`: the model allows no more of them.
         """
-        if "" in self.stops:
-            raise UserError("a stop string must not be empty, got '': leave it out")
+        self.check()
         if self.stops and tokenizer is None:
-            raise UserError("a stop string is looked for in text, and this checkpoint has no tokenizer: leave it out")
-        num_new = whole_number(self.max_new_tokens, "the number of new tokens")
-        require(num_new >= 0, "the number of new tokens must be 0 or more", num_new, "0 writes nothing")
-        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
+            raise UserError("`stop` is looked for in text, and this checkpoint has no tokenizer: leave it out")
+        num_new, ids = self.max_new_tokens, encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
         if len(ids) + num_new > context:
             remedy = ", the longest that this model was made for: " if is_longest else ": raise `context`, "
             raise UserError(

@@ -8,7 +8,6 @@ import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,13 +53,6 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     with _refusing(checkpoint):
         _try_out(meta_model, dtype)
     return meta_model
-
-
-def parameter_shapes(config: dict[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
-    """What the model of a config.json has to store, by name. Raises `UserError` as `build_meta_model` does."""
-    meta_model = build_meta_model(Checkpoint(path, config, (), {}), torch.float32)
-    tied = meta_model.all_tied_weights_keys if meta_model.config.tie_word_embeddings else {}
-    return {name: tuple(value.shape) for name, value in meta_model.state_dict().items() if name not in tied}
 
 
 def attention_windows(config: Any, num_layers: int) -> list[int | None]:

@@ -32,6 +32,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
+        require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree).check_rule(self.rule)
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:

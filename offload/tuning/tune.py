@@ -128,9 +128,11 @@ def tune(
         options = replace(options, tree=f"{num_nodes}x{DEPTH}")
     options = replace(options, context=room.context, profile="none")
     with open_decoder(model, draft, options, hooks=hooks) as decoder:
+        # Not where scores must not shape a tree, nor where the target has written nothing to grow along.
+        can_grow = decoder.rule.repeats_draws and not is_teacher_forced
         question = Question(
             identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced,
-            bounds=_bounds(decoder, is_teacher_forced),
+            bounds=bounds_to_count(decoder.plan.num_nodes) if can_grow else (),
         )  # fmt: skip
         traced = trace_windows(decoder, question, hooks.on_count)
         costs = measure_costs(
@@ -213,12 +215,6 @@ def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
     written = write(decoder, window, sampling, NUM_NEW, tree)
     bursts_B = [dynamic_again(decoder, window, written, sampling, bounds) for bounds in question.bounds]
     return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
-
-
-def _bounds(decoder: Decoder, is_teacher_forced: bool) -> tuple[DynamicShape, ...]:
-    """None where scores must not shape a tree, or where the target has written nothing to grow along."""
-    can_grow = decoder.rule.repeats_draws and not is_teacher_forced
-    return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()
 
 
 def _summarise(question: Question, traced: list[Traced], costs: Costs, files: Files, num_threads: int) -> Profile:

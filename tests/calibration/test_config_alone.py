@@ -1,7 +1,6 @@
 """What `offload plan` says of models of which only a config.json is here, and of pairs that cannot be one."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,6 @@ OPTIONS = LoadOptions(ram="1GiB", device="cpu")
 pytestmark = pytest.mark.usefixtures("_instant_link")
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3-moe", "gemma2"])
-@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
-def test_a_config_alone_says_what_the_weights_will_take(family: str, is_folder: bool, tmp_path: Path) -> None:
-    whole, alone = save(build(FAMILIES[family]()), tmp_path / "whole"), tmp_path / "alone"
-    alone.mkdir()
-    shutil.copy(whole / "config.json", alone)
-    named = alone if is_folder else alone / "config.json"
-    found, wanted = (estimate(str(model), None, OPTIONS).plan for model in (named, whole))
-    assert len(found.layer_bytes) == len(wanted.layer_bytes) and found.kv_bytes == wanted.kv_bytes
-    blocks = 4096 * 8 * 2  # a layer begins and ends inside of blocks, in as many files
-    assert all(abs(a - b) <= blocks for a, b in zip(found.layer_bytes, wanted.layer_bytes, strict=True))
-
-
 IMPOSSIBLE = [("num_hidden_layers", 2 * 10**6), ("num_hidden_layers", 10**12), ("head_dim", "16"), ("head_dim", [16]),
               ("num_key_value_heads", "2"), ("num_key_value_heads", [2]), ("hidden_size", 10**30)]  # fmt: skip
 
@@ -38,7 +24,9 @@ IMPOSSIBLE = [("num_hidden_layers", 2 * 10**6), ("num_hidden_layers", 10**12), (
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_sizes_that_are_none_are_refused_at_once(family: str, name: str, value: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]().to_dict() | {name: value}))
-    with pytest.raises(UserError, match=f"{name} must be a whole number|model type mixtral is not supported"):
+    with pytest.raises(
+        UserError, match=f"{name} (in config.json )?must be a whole number|model type mixtral is not supported"
+    ):
         estimate(str(tmp_path / "config.json"), None, OPTIONS)
 
 

@@ -17,8 +17,8 @@ from offload.cli.console import (
 )
 from offload.config import format_bytes, is_decimal
 from offload.memory.plan import MemoryPlan, Tier
+from offload.planning.cost_model import Prediction, StepTime
 from offload.planning.tree_policy import TreeChoice
-from offload.planning.tree_search import Candidate
 from offload.stats import Stats
 from offload.tree.spec import label_of, parse_tree
 from offload.tree.topology import DynamicShape, Shape, best_first, chain
@@ -44,6 +44,10 @@ def stats(shape: Shape) -> Stats:
     return Stats(**figures, **size, sweep_s=1.0, accepted_per_sweep=[4, 4])
 
 
+def predicted(label: str) -> Prediction:
+    return Prediction(label, SHAPES[label], StepTime(0.0, 0.0, 0.5, 0.0), (4.0, 4.0))
+
+
 @pytest.mark.parametrize("label", SHAPES)
 def test_a_label_is_what_the_flag_would_call_it(label: str) -> None:
     assert label_of(SHAPES[label]) == label
@@ -58,12 +62,12 @@ def test_every_line_tells_dynamic_from_static(label: str) -> None:
     assert choice_lines(TreeChoice(shape, "as named")).startswith(f"{words}: as named")
     row = comparison_lines(stats(chain(0)), stats(shape), 1, 0).splitlines()[2]
     assert row.strip().startswith("dynamic tree 64x8 " if is_dynamic else "tree 64x8 ")
-    assert candidate_rows([Candidate(shape, 4.0, 1.0, "link")])[0].strip().startswith(f"{label}: ")
+    assert candidate_rows([predicted(label)])[0].strip().startswith(f"{label}: ")
     assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_grown": is_dynamic}
 
 
 def test_what_runs_is_told_in_two_lines() -> None:
-    best = Candidate(SHAPES["dynamic:64x8"], 4.0, 0.5, "link")
+    best = predicted("dynamic:64x8")
     choice = TreeChoice(best.shape, "measured", 4.0, (best,))
     decoder: Any = SimpleNamespace(plan=planned(), notes=[])
     names = Names.of("/models/Llama-70B/", "someone/Llama-1B")

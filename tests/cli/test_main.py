@@ -213,7 +213,7 @@ def test_chat_template_is_applied_unless_raw(tmp_path: Path) -> None:
 
 
 def test_plan_shows_where_everything_lies(looper: Path) -> None:
-    outcome = shell("plan", *settings(looper)[:-2])
+    outcome = shell("plan", *settings(looper)[:-2], "-v")
     assert outcome.code == 0 and outcome.err == ""
     for word in (
         "3 slots for 4 streamed layers",

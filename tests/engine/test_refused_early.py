@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("_instant_link")
 
 EARLY = [
     ("-p", "x" * 63, "exceed the context of 64"),
-    ("--stop", "", "a stop string must not be empty"),
+    ("--stop", "", "--stop must not be empty"),
     ("--profile", "nowhere.json", "cannot read the profile nowhere.json"),
     ("--tree", "chain:64", "64 deep, the context has 64 positions"),
     ("--tree", "grown:99x70", "70 deep, the context has 64 positions"),
@@ -41,8 +41,8 @@ def test_no_weight_is_read_for_what_cannot_run(flag: str, value: str, words: str
         (Request([1.5]), r"must be text, messages or token ids, got \[1.5\]"),  # type: ignore[list-item]
         (Request(7), "must be text, messages or token ids, got 7"),  # type: ignore[arg-type]
         (Request("Count: caf\udce9"), "text must be Unicode, got half a character at 10"),
-        (Request("Count:", max_new_tokens=-1), "the number of new tokens must be 0 or more, got -1"),
-        (Request("Count:", max_new_tokens=1, stop=["a", ""]), "a stop string must not be empty"),
+        (Request("Count:", max_new_tokens=-1), "`max_new_tokens` must be 0 or more, got -1"),
+        (Request("Count:", max_new_tokens=1, stop=["a", ""]), "`stop` must not be empty"),
     ],
 )
 def test_the_first_request_is_checked_by_load(request_: Request, words: str, sound: Path) -> None:

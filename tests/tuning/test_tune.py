@@ -390,6 +390,6 @@ def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path
     assert 0.3 * limit < stats.link_bytes_per_s < 1.1 * limit, "as fast as that, or slower on a busy machine"
     with offload.load(*pair, streaming_ram(*pair, 1), context=256, threads=1, link_limit=limit) as decoder:
         candidates = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.candidates
-    assert {candidate.limit for candidate in candidates} == {"link"}
+    assert {candidate.step.limit for candidate in candidates} == {"link"}
     with pytest.raises(UserError, match="`link_limit` must be a size"):
         offload.load(*pair, ram, link_limit="fast")
