@@ -47,7 +47,7 @@ class Sampling:
         require(is_safe, f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}", self.temperature, "0 is greedy")
         require(0 < self.top_p <= 1, "`top_p` must lie in (0, 1]", self.top_p, "1 keeps every token")
         require(self.top_k >= 0, "`top_k` must be 0 or more", self.top_k, "0 keeps every token")
-        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "choose another one")
+        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "0 is as good as any")
 
     @property
     def is_greedy(self) -> bool:

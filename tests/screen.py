@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,3 +138,42 @@ def record(
     os.close(ours)
     assert not pending, f"{pending!r} was left"
     return Recording(code, chunks)
+
+
+class Typist:
+    """A person at a terminal, who waits for what is shown before typing on."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._ours, theirs = pty.openpty()
+        termios.tcsetwinsize(self._ours, (24, 80))
+        given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        self.running = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=given, start_new_session=True
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def types(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def sees(self, wanted: str, act: Callable[[], object] = lambda: None) -> str:
+        """Whatever is shown before this, which must come. `act` is done at first, and while nothing comes."""
+        for _ in range(60):
+            if wanted in self.seen:
+                before, self.seen = self.seen.split(wanted, 1)
+                return before
+            act()
+            while wanted not in self.seen and select.select([self._ours], [], [], 2)[0]:
+                try:
+                    self.seen += os.read(self._ours, 4096).decode()
+                except OSError:  # the other side is closed
+                    break
+        raise AssertionError(f"{wanted!r} never came, only {self.seen!r}")
+
+    def echoes(self) -> bool:
+        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
+
+    def leaves(self) -> None:
+        self.running.kill()
+        self.running.wait()
+        os.close(self._ours)

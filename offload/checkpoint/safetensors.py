@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.small_files import open_regular, read_small
+from offload.checkpoint.small_files import open_regular, read_object
 from offload.encoding.registry import ENCODINGS, PLAIN_OF
 from offload.errors import UserError, reason
 
@@ -24,6 +24,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone are their own language model
 NOT_TEXT_ALONE = f"of models with more than text, {' and '.join(TEXT_INSIDE)} are known"
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma and Mixtral kind work"
+_AGAIN = "download the checkpoint again"
 _LFS = b"version https://git-lfs"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
 
@@ -77,7 +78,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     shards, weight_map = _find_shards(directory)
     tensors, stamps = dict[str, TensorEntry](), list[Stamp]()
     for index, shard in enumerate(shards):
-        entries, stamp = read_stamped_header(shard, index)
+        entries, stamp = read_header(shard, index)
         stamps.append(stamp)
         for name, entry in entries.items():
             if weight_map is None or weight_map.get(name) == shard.name:
@@ -120,13 +121,8 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
     return name
 
 
-def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
-    """Parse and verify the header of one safetensors file. Raises `UserError` where it contradicts the file."""
-    return read_stamped_header(path, shard)[0]
-
-
-def read_stamped_header(path: Path, shard: int) -> tuple[dict[str, TensorEntry], Stamp]:
-    """A header, and the stamp of the file that it holds for."""
+def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
+    """A safetensors file's header, and its stamp. Raises `UserError` where the header contradicts the file."""
     try:
         raw, stamp = _raw_header(path)
     except OSError as error:
@@ -152,7 +148,7 @@ def _raw_header(path: Path) -> tuple[bytes, Stamp]:
 
 
 def _damaged(what: str) -> UserError:
-    return UserError(f"{what}: download the checkpoint again")
+    return UserError(f"{what}: {_AGAIN}")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -269,16 +265,11 @@ def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `UserError` when it is missing or something else."""
     try:
-        value = json.loads(read_small(path))
+        return read_object(path, _AGAIN)
     except FileNotFoundError:
         raise UserError(f"no {path.name} in {path.parent}: give the folder of a Hugging Face model") from None
     except OSError as error:
         raise _unreadable(path, error) from None
-    except (ValueError, RecursionError) as error:
-        raise _damaged(f"{path} is not valid JSON ({reason(error)})") from None
-    if not isinstance(value, dict):
-        raise _damaged(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
 
 
 def has_weights(directory: Path) -> bool:

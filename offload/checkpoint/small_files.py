@@ -1,10 +1,15 @@
-"""Small files of strangers, such as config.json: what is no regular file would hang, or never end."""
+"""Small files of strangers, such as config.json: what is no regular file would hang, or never end; and ours."""
 
 import errno
+import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from offload.errors import UserError, reason
 
 _MAX_BYTES = 64 << 20  # the indexes of the largest models take some ten
 
@@ -25,3 +30,25 @@ def read_small(path: Path) -> str:
     if len(raw) > _MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES >> 20} MiB", str(path))
     return raw.decode("utf-8")
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """A JSON object. Raises what `read_small` raises of `OSError`, and `UserError` for any other content."""
+    try:
+        value = json.loads(read_small(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({reason(error)}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object: {remedy}")
+    return value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write instead of this one: whoever reads sees the old one or the new one. Raises `OSError`."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.checkpoint.small_files import replacing
 from offload.encoding.registry import PLAIN_OF
 
 SUM = "crc32"  # the note that has the checksum of all that lies behind the header
@@ -21,12 +22,8 @@ _TYPES = {torch.int64: "I64"} | {getattr(torch, name): encoding.name for name, e
 
 def write_tensors(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors of whole or floating-point numbers, in this order, with notes about them. Raises `OSError`."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as scratch:
         _write(scratch, notes, tensors)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def data_sum(path: Path) -> str:

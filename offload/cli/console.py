@@ -126,7 +126,7 @@ class Names(NamedTuple):
     @classmethod
     def of(cls, model: str, draft: str | None) -> "Names":
         """Without the folders around them, or the owner on the hub."""
-        return cls(Path(model).name or model, draft and (Path(draft).name or draft))
+        return cls(Path(model).absolute().name, draft and Path(draft).absolute().name)
 
 
 def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False) -> str:

@@ -75,7 +75,7 @@ def _import_parts() -> None:
         torch = importlib.import_module("torch")
         compiler = _NoCompiler(_COMPILER)
         compiler.__path__ = [os.path.join(torch.__path__[0], "_dynamo")]  # from where its own modules are taken
-        sys.modules.setdefault(_COMPILER, compiler)
+        sys.modules.setdefault(_COMPILER, compiler)  # and stays: any product on the meta device asks for it
         # As on systems where torch comes without it; for as long as the process lives, because modules that are
         # imported later must find what they expect in those that are imported now.
         torch.distributed.is_available = lambda: False
@@ -84,8 +84,6 @@ def _import_parts() -> None:
     finally:
         for name in absent:
             sys.modules.pop(name, None)
-        if isinstance(sys.modules.get(_COMPILER), _NoCompiler):
-            del sys.modules[_COMPILER]
 
 
 def _leave(*_: object) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.small_files import read_small
 from offload.errors import UserError, reason
 
 _EACH_TIME = ("prompt", "file", "help")  # said anew in every call
@@ -77,7 +78,7 @@ def _set(found: OwnDefaults, scope: Mapping[str, dict[str, str]], key: str, valu
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_small(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:  # among them what is no UTF-8 or no TOML

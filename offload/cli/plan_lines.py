@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from offload.config import format_bytes
@@ -11,6 +12,7 @@ if TYPE_CHECKING:  # they bring numpy along
     from offload.calibration.estimate import Estimate, ModelFacts
     from offload.planning.cost_model import Prediction
 
+_gb = partial(format_bytes, is_decimal=True)
 _BAR_WIDTH, _LINE_WIDTH, _LABEL_WIDTH = 32, 79, 10
 
 
@@ -98,10 +100,6 @@ def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
     low, high = (f"{tokens:.1f}" for tokens in best.tokens_range)
     basis = found.basis if is_verbose else found.basis.partition(";")[0]
     return f"{low if low == high else f'{low} to {high}'} a sweep with the tree {best.label}: {basis}"
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
 
 
 def _wrapped(label: str, words: str) -> str:

@@ -25,6 +25,7 @@ def write_text(
     """
     own_bytes, text = rss_bytes(), request.prompt or ""
     assert isinstance(text, str), "as the command line has it"
+    request.check()  # also where a session brings the prompt
     sampling, num_new, stop = request.sampling, request.max_new_tokens, request.stop
     with (
         open_decoder(model, draft, options, request, hooks=console.hooks) as decoder,

@@ -35,8 +35,6 @@ class Chat:
         messages: what was said so far, the system prompt included.
         turn: the one under way, or the last one; `turn.result()` has its figures.
         sampling, max_new_tokens, stop: of later turns; they may be set.
-
-    Raises `UserError` for a model without a chat template.
     """
 
     def __init__(

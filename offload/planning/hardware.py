@@ -11,15 +11,14 @@ Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation)
 No torch, no clock. Invariant: every figure is above zero, and no share above one.
 """
 
-import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.small_files import read_small
+from offload.checkpoint.small_files import read_object
 from offload.config import parse_rate, parse_size, require
-from offload.errors import UserError, reason
+from offload.errors import UserError
 
 _GIB = 1 << 30
 _PCIE_4, _PCIE_5 = 25e9, 52e9
@@ -90,13 +89,9 @@ def find_hardware(name: str) -> Hardware:
 def read_hardware(path: Path) -> Hardware:
     """A machine from JSON with the fields of `Hardware`, sizes also as `48GiB` and `25GB/s`. Raises `UserError`."""
     try:
-        values = json.loads(read_small(path))
+        values = read_object(path, "fix it")
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({reason(error)}): fix it") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds a JSON {type(values).__name__}, not an object: give the fields of a machine")
     known = [field.name for field in fields(Hardware)]
     values = {"name": path.stem, **values}
     for name in values:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.small_files import open_regular, read_small
+from offload.checkpoint.small_files import open_regular, read_object, replacing
 from offload.config import Sampling
 from offload.errors import ReadError, UserError, reason
 from offload.machine import cpu_name
@@ -195,15 +195,11 @@ def require_writable(folder: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Whoever reads sees the old text or the new one. Raises `UserError` where nothing can be written."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    """All or nothing. Raises `UserError` where nothing can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as scratch:
             scratch.write_text(text, encoding="utf-8")
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
 
@@ -226,12 +222,10 @@ def _why_not(path: Path, identity: Identity) -> str:
 def parse_profile(path: Path) -> Profile:
     """A sound profile, whatever it was measured for. Raises `UserError`."""
     try:
-        values = json.loads(read_small(path))
+        values = read_object(path, _AGAIN)
     except OSError as error:
         raise UserError(f"cannot read the profile {path} ({error.strerror}): check the path") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"profile {path.name} is not valid JSON ({reason(error)}): {_AGAIN}") from None
-    found = values.pop("schema", None) if isinstance(values, dict) else None
+    found = values.pop("schema", None)
     if found == _WITHOUT_YIELDS:
         values["grown"] = []
     elif found != SCHEMA:

@@ -129,7 +129,7 @@ def test_a_stopped_answer_stays_and_can_be_tried_again(talker: Path) -> None:
 def test_stop_strings_end_answers(talker: Path) -> None:
     assert chat(talker, "Say\n", "--stop", "world", "--stop", "wör").out == " Hello \n"
     assert chat(talker, "/set stop wör\nSay\n/set stop\nSay\n").out == " Hello \n" + SAID + "\n"
-    assert_refused(chat(talker, "Say\n", "--stop", ""), "a stop string must not be empty")
+    assert_refused(chat(talker, "Say\n", "--stop", ""), "--stop must not be empty")
 
 
 # Sessions

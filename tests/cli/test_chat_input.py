@@ -1,16 +1,14 @@
 """What is typed, pasted and piped into a conversation, at a terminal of its own and without any model."""
 
 import os
-import pty
-import select
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from screen import Typist
 from shell import ROOT
 
 READS = """
@@ -42,48 +40,13 @@ print("END", flush=True)
 """
 
 
-class Typist:
-    """A person at a terminal."""
-
-    def __init__(self, term: str, folder: Path) -> None:
-        self._ours, theirs = pty.openpty()
-        termios.tcsetwinsize(self._ours, (24, 80))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": term, "XDG_CACHE_HOME": str(folder)}
-        self.running = subprocess.Popen(
-            [sys.executable, "-c", READS], stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        self.seen = ""
-
-    def types(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def sees(self, wanted: str, within_s: float = 60) -> str:
-        """All that is shown up to this, and from now on what is shown after it. Fails where it does not come."""
-        end = time.monotonic() + within_s
-        while wanted not in self.seen and time.monotonic() < end:
-            if select.select([self._ours], [], [], 0.2)[0]:
-                try:
-                    self.seen += os.read(self._ours, 4096).decode()
-                except OSError:  # the other side is closed
-                    break
-        assert wanted in self.seen, f"{wanted!r} never came, only {self.seen!r}"
-        before, self.seen = self.seen.split(wanted, 1)
-        return before
-
-    def echoes(self) -> bool:
-        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
-
-    def leaves(self) -> None:
-        self.running.kill()
-        self.running.wait()
-        os.close(self._ours)
+def typist_at(term: str, folder: Path) -> Typist:
+    return Typist([sys.executable, "-c", READS], {"TERM": term, "XDG_CACHE_HOME": str(folder)})
 
 
 @pytest.fixture(params=["xterm", "dumb"])
 def typist(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Typist]:
-    typist = Typist(request.param, tmp_path)
+    typist = typist_at(request.param, tmp_path)
     typist.sees("READY")
     asks_for_brackets = "\x1b[?2004h" in typist.sees("> ")
     assert asks_for_brackets == (request.param == "xterm"), "a dumb terminal would print that"
@@ -176,7 +139,7 @@ def test_the_end_of_input_ends_a_line_and_an_interrupt_a_block(typist: Typist) -
 
 def test_lines_of_an_earlier_day_come_back(tmp_path: Path) -> None:
     for keys, wanted in (("first\n", "first"), ("\x1b[A\n", "first")):
-        typist = Typist("xterm", tmp_path)
+        typist = typist_at("xterm", tmp_path)
         typist.sees("> ")
         typist.types(keys)
         typist.sees(f"GOT '' '{wanted}'")

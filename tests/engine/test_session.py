@@ -257,5 +257,5 @@ def test_a_conversation_wants_a_template_and_stop_strings_text(tmp_path: Path) -
         decoder.tokenizer.chat_template = None
         with pytest.raises(UserError, match="no chat template"):
             offload.Chat(decoder)
-    with pytest.raises(UserError, match="this decoder is closed"):
+    with pytest.raises(UserError, match="this decoder was closed"):
         decoder.save_session(tmp_path / "text")

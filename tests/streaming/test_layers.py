@@ -231,7 +231,7 @@ def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
     """Five layers of 64 KiB, one tensor each."""
     path = tmp_path / "model.safetensors"
     write_file(path, [Planned(f"layers.{n}.w", "F32", (1 << 14,)) for n in range(NUM_LAYERS)], np.random.default_rng(0))
-    return path, [slab_layout({"w": (e.shape, [Part(e)])}) for e in read_header(path).values()]
+    return path, [slab_layout({"w": (e.shape, [Part(e)])}) for e in read_header(path)[0].values()]
 
 
 def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[SlabLayout]]) -> None:
