@@ -14,10 +14,10 @@ import termios
 import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from shell import ROOT
+
 _TOKEN = re.compile(r"\x1b(?:\[(\d*)([A-Za-z])|([78D]))|(.)", re.DOTALL)
 
 

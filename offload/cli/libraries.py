@@ -92,36 +92,30 @@ def _leave(*_: object) -> None:
     os._exit(128 + signal.SIGINT)
 
 
-class _Line(logging.Handler):
-    """Says each message once, in one line."""
+def _once(say: Callable[[str], None]) -> Callable[[str, object], None]:
+    """Say each message once, in one line, behind where it comes from."""
+    said = set[str]()
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__()
-        self._say, self._said = say, set[str]()
+    def tell(origin: str, message: object) -> None:
+        line = " ".join(f"{origin}: {message}".split())
+        if line not in said:
+            said.add(line)
+            say(line)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        line = f"{record.name.split('.')[0]}: {' '.join(record.getMessage().split())}"
-        if line not in self._said:
-            self._said.add(line)
-            self._say(line)
+    return tell
 
 
 def _hear(library: str, say: Callable[[str], None]) -> None:
     """Instead of writing to stderr itself; how much it says is for its own settings."""
-    logging.getLogger(library).handlers[:] = [_Line(say)]
+    handler, tell = logging.Handler(), _once(say)
+    handler.emit = lambda record: tell(library, record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(library).handlers[:] = [handler]
 
 
 @contextmanager
 def _heard(say: Callable[[str], None]) -> Iterator[None]:
     """Warnings of Python as lines, too."""
-    said = set[str]()
-
-    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-        line = " ".join(f"{category.__name__}: {message}".split())
-        if line not in said:
-            said.add(line)
-            say(line)
-
+    tell = _once(say)
     with warnings.catch_warnings():
-        warnings.showwarning = show
+        warnings.showwarning = lambda message, category, *_, **__: tell(category.__name__, message)
         yield
