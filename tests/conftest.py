@@ -127,6 +127,24 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers everything with the same text."""
+    from reciting import PIECES, TEMPLATE
+    from tiny import save_reciter
+
+    return save_reciter(tmp_path_factory.mktemp("talker"), PIECES, ends=True, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in tokens that its text is made of when it is read again."""
+    from reciting import TEMPLATE
+    from tiny import save_reciter
+
+    return save_reciter(tmp_path_factory.mktemp("letters"), (":", "O", "k", "."), ends=True, chat_template=TEMPLATE)
+
+
 @pytest.fixture
 def broken(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "broken"))

@@ -5,25 +5,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from reciting import PIECES, SAID, at_sweep, interrupt
+from reciting import SAID, TEMPLATE, at_sweep, interrupt
 from refusals import assert_refused
 from shell import Outcome, shell
-from test_chat import TEMPLATE
-from tiny import FAMILIES, build, save, save_reciter, save_tokenizer
+from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.cli.chat_commands import _HELP
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers everything with the same text."""
-    return save_reciter(tmp_path_factory.mktemp("talker"), PIECES, ends=True, chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in tokens that its text is made of when it is read again."""
-    return save_reciter(tmp_path_factory.mktemp("letters"), (":", "O", "k", "."), ends=True, chat_template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")

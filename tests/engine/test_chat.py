@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from reciting import PIECES, SAID, at_sweep, interrupt, streaming_ram
+from reciting import PIECES, SAID, TEMPLATE, at_sweep, interrupt, streaming_ram
 from refusals import assert_refused
 from screen import Typist
 from shell import Outcome, shell
@@ -22,25 +22,9 @@ from offload.errors import UserError
 from offload.memory.planner import plan_memory
 from offload.tree.spec import parse_tree
 
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
-)
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
 NUM_NEW, CONTEXT = 20, 384
 QUESTIONS = ("Who?", "Why, then?", "And?")
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers everything with the same text."""
-    return save_reciter(tmp_path_factory.mktemp("talker"), PIECES, ends=True, chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in tokens that its text is made of when it is read again."""
-    return save_reciter(tmp_path_factory.mktemp("letters"), (":", "O", "k", "."), ends=True, chat_template=TEMPLATE)
 
 
 def open_pair(family: str, directory: Path, tree: str, rule: str = "match", **options: object) -> Decoder:

@@ -13,13 +13,6 @@ from tiny import save_reciter
 import offload
 from offload.engine.decoder import Decoder
 
-TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% endfor %}:"
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_reciter(tmp_path_factory.mktemp("talker"), PIECES, ends=True, chat_template=TEMPLATE)
-
 
 @pytest.fixture(scope="module")
 def decoder(talker: Path) -> Iterator[Decoder]:

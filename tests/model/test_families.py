@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rounding import beyond_doubt
-from tiny import FAMILIES, VOCAB_SIZE, build, save
+from tiny import FAMILIES, VOCAB_SIZE, build, save, streaming_ram
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -23,9 +23,8 @@ from transformers import (
 )
 
 import offload
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.safetensors import Checkpoint
 from offload.config import Sampling
-from offload.memory.planner import Budgets, make_plan, model_shape
 from offload.model.meta import attention_windows, build_meta_model
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
@@ -113,13 +112,6 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def streaming_ram(directory: Path) -> int:
-    """Room for three slots and no resident layer, the draft being the model itself."""
-    shape = model_shape(open_checkpoint(directory))
-    roomy = make_plan(shape, shape, Budgets(1 << 40), context=128, num_nodes=8)
-    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
-
-
 def greedy_choices(model: PreTrainedModel, new_ids: list[int], prompt: list[int]) -> list[int]:
     """What transformers would append after the prompt and after each of the new tokens but the last, in one pass.
 
@@ -133,7 +125,7 @@ def greedy_choices(model: PreTrainedModel, new_ids: list[int], prompt: list[int]
 def assert_decodes_like_transformers(directory: Path) -> None:
     theirs, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"], "the reference itself is incomplete"
-    ram = streaming_ram(directory)
+    ram = streaming_ram(directory, context=128, num_nodes=8)
     with offload.load(directory, directory, ram=ram, dtype="float32", context=128, tree="8x3", threads=1) as decoder:
         got = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
         decoder.save_session(directory / "session")
