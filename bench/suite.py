@@ -4,10 +4,13 @@ Invariant: this file imports nothing heavy, since `offload --help` passes throug
 the same from a checkout where nothing is installed.
 """
 
+import ast
 import runpy
 import signal
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -39,9 +42,37 @@ class LazyCommands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return load_command(cmd_name) if cmd_name in COMMANDS else None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in COMMANDS:
+            refuse_unknown_flags(args[0], args[1:])
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        from typer.core import CompletionItem
+
+        return [CompletionItem(name, help=told) for name, (_, told) in COMMANDS.items() if name.startswith(incomplete)]
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
+
+
+def refuse_unknown_flags(name: str, arguments: list[str]) -> None:
+    """Refuse what the parser would, without the seconds that the parser's imports take. Raises `UserError`."""
+    flags = [one.partition("=")[0] for one in arguments if one.startswith("--") and one not in ("--", "--help")]
+    for flag in flags:
+        if flag not in _words(COMMANDS[name][0]) | _words("harness.command"):
+            raise UserError(f"No such option: {flag} (see offload bench {name} --help)")
+
+
+def _words(module: str) -> set[str]:
+    """Each string and parameter in a module's source as a flag: those that it has are among them."""
+    spec = find_spec(f"offload.bench.{module}")
+    assert spec is not None and spec.origin is not None, "it is one of ours"
+    nodes = list(ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))))
+    said = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    words = said + [node.arg for node in nodes if isinstance(node, ast.arg)]
+    return {"--" + word.removeprefix("--").replace("_", "-") for word in words}
 
 
 def load_command(name: str) -> Any:

@@ -1,6 +1,86 @@
-"""`python -m offload` is the command `offload`."""
+"""The command `offload`, and `python -m offload`: standard streams that are there, and a Ctrl-C that is never lost.
 
-from offload.cli.main import main
+Both must hold before anything else is imported, so this file imports nothing that takes time.
+"""
+
+import io
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
+_ASK_AGAIN_S = 0.02
+
+
+def main() -> None:
+    """Entry point of the `offload` command."""
+    _open_closed_streams()
+    sys.stdout = _buffered(sys.stdout)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background of a shell
+        signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _unraisable
+    try:
+        from offload.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:  # before `run` could, or after
+        os._exit(128 + signal.SIGINT)
+
+
+def _open_closed_streams() -> None:
+    """Nothing in place of what `>&-` closed, lest the next file to be opened take its number."""
+    for descriptor, (name, mode) in enumerate(_STREAMS):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _buffered(stdout: Any) -> Any:
+    """The same stream with a buffer, by which it can be told that it failed, and without a letter that makes it fail.
+
+    All of it in C: in a `write` of Python's, Ctrl-C would lose text or write it twice.
+    """
+    if isinstance(stdout.buffer, io.RawIOBase):  # `python -u`
+        whole = io.BufferedWriter(io.FileIO(stdout.fileno(), "w", closefd=False))
+        return io.TextIOWrapper(whole, stdout.encoding, "replace", line_buffering=True)
+    stdout.reconfigure(errors="replace")
+    return stdout
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C, but not within an import: what is half imported takes it for an error of its own, or swallows it."""
+    if not _is_importing(frame):
+        raise KeyboardInterrupt
+    _interrupt_later()
+
+
+def _unraisable(what: "sys.UnraisableHookArgs") -> None:
+    """Ctrl-C within a destructor, which no exception leaves."""
+    if what.exc_type is KeyboardInterrupt:
+        _interrupt_later()
+    else:
+        sys.__unraisablehook__(what)
+
+
+def _interrupt_later() -> None:
+    again = threading.Timer(_ASK_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+    again.daemon = True
+    again.start()
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
 
 if __name__ == "__main__":
     main()

@@ -38,6 +38,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):  # numpy's whole numbers overflow where Python's do not
             object.__setattr__(self, name, whole_number(getattr(self, name), f"`{name}`"))
+        for name in ("temperature", "top_p"):
+            object.__setattr__(self, name, _number(getattr(self, name), f"`{name}`"))
         require(
             0 <= self.temperature < float("inf"), "`temperature` must be 0 or more", self.temperature, "0 is greedy"
         )
@@ -45,7 +47,7 @@ class Sampling:
         require(is_safe, f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}", self.temperature, "0 is greedy")
         require(0 < self.top_p <= 1, "`top_p` must lie in (0, 1]", self.top_p, "1 keeps every token")
         require(self.top_k >= 0, "`top_k` must be 0 or more", self.top_k, "0 keeps every token")
-        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "choose a smaller one")
+        require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "0 is as good as any")
 
     @property
     def is_greedy(self) -> bool:
@@ -86,7 +88,7 @@ RULES: dict[str, RuleTerms] = {
 
 def drafting_of(rule: str) -> Drafting:
     """The drafting distribution that goes with a rule. Raises `UserError` for a name that is none."""
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise UserError(f"`rule` must be one of {', '.join(RULES)}, got {rule!r}: leave it out for match")
     return RULES[rule].drafting
 
@@ -106,9 +108,15 @@ def parse_rate(text: str | int | None, flag: str) -> int | None:
     return None if text is None else parse_size(str(text).removesuffix("/s"), flag)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """`1.59 GiB`, `25.1 MiB`: three digits, binary units."""
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+def is_decimal(size: str | int | None) -> bool:
+    """Whether a person who gives a size like this thinks in powers of ten: `8GB` or `8G`, not `8GiB`."""
+    return re.search(r"[kmgt]b?\s*$", str(size).lower()) is not None
+
+
+def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
+    """`1.59 GiB`, `25.1 MiB`: three digits, in binary units or in `GB` and `MB`."""
+    base, infix = (1000, "") if is_decimal else (1024, "i")
+    for unit, size in ((f"{prefix}{infix}B", base**power) for prefix, power in zip("TGMK", (4, 3, 2, 1), strict=True)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.3g} {unit}" if num_bytes / size < 999.5 else f"{num_bytes / size:.0f} {unit}"
     return f"{num_bytes:.0f} B"
@@ -122,7 +130,17 @@ def whole_number(value: object, what: str) -> int:
         raise UserError(f"{what} must be a whole number, got {value!r:.80}: round it") from None
 
 
+def _number(value: object, what: str) -> float:
+    """`value` as a float of Python, whichever library's it is. Raises `UserError` where it is no number."""
+    try:
+        if not isinstance(value, str):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass  # of whatever kind it is
+    raise UserError(f"{what} must be a number, got {value!r:.80}: try 0.7")
+
+
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:
     """Refuse a value that breaks a rule. Raises `UserError`."""
     if not holds:
-        raise UserError(f"{rule}, got {value}: {remedy}")
+        raise UserError(f"{rule}, got {value!s:.80}: {remedy}")

@@ -1,14 +1,28 @@
 """The errors that a user can mend: one line each, naming the rule, the value that broke it and the remedy."""
 
+_MAX_CHARS, _KEPT_CHARS = 560, 260  # of a message, and of its either end where it quotes more
+
 
 class UserError(ValueError):
     """A request, file or machine does not fit; the command line prints the line and exits with 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
 
 
 class ReadError(OSError):
     """The disk failed while a run was under way; what was generated until then is kept."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(_one_line(message))
+
 
 def reason(error: BaseException) -> str:
     """What a library says is wrong, short enough to stand inside a line of ours."""
     return " ".join(str(error).split())[:160] or type(error).__name__
+
+
+def _one_line(message: str) -> str:
+    """What a message quotes from a stranger's file may be long, and must not steer a terminal."""
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+    return line if len(line) <= _MAX_CHARS else f"{line[:_KEPT_CHARS]} ... {line[-_KEPT_CHARS:]}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from offload.threads.policy import Modes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Stats:
     """Figures of one generation. Times and bytes leave out the prompt's sweep, which `ttft_s` covers."""
 
@@ -28,6 +28,16 @@ class Stats:
     tree_depth: int = 0
     is_tree_dynamic: bool = False  # size and depth are bounds then
     accepted_per_sweep: list[int] = field(default_factory=list)  # new tokens of each sweep after the prompt's
+
+    def __repr__(self) -> str:
+        return (
+            f"Stats({self.num_new_tokens} tokens, the first after {self.ttft_s:.2f} s; "
+            f"{self.tokens_per_s:.2f} tokens/s, {self.tokens_per_sweep:.2f} tokens per sweep\n"
+            f"  {self.decode_s:.2f} s: {self.draft_s:.2f} drafting, {self.sweep_s:.2f} in sweeps, of these "
+            f"{self.stall_s:.2f} waiting for the link, {self.verify_s:.2f} verifying\n"
+            f"  {self.bytes_streamed / 1e9:.2f} GB streamed at {self.link_bytes_per_s / 1e9:.2f} GB/s, "
+            f"peak memory {self.peak_rss_bytes / 2**30:.2f} GiB)"
+        )
 
     def begin_decoding(self, num_first_tokens: int, ttft_s: float) -> None:
         """The prompt's sweep is over: what it took counts as time to the first token only."""

@@ -34,9 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Profiles and inflated models of whoever runs the tests are neither seen nor added to."""
+    """Profiles, inflated models and settings of whoever runs the tests are neither seen nor added to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield
 
 
@@ -124,6 +125,24 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("sound_file"), max_shard_size="1GB")
     save_tokenizer(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers everything with the same text."""
+    from reciting import PIECES, TEMPLATE
+    from tiny import save_reciter
+
+    return save_reciter(tmp_path_factory.mktemp("talker"), PIECES, ends=True, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in tokens that its text is made of when it is read again."""
+    from reciting import TEMPLATE
+    from tiny import save_reciter
+
+    return save_reciter(tmp_path_factory.mktemp("letters"), (":", "O", "k", "."), ends=True, chat_template=TEMPLATE)
 
 
 @pytest.fixture

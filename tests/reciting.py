@@ -14,11 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 from shell import Outcome, shell
+from tiny import streaming_ram
 
 import offload
-from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
-from offload.memory.planner import plan_memory
 from offload.model.target import Target
 from offload.streaming import disk as host_store
 
@@ -26,35 +25,20 @@ from offload.streaming import disk as host_store
 PIECES = (":", " Hel", "lo", " w", "ör", "ld ", b"\xe6", b"\x97", b"\xa5", b" \xf0\x9f\x98", b"\x80", "!\n")
 SAID = " Hello wörld 日 😀!\n"
 NUM_SAID = len(PIECES) - 1
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
 PROMPT = "Say:"
 TREES = ("none", "chain:1", "8x3", "sequences:2x4", "chain:7")
 LARGEST_TREE = "sequences:2x4"  # 9 nodes
 CONTEXT = 256
 
 
-def streaming_ram(model: Path) -> int:
-    """A budget under which every layer passes through three slots, with the model as its own draft."""
-    files = open_checkpoint(model)
-    roomy = plan_memory((files, files), ram=1 << 40, dtype="auto", context=CONTEXT, num_nodes=9)
-    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes)
-
-
 def settings(model: Path, *, tree: str = "8x3") -> list[object]:
     """Flags of a streamed run with a draft that is always right."""
-    return [
-        "-m",
-        model,
-        "-d",
-        model,
-        "--tree",
-        tree,
-        "--ram",
-        streaming_ram(model),
-        "--context",
-        CONTEXT,
-        "--threads",
-        1,
-    ]
+    budget = ["--ram", streaming_ram(model), "--context", CONTEXT, "--threads", 1]
+    return ["-m", model, "-d", model, "--tree", tree, *budget]
 
 
 def open_decoder(model: Path, tree: str = LARGEST_TREE) -> Decoder:

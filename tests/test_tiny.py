@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from rounding import beyond_doubt
-from tiny import FAMILIES, VOCAB_SIZE, build, save_pair
+from tiny import FAMILIES, VOCAB_SIZE, build, save_pair, streaming_ram
 from transformers import AutoModelForCausalLM
 
 import offload
@@ -28,20 +28,10 @@ def reference(directory: Path, prompt: list[int], num_new: int = NUM_NEW) -> lis
     return beyond_doubt(torch.cat(out.logits)).tolist()
 
 
-def streaming_ram(directory: Path, draft: Path) -> int:
-    """A budget under which one layer stays and the rest is streamed."""
-    from offload.checkpoint.safetensors import open_checkpoint
-    from offload.memory.planner import Budgets, make_plan, model_shape
-
-    shapes = [model_shape(open_checkpoint(d)) for d in (directory, draft)]
-    roomy = make_plan(shapes[0], shapes[1], Budgets(1 << 40), context=256, num_nodes=64)
-    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_equal_transformers(family: str, tmp_path: Path) -> None:
     target, draft = save_pair(FAMILIES[family](), tmp_path, noise=0.003)
-    ram = streaming_ram(target, draft)
+    ram = streaming_ram(target, draft, num_nodes=64)
     with offload.load(target, draft, ram=ram, context=256, tree="64x16", threads=1) as decoder:
         assert decoder.plan.num_slots == 3 and decoder.plan.num_resident == 0
         yields = []

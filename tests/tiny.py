@@ -23,6 +23,9 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.memory.planner import plan_memory
+
 VOCAB_SIZE = 199
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -87,6 +90,13 @@ def save_pair(config: PreTrainedConfig, directory: Path, *, noise: float = 0.006
         if parameter.ndim > 1:
             parameter.data += noise * torch.randn_like(parameter)
     return target, save(model, directory / "draft")
+
+
+def streaming_ram(target: Path, draft: Path | None = None, *, context: int = 256, num_nodes: int = 9) -> int:
+    """A budget with room for three slots and no more; without a draft the model is its own."""
+    files = (open_checkpoint(target), open_checkpoint(draft or target))
+    roomy = plan_memory(files, ram=1 << 40, dtype="auto", context=context, num_nodes=num_nodes)
+    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
 
 
 def save_tokenizer(

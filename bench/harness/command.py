@@ -105,6 +105,8 @@ class Bench:
             print(proof_line(proof))
             settings = {**settings, "proof": proof._asdict()}
         settings = {**settings, "quick": self.quick}
+        if "samples" in ceiling:  # what was said at the start was one more reading, and a link's speed changes
+            print(f"ceiling: {ceiling['bytes_per_s'] / 1e9:.3f} GB/s, by {len(ceiling['samples'])} readings since then")
         result = new_result(self.name, settings=settings, ceiling=ceiling, rows=rows, guards=guards or {})
         if self.json_file is not None:
             store(result.as_dict(), self.json_file)
@@ -168,7 +170,7 @@ def say_link(setting: Setting) -> float:
 
 
 def say_floor(setting: Setting, plan: MemoryPlan | None = None) -> None:
-    """The ceiling of a place: on a CPU before anything is opened, on a device with its plan."""
+    """The ceiling of a place at the start: on a CPU before anything is opened, on a device with its plan."""
     if setting.opened is None and plan is None:
         say_link(setting)
     elif setting.opened is not None and plan is not None:

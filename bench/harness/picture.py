@@ -1,11 +1,24 @@
-"""One picture: what a sweep yields against the size of the tree."""
+"""One picture: what a sweep yields against the size of the tree; a table where there is one size only.
+
+Invariant: a picture that has left its folder still says which models, which machine and which day it is of.
+"""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING
 
-from offload.bench.harness.record import Row
+from offload.bench.harness.record import Row, this_machine
 from offload.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+_TITLE_WIDTH = 90  # characters that fit above the axes
 
 
 def require_pictures() -> None:
@@ -14,19 +27,52 @@ def require_pictures() -> None:
         raise UserError("--picture needs matplotlib, which is not installed: pip install 'offload[bench]'")
 
 
-def draw_sizes(rows: Sequence[Row], path: Path) -> None:
+def draw_sizes(rows: Sequence[Row], settings: Row, path: Path) -> None:
     """Rows of `decode`: a line per temperature, rule and kind of tree, in the order of their sizes."""
+    figure_of(rows, settings).savefig(path)
+
+
+def figure_of(rows: Sequence[Row], settings: Row) -> "Figure":
+    """The picture itself; `settings` name the models."""
     from matplotlib.figure import Figure  # alone: no window system, no global state
 
-    figure, lines = Figure(figsize=(7.5, 4.8), dpi=120, layout="constrained"), dict[str, list[tuple[int, float]]]()
+    has_sizes = len({row["num_nodes"] for row in rows if row["num_nodes"] > 1}) > 1
+    height = 4.8 if has_sizes else 1 + 0.25 * len(rows)
+    figure = Figure(figsize=(7.5, height), dpi=120, layout="constrained")
+    place = figure.subplots()
+    place.set_title(_title(settings), fontsize=9)
+    (_plot if has_sizes else _tabulate)(place, rows)
+    return figure
+
+
+def _title(settings: Row) -> str:
+    machine = this_machine()
+    models = " with the draft ".join(settings[key] for key in ("target", "draft") if settings.get(key))
+    place = f"{machine['cpu']}, {machine['num_cores']} cores, {settings['device']}"
+    return "\n".join([*wrap(models, _TITLE_WIDTH), *wrap(f"{place}, {datetime.now(UTC):%Y-%m-%d}", _TITLE_WIDTH)])
+
+
+def _plot(place: "Axes", rows: Sequence[Row]) -> None:
+    lines = dict[str, list[tuple[int, float]]]()
     for row in rows:
         kind = row["tree"].partition(":")[0] if ":" in row["tree"] else "static"
         label = f"{kind}, {row['rule']}, T = {row['temperature']:g}"
         lines.setdefault(label, []).append((row["num_nodes"], row["tokens_per_sweep"]))
-    place = figure.subplots()
     for label, points in lines.items():
         place.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    sizes = sorted({row["num_nodes"] for row in rows})
     place.set_xscale("log", base=2)
+    place.set_xticks(sizes, map(str, sizes))
     place.set(xlabel="nodes", ylabel="tokens per sweep", ylim=(0, None))
-    place.legend(frameon=False)
-    figure.savefig(path)
+    place.margins(x=0.05)
+    place.legend(frameon=False, fontsize=8, ncols=1 + len(lines) // 8, loc="best")
+
+
+def _tabulate(place: "Axes", rows: Sequence[Row]) -> None:
+    place.set_axis_off()
+    cells = [
+        [row["tree"], row["rule"], f"{row['temperature']:g}", str(row["num_prompts"]), f"{row['tokens_per_sweep']:.2f}"]
+        for row in rows
+    ]
+    head = ["tree", "rule", "temperature", "texts", "tokens per sweep"]
+    place.table(cells, colLabels=head, cellLoc="center", loc="upper center")

@@ -6,7 +6,7 @@ role of a device: it shows that the commands work, and no speed of it means anyt
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Files, plan_memory
+from offload.memory.planner import Files, least_budget, plan_memory
 from offload.streaming.device import Device, open_device
 from offload.streaming.host_device import HostDevice
 from offload.tree.spec import parse_tree
@@ -69,9 +69,9 @@ class Setting(NamedTuple):
         how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
         plan = partial(plan_memory, files, num_nodes=parse_tree(tree).num_nodes, **how)
         if self.opened is None:
-            return self._replace(ram_bytes=_least_budget(lambda size: plan(ram=size))).open(tree, **options)
+            return self._replace(ram_bytes=least_budget(lambda size: plan(ram=size))).open(tree, **options)
         on_device = partial(plan, ram=self.ram_bytes, device="cuda")
-        return self._replace(gpu_memory=_least_budget(lambda size: on_device(gpu=size))).open(tree, **options)
+        return self._replace(gpu_memory=least_budget(lambda size: on_device(gpu=size))).open(tree, **options)
 
     def ceiling(self, plan: MemoryPlan) -> float:
         """Bytes per second at which layers could arrive now: of a plain reader, or of copies to a device."""
@@ -139,18 +139,6 @@ def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
         return {"device": PRETEND, "gpu_memory": gpu_memory or "1136MiB", "opened": HostDevice()}
     opened: Device | None = open_device(device, gpu_memory)
     return {"device": str(opened.place) if opened else "cpu", "gpu_memory": gpu_memory, "opened": opened}
-
-
-def _least_budget(plan: Callable[[int], MemoryPlan]) -> int:
-    too_small, enough = 0, 1 << 50
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        try:
-            plan(middle)
-            enough = middle
-        except UserError:
-            too_small = middle
-    return enough
 
 
 def _require_room(ram: str | None, target: Checkpoint, draft: Checkpoint | None = None) -> None:

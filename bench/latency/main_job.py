@@ -89,6 +89,7 @@ import json, sys, time
 import torch, transformers, transformers.models.llama.modeling_llama
 _ = transformers.modeling_utils.PreTrainedModel, transformers.AutoModelForCausalLM
 from offload.cli.demo import PAIR, PROMPT, demo_options
+from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
 from offload.machine import peak_rss_bytes, rss_bytes
 target, options = sys.argv[1], demo_options(int(sys.argv[2]), "64x16")
@@ -102,7 +103,8 @@ print(json.dumps({{"ram_bytes": int(sys.argv[2]), "imported_bytes": before, **fo
 """
 _START = f"""{_IMPORTS}
 times, started = [], time.perf_counter()
-with open_decoder(target, PAIR / "draft", options, on_layer=lambda: times.append(time.perf_counter())) as decoder:
+hooks = Hooks(on_layer=lambda: times.append(time.perf_counter()))
+with open_decoder(target, PAIR / "draft", options, hooks=hooks) as decoder:
     decoder.generate(PROMPT, max_new_tokens=1)
 print(json.dumps({{"first_layer_s": times[0] - started}}))
 """

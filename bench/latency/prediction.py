@@ -13,7 +13,7 @@ from offload.bench.harness.record import Row
 from offload.checkpoint.hub import checkpoint_of_config
 from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import Budgets, make_plan
-from offload.planning.cost_model import Traffic, costs_on, step_time, traffic_on
+from offload.planning.cost_model import Traffic, costs_on, step_time
 from offload.planning.hardware import KNOWN
 from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chain
 
@@ -51,7 +51,7 @@ def predict_l40(topology: Topology, tokens_per_step: float) -> Predicted:
     plan = make_plan(target, small, budgets, context=_CONTEXT, num_nodes=topology.num_nodes)
     streamed = step_time(costs, Traffic(sum(target.layer_bytes), 0), topology)
     in_turn_s = streamed.draft_s + streamed.link_s + streamed.compute_s + streamed.verify_s
-    here_s = step_time(costs, traffic_on(gpu, plan), topology).total_s
+    here_s = step_time(costs, Traffic.of(plan, gpu), topology).total_s
     return Predicted(*(step_s / tokens_per_step for step_s in (in_turn_s, streamed.total_s, here_s)))
 
 

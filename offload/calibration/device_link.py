@@ -11,9 +11,13 @@ _COPY_BYTES = 64 << 20
 
 
 def device_link_bytes_per_s(
-    device: Device, plan: MemoryPlan, shards: Sequence[Path], *, limit_bytes_per_s: float | None = None
-) -> float:
-    """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of reads behind them."""
+    device: Device, plan: MemoryPlan, shards: Sequence[Path], *,
+    limit_bytes_per_s: float | None = None, disk_bytes_per_s: float | None = None,
+) -> float:  # fmt: skip
+    """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of reads behind them.
+
+    `disk_bytes_per_s` stands for reads that are not to be measured.
+    """
     if not plan.streamed_bytes:
         return LOCAL_BYTES_PER_S
     allocator = device.open_allocator()
@@ -22,5 +26,6 @@ def device_link_bytes_per_s(
     finally:
         allocator.close()
     if plan.disk_streamed_bytes:
-        seconds = max(seconds, plan.disk_streamed_bytes / link_bytes_per_s(shards, limit_bytes_per_s=limit_bytes_per_s))
+        read = disk_bytes_per_s or link_bytes_per_s(shards, limit_bytes_per_s=limit_bytes_per_s)
+        seconds = max(seconds, plan.disk_streamed_bytes / read)
     return plan.streamed_bytes / seconds

@@ -1,61 +1,90 @@
 """Will it fit, and how fast will it be: the answer of `offload plan`, for this machine or one that nobody here owns.
 
 Headers tell what lies where. Rates come from `--hardware`, or on this machine from the link, measured here and now, and
-from a profile of `offload tune`. What is not known is left out rather than guessed. No torch but where there is a GPU.
+from a profile of `offload tune`; where only the link is known, a prediction is a lower bound and says so. Tokens per
+sweep are a range, from pairs that papers measured, where nobody has measured this one. No torch but for a GPU, or to
+count a model that only torch can build.
+
 Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link.
 """
 
+import math
+import os
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.link import link_bytes_per_s
-from offload.checkpoint.hub import is_here, open_headers
-from offload.checkpoint.safetensors import compute_dtype_name
+from offload.checkpoint.hub import is_here
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import model_shape
-from offload.config import Sampling, format_bytes, require
+from offload.checkpoint.vocabulary import require_one_vocabulary
+from offload.config import Sampling, format_bytes, parse_rate, require
 from offload.errors import UserError
 from offload.machine import has_cuda_driver
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
-from offload.planning.cost_model import Costs, Prediction, costs_on, is_disk_slower, predict, traffic_on
+from offload.model.headers import describe
+from offload.planning.cost_model import Costs, Prediction, Traffic, costs_on, link_alone, step_time
 from offload.planning.hardware import Hardware, find_hardware
+from offload.planning.measured_pairs import SOURCE, range_for
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
 from offload.planning.room import Room
-from offload.planning.tree_policy import TreeSelector, most_timed
+from offload.planning.tree_policy import TreeChoice, TreeSelector, most_timed
 from offload.tree.spec import TreeSpec, label_of
-from offload.tree.topology import DynamicShape, Shape, chain
+from offload.tree.topology import Shape, chain
 
 if TYPE_CHECKING:  # it brings torch along, which other machines are planned without
     from offload.streaming.device import Device
 
-_DEFAULT = "default acceptance, of a 16 M target and its 1 M draft writing code greedily"
 MAX_NODES = 1024  # of a tree that is chosen for a GPU
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
+
+
+class ModelFacts(NamedTuple):
+    """What one model is, whatever the machine."""
+
+    name: str  # as it was given, less the folders around it
+    num_parameters: int
+    num_bytes: int  # as stored
+
+    @classmethod
+    def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
+        """From headers."""
+        path = Path(os.path.abspath(model))  # a hub id has no folder here, and its last part is its name all the same
+        name = path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+        return cls(name, sum(math.prod(one.shape) for one in checkpoint.tensors.values()), checkpoint.num_bytes)
 
 
 class Estimate(NamedTuple):
     """What is known before anything is loaded."""
 
+    models: tuple[ModelFacts, ...]  # the target, and the draft if there is one
     plan: MemoryPlan
     hardware: Hardware | None  # None for this machine
-    link_bytes_per_s: float | None  # measured, or the hardware's; None where neither is known
-    predictions: tuple[Prediction, ...]  # without a tree, then with the wanted one; empty where costs are not known
+    link_bytes_per_s: float | None  # measured, or as given; None where neither is known
+    predictions: tuple[Prediction, ...]  # without a tree, then with the wanted one; empty where no rate is known
+    is_link_alone: bool  # whether computing is left out of the predictions, for want of its rates
     basis: str  # of the tokens per sweep, in words
     notes: tuple[str, ...]
+    is_measured: bool  # the link, here and now
 
     @property
     def sweep_s(self) -> float | None:
         """What moving the weights of one sweep takes."""
-        streamed_bytes = traffic_on(self.hardware, self.plan).streamed_bytes
+        streamed_bytes = Traffic.of(self.plan, self.hardware).streamed_bytes
         return None if self.link_bytes_per_s is None else streamed_bytes / self.link_bytes_per_s
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
+        seconds = self.predictions[-1].s_per_token_range if self.predictions else None
         return {
             "fits": True,
+            "s_per_token_range": seconds,
+            "is_link_alone": self.is_link_alone,
+            "models": {role: one._asdict() for role, one in zip(("target", "draft"), self.models, strict=False)},
             **self.plan.as_dict(),
             "bytes_per_sweep": self.plan.streamed_bytes,
             "link_bytes_per_s": self.link_bytes_per_s,
@@ -77,6 +106,7 @@ class _Case(NamedTuple):
     device: "Device | None"  # of this machine, that a run would take
     room: Room
     tokens_per_sweep: float | None  # of the named tree, as given
+    disk_bytes_per_s: float | None  # as given, instead of a measurement
 
     @property
     def is_elsewhere(self) -> bool:
@@ -109,30 +139,40 @@ def estimate(
     options: LoadOptions,
     *,
     hardware: str | None = None,
+    disk_speed: str | int | None = None,
     tokens_per_sweep: float | None = None,
 ) -> Estimate:
     """Plan and predict. Raises `UserError` for whatever does not fit or cannot be read.
 
     Args:
         hardware: name or file of another machine; None is this one.
+        disk_speed: bytes per second, such as `3GB`; None measures it here, or takes the machine's.
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
     """
+    disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
     machine = find_hardware(hardware) if hardware else None
-    files = Files(open_headers(model), None if draft is None else open_headers(draft))
+    if machine is not None and disk_bytes_per_s is not None:
+        machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
+    names = [model] if draft is None else [model, draft]
+    files = Files(*map(describe, names))
+    if files.draft is not None:
+        require_one_vocabulary(files.target, files.draft)
     tree, device = options.tree_spec(has_draft=draft is not None), _find_device(options, machine)
-    case = _Case(files, options, tree, machine, device, _room(options, machine, device), tokens_per_sweep)
+    room = _room(options, machine, device)
+    case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
     plan = case.plan(tree.num_nodes)  # refuses before the link is measured
     profile, basis = _profile(case)
-    costs = _costs(case, profile)
-    if costs is None:
-        return Estimate(plan, machine, _measured_link(case), (), basis, _notes(case))
-    predictions = _predictions(case, costs, profile, basis)
-    shape = predictions[-1].shape
-    is_guess = isinstance(shape, DynamicShape) and not (profile and profile.dynamic_yields) and not tokens_per_sweep
-    basis = "tokens per sweep as given" if tokens_per_sweep else basis
-    notes = _notes(case, is_guess=is_guess)
-    return Estimate(case.plan(shape.num_nodes), machine, costs.link_bytes_per_s, predictions, basis, notes)
+    link = _link(case)
+    costs = _costs(case, profile, link)
+    models = tuple(ModelFacts.of(*one) for one in zip(names, filter(None, files), strict=True))
+    predictions: tuple[Prediction, ...] = ()
+    if link is not None and (costs or plan.streamed_bytes):
+        predictions, basis = _predictions(case, costs, link, profile, basis)
+        plan = case.plan(predictions[-1].shape.num_nodes)
+    is_measured = link is not None and machine is None and disk_bytes_per_s is None
+    notes = _notes(case, link, plan)
+    return Estimate(models, plan, machine, link, predictions, costs is None, basis, notes, is_measured)
 
 
 def _find_device(options: LoadOptions, hardware: Hardware | None) -> "Device | None":
@@ -155,12 +195,12 @@ def _find_device(options: LoadOptions, hardware: Hardware | None) -> "Device | N
 
 def _room(options: LoadOptions, hardware: Hardware | None, device: "Device | None") -> Room:
     """Budgets that are not given are the named machine's, or what is free on this one."""
+    place = str(device.place) if device else None if options.gpu_memory is None else "cuda"
     if hardware is not None:
-        ram, gpu = options.ram or hardware.ram_bytes, options.gpu_memory or hardware.gpu_bytes
-        return Room.of(replace(options, ram=ram, gpu_memory=gpu), "cuda")
-    if device is None:
-        return Room.of(options, None if options.gpu_memory is None else "cuda")
-    return Room.of(options, str(device.place))
+        ram, gpu, place = options.ram or hardware.ram_bytes, hardware.gpu_bytes, "cuda" if hardware.gpu_bytes else None
+        require(bool(gpu) or not options.gpu_memory, f"{hardware.name} has no GPU", options.gpu_memory, "leave it out")
+        options = replace(options, ram=ram, gpu_memory=options.gpu_memory or gpu)
+    return Room.of(options, place)
 
 
 def _check(case: _Case) -> None:
@@ -170,97 +210,104 @@ def _check(case: _Case) -> None:
     require(given >= 1, "`tokens_per_sweep` must be 1 or more", given, "a sweep yields one token at least")
     if case.tree.kind in ("auto", "none"):
         raise UserError(f"`tokens_per_sweep` {given:g} belongs to one tree: name it, such as `tree` 128x20")
-    if case.hardware is None:
-        raise UserError("`tokens_per_sweep` goes with `hardware`; on this machine offload tune measures it")
+    if case.hardware is None and case.disk_bytes_per_s is None:
+        raise UserError(
+            "`tokens_per_sweep` goes with `hardware` or `disk_speed`; on this machine offload tune measures it"
+        )
 
 
 def _profile(case: _Case) -> tuple[Profile | None, str]:
     """What is known of acceptance, and in words where from."""
-    target, draft, named = *case.files, case.options.profile
-    if draft is None or case.options.has_no_profile:
-        return None, _DEFAULT
-    if named is not None:
-        return _named_profile(case, Path(named)), f"acceptance of {named}"
-    if case.is_elsewhere or not case.is_open:
-        return None, _DEFAULT
-    profile, where = find_profile(Identity.of(target, draft, Sampling(), case.options.rule, case.machine))
-    return profile, f"profile {where}" if profile else where
+    (target, draft), rule, named = case.files, case.options.rule, case.options.profile
+    if draft is None or case.options.has_no_profile or (named is None and (case.is_elsewhere or not case.is_open)):
+        return None, ""
+    if named is None:
+        profile, where = find_profile(Identity.of(target, draft, Sampling(), rule, case.machine))
+        return profile, f"profile {where}" if profile else where
+    known = parse_profile(Path(named))
+    if case.is_open:  # times of another machine do not matter where those of hardware are asked for
+        own = known.identity
+        sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
+        machine = own.machine if case.hardware else case.machine
+        read_profile(Path(named), Identity.of(target, draft, sampling, rule, machine))
+    return known, f"acceptance of {named}"
 
 
-def _named_profile(case: _Case, path: Path) -> Profile:
-    """A profile for these models; times of another machine do not matter where a GPU's are asked for."""
-    profile, (target, draft) = parse_profile(path), case.files
-    if not case.is_open:
-        return profile
-    own = profile.identity
-    here = case.machine if case.hardware is None else own.machine
-    sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
-    assert draft is not None, "a profile is of two models"
-    return read_profile(path, Identity.of(target, draft, sampling, case.options.rule, here))
-
-
-def _costs(case: _Case, profile: Profile | None) -> Costs | None:
-    """Of the named GPU, or of this machine where it was measured."""
-    if case.hardware is not None:
+def _costs(case: _Case, profile: Profile | None, link: float | None) -> Costs | None:
+    """Of the named machine, or of this one where it was measured; None where nothing is known of computing."""
+    if case.hardware is not None and case.hardware.flops_per_s:
         dtype, positions = case.options.dtype, int(_FILLED_SHARE * case.plan_without_draft().context)
         draft = model_shape(case.files.draft, dtype) if case.files.draft else None
         return costs_on(case.hardware, model_shape(case.files.target, dtype), draft, positions)
-    link = _measured_link(case)
-    return None if profile is None or link is None else replace(profile.costs, link_bytes_per_s=link)
+    if case.hardware is not None or profile is None or link is None:
+        return None
+    return replace(profile.costs, link_bytes_per_s=link)
 
 
-def _measured_link(case: _Case) -> float | None:
-    target = case.files.target
-    if case.is_elsewhere or not is_here(target):
+def _link(case: _Case) -> float | None:
+    """Bytes per second at which layers arrive: of the named machine, as given, or measured; None where unknown."""
+    target, disk_bytes_per_s = case.files.target, case.disk_bytes_per_s
+    if case.hardware is not None:
+        return case.hardware.feed_bytes_per_s
+    if case.is_elsewhere or not (disk_bytes_per_s or is_here(target)):
         return None
     if case.device is not None:
         from offload.calibration.device_link import device_link_bytes_per_s
 
-        return device_link_bytes_per_s(case.device, case.plan(case.tree.num_nodes), target.shards)
-    return link_bytes_per_s(target.shards)
+        plan = case.plan(case.tree.num_nodes)
+        return device_link_bytes_per_s(case.device, plan, target.shards, disk_bytes_per_s=disk_bytes_per_s)
+    return disk_bytes_per_s or link_bytes_per_s(target.shards)
 
 
-def _predictions(case: _Case, costs: Costs, profile: Profile | None, basis: str) -> tuple[Prediction, ...]:
-    """One token per sweep and no draft, then the wanted tree, or the best."""
-    found = [_predict(case, costs, case.plan_without_draft(), chain(0), 1.0)]
+def _predictions(
+    case: _Case, costs: Costs | None, link: float, profile: Profile | None, basis: str
+) -> tuple[tuple[Prediction, ...], str]:
+    """One token per sweep and no draft, then the wanted tree, or the best; and what its yield rests on."""
+    known = costs or link_alone(link)
+    found = [_predict(case, known, case.plan_without_draft(), chain(0), (1.0, 1.0))]
     if case.files.draft is not None and case.tree.kind != "none":
         max_nodes = MAX_NODES if case.hardware else most_timed(profile, costs)
         max_depth = case.plan(1).context - 1
         traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
         selector = TreeSelector(case.options.rule, profile, basis, costs, traffic_of, max_nodes, max_depth)
         choice = selector.choose(case.tree)
-        tokens = case.tokens_per_sweep or choice.tokens_per_sweep
-        found.append(_predict(case, costs, case.plan(choice.shape.num_nodes), choice.shape, tokens))
-    return tuple(found)
+        tokens, basis = _tokens(case, choice, profile, basis)
+        found.append(_predict(case, known, case.plan(choice.shape.num_nodes), choice.shape, tokens))
+    return tuple(found), basis
 
 
-def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: float) -> Prediction:
+def _tokens(case: _Case, choice: TreeChoice, profile: Profile | None, basis: str) -> tuple[tuple[float, float], str]:
+    """Least and most per sweep, and what they rest on: given, measured, or what like pairs have yielded."""
+    if case.tokens_per_sweep:
+        return (case.tokens_per_sweep, case.tokens_per_sweep), "tokens per sweep as given"
+    tokens = (choice.tokens_per_sweep, choice.tokens_per_sweep)
+    if profile is None:
+        target, draft = (model_shape(one, case.options.dtype).num_weights for one in filter(None, case.files))
+        like = range_for(draft / target)
+        why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
+        tokens, basis = like.of(choice.tokens_per_sweep), f"{why}; {basis}" if basis else why
+    is_guess = choice.is_dynamic and not (profile and profile.dynamic_yields)
+    return tokens, basis + (_AS_STATIC if is_guess else "")
+
+
+def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: tuple[float, float]) -> Prediction:
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
-    is_slower = is_disk_slower(case.hardware, plan)
-    return predict(label, costs, traffic_on(case.hardware, plan), shape, tokens, is_disk_slower=is_slower)
+    return Prediction(label, shape, step_time(costs, Traffic.of(plan, case.hardware), shape), tokens)
 
 
-def _notes(case: _Case, *, is_guess: bool = False) -> tuple[str, ...]:
-    """Lines about what the figures leave out."""
-    notes = [_device_note(case)]
-    if case.hardware is None:
+def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:
+    """Which GPU this is about, and what the figures leave out."""
+    notes: list[str | None] = []
+    if case.device is not None and plan.gpu_bytes is not None:
+        gpu = f"{case.device.place} is a {case.device.name}, {format_bytes(plan.gpu_bytes)} of it to use"
+        notes.append(f"{gpu}; `device` cpu does without")
+    if case.hardware is None and case.disk_bytes_per_s is None and is_here(case.files.target):
         notes.append(ram_warning(case.room.ram))
-        notes.append(None if is_here(case.files.target) else _ABSENT)
-    notes.append(_AS_STATIC if is_guess else None)
+    if link is None and plan.streamed_bytes:
+        notes.append(_NO_DISK if plan.gpu_bytes is None else _NO_GPU)
     return tuple(note for note in notes if note)
 
 
-def _device_note(case: _Case) -> str | None:
-    """Which GPU this is about, and how much of it."""
-    if case.device is None:
-        return None
-    gpu_bytes, place = case.plan(1).gpu_bytes, case.device.place
-    assert gpu_bytes is not None, "a plan for a GPU has a budget on it"
-    return f"{place} is a {case.device.name}, {format_bytes(gpu_bytes)} of it to use; `device` cpu does without"
-
-
-_ABSENT = "the weights are not here: their link was not measured"
-_AS_STATIC = (
-    "a dynamic tree is predicted as the static one of its size, which yields less: "
-    "offload tune counts what dynamic ones do"
-)
+_NO_DISK = "the weights are not here, so the disk was not measured: give `disk_speed`, such as 3GB"
+_NO_GPU = "weights or GPU are not here, so nothing was measured: name the machine by `hardware`"
+_AS_STATIC = "; a dynamic tree counted as the static one of its size, which yields less"

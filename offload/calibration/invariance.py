@@ -73,8 +73,7 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
     kinds = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
     trained = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
     return any(
-        rope.get("rope_type") in _LENGTH_ROPES
-        and context > (rope.get("original_max_position_embeddings") or trained)
+        rope.get("rope_type") in _LENGTH_ROPES and context > (rope.get("original_max_position_embeddings") or trained)
         for rope in kinds
     )
 

@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
+from offload.errors import ReadError
 from offload.streaming.disk import DiskReader, allocate
 from offload.streaming.source import finish
 
@@ -29,8 +30,10 @@ def link_bytes_per_s(shards: Sequence[Path], *, budget_s: float = 0.3, limit_byt
     Chunks from all over the file are kept in flight until the time is over, so that neither a cache below nor the start
     of the file speaks for the rest. `limit_bytes_per_s` slows the link down on purpose.
     """
-    shard = max(shards, key=lambda path: path.stat().st_size)
-    size_bytes = shard.stat().st_size
+    try:
+        size_bytes, shard = max((path.stat().st_size, path) for path in shards)
+    except OSError as error:
+        raise ReadError(f"{Path(error.filename).name} cannot be opened any more: {error.strerror}") from error
     chunk_bytes = min(_CHUNK_BYTES, -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES)
     slabs = [allocate(chunk_bytes) for _ in range(_NUM_IN_FLIGHT)]
     for slab in slabs:

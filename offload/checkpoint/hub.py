@@ -5,7 +5,7 @@ to read asks `is_here` first.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,36 @@ from offload.checkpoint.safetensors import (
     Checkpoint,
     TensorEntry,
     checked_entry,
+    has_weights,
     is_hub_id,
     language_model,
     not_on_the_hub,
     open_checkpoint,
     read_config,
 )
+from offload.config import require
 from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
 
-_LLAMA_LIKE = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # one block, but for biases and norms of heads
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # one block, but for biases and norms of heads
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_DEFAULTED = ("num_key_value_heads", "head_dim")
+_MAX_LAYERS, _MAX_SIZE = 10_000, 1 << 32  # no model has as many; each layer takes memory even here
+
+
+def config_alone(model: str | os.PathLike[str]) -> Path | None:
+    """A config.json that was named itself, or lies in a folder without weights; None for other models."""
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path) and os.path.isfile(path / "config.json"):
+        return None if has_weights(path) else path / "config.json"
+    return path if os.path.isfile(path) and path.suffix == ".json" else None
 
 
 def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
-    """A model as planning sees it: a folder, a hub id, or a config.json alone. Raises `UserError` for anything else."""
+    """A model as planning sees it: a folder or a hub id. Raises `UserError` for anything else."""
+    is_name = isinstance(model, str | os.PathLike)
+    require(is_name, "a model must be a folder or a hub id", f"{model!r:.80}", "give its path or name")
     path = Path(os.path.expanduser(model))
-    if os.path.isfile(path) and path.suffix == ".json":
-        return checkpoint_of_config(read_config(path), path)
     if not os.path.isdir(path) and is_hub_id(str(model)):
         return _on_the_hub(str(model))
     return open_checkpoint(model)
@@ -48,28 +60,41 @@ def fetch(models: Sequence[str | os.PathLike[str]], check: Callable[..., object]
 
 def is_here(checkpoint: Checkpoint) -> bool:
     """Whether the weights can be read."""
-    return all(shard.is_file() for shard in checkpoint.shards)
+    return all(os.path.isfile(shard) for shard in checkpoint.shards)
 
 
 def checkpoint_of_config(config: dict[str, Any], path: Path) -> Checkpoint:
     """The headers that a Llama-like model of this config has, in a file that does not exist. Raises `UserError`."""
-    kind = config.get("model_type")
-    if kind not in _LLAMA_LIKE:
-        raise UserError(
-            f"{path}: the sizes of model type {kind} do not follow from its config: give its folder or hub id"
-        )
-    for name in _SIZES:
-        if type(config.get(name)) is not int or config[name] < 1:
-            raise UserError(f"{path}: {name} must be a whole number above 0, got {config.get(name)!r}: fix it")
+    assert config["model_type"] in LLAMA_LIKE, "sizes that do not follow from the config here"
+    for name in (*_SIZES, *_DEFAULTED):
+        _check_size(config, name, path)
+    dtype = stored_dtype(config, path)
+    return imagined(config, path, {name: (dtype, shape) for name, shape in _shapes(config).items()})
+
+
+def stored_dtype(config: dict[str, Any], path: Path) -> str:
+    """What most weights of a model of this config are stored in. Raises `UserError` where nothing computes in it."""
     named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if named not in PLAIN_OF:
         raise UserError(f"{path}: cannot compute in {named}: bfloat16, float16 or float32 it must be")
-    tensors, at = {}, 0
-    for name, shape in _shapes(config).items():
-        num_bytes = PLAIN_OF[named].stored_bytes(shape)
-        tensors[name] = TensorEntry(0, PLAIN_OF[named].name, shape, at, at + num_bytes)
+    return named
+
+
+def imagined(config: dict[str, Any], path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Checkpoint:
+    """Headers with these types and shapes by name, in one file beside `path` that does not exist."""
+    entries, at = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        num_bytes = PLAIN_OF[dtype].stored_bytes(shape)
+        entries[name] = TensorEntry(0, PLAIN_OF[dtype].name, shape, at, at + num_bytes)
         at += num_bytes
-    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), tensors)
+    return Checkpoint(path.parent, config, (path.with_name("model.safetensors"),), entries)
+
+
+def _check_size(config: dict[str, Any], name: str, path: Path) -> None:
+    size, limit = config.get(name), _MAX_LAYERS if name == "num_hidden_layers" else _MAX_SIZE
+    if (size is None and name in _DEFAULTED) or (type(size) is int and 0 < size < limit):
+        return
+    raise UserError(f"{path}: {name} must be a whole number above 0 and below {limit}, got {size!r:.80}: fix it")
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

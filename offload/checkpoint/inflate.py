@@ -101,8 +101,7 @@ def inflate(source: Path, destination: Path, target_bytes: int, *, progress: Cal
     if _is_finished(destination, made_from):
         return destination
     small = read_json(source / "config.json")
-    plan = plan_inflation(small, target_bytes)
-    big = {**small, **_widened(small), "intermediate_size": plan.ffn_size, "num_hidden_layers": plan.num_layers}
+    plan, big = plan_inflation(small, target_bytes), inflated_config(source, target_bytes)
     with _workspace(destination) as folder:
         _check_disk(folder, plan.total_bytes)
         shards = _shards(_Corners(source, small), big, plan)
@@ -114,6 +113,13 @@ def inflate(source: Path, destination: Path, target_bytes: int, *, progress: Cal
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         _write_json(folder / MANIFEST_NAME, {"made_from": made_from, "plan": plan._asdict(), "files": files})
     return destination
+
+
+def inflated_config(source: Path, target_bytes: int) -> dict[str, Any]:
+    """The config that `inflate` will write."""
+    small = read_json(source / "config.json")
+    plan = plan_inflation(small, target_bytes)
+    return {**small, **_widened(small), "intermediate_size": plan.ffn_size, "num_hidden_layers": plan.num_layers}
 
 
 def _widened(small: dict[str, Any]) -> dict[str, Any]:

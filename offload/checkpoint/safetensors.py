@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.small_files import open_regular, read_object
 from offload.encoding.registry import ENCODINGS, PLAIN_OF
 from offload.errors import UserError, reason
 
@@ -23,6 +24,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone are their own language model
 NOT_TEXT_ALONE = f"of models with more than text, {' and '.join(TEXT_INSIDE)} are known"
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma and Mixtral kind work"
+_AGAIN = "download the checkpoint again"
 _LFS = b"version https://git-lfs"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
 
@@ -37,6 +39,21 @@ class TensorEntry(NamedTuple):
     hi: int
 
 
+class Stamp(NamedTuple):
+    """What tells a file from one that takes its place, and from itself once it is written to."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    written_ns: int
+
+    @classmethod
+    def of(cls, fd: int) -> "Stamp":
+        """That of an open file, as it is now."""
+        found = os.fstat(fd)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model directory whose headers have been read and found sound."""
@@ -45,6 +62,7 @@ class Checkpoint:
     config: dict[str, Any]
     shards: tuple[Path, ...]
     tensors: dict[str, TensorEntry]
+    stamps: tuple[Stamp, ...] = ()  # of the shards as their headers were read; none where only headers are known
 
     @property
     def num_bytes(self) -> int:
@@ -54,19 +72,21 @@ class Checkpoint:
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Read config and headers of a Hugging Face directory or hub id. Raises `UserError` where they make no sense."""
     directory = _resolve(model)
-    if not (directory / "config.json").is_file():
+    if not os.path.isfile(directory / "config.json"):
         _refuse_other_formats(directory)
     config = read_config(directory / "config.json")
     shards, weight_map = _find_shards(directory)
-    tensors: dict[str, TensorEntry] = {}
+    tensors, stamps = dict[str, TensorEntry](), list[Stamp]()
     for index, shard in enumerate(shards):
-        for name, entry in read_header(shard, index).items():
+        entries, stamp = read_header(shard, index)
+        stamps.append(stamp)
+        for name, entry in entries.items():
             if weight_map is None or weight_map.get(name) == shard.name:
                 tensors[name] = entry
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise _damaged(f"{directory.name}: the index places {name} in {file}, which lacks it")
-    return Checkpoint(directory, config, shards, language_model(config, tensors))
+    return Checkpoint(directory, config, shards, language_model(config, tensors), tuple(stamps))
 
 
 def language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -101,21 +121,22 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
     return name
 
 
-def read_header(path: Path, shard: int = 0) -> dict[str, TensorEntry]:
-    """Parse and verify the header of one safetensors file. Raises `UserError` where it contradicts the file."""
+def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
+    """A safetensors file's header, and its stamp. Raises `UserError` where the header contradicts the file."""
     try:
-        raw, file_bytes = _raw_header(path)
+        raw, stamp = _raw_header(path)
     except OSError as error:
         raise _unreadable(path, error) from None
     data_lo = 8 + len(raw)
     entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in _parse_json(path, raw).items()}
-    _check_extents(path, entries, file_bytes)
-    return entries
+    _check_extents(path, entries, stamp.num_bytes)
+    return entries, stamp
 
 
-def _raw_header(path: Path) -> tuple[bytes, int]:
-    with path.open("rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
+def _raw_header(path: Path) -> tuple[bytes, Stamp]:
+    with open_regular(path) as file:
+        stamp = Stamp.of(file.fileno())
+        file_bytes = stamp.num_bytes
         start = file.read(len(_LFS))
         if start == _LFS:
             raise UserError(f"{path.name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
@@ -123,11 +144,11 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
         header_bytes = int.from_bytes(start[:8], "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
             raise _damaged(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}")
-        return file.read(header_bytes), file_bytes
+        return file.read(header_bytes), stamp
 
 
 def _damaged(what: str) -> UserError:
-    return UserError(f"{what}: download the checkpoint again")
+    return UserError(f"{what}: {_AGAIN}")
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -244,24 +265,24 @@ def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises `UserError` when it is missing or something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path, _AGAIN)
     except FileNotFoundError:
         raise UserError(f"no {path.name} in {path.parent}: give the folder of a Hugging Face model") from None
     except OSError as error:
         raise _unreadable(path, error) from None
-    except (ValueError, RecursionError) as error:
-        raise _damaged(f"{path} is not valid JSON ({reason(error)})") from None
-    if not isinstance(value, dict):
-        raise _damaged(f"{path} holds a JSON {type(value).__name__}, not an object")
-    return value
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a folder holds weights of any form, even such as cannot be read."""
+    return any(True for pattern in ("*.safetensors*", *_PICKLES, "*.gguf") for _ in directory.glob(pattern))
 
 
 def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
-    if (directory / "model.safetensors.index.json").is_file():
+    if os.path.isfile(directory / "model.safetensors.index.json"):
         weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
         return _indexed_shards(directory, weight_map), weight_map
     shards = sorted(directory.glob("*.safetensors"))
-    if (directory / "model.safetensors").is_file():
+    if os.path.isfile(directory / "model.safetensors"):
         shards = [directory / "model.safetensors"]
     if len(shards) == 1:
         return tuple(shards), None
@@ -278,7 +299,7 @@ def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | No
 
 def _refuse_other_formats(directory: Path) -> None:
     """Folders that hold weights, but not those of a whole model in safetensors. Raises `UserError`."""
-    if (directory / "adapter_config.json").is_file():
+    if os.path.isfile(directory / "adapter_config.json"):
         raise UserError(
             f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
         )

@@ -1,118 +1,172 @@
-"""What a person sees: bars while waiting, the plan as a picture, the closing figures. All of it goes to stderr."""
+"""What a person sees besides the text: what goes on, what runs, the plan as a picture, the closing figures."""
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.kernel_comparison import Outcome, verdicts
 from offload.cli.flags import as_flags
-from offload.config import format_bytes
+from offload.cli.live_line import LiveLine, fitted
+from offload.cli.progress import Phase, Writing, plural
+from offload.config import format_bytes, is_decimal
+from offload.engine.hooks import Hooks
 from offload.memory.plan import MemoryPlan, Tier
 from offload.stats import Stats
-from offload.threads.policy import Modes
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
-    from offload.calibration.estimate import Estimate
+    from offload.cli.demo import Comparison
     from offload.engine.decoder import Decoder
+    from offload.engine.generation import Run
     from offload.planning.cost_model import Curve, Prediction
     from offload.planning.profile import Profile
     from offload.planning.tree_policy import TreeChoice
-    from offload.planning.tree_search import Candidate
 
-_BAR_WIDTH = 32
 _CHOICES_SHOWN, _TREES_SHOWN, _RANKS_SHOWN = 2, 5, 6
 
 
 class Console:
-    """Bars of one run. Nothing is drawn when `is_quiet` or when stderr is not a terminal."""
+    """The lines of one run, and the live one below them. Nothing is shown when `is_quiet`.
 
-    def __init__(self, *, is_quiet: bool) -> None:
-        self._is_off = is_quiet or not sys.stderr.isatty()
-        self._bar: tqdm | None = None
-        self._is_quiet, self._label = is_quiet, ""
+    Args:
+        is_verbose: show details as well.
+        sizes_like: a size as the user has written it, for the unit of those that are shown.
+    """
+
+    def __init__(self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | None = None) -> None:
+        self._is_quiet, self._is_verbose, self.is_decimal = is_quiet, is_verbose, is_decimal(sizes_like)
+        self._line = LiveLine(is_off=is_quiet)
+        self._shown: Phase | Writing | None = None
 
     def __enter__(self) -> "Console":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.clear()
+        self._line.close()
 
     @property
-    def hooks(self) -> dict[str, Any]:
+    def hooks(self) -> Hooks:
         """What loading tells of its progress, and a decoder of its sweeps."""
-        return {"on_bytes": self.bytes_landed, "on_layer": self.layer_done}
+        return Hooks(self.wait, self.bytes_landed, self.count, self.layer_done)
 
-    def say(self, line: str) -> None:
-        """A line for the user."""
-        if not self._is_quiet:
+    def say(self, lines: str) -> None:
+        """Lines for the user."""
+        if not self._is_quiet and lines:
             self.clear()
-            print(as_flags(line), file=sys.stderr)
+            print(fitted(as_flags(lines), sys.stderr), file=sys.stderr)
+
+    def detail(self, lines: str) -> None:
+        """Lines for who wants to know more."""
+        if self._is_verbose:
+            self.say(lines)
+
+    def open(self, names: "Names", decoder: "Decoder", choice: "TreeChoice") -> None:
+        """What is about to run."""
+        self.say(opening_lines(names, decoder, choice, is_decimal=self.is_decimal))
+        self.detail(detail_lines(decoder, choice if names.draft else None))
+
+    def text(self, piece: str) -> None:
+        """Text of a model, on stdout."""
+        self._line.write(piece)
+
+    @property
+    def num_written(self) -> int:
+        """How many characters of text there are on stdout."""
+        return self._line.num_written
 
     def wait(self, label: str) -> None:
         """Something is under way of which nobody knows how much is left."""
-        self._begin(label, None, bar_format="{desc} ...")
+        self._show(Phase(label))
 
-    def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "loading") -> None:
-        """Progress of something that is measured in bytes."""
-        self._advance(done_bytes, total_bytes, label, unit="B", unit_scale=True)
+    def bytes_landed(self, done_bytes: int, total_bytes: int, label: str = "") -> None:
+        """Progress of something that is measured in bytes; without a label of what is under way anyhow."""
+        phase = self._phase(label)
+        phase.is_in_bytes, phase.is_decimal = True, self.is_decimal
+        phase.reach(done_bytes, total_bytes)
 
     def count(self, done: int, total: int, label: str) -> None:
         """Progress of something that is counted."""
-        self._advance(done, total, label)
+        self._phase(label).reach(done, total)
 
-    def expect_prompt(self, plan: MemoryPlan, num_tokens: int) -> None:
-        """The next calls of `layer_done` are the sweeps that take in so many tokens."""
-        num_layers = len(plan.layer_bytes) * plan.num_prompt_sweeps(num_tokens)
-        self._begin("reading the prompt", num_layers, unit="layer")
+    def follow(self, run: "Run", plan: MemoryPlan, max_new_tokens: int | None) -> None:
+        """A text is about to be written: the next calls of `layer_done` are its sweeps."""
+        stats = run.sequence.stats
+        num_sweeps = plan.num_prompt_sweeps(stats.num_prompt_tokens - stats.num_kept_tokens)
+        self._show(Writing(stats, len(plan.layer_bytes), num_sweeps, max_new_tokens))
 
     def layer_done(self) -> None:
-        """One more layer of the expected sweeps has run."""
-        if self._bar is not None:
-            self._bar.update()
+        """One more layer has run."""
+        if self._shown is not None:
+            self._shown.num_layers += 1
 
     def clear(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Take the live line away."""
+        self._shown = None
+        self._line.hide()
 
-    def _advance(self, done: int, total: int, label: str, **style: object) -> None:
-        if self._bar is None or self._label != label:
-            self._begin(label, total, **style)
-        assert self._bar is not None, "one has just begun"
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self.clear()
+    def _phase(self, label: str) -> Phase:
+        """The one under way; another one where it is called differently."""
+        shown = self._shown
+        if not isinstance(shown, Phase) or label not in ("", shown.label):
+            shown = Phase(label)
+            self._show(shown)
+        return shown
 
-    def _begin(self, label: str, total: int | None, **style: object) -> None:
-        self.clear()
-        self._bar = tqdm(total=total, desc=label, leave=False, disable=self._is_off, file=sys.stderr, **style)
-        self._label = label
+    def _show(self, progress: Phase | Writing) -> None:
+        self._shown = progress
+        self._line.show(progress)
 
 
-def plan_line(plan: MemoryPlan, modes: Modes) -> str:
-    """The plan in one line."""
-    num_threads, num_drafting = modes.sweep.num_threads, modes.draft.num_threads
-    threads = f"{num_threads} compute thread{'s' if num_threads > 1 else ''}"
-    if num_drafting != num_threads:
-        threads += f", {num_drafting} for drafting"
+class Names(NamedTuple):
+    """What runs, as the user calls it."""
+
+    model: str
+    draft: str | None
+
+    @classmethod
+    def of(cls, model: str, draft: str | None) -> "Names":
+        """Without the folders around them, or the owner on the hub."""
+        return cls(Path(model).absolute().name, draft and Path(draft).absolute().name)
+
+
+def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False) -> str:
+    """What is not as fast as it could be; then in two lines what runs, where it lies, and what to expect."""
+    drafting = [f"draft {names.draft}, {_expectation(choice)}"] if names.draft and choice else []
+    return "\n".join([*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting])
+
+
+def place_line(name: str, plan: MemoryPlan, *, is_decimal: bool = False) -> str:
+    """Where the layers lie, and what a sweep moves."""
+    num_layers, moved = len(plan.layer_bytes), format_bytes(plan.streamed_bytes, is_decimal=is_decimal)
+    if plan.gpu_bytes is not None:
+        num_host, num_disk = plan.num_layers_in(Tier.HOST), plan.num_layers_in(Tier.DISK)
+        where = f"{plan.num_resident} of {num_layers} layers on the GPU, {num_host} in RAM, {num_disk} on disk"
+        return f"{name}: {where}" + (f"; {moved} a sweep" if plan.num_slots else "")
+    budget = format_bytes(plan.ram_bytes, is_decimal=is_decimal)
     if not plan.num_slots:
-        return f"all {len(plan.layer_bytes)} layers fit into memory, nothing is streamed; {threads}"
-    passing = f"pass through {plan.num_slots} slots: {format_bytes(plan.streamed_bytes)} a sweep"
-    first = f"{plan.num_resident} of {len(plan.layer_bytes)} layers stay"
-    if plan.gpu_bytes is None:
-        return f"{first} in memory, the others {passing}; {threads}"
-    num_host, num_disk = plan.num_layers_in(Tier.HOST), plan.num_layers_in(Tier.DISK)
-    return f"{first} on the GPU, {num_host} in pinned memory and {num_disk} on disk {passing}"
+        return f"{name}: all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
+    return f"{name}: {plan.num_resident} of {num_layers} layers in RAM ({budget} allowed), {moved} a sweep from disk"
 
 
-def opening_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
-    """What a run begins with: what is not as fast as it could be, what lies where, which kernels, which tree."""
+def _expectation(choice: "TreeChoice") -> str:
+    from offload.tree.spec import label_of  # which brings numpy along
+
+    speed = f"{choice.tokens_per_sweep:.1f} tokens per sweep"
+    if choice.candidates:
+        speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
+    return f"tree {label_of(choice.shape)}, {speed} expected"
+
+
+def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
+    """Threads, slots, kernels, and why this tree."""
+    plan, modes = decoder.plan, decoder.threads.start
+    threads = plural(modes.sweep.num_threads, "compute thread")
+    if modes.draft.num_threads != modes.sweep.num_threads:
+        threads += f", {modes.draft.num_threads} for drafting"
+    slots = f"streamed layers pass through {plan.num_slots} slots; " if plan.num_slots else ""
     kernels = [kernel_line(decoder.comparisons)] if decoder.comparisons else []
-    tree = [choice_lines(choice)] if choice else []
-    return "\n".join([*decoder.notes, plan_line(decoder.plan, decoder.threads.start), *kernels, *tree])
+    return "\n".join([f"{slots}{threads}", *kernels, *([choice_lines(choice)] if choice else [])])
 
 
 def kernel_line(outcomes: Sequence[Outcome]) -> str:
@@ -129,59 +183,6 @@ def _comparison(outcome: Outcome) -> str:
     return f"{outcome.kernel} {outcome.kernel_s * 1e3:.3f} : {outcome.rival_s * 1e3:.3f}"
 
 
-def plan_picture(plan: MemoryPlan) -> str:
-    """One row per use of memory: bytes and a bar in proportion to the budget; first a GPU, then its host."""
-    num_streamed = len(plan.layer_bytes) - plan.num_resident
-    computing = [
-        (f"{plan.num_resident} resident layers", plan.resident_bytes),
-        (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
-        ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
-        ("draft with its cache", plan.draft_bytes),
-        ("distributions of the draft's guesses", plan.distribution_bytes),
-        (f"keys and values, {plan.context} positions", plan.kv_bytes),
-        (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
-    ]
-    if plan.gpu_bytes is None:
-        return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes)
-    num_disk = plan.num_layers_in(Tier.DISK)
-    feeding = [
-        (f"{plan.num_layers_in(Tier.HOST)} layers in pinned memory", plan.host_bytes),
-        (f"{plan.num_host_slots} slots for {num_disk} layers from disk", plan.num_host_slots * plan.slot_bytes),
-        ("embeddings", plan.table_bytes),
-        ("loading", plan.staging_bytes),
-        ("program and driver", plan.runtime_bytes),
-    ]
-    device = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes)
-    return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes)}"
-
-
-def estimate_lines(found: "Estimate") -> str:
-    """The plan as a picture, what a sweep moves, and what decoding is expected to take, term by term."""
-    plan, rate = found.plan, found.link_bytes_per_s
-    moved = f"a sweep {'reads' if plan.gpu_bytes is None else 'moves'} {plan.streamed_bytes / 1e9:.2f} GB"
-    if rate:
-        moved += f" at {rate / 1e9:.2f} GB/s"
-    if plan.gpu_bytes is not None and plan.disk_streamed_bytes:
-        moved += f", {plan.disk_streamed_bytes / 1e9:.2f} GB of it from disk"
-    seconds = f": {found.sweep_s:.2f} s" if found.sweep_s is not None else ""
-    heading = f"{found.hardware.name}, {found.basis}" if found.hardware else found.basis
-    rows = [_prediction_row(prediction) for prediction in found.predictions]
-    columns = f"{'tokens/sweep':>12} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
-    table = [heading, f"{'':>14} {columns}", *rows] if rows else []
-    return "\n".join([plan_picture(plan), f"  {moved}{seconds}", *table, *found.notes])
-
-
-def _prediction_row(row: "Prediction") -> str:
-    step = row.step
-    terms = f"{row.tokens_per_sweep:>12.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
-    return f"{row.label:>14} {terms} {row.s_per_token:>8.3f}  {row.limit}"
-
-
-def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
-    rows = [*rows, ("free", max(0, budget_bytes - sum(size for _, size in rows)))]
-    return "\n".join(_picture_row(label, size, budget_bytes) for label, size in rows if size)
-
-
 def choice_lines(choice: "TreeChoice") -> str:
     """What tree is used and why; where it was chosen, beside the next best."""
     first = f"{_tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)}: {choice.why}"
@@ -189,21 +190,21 @@ def choice_lines(choice: "TreeChoice") -> str:
 
 
 def _tree_words(num_nodes: int, depth: int, is_dynamic: bool) -> str:
-    return f"{'dynamic tree of at most' if is_dynamic else 'tree of'} {num_nodes} nodes, {depth} deep"
+    if not depth:
+        return "no tree"
+    return f"{'dynamic tree of at most' if is_dynamic else 'tree of'} {plural(num_nodes, 'node')}, {depth} deep"
 
 
-def candidate_rows(candidates: Sequence["Candidate"]) -> list[str]:
+def candidate_rows(candidates: Sequence["Prediction"]) -> list[str]:
     """What was predicted for the best few trees."""
-    from offload.tree.spec import label_of  # which brings numpy along
-
     return [
-        f"  {label_of(c.shape):>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step_s:.3f} s, "
-        f"{c.s_per_token:.4f} s/token; the {c.limit} is the slower side"
+        f"  {c.label:>14}: {c.tokens_per_sweep:5.2f} tokens in {c.step.total_s:.3f} s, "
+        f"{c.s_per_token:.4f} s/token, {c.step.limit}-bound"
         for c in candidates
     ]
 
 
-def profile_lines(tuned: "Profile", candidates: Sequence["Candidate"]) -> str:
+def profile_lines(tuned: "Profile", candidates: Sequence["Prediction"]) -> str:
     """What a tune has found: acceptance by rank, the curves, and the trees that follow."""
     costs, settings = tuned.costs, tuned.identity
     pairs = list(zip(tuned.acceptance, tuned.standard_error, strict=True))[:_RANKS_SHOWN]
@@ -231,34 +232,36 @@ def _curve_line(label: str, curve: "Curve") -> str:
     return f"{label} by rows: {points}"
 
 
-def closing_lines(stats: Stats, ram_bytes: int) -> str:
-    """Speed, what one sweep yields, the link and memory."""
+def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal: bool = False) -> str:
+    """Speed, what one sweep yields, the link and memory; `own_bytes` is what the program took before it loaded."""
     if stats.num_new_tokens == 0:
         return "no tokens generated"
-    first = f"{stats.num_new_tokens} tokens, the first after {stats.ttft_s:.2f} s"
-    peak, budget = format_bytes(stats.peak_rss_bytes), format_bytes(ram_bytes)
-    memory = f"peak memory {peak} with the program's own, budget {budget}"
-    if stats.peak_device_bytes:
-        memory += f", {format_bytes(stats.peak_device_bytes)} on the GPU"
+    first = f"{plural(stats.num_new_tokens, 'token')}, the first after {stats.ttft_s:.2f} s"
+    memory = _memory_line(stats, plan, own_bytes, is_decimal)
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
-    tree = "no tree"
-    if stats.tree_depth:
-        tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
-    stalled = stats.stall_s / stats.sweep_s if stats.sweep_s else 0
-    return (
-        f"{first}; then {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep "
-        f"({stats.num_sweeps} sweeps, {tree})\n"
-        f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {stalled:.0%} of the sweep spent waiting for it; {memory}"
-    )
+    tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
+    speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
+    lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'sweep')}, {tree})", memory]
+    if stats.bytes_streamed:
+        waited = f"{stats.stall_s / stats.sweep_s:.0%} of the sweep spent waiting for it"
+        lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}")
+    return "\n".join(lines)
+
+
+def _memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, is_decimal: bool) -> str:
+    sizes = (stats.peak_rss_bytes, plan.ram_bytes, own_bytes, stats.peak_device_bytes)
+    peak, budget, own, on_gpu = (format_bytes(size, is_decimal=is_decimal) for size in sizes)
+    line = f"peak memory {peak} of {budget} allowed and {own} for Python and its libraries"
+    return f"{line}; {on_gpu} on the GPU" if stats.peak_device_bytes else line
 
 
 def turn_line(stats: Stats, finish_reason: str) -> str:
     """One answer of a conversation: how long it took, and how much of what was said before had to be read again."""
     how = {"interrupted": ", stopped", "length": ", cut off"}.get(finish_reason, "")
     speed = f", {stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} a sweep" if stats.tpot_s else ""
-    read = f"{stats.num_prompt_tokens - stats.num_kept_tokens} of {stats.num_prompt_tokens} tokens read"
-    return f"({stats.num_new_tokens} tokens{how}, the first after {stats.ttft_s:.1f} s{speed}; {read})"
+    read = f"{stats.num_prompt_tokens - stats.num_kept_tokens} of {plural(stats.num_prompt_tokens, 'token')} read"
+    return f"({plural(stats.num_new_tokens, 'token')}{how}, the first after {stats.ttft_s:.1f} s{speed}; {read})"
 
 
 def error_line(message: str) -> str:
@@ -268,26 +271,27 @@ def error_line(message: str) -> str:
 
 
 def _speed_row(label: str, stats: Stats) -> str:
-    link_gb_per_s = stats.link_bytes_per_s / 1e9
-    speed = f"{stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>13.2f} {stats.tpot_s:>8.3f}"
-    return f"{label:>22} {speed} {link_gb_per_s:>10.2f}"
+    return f"{label:>20} {stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"
 
 
-def _picture_row(label: str, size_bytes: int, budget_bytes: int) -> str:
-    cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
-    return f"  {label:<34} {format_bytes(size_bytes):>9}  {'█' * min(cells, _BAR_WIDTH)}"
-
-
-def comparison_lines(plain: Stats, tree: Stats, num_exact: int, num_near: int) -> str:
-    """Both speeds side by side."""
-    near = f", {num_near} lie within bf16 rounding of it" if num_near else ""
-    head = f"{'':>22} {'tokens/s':>9} {'tokens/sweep':>13} {'s/token':>8} {'link GB/s':>10}"
+def comparison_lines(found: "Comparison") -> str:
+    """Both speeds side by side, and what was proved of both texts."""
+    plain, tree, num_proved = found.plain.stats, found.tree.stats, found.num_exact + found.num_near
+    head = f"{'':>20} {'tokens/s':>9} {'a sweep':>8} {'s/token':>8}"
     kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
     rows = [
         _speed_row("one token per sweep", plain),
         _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
     ]
-    proof = f"{num_exact} of {num_exact + num_near} tokens are the original model's own draw in float32{near}"
-    if not num_exact + num_near:
-        proof = "this rule draws afresh, so only the distribution of the tokens is the original model's"
-    return "\n".join([head, *rows, f"{tree.tokens_per_s / plain.tokens_per_s:.1f} times as fast; {proof}"])
+    fast = "too few tokens to tell how fast: raise -n"  # all came at once, those of the tree with the prompt's sweep
+    if plain.tokens_per_s and tree.tokens_per_s:
+        fast = f"{tree.tokens_per_s / plain.tokens_per_s:.1f} times as fast"
+    if not num_proved:
+        drawn = "this rule draws afresh, so only the distribution of the tokens is the original model's"
+        return "\n".join([head, *rows, f"{fast}; {drawn}"])
+    near = f", {found.num_near} within bf16 rounding of it" if found.num_near else ""
+    proof = f"{found.num_exact} of {num_proved} tokens are the original model's own draw in float32{near}"
+    same = [] if found.num_same is None else [
+        f"identical to the text without a tree, bit for bit: all {found.num_same} tokens that both have"
+    ]  # fmt: skip
+    return "\n".join([head, *rows, fast, *same, proof])

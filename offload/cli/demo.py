@@ -5,24 +5,28 @@ that in memory, and decodes first one token per sweep, then with a tree. Both sp
 was found to be the original model's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offload.checkpoint.inflate import inflate
+from offload.checkpoint.hub import checkpoint_of_config
+from offload.checkpoint.inflate import inflate, inflated_config
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.cli.console import Console
 from offload.config import Sampling, require
-from offload.engine.build import Progress
 from offload.engine.decoder import Decoder
-from offload.engine.generation import Generation
+from offload.engine.generation import Generation, Run
+from offload.engine.hooks import Progress
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
+from offload.memory.planner import Files, least_budget, plan_memory
 from offload.planning.options import LoadOptions
 from offload.planning.profile import cache_folder
+from offload.tree.spec import parse_tree
 from offload.tuning.audit import draw_gaps, rounding
 from offload.verification.rules import find_rule
 
@@ -48,16 +52,37 @@ class Comparison(NamedTuple):
     tree: Generation
     num_exact: int  # tokens of both runs that are the float32 draw of the original model
     num_near: int  # tokens that lie within bf16 rounding of it
+    num_same: int | None  # tokens of the tree's text that were found to be those without one; None: not promised here
 
     @property
-    def speedup(self) -> float:
-        """How many times more tokens per second the tree gives."""
-        return self.tree.stats.tokens_per_s / self.plain.stats.tokens_per_s
+    def speedup(self) -> float | None:
+        """How many times more tokens per second the tree gives; None where they came with the prompt's."""
+        tree, plain = self.tree.stats.tokens_per_s, self.plain.stats.tokens_per_s
+        return tree / plain if tree and plain else None
 
 
 def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
     """How the demo loads: on the CPU, since any GPU would hold the target, and nothing would stream."""
     return LoadOptions(ram=ram, tree=tree, context=_CONTEXT, device="cpu", **options)
+
+
+def budget(size_bytes: int, ram: str | None, tree: str, rule: str) -> str | int:
+    """What a target of that size may take: a quarter of it, or the least that works. Raises `UserError`.
+
+    Args:
+        ram: what was asked for instead.
+    """
+    target = checkpoint_of_config(inflated_config(PAIR / "target", size_bytes), PAIR / "target" / "config.json")
+    spec, files = parse_tree(tree), Files(target, open_checkpoint(PAIR / "draft"))
+    num_nodes = 1 if spec.kind == "auto" else spec.num_nodes
+    plan = partial(plan_memory, files, dtype="auto", context=_CONTEXT, num_nodes=num_nodes, rule=rule)
+    if ram is None:
+        return max(size_bytes // 4, least_budget(lambda size: plan(ram=size)))
+    try:
+        plan(ram=ram)
+    except UserError as error:  # and no --context can be lowered
+        raise UserError(str(error).partition(" or lower `context`")[0]) from None
+    return ram
 
 
 def check(request: Request) -> None:
@@ -79,37 +104,38 @@ def inflated_target(size_bytes: int, progress: Progress) -> Path:
 
 def compare(
     decoder: Decoder, prompt: str, sampling: Sampling, *,
-    num_plain: int, num_tree: int, show: Callable[[str, Iterator[str]], None],
+    num_plain: int, num_tree: int, show: Callable[[str, Run], None],
 ) -> Comparison:  # fmt: skip
     """Decode the prompt without and with the decoder's tree, and prove every token of both runs.
 
-    With a rule that draws afresh no single token is right, and none is proved. `show` receives a heading and the pieces
-    of each run, and must exhaust them. Raises `UserError` where a token is not the original model's.
+    With a rule that draws afresh no single token is right, and none is proved. `show` receives a heading and
+    each run, and must exhaust it. Raises `UserError` where a token is not the original model's.
     """
     results: list[Generation] = []
     for heading, num_tokens, tree in (("one token per sweep", num_plain, "none"), ("with a tree", num_tree, None)):
         run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
-        show(heading, iter(run))
+        show(heading, run)
         results.append(run.result())
     if not (sampling.is_greedy or find_rule(results[0].rule).repeats_draws):
-        return Comparison(results[0], results[1], 0, 0)
+        return Comparison(results[0], results[1], 0, 0, None)
     prompt_ids = decoder.encode(prompt, raw=True)
-    if results[0].is_invariant:
-        _require_same_text(*results)
+    num_same = _require_same_text(*results) if results[0].is_invariant else None
     gaps = [gap for result in results for gap in draw_gaps(PAIR / "target", prompt_ids, result.token_ids, sampling)]
     if max(gaps) > rounding(sampling):
         raise UserError(f"a token misses the original model's draw by {max(gaps):.3f}: please report this as a bug")
     num_exact = sum(gap == 0 for gap in gaps)
-    return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact)
+    return Comparison(results[0], results[1], num_exact, len(gaps) - num_exact, num_same)
 
 
-def _require_same_text(plain: Generation, tree: Generation) -> None:
-    pairs = enumerate(zip(plain.token_ids, tree.token_ids, strict=False))
-    at = next((index for index, (one, other) in pairs if one != other), None)
+def _require_same_text(plain: Generation, tree: Generation) -> int:
+    """The number of tokens that both have. Raises `UserError` where one differs."""
+    pairs = list(zip(plain.token_ids, tree.token_ids, strict=False))
+    at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
     if at is not None:
         raise UserError(f"token {at} with a tree is not that without one: please report this as a bug")
+    return len(pairs)
 
 
 def open_demo(target: Path, options: LoadOptions, console: Console, request: Request | None = None) -> Decoder:
     """The inflated target with its packaged draft."""
-    return open_decoder(target, PAIR / "draft", options, request, **console.hooks)
+    return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)

@@ -1,17 +1,21 @@
 """Flags that several commands share: one name, one meaning, one line of help. Nothing heavy is imported."""
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offload.config import RULES
+from offload.config import RULES, require
+from offload.threads import cores
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder or hub id of the target")]
 Draft = Annotated[
     str | None, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")
 ]
-Ram = Annotated[str | None, typer.Option(metavar="SIZE", help="memory budget, such as 8GiB; default: what is free")]
+Ram = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="memory budget, such as 8GiB; default: 3/4 of what is free")
+]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
 GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
 Context = Annotated[
@@ -24,8 +28,22 @@ Tree = Annotated[
 RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr but errors")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")]
+
+
+def _at_most_cores(num_threads: int | None) -> int | None:
+    """More than there are cores only wait for each other, and thousands are more than a process may start."""
+    if num_threads is not None and num_threads > (most := cores.num_cores()):
+        rule = f"--threads must be at most {most}, the cores that this process may use"
+        require(False, rule, num_threads, "leave it out to have it measured")
+    return num_threads
+
+
 Threads = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="compute threads; default: the fastest, by what steps take")
+    int | None,
+    typer.Option(
+        metavar="N", min=1, callback=_at_most_cores, help="compute threads; default: the fastest, by what steps take"
+    ),
 ]
 ProfileFile = Annotated[
     str | None,
@@ -33,6 +51,26 @@ ProfileFile = Annotated[
 ]
 LinkLimit = Annotated[
     str | None, typer.Option(metavar="SIZE", help="slow the stream down to this per second", hidden=True)
+]
+Invariant = Annotated[
+    bool | None,
+    typer.Option(
+        "--invariant/--no-invariant", help="the same bits with every tree; default: where layers are streamed"
+    ),
+]
+OwnTemp = Annotated[
+    float | None,
+    typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy; default: as the model suggests"),
+]
+OwnTopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="keep the likeliest that sum to this")]
+OwnTopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="keep so many of the likeliest; 0 keeps all")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token always, whatever else is said")]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
+]
+Session = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="keep tokens, keys and values there, and go on from there; see docs/flags.md"),
 ]
 Temp = Annotated[float, typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy")]
 TopP = Annotated[float, typer.Option(metavar="P", help="keep the likeliest tokens that sum to this")]
@@ -44,9 +82,10 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 
 # The library's errors name arguments, in backticks; a person at the command line knows them by these names.
 _FLAG_OF = {
-    "context": "--context", "device": "--device", "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem",
-    "hardware": "--hardware", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw",
-    "rule": "--rule", "seed": "--seed", "temperature": "--temp", "threads": "--threads",
+    "context": "--context", "device": "--device", "disk_speed": "--disk-speed", "draft": "--draft",
+    "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
+    "invariant": "--invariant", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw", "rule": "--rule",
+    "seed": "--seed", "stop": "--stop", "temperature": "--temp", "threads": "--threads",
     "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip
 

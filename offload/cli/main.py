@@ -6,28 +6,28 @@ Text goes to stdout as it is accepted, everything else to stderr. torch is impor
 import json
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from offload import __version__
 from offload.bench.suite import app as bench
-from offload.cli import flags
-from offload.cli.console import (
-    Console,
-    closing_lines,
-    comparison_lines,
-    error_line,
-    estimate_lines,
-    opening_lines,
-    profile_lines,
-)
+from offload.cli import flags, output
+from offload.cli.console import Console, Names, comparison_lines, error_line, profile_lines
+from offload.cli.libraries import libraries
+from offload.cli.live_line import fitted
+from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.cli.prompt_input import read_prompt
-from offload.config import Sampling, format_bytes, parse_size
+from offload.cli.sampling_choice import choose_sampling, own_sampling
+from offload.cli.session_file import found_session
+from offload.config import Sampling, parse_size
 from offload.errors import ReadError, UserError
-from offload.memory.planner import MemoryPlan
+from offload.memory.plan import MemoryPlan
+
+if TYPE_CHECKING:
+    from offload.engine.generation import Run
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _NO_DEVICE_MEMORY = (
@@ -38,11 +38,26 @@ _NO_DEVICE_MEMORY = (
 app = typer.Typer(
     help="Decode with models that do not fit into memory: one sweep over the weights, many tokens.",
     epilog="Start here: offload demo",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench, name="bench", short_help="Measure, every figure beside its ceiling.")
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"offload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="say it and exit")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(
@@ -64,13 +79,13 @@ def generate(
         Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
     ] = None,
     max_tokens: flags.NumTokens = 128,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 1.0,
-    top_k: flags.TopK = 0,
+    temp: flags.OwnTemp = None,
+    top_p: flags.OwnTopP = None,
+    top_k: flags.OwnTopK = None,
+    greedy: flags.Greedy = False,
     seed: flags.Seed = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
-    ] = None,
+    stop: flags.Stop = None,
+    session: flags.Session = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
@@ -80,31 +95,30 @@ def generate(
     rule: flags.RuleName = "match",
     threads: flags.Threads = None,
     profile: flags.ProfileFile = None,
+    invariant: flags.Invariant = None,
     link_limit: flags.LinkLimit = None,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
 ) -> None:
     """Write text with a model larger than memory."""
-    text, sampling = read_prompt(prompt, file), Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    found, own = found_session(session), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    text = read_prompt(prompt, file, is_needed=found is None)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        threads=threads, profile=profile, link_limit=link_limit,
+        threads=threads, profile=profile, link_limit=link_limit, invariant=invariant,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
-        from offload.engine.load import open_decoder
+    sampling, note = choose_sampling(model, own, seed)
+    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console, libraries(console):
+        from offload.cli.text_run import write_text
         from offload.engine.request import Request
 
-        request, hooks = Request(text, sampling, max_tokens, stop, raw), console.hooks
-        with open_decoder(model, draft, options, request, **hooks) as decoder:
-            run = decoder.run(text, sampling, max_new_tokens=max_tokens, stop=stop, raw=raw)
-            console.say(opening_lines(decoder, run.tree_choice if draft else None))
-            console.expect_prompt(decoder.plan, run.result().stats.num_prompt_tokens)
-            _write_run(run, console, as_json=as_json)
+        request = Request(text or None, sampling, max_tokens, stop, raw, found)
+        write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
 
 
 @app.command(
@@ -114,6 +128,8 @@ def generate(
     offload chat -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
 
     offload chat -m big -d small --system "Answer in one sentence." --temp 0.7
+
+    offload chat -m big -d small --session talk.session
 
     offload chat -m big -d small --quiet < questions.txt""",
 )
@@ -127,10 +143,13 @@ def chat(
         int | None,
         typer.Option("-n", "--max-tokens", metavar="N", min=1, help="of one answer; default: what has room"),
     ] = None,
-    temp: flags.Temp = 0.0,
-    top_p: flags.TopP = 1.0,
-    top_k: flags.TopK = 0,
+    temp: flags.OwnTemp = None,
+    top_p: flags.OwnTopP = None,
+    top_k: flags.OwnTopK = None,
+    greedy: flags.Greedy = False,
     seed: flags.Seed = 0,
+    stop: flags.Stop = None,
+    session: flags.Session = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
@@ -140,31 +159,35 @@ def chat(
     rule: flags.RuleName = "match",
     threads: flags.Threads = None,
     profile: flags.ProfileFile = None,
+    invariant: flags.Invariant = None,
     quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
-    sampling = Sampling(temperature=temp, top_p=top_p, top_k=top_k, seed=seed)
+    own = own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    found_session(session)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        threads=threads, profile=profile,
+        threads=threads, profile=profile, invariant=invariant,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet) as console:
-        console.wait("starting")
-        from offload.cli.repl import converse
+    sampling, note = choose_sampling(model, own, seed)
+    with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console, libraries(console):
+        from offload.cli.repl import ChatOptions, converse
 
-        converse(model, draft, options, console, sampling, system=system, max_new_tokens=max_tokens)
+        wishes = ChatOptions(sampling, note, system, max_tokens, stop, session)
+        converse(model, draft, options, console, wishes)
 
 
 @app.command(
     short_help="Will it fit, and how fast will it be?",
     epilog="""Examples:
 
-    offload plan -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB
+    offload plan -m Llama-3.1-70B -d Llama-3.2-1B
 
-    offload plan -m big --context 16384 --json
+    offload plan -m 70b/config.json -d 7b/config.json --ram 32GiB --disk-speed 3GB
 
     offload plan -m 70b/config.json -d 7b/config.json --hardware l40 --tree 768x22 --tokens-per-sweep 12.2""",
 )
@@ -181,22 +204,32 @@ def plan(
     hardware: Annotated[
         str | None, typer.Option(metavar="NAME", help="another machine: l40, rtx4090, ..., h200 or FILE.json")
     ] = None,
+    disk_speed: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="of the disk per second, such as 3GB; default: measured")
+    ] = None,
     tokens_per_sweep: Annotated[
         float | None, typer.Option(metavar="G", help="what the named tree yields; default: from the profile")
     ] = None,
     profile: flags.ProfileFile = None,
     as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.calibration.estimate import estimate
+    from offload.cli.plan_lines import answer_lines
     from offload.planning.options import LoadOptions
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile,
     )  # fmt: skip
-    found = estimate(model, draft, options, hardware=hardware, tokens_per_sweep=tokens_per_sweep)
-    print(flags.as_flags(json.dumps(found.as_dict()) if as_json else estimate_lines(found)))
+    with Console(is_quiet=as_json) as console:
+        console.wait("reading headers")  # from the hub, or of a model that torch is imported for
+        found = estimate(
+            model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
+        )
+    text = flags.as_flags(json.dumps(found.as_dict()) if as_json else answer_lines(found, is_verbose=verbose))
+    print(text if as_json else fitted(text, sys.stdout))
 
 
 @app.command(
@@ -239,17 +272,16 @@ def tune(
         threads=threads, link_limit=link_limit,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
+    with Console(is_quiet=quiet or as_json, sizes_like=ram) as console, libraries(console):
         from offload.planning.profile import format_json
         from offload.tuning.tune import tune as measure
 
         tuned = measure(
             model, draft, text, sampling, options,
-            num_tokens=tokens, is_teacher_forced=teacher_forced, progress=console.count,
+            num_tokens=tokens, is_teacher_forced=teacher_forced, hooks=console.hooks,
         )  # fmt: skip
     table = f"{profile_lines(tuned.profile, tuned.choice.candidates)}\nsaved in {tuned.path}"
-    print(format_json(tuned.profile.as_dict()) if as_json else table)
+    print(format_json(tuned.profile.as_dict()) if as_json else fitted(table, sys.stdout))
 
 
 @app.command(
@@ -266,7 +298,7 @@ def demo(
     max_tokens: flags.NumTokens = 96,
     size: Annotated[str, typer.Option(metavar="SIZE", help="how large to make the target")] = "1GB",
     ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size")
+        str | None, typer.Option(metavar="SIZE", help="memory budget; default: a quarter of the size, if that works")
     ] = None,
     tree: flags.Tree = "dynamic:128x20",
     rule: flags.RuleName = "match",
@@ -275,61 +307,73 @@ def demo(
     link_limit: flags.LinkLimit = None,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
 ) -> None:
     """See it work on a packaged model, here and now."""
     size_bytes, sampling = parse_size(size, "--size"), Sampling(temperature=temp, seed=seed)
-    with Console(is_quiet=quiet or as_json) as console:
-        console.wait("starting")
+    shown = Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram or size)
+    with shown as console, libraries(console):
         from offload.cli import demo as run
         from offload.engine.request import Request
 
-        request = Request(prompt or run.PROMPT, sampling, max_tokens, raw=True)
-        options = run.demo_options(ram or size_bytes // 4, tree, rule=rule, link_limit=link_limit)
+        request = Request(run.PROMPT if prompt is None else read_prompt(prompt, None), sampling, max_tokens, raw=True)
+        options = run.demo_options(run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=link_limit)
         run.check(request)
         target = run.inflated_target(size_bytes, partial(console.bytes_landed, label="making the target"))
         with run.open_demo(target, options, console, request) as decoder:
-            allowed = format_bytes(decoder.plan.ram_bytes)
-            console.say(f"target of {format_bytes(size_bytes)} in {target}, {allowed} allowed")
-            console.say(opening_lines(decoder, None))
+            console.detail(f"target in {target}")
+            console.open(Names(target.name, "of the package"), decoder, decoder.tree_choice(sampling))
             show = partial(_show, console, decoder.plan, is_silent=as_json)
             limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
     if as_json:
         print(json.dumps({"none": result.plain.as_dict(), "tree": result.tree.as_dict(), "speedup": result.speedup}))
-    console.say(comparison_lines(result.plain.stats, result.tree.stats, result.num_exact, result.num_near))
+    console.say(comparison_lines(result))
 
 
-def _show(console: Console, plan: MemoryPlan, heading: str, pieces: Iterator[str], *, is_silent: bool) -> None:
-    """Print one run of the demo as it goes; its prompt is taken in by one sweep."""
+def _show(console: Console, plan: MemoryPlan, heading: str, run: "Run", *, is_silent: bool) -> None:
+    """Print one run of the demo as it goes."""
     console.say(f"--- {heading}")
-    console.expect_prompt(plan, 1)
-    for piece in pieces:
-        console.clear()
+    console.follow(run, plan, run.sequence.limits.max_new_tokens)
+    try:
+        for piece in run:
+            if not is_silent:
+                console.text(piece)
+    finally:
         if not is_silent:
-            print(piece, end="", flush=True)
-    if not is_silent:
-        print()
+            console.text("\n")
+    console.wait("proving every token")
 
 
 def main() -> None:
-    """Entry point of the `offload` command."""
-    command = typer.main.get_command(app)
+    """Run the command that `sys.argv` names, and leave by `sys.exit`."""
+    given, own = sys.argv[1:] or ["--help"], OwnDefaults({}, {})
     try:
+        command: Any = typer.main.get_command(app)
+        if "_OFFLOAD_COMPLETE" in os.environ:
+            command.main(prog_name="offload")
+        if not {"-h", "--help", "--version"} & {*given}:
+            own = own_defaults({name: one for name, one in command.commands.items() if name != "bench"})
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
-        with command.make_context("offload", sys.argv[1:] or ["--help"]) as context:
+        with command.make_context("offload", given, default_map=own.by_command) as context:
             command.invoke(context)
         sys.stdout.flush()
         sys.exit(0)
     except typer.Exit as finished:
         sys.exit(finished.exit_code)
     except UserError as error:
-        _fail(str(error), EXIT_USER_ERROR)
+        _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR)
     except ReadError as error:
         _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        _leave_closed_pipe()
+        output.leave(0)
+    except OSError as error:
+        if not output.is_stuck():
+            raise
+        print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
+        output.leave(EXIT_FAILED)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
             _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
@@ -337,35 +381,9 @@ def main() -> None:
             raise
         misread = getattr(error, "ctx", None)  # of the command whose options were not understood
         command_path = misread.command_path if misread else "offload"
-        _fail(f"{error.format_message()} (see {command_path} --help)", EXIT_USER_ERROR)
-
-
-def _write_run(run: Any, console: Console, *, as_json: bool) -> None:
-    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
-    failure: BaseException | None = None
-    num_shown = 0
-    try:
-        for piece in run:
-            console.clear()
-            if not as_json:
-                num_shown += len(piece)  # before the writing, because Ctrl-C strikes right after it
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-    except (KeyboardInterrupt, ReadError, UserError) as error:
-        failure = error
-    result = run.result()
-    print(json.dumps(result.as_dict()) if as_json else result.text[num_shown:], flush=True)
-    console.say(closing_lines(result.stats, result.plan.ram_bytes))
-    if failure is not None:
-        raise failure
+        _fail(own.blame(f"{error.format_message()} (see {command_path} --help)", given), EXIT_USER_ERROR)
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(error_line(message), file=sys.stderr)
+    print(fitted(error_line(message), sys.stderr), file=sys.stderr)
     sys.exit(code)
-
-
-def _leave_closed_pipe() -> NoReturn:
-    """Whoever read our text has seen enough; the interpreter must not try to flush the rest at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(0)

@@ -7,19 +7,21 @@ from pathlib import Path
 from offload.errors import UserError
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt that `-p`, `-f` or standard input give. Raises `UserError` where they give none, or two."""
+def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True) -> str:
+    """What `-p`, `-f` or standard input give. Raises `UserError` where they give two, or none that is needed."""
     if prompt is not None and file is not None:
         raise UserError("-p and -f exclude each other: give one of them")
     if prompt not in (None, "-"):
         name, raw = "-p", os.fsencode(str(prompt))
+    elif file is None and sys.stdin.isatty() and not is_needed:
+        return ""
     elif file is None and sys.stdin.isatty():
         raise UserError("no prompt: give -p TEXT, -f FILE or pipe text into standard input")
     else:
         name = str(file) if file else "standard input"
         raw = _read_bytes(file, name)
     text = decode(raw, name)
-    if not text:
+    if not text and is_needed:
         raise UserError(f"the prompt is empty, {name} holds nothing: give some text")
     return text
 
@@ -34,6 +36,7 @@ def decode(raw: bytes, name: str) -> str:
 
 def _read_bytes(file: Path | None, name: str) -> bytes:
     try:
-        return file.read_bytes() if file else sys.stdin.buffer.read()
+        # What ends the line of `echo` is not meant; what a file holds is.
+        return file.read_bytes() if file else sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
     except OSError as error:
         raise UserError(f"cannot read the prompt from {name} ({error.strerror}): check the path") from None

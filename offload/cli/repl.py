@@ -1,19 +1,19 @@
-"""A conversation at a terminal: lines in, answers out, and what Ctrl-C means in between.
+"""A conversation at a terminal: questions in, answers out, and what Ctrl-C means in between.
 
 While an answer is written, Ctrl-C ends the answer and not the program: it is heard at once and obeyed where a layer
 ends, because an exception in the middle of the stream's bookkeeping would lose a slot. A second one ends the program.
 """
 
-import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
-from offload.cli.console import Console, error_line, opening_lines, turn_line
-from offload.cli.prompt_input import decode
+from offload.cli.chat_commands import LEAVE, ChatCommands
+from offload.cli.chat_input import ChatInput
+from offload.cli.console import Console, Names, error_line, turn_line
 from offload.config import Sampling
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
@@ -22,7 +22,7 @@ from offload.errors import ReadError, UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.options import LoadOptions
 
-HINT = "Ctrl-C stops an answer, /clear begins anew, /exit or Ctrl-D leaves"
+HINT = "Ctrl-C stops an answer, /help lists commands, /bye or Ctrl-D leaves"
 
 
 class Stopped(Exception):  # noqa: N818
@@ -56,85 +56,103 @@ class Brake:
         self._is_pulled = True
 
 
-def converse(
-    model: str, draft: str | None, options: LoadOptions, console: Console, sampling: Sampling, *,
-    system: str | None, max_new_tokens: int | None,
-) -> None:  # fmt: skip
+class ChatOptions(NamedTuple):
+    """What the flags of a conversation say."""
+
+    sampling: Sampling
+    note: str  # for the user, about the sampling
+    system: str | None = None
+    max_new_tokens: int | None = None
+    stop: Sequence[str] | None = None
+    session: Path | None = None  # gone on from where it is there, and written after every answer
+
+
+def converse(model: str, draft: str | None, options: LoadOptions, console: Console, wishes: ChatOptions) -> None:
     """Load a model, and answer questions with it until the user leaves. Raises `UserError`."""
-    brake = Brake()
+    brake, sampling = Brake(), wishes.sampling
 
     def on_layer() -> None:
         console.layer_done()
         brake.check()
 
-    first = _any_question(system, sampling)
-    with open_decoder(model, draft, options, first, on_bytes=console.bytes_landed, on_layer=on_layer) as decoder:
-        console.say(opening_lines(decoder, decoder.tree_choice(sampling) if draft else None))
+    first, hooks = _any_question(wishes), console.hooks._replace(on_layer=on_layer)
+    with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
+        console.open(Names.of(model, draft), decoder, decoder.tree_choice(sampling))
+        console.say(wishes.note)
+        chat = Chat(
+            decoder, sampling, system=wishes.system, max_new_tokens=wishes.max_new_tokens, stop=wishes.stop
+        )  # fmt: skip
+        if first.session is not None:
+            _go_on(chat, wishes, console)
         console.say(HINT)
-        chat = Chat(decoder, sampling, system=system, max_new_tokens=max_new_tokens)
-        answer_lines(chat, decoder.plan, console, brake)
+        answer_lines(chat, decoder.plan, console, brake, wishes.session)
 
 
-def _any_question(system: str | None, sampling: Sampling) -> Request:
+def _any_question(wishes: ChatOptions) -> Request:
     """What is wrong with it, such as a model without a chat template, is wrong with every question."""
-    opening = [{"role": "system", "content": system}] if system else []
-    return Request([*opening, {"role": "user", "content": "Hello"}], sampling, max_new_tokens=1)
+    opening = [{"role": "system", "content": wishes.system}] if wishes.system else []
+    found = wishes.session if wishes.session and wishes.session.exists() else None
+    question = [*opening, {"role": "user", "content": "Hello"}]
+    return Request(question, wishes.sampling, max_new_tokens=1, stop=wishes.stop, session=found)
 
 
-def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake) -> None:
-    """Answer line by line until there are no more, or until one is /exit."""
-    is_typed = sys.stdin.isatty()
-    if is_typed and find_spec("readline"):
-        import_module("readline")  # lets `input` edit lines and call earlier ones back
-    while True:
-        try:
-            line = _typed_line() if is_typed else _piped_line()
-            if line is None or line.strip() == "/exit":
-                return
-            if line.strip() == "/clear":
-                chat.clear()
-            elif line.strip():
-                _answer(chat, line, plan, console, brake)
-        except UserError as error:
-            print(error_line(str(error)), file=sys.stderr)
+def _go_on(chat: Chat, wishes: ChatOptions, console: Console) -> None:
+    """With what is in the session's file, but for a system prompt that was given anew."""
+    assert wishes.session is not None, "there is a file"
+    chat.load(wishes.session)
+    if wishes.system:
+        chat.system = wishes.system
+    asked = [message["content"] for message in chat.messages if message["role"] == "user"]
+    last = f", the last one asked was {asked[-1]!r:.60}" if asked else ""
+    console.say(f"going on with {wishes.session}: questions {len(asked)}{last}")
 
 
-def _answer(chat: Chat, question: str, plan: MemoryPlan, console: Console, brake: Brake) -> None:
+def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, session: Path | None) -> None:
+    """Answer question by question until there are no more, or until a command says so."""
+    commands = ChatCommands(chat, plan)
+    with ChatInput(HINT) as entries:
+        while True:
+            try:
+                entry = entries.read()
+                if entry is None or entry.command in LEAVE:
+                    return
+                if not entry.command and not entry.text.strip():
+                    continue
+                with _kept(chat, session):
+                    pieces = commands.obey(*entry) if entry.command else chat.ask(entry.text)
+                    if pieces is not None:
+                        with entries.silent():
+                            _answer(chat, pieces, plan, console, brake)
+            except UserError as error:
+                print(error_line(str(error)), file=sys.stderr)
+
+
+@contextmanager
+def _kept(chat: Chat, session: Path | None) -> Iterator[None]:
+    """Whatever ends it, what it changes in the conversation is written to the session's file."""
+    before = chat.messages
+    try:
+        yield
+    finally:
+        if session is not None and chat.messages != before:
+            chat.save(session)
+
+
+def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, console: Console, brake: Brake) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
-    pieces, num_shown, failure = chat.ask(question), 0, None
+    num_shown, failure = 0, None
     assert chat.turn is not None, "one has just begun"
-    stats = chat.turn.result().stats
-    console.expect_prompt(plan, stats.num_prompt_tokens - stats.num_kept_tokens)
+    console.follow(chat.turn, plan, None)
     with brake.ready(), closing(pieces):
         try:
             for piece in pieces:
-                console.clear()
                 num_shown += len(piece)
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                console.text(piece)
         except (Stopped, ReadError) as error:
             failure = error
-    console.clear()
     result = chat.turn.result()
-    print(result.text[num_shown:], flush=True)
+    console.text(result.text[num_shown:] + "\n")
+    console.clear()
     console.say(turn_line(result.stats, result.finish_reason))
     if isinstance(failure, ReadError):
         raise failure
-
-
-def _typed_line() -> str | None:
-    try:
-        return decode(os.fsencode(input("> " if sys.stdout.isatty() else "")), "the line")
-    except EOFError:
-        print()
-        return None
-    except KeyboardInterrupt:
-        print(f"\n{HINT}", file=sys.stderr)
-        return ""
-    except UnicodeDecodeError:
-        raise UserError("a line must be UTF-8: set the terminal to it") from None
-
-
-def _piped_line() -> str | None:
-    raw = sys.stdin.buffer.readline()
-    return decode(raw, "standard input").rstrip("\n") if raw else None

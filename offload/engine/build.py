@@ -3,6 +3,7 @@
 What reads no weights and what does are apart, so that everything that can be refused is refused in between.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -10,8 +11,10 @@ from typing import NamedTuple
 import torch
 
 from offload.checkpoint.safetensors import Checkpoint, read_json
+from offload.checkpoint.vocabulary import other_vocabulary
 from offload.drafting.base import Drafter
 from offload.drafting.registry import DRAFTERS, Materials
+from offload.engine.hooks import Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.kernels.registry import KernelSet
@@ -24,7 +27,6 @@ from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader
 from offload.streaming.source import ByteSource, OpenSource
 
-Progress = Callable[[int, int], None]  # bytes landed, bytes in all
 _HOST = torch.device("cpu")
 
 
@@ -60,7 +62,9 @@ def open_pair(
         draft = StreamedModel(files.draft, options.dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
-    store = open_source(files.target.shards, rate_limit_bytes_per_s=options.limit_bytes_per_s)
+    store = open_source(
+        files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s
+    )
     resources.callback(store.close)
     return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes)
 
@@ -72,7 +76,9 @@ def read_pair(pair: Pair, on_bytes: Progress) -> None:
         layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts]
     count = counter(sum(layout.slab_bytes for layout in layouts), on_bytes)
     if pair.draft is not None:
-        _fill(pair.draft, pair.open_source(pair.draft.checkpoint.shards, rate_limit_bytes_per_s=None), count)
+        draft = pair.draft.checkpoint
+        source = pair.open_source(draft.shards, stamps=draft.stamps, rate_limit_bytes_per_s=None)
+        _fill(pair.draft, source, count)
         note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
     pair.target.bind_rest(pair.store.fetch(pair.target.rest_layout))
@@ -94,7 +100,7 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
     """A small model with all its weights in memory."""
     model = StreamedModel(checkpoint, dtype, place)
-    _fill(model, DiskReader(checkpoint.shards))
+    _fill(model, DiskReader(checkpoint.shards, stamps=checkpoint.stamps))
     return model
 
 
@@ -118,16 +124,13 @@ def _check_vocabulary(
     if tokenizer is not None and draft_tokenizer is not None:
         same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
     if not same:
-        raise UserError(
-            f"the draft must share the target's vocabulary, {draft.directory.name} has {drafter.vocab_size} entries "
-            f"of its own against {target.vocab_size}: choose a smaller model of the target's family"
-        )
+        raise other_vocabulary(draft.directory.name, target.vocab_size, drafter.vocab_size)
 
 
 def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
     """Tokens that end a sequence, as transformers finds them: the generation config first, then the model's."""
     settings = checkpoint.config
-    if (checkpoint.directory / "generation_config.json").is_file():
+    if os.path.isfile(checkpoint.directory / "generation_config.json"):
         settings = {**settings, **read_json(checkpoint.directory / "generation_config.json")}
     named = settings.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

@@ -10,24 +10,35 @@ class CachePool:
     """Lends one set of caches to one sequence at a time."""
 
     def __init__(self, caches: Caches) -> None:
-        self._caches = caches
+        self.caches = caches
         self._holder: Sequence | None = None
+        self._returned: list[int] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the text that the caches belong to: their content begins with these."""
+        return self._returned if self._holder is None else self._holder.tokens
 
     def lend(self, sequence: Sequence, *, keeps: bool) -> None:
         """From whichever sequence had the caches; `keeps` what was computed for the tokens that both begin with."""
         before = self.take_back()
-        self._caches.clear(num_shared(before, sequence.tokens[:-1]) if keeps else 0)
-        sequence.hold(self._caches)
-        sequence.stats.num_kept_tokens = self._caches.target.length
+        self.caches.clear(num_shared(before, sequence.tokens[:-1]) if keeps else 0)
+        sequence.hold(self.caches)
+        sequence.stats.num_kept_tokens = self.caches.target.length
         self._holder = sequence
 
     def take_back(self) -> list[int]:
-        """No sequence has the caches; returns the tokens of the last that had: their content begins with these."""
-        holder, self._holder = self._holder, None
-        if holder is None:
-            return []
-        holder.hold(None)
-        return holder.tokens
+        """No sequence has the caches; returns the tokens of the last that had."""
+        self._returned, holder = self.tokens, self._holder
+        self._holder = None
+        if holder is not None:
+            holder.hold(None)
+        return self._returned
+
+    def filled_for(self, tokens: list[int]) -> None:
+        """The caches, which nobody has, were filled with what belongs to these."""
+        assert self._holder is None, "a sequence has the caches"
+        self._returned = tokens
 
 
 def num_shared(first: list[int], second: list[int]) -> int:

@@ -5,14 +5,17 @@ hold, so a turn's tokens are those of a fresh decoder on the whole conversation.
 a question that got no token in reply is forgotten.
 """
 
-from collections.abc import Generator
+import os
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from offload.config import Sampling
+from offload.config import Sampling, require
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Run
+from offload.engine.request import Request
 from offload.errors import UserError
 
+_GREETING = {"role": "user", "content": "Hello"}  # what is wrong with it is wrong with every question
 _INCOMPLETE = "\ufffd"  # a character that an answer was cut short in
 
 
@@ -24,47 +27,98 @@ class Chat:
         sampling: the turn with number t, from 0 on, draws with its seed plus t.
         system: what the model is told before the first question, where its template knows such a thing.
         max_new_tokens: of one answer; None is as many as there is room for.
+        stop: strings that end an answer; they are not part of it.
+
+    Raises `UserError` for a model without a chat template, and for settings out of range.
 
     Attributes:
         messages: what was said so far, the system prompt included.
         turn: the one under way, or the last one; `turn.result()` has its figures.
+        sampling, max_new_tokens, stop: of later turns; they may be set.
     """
 
     def __init__(
         self, decoder: Decoder, sampling: Sampling | None = None, *,
-        system: str | None = None, max_new_tokens: int | None = None,
+        system: str | None = None, max_new_tokens: int | None = None, stop: str | Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        self._decoder, self._sampling = decoder, sampling or Sampling()
-        self._max_new_tokens = decoder.plan.context if max_new_tokens is None else max_new_tokens
-        self._opening = [{"role": "system", "content": system}] if system else []
-        self.messages, self._num_turns = list(self._opening), 0
+        self._decoder, self.sampling = decoder, Sampling() if sampling is None else sampling
+        require(system is None or isinstance(system, str), "`system` must be text", f"{system!r:.80}", "leave it out")
+        num_new = 0 if max_new_tokens is None else max_new_tokens
+        Request(sampling=self.sampling, max_new_tokens=num_new, stop=stop).check()
+        self.max_new_tokens, self.stop = max_new_tokens, stop
+        self.messages, self._num_turns = _opening(system), 0
         self.turn: Run | None = None
+        decoder.encode([*self.messages, _GREETING])
+
+    def __repr__(self) -> str:
+        num_asked = sum(message["role"] == "user" for message in self.messages)
+        system = f", told {self.system[:40]!r}" if self.system else ""
+        return f"Chat(questions asked: {num_asked}{system}, {self.sampling})"
+
+    @property
+    def system(self) -> str | None:
+        """What the model is told before the first question; setting it leaves what was said since."""
+        is_there = bool(self.messages) and self.messages[0]["role"] == "system"
+        return self.messages[0]["content"] if is_there else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self.messages = [*_opening(text), *self.messages[self.system is not None :]]
 
     def clear(self) -> None:
         """Begin anew, with the system prompt alone."""
-        self.messages = list(self._opening)
+        self.messages = _opening(self.system)
+
+    def undo(self) -> str:
+        """Forget the last question with its answer; returns the question. Raises `UserError` where there is none."""
+        asked = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            raise UserError("nothing was asked yet: ask something first")
+        question = self.messages[asked[-1]]["content"]
+        self.messages = self.messages[: asked[-1]]
+        return question
 
     def ask(self, question: str) -> Generator[str, None, None]:
         """Pieces of the answer as they are accepted; where iterating ends early, what there is counts as the answer.
 
-        Raises `UserError` without a chat template, or where the conversation fills the context.
+        Raises `UserError` where the conversation fills the context.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
-        self.turn = self._begin(asked)
-        return self._answer(self.turn, asked)
+        return self._begin([*self.messages, {"role": "user", "content": question}])
 
-    def _begin(self, messages: list[dict[str, str]]) -> Run:
-        ids, context = self._decoder.encode(messages), self._decoder.plan.context
+    def retry(self) -> Generator[str, None, None]:
+        """Ask the last question once more; its answer stays until there is another. Raises what `ask` raises."""
+        before = self.messages
+        question = self.undo()
+        asked, self.messages = [*self.messages, {"role": "user", "content": question}], before
+        return self._begin(asked)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Keep the conversation in a file, with the keys and values. Raises `UserError` where it cannot be written."""
+        self._decoder.save_session(path, self.messages, self._num_turns)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on with a conversation in a file, system prompt included; what `save` kept is not read again.
+
+        Raises `UserError` for the files that `Decoder.load_session` refuses, and for those of a text.
+        """
+        session = self._decoder.load_session(path)
+        if session.messages is None:
+            raise UserError(f"{path} holds a text and no conversation: go on with it by offload generate --session")
+        self._decoder.encode([*session.messages, _GREETING])
+        self.messages, self._num_turns = session.messages, session.num_turns
+
+    def _begin(self, asked: list[dict[str, str]]) -> Generator[str, None, None]:
+        ids, context = self._decoder.encode(asked), self._decoder.plan.context
         if len(ids) >= context:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, the context {context}: "
-                "begin anew with /clear, or raise `context`"
+                f"begin anew with /clear{'' if self._decoder.plan.has_longest_context else ', or raise `context`'}"
             )
-        sampling = replace(self._sampling, seed=self._sampling.seed + self._num_turns)
-        num_new = min(self._max_new_tokens, context - len(ids))
-        run = self._decoder.run(ids, sampling, max_new_tokens=num_new, continues=True)
+        sampling = replace(self.sampling, seed=self.sampling.seed + self._num_turns)
+        num_new = min(context if self.max_new_tokens is None else self.max_new_tokens, context - len(ids))
+        self.turn = self._decoder.run(ids, sampling, max_new_tokens=num_new, stop=self.stop, continues=True)
         self._num_turns += 1
-        return run
+        return self._answer(self.turn, asked)
 
     def _answer(self, run: Run, asked: list[dict[str, str]]) -> Generator[str, None, None]:
         try:
@@ -73,3 +127,7 @@ class Chat:
             result = run.result()
             if result.token_ids:
                 self.messages = [*asked, {"role": "assistant", "content": result.text.rstrip(_INCOMPLETE)}]
+
+
+def _opening(system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}] if system else []

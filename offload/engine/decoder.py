@@ -4,10 +4,14 @@ Invariant: the distribution of what is emitted depends on the target and the sam
 memory and threads change only how long it takes; with the rules `match` and `topk` one seed gives one text, too.
 """
 
+import os
+import threading
 import time
+import weakref
 from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,7 +24,9 @@ from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.request import Prompt, Request, encode
 from offload.engine.sequence import Caches, Limits, Sequence
+from offload.engine.session import Models, Session, load_session, save_session
 from offload.engine.text import TextStream, Tokenizer
+from offload.engine.turn import Turn
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
@@ -38,6 +44,7 @@ class Settled(NamedTuple):
     """What loading has found out and decided for all runs."""
 
     plan: MemoryPlan
+    models: Models
     trees: Trees
     rule: Rule  # where a run names none
     threads: ThreadPolicy
@@ -50,12 +57,16 @@ class Settled(NamedTuple):
 class Decoder:
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
 
-    It writes one text at a time, for one thread: a sequence that is begun overtakes the one before.
+    One that is dropped closes itself.
+
+    It writes one text at a time: a sequence that is begun overtakes the one before. Any thread may use it, one at a
+    time: while a step or `generate` is under way others get a `UserError`, but for `close`, which ends it.
 
     Attributes:
         target, drafter: the two models, for whoever measures them.
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
+        end_ids: tokens that end a text.
         notes: lines for the user about what is not as fast as it could be.
         invariance: whether each token has the same bits whatever tree, draft or prompt it came with.
         comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
@@ -64,14 +75,20 @@ class Decoder:
     def __init__(
         self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
-        self.plan, self._trees, self.rule, self.threads, choice, self.tokenizer, self._end_ids, invariance = settled
-        self.invariance: Invariance = invariance
+        (self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids,
+         self.invariance) = settled  # fmt: skip
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
-        self._vocab_size, self._is_closed, self._waiting = target.vocab_size, False, ThreadWaiting()
+        self._vocab_size, self._turn, self._waiting = target.vocab_size, Turn(), ThreadWaiting()
         resources.callback(self._waiting.close)
+        weakref.finalize(self, _close_dropped, resources).atexit = False
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
         self.notes = [*notes, *([target.stream.note] if target.stream.note and self.plan.num_slots else [])]
+
+    def __repr__(self) -> str:
+        state = f"rule={self.rule.name!r}, num_threads={self.num_threads}"
+        state = state if hasattr(self, "_pool") else "closed"
+        return f"Decoder({state})\n{self.plan}"
 
     def begin(
         self, tokens: abc.Sequence[int], sampling: Sampling, *,
@@ -83,20 +100,23 @@ class Decoder:
             rule, shape: those of the decoder, and no tree, where they are left out.
             keeps: the keys and values of all tokens that it shares with the sequence before, but for its last.
         """
-        if self._is_closed:
-            raise UserError("this decoder is closed: load the model again")
-        rule = rule or self.rule
-        sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
-        sequence = Sequence(tokens, sampler, rule, shape, limits)
-        self._pool.lend(sequence, keeps=keeps)
-        return sequence
+        with self._turn.held():
+            rule = rule or self.rule
+            sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
+            sequence = Sequence(tokens, sampler, rule, shape, limits)
+            self._pool.lend(sequence, keeps=keeps)
+            return sequence
 
     def step(self, sequence: Sequence) -> list[int]:
         """One round of speculation: the target's weights cross the link exactly once.
 
         Returns the newly accepted tokens as far as they count, at least one, which the sequence has as well. Raises
-        `UserError` where the sequence was overtaken, or the decoder closed.
+        `UserError` where the sequence was overtaken, the decoder closed, or another thread is using it.
         """
+        with self._turn.stepping():
+            return self._step(sequence)
+
+    def _step(self, sequence: Sequence) -> list[int]:
         caches, tokens, sampler = sequence.caches, sequence.tokens, sequence.sampler
         caches.clear(len(tokens) - 1)  # of a step that was cut short they may hold more
         stream, started = self.target.stream, time.perf_counter()
@@ -154,14 +174,15 @@ class Decoder:
             rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or topk.
 
         Raises:
-            UserError: empty prompt, no room for it in the context, or settings out of range.
+            UserError: empty prompt, no room for it, settings out of range, or a decoder that another thread is using.
             ReadError: the disk failed.
         """
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule)
-        for _ in run:
-            pass
-        return run.result()
+        with self._turn.held():
+            run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule)
+            for _ in run:
+                pass
+            return run.result()
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 128,
@@ -186,13 +207,15 @@ class Decoder:
                 from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
-        prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context)
+        is_longest = self.plan.has_longest_context
+        prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context, is_longest=is_longest)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
-        limits = Limits(max_new_tokens, self._end_ids)
+        limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         text = TextStream(self.tokenizer, prompt_ids, request.stops)
-        return Run(self.step, sequence, text, Setup(self.plan, choice, self.comparisons, self.invariance.multiple is not None))
+        setup = Setup(self.plan, choice, self.comparisons, self.invariance.multiple is not None)
+        return Run(self.step, self._turn, sequence, text, setup)
 
     @property
     def num_threads(self) -> int:
@@ -208,13 +231,31 @@ class Decoder:
         """The tree that a run with these settings gets, and why."""
         return self._trees.for_run(sampling, self.rule.name)
 
+    def save_session(
+        self, path: str | os.PathLike[str], messages: list[dict[str, str]] | None = None, num_turns: int = 0
+    ) -> None:
+        """Keep the text that was written last, with its keys and values, in a file; see `load_session`.
+
+        `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
+        """
+        with self._turn.held():
+            save_session(Path(path), self._models, self._pool, messages, num_turns)
+
+    def load_session(self, path: str | os.PathLike[str]) -> Session:
+        """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it shares with their text.
+
+        Raises `UserError` for files of other weights or another type, longer ones than the context, broken ones.
+        """
+        with self._turn.held():
+            return load_session(Path(path), self._models, self._pool)
+
     def close(self) -> None:
-        """Stop the readers, close the files, drop weights and buffers."""
-        self._resources.close()
-        if not self._is_closed:
-            self._is_closed = True
-            self._pool.take_back()
-            del self.target, self.drafter, self._pool
+        """Stop the readers, close the files, drop weights and buffers, once a step of another thread is over."""
+        with self._turn.last():
+            self._resources.close()
+            if hasattr(self, "_pool"):
+                self._pool.take_back()
+                del self.target, self.drafter, self._pool
 
     def __enter__(self) -> "Decoder":
         return self
@@ -234,3 +275,11 @@ class Decoder:
                 f'give rule="{name}" to load()'
             )
         return rule
+
+
+def _close_dropped(resources: ExitStack) -> None:
+    """Hooks of the models make a cycle with them, which would hold weights, threads and files until it is collected."""
+    if threading.current_thread().name.startswith("offload-"):  # a reader that collects garbage cannot wait for itself
+        threading.Thread(target=resources.close, daemon=True).start()
+    else:
+        resources.close()

@@ -6,18 +6,20 @@ inside a burst; what was accepted beyond it is dropped and never counted.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from offload.calibration.kernel_comparison import Outcome, rows_of
 from offload.config import Sampling
 from offload.engine.sequence import Sequence
 from offload.engine.text import TextStream
+from offload.engine.turn import Turn
 from offload.machine import peak_rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.planning.tree_policy import TreeChoice
 from offload.stats import Stats
 
+_TEXT_SHOWN = 60  # characters of it, where a result is looked at
 FinishReason = Literal["stop", "length", "interrupted"]
 
 
@@ -30,7 +32,7 @@ class Setup(NamedTuple):
     is_invariant: bool  # whether the text is bit for bit that of every other tree
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Generation:
     """The result: new tokens only, without the prompt."""
 
@@ -39,11 +41,17 @@ class Generation:
     finish_reason: FinishReason  # "stop": the model's end or a stop string; "length": as many tokens as were asked for
     sampling: Sampling
     rule: str
-    stats: Stats = field(repr=False)
-    plan: MemoryPlan = field(repr=False)
-    tree_choice: TreeChoice = field(repr=False)
-    comparisons: tuple[Outcome, ...] = field(repr=False)  # of kernels, where it ran on a GPU
-    is_invariant: bool = field(repr=False)  # whether the text is bit for bit that of every other tree
+    stats: Stats
+    plan: MemoryPlan
+    tree_choice: TreeChoice
+    comparisons: tuple[Outcome, ...]  # of kernels, where it ran on a GPU
+    is_invariant: bool  # whether the text is bit for bit that of every other tree
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= _TEXT_SHOWN else f"{self.text[:_TEXT_SHOWN]}..."
+        stats, ended = self.stats, f"finish_reason={self.finish_reason!r}, rule={self.rule!r}"
+        speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
+        return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
 
     def as_dict(self) -> dict[str, object]:
         """The object that `offload generate --json` prints."""
@@ -51,9 +59,11 @@ class Generation:
             "text": self.text,
             "token_ids": self.token_ids,
             "num_prompt_tokens": self.stats.num_prompt_tokens,
+            "num_kept_tokens": self.stats.num_kept_tokens,  # of these, by a session
             "num_new_tokens": len(self.token_ids),
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,
+            "sampling": {name: getattr(self.sampling, name) for name in ("temperature", "top_p", "top_k")},
             "rule": self.rule,
             "is_invariant": self.is_invariant,
             "plan": self.plan.as_dict(),
@@ -69,10 +79,15 @@ class Run:
     A run that was left or interrupted goes on when it is iterated again; one that is finished gives nothing more.
     """
 
-    def __init__(self, step: Callable[[Sequence], object], sequence: Sequence, text: TextStream, setup: Setup) -> None:
-        self._step, self.sequence, self._text, self._setup = step, sequence, text, setup
+    def __init__(
+        self, step: Callable[[Sequence], object], turn: Turn, sequence: Sequence, text: TextStream, setup: Setup
+    ) -> None:
+        self._step, self._turn, self.sequence, self._text, self._setup = step, turn, sequence, text, setup
         self.finish_reason: FinishReason = "interrupted"
         self._elapsed_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Run({len(self.sequence.new_ids)} tokens so far, finish_reason={self.finish_reason!r})"
 
     @property
     def tree_choice(self) -> TreeChoice:
@@ -81,12 +96,8 @@ class Run:
     def __iter__(self) -> Iterator[str]:
         started = time.perf_counter() - self._elapsed_s
         while self.finish_reason == "interrupted":
-            num_before = len(self._text.tokens)
-            if not self.sequence.has_ended:
-                self._step(self.sequence)
-            piece = self._take()
-            if self.finish_reason != "length":
-                self._count(len(self.sequence.new_ids) - num_before, time.perf_counter() - started)
+            with self._turn.held():  # a step and its text: several threads may iterate over one run
+                piece = self._go_on(started)
             yield piece
 
     def result(self) -> Generation:
@@ -102,6 +113,17 @@ class Run:
             stats=stats,
             **self._setup._asdict(),
         )
+
+    def _go_on(self, started: float) -> str:
+        if self.finish_reason != "interrupted":
+            return ""
+        num_before = len(self._text.tokens)
+        if not self.sequence.has_ended:
+            self._step(self.sequence)
+        piece = self._take()
+        if self.finish_reason != "length":
+            self._count(len(self.sequence.new_ids) - num_before, time.perf_counter() - started)
+        return piece
 
     def _take(self) -> str:
         """The text of what the sequence has by now, as far as it was not taken before; notes if it stops there."""

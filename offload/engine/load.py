@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from operator import le
+from pathlib import Path
 
 import torch
 
@@ -17,10 +18,12 @@ from offload.calibration.invariance import NOT_WANTED, Invariance, find_row_mult
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
-from offload.config import Sampling
-from offload.engine.build import Pair, Progress, counter, open_pair, read_pair
+from offload.config import Sampling, require
+from offload.engine.build import Pair, counter, open_pair, read_pair
 from offload.engine.decoder import Decoder, Settled
+from offload.engine.hooks import Hooks, Progress
 from offload.engine.request import Request
+from offload.engine.session import Models, check_session
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
@@ -37,6 +40,7 @@ from offload.threads.policy import Mode, Modes, ThreadPolicy
 from offload.verification.rules import find_rule
 
 PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
+_NOBODY = Hooks()
 
 
 def load(
@@ -63,7 +67,7 @@ def load(
 
     Args:
         model, draft: folders or hub ids of the target and of a small model with its vocabulary; None drafts nothing.
-        ram: budget such as `8GiB` for everything this call and later generations allocate; default: what is free.
+        ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default: what is free there.
@@ -79,6 +83,8 @@ def load(
     Raises:
         UserError: whatever the user can mend, in one line.
     """
+    is_device = isinstance(device, str) or hasattr(device, "place")
+    require(is_device, "`device` must be auto, cpu, cuda, cuda:N or an open one", repr(device), "try `device` auto")
     options = LoadOptions(
         device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
         context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
@@ -86,14 +92,14 @@ def load(
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
-        on_bytes=on_bytes, on_layer=on_layer,
+        hooks=Hooks(on_bytes=on_bytes, on_layer=on_layer),
     )  # fmt: skip
 
 
 def open_decoder(
     model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, options: LoadOptions,
     request: Request | None = None, *, device: Device | None = None, open_source: OpenSource = DiskReader,
-    on_bytes: Progress = lambda done, total: None, on_layer: Callable[[], None] = lambda: None,
+    hooks: Hooks = _NOBODY,
 ) -> Decoder:  # fmt: skip
     """`load` with its options in one piece; `device` is one that is open. Raises what `load` raises."""
     spec = options.tree_spec(has_draft=draft is not None)
@@ -101,23 +107,34 @@ def open_decoder(
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
     names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.kind == "auto" else spec.num_nodes
+    hooks.on_phase("reading headers")
     files = Files(*fetch(names, lambda *headers: room.plan(Files(*headers), least_nodes)))
     plan_for = partial(room.plan, files)
     trees = trees_of(files, options, room, device=device.name if device else "cpu")
     trees.check(settings.sampling, options.rule)
     with ExitStack() as resources:
+        hooks.on_phase("building the models")
         pair = open_pair(files, options, device, resources, open_source)
         if request is not None and request.prompt is not None:
-            request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context)
+            is_longest = plan_for(1).has_longest_context
+            request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context, is_longest=is_longest)
+        models = Models(*files, options.dtype, plan_for(1).context)
+        if request is not None and request.session is not None:
+            check_session(Path(request.session), models)
         _pick_copies(pair, plan_for(1), resources)
-        read_pair(pair, on_bytes)  # the first weights: what can be refused has been
+        hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
+        read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
+        hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = _make_invariant(options.invariant, pair, plan_for(trees.most_nodes), threads)
+        hooks.on_phase("choosing a tree, measuring the link" if spec.kind == "auto" else "planning memory")
         plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
-        stream = _start_stream(pair, plan, on_bytes, resources)
-        target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=on_layer)
-        settled = Settled(plan, trees, find_rule(options.rule), threads, choice, pair.tokenizer, pair.end_ids, invariance)
+        hooks.on_phase("reading layers that stay")
+        stream = _start_stream(pair, plan, hooks.on_bytes, resources)
+        target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=hooks.on_layer)
+        rule, text = find_rule(options.rule), (pair.tokenizer, pair.end_ids)
+        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance)
         drafter = pair.drafter(plan, choice.kernels)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 

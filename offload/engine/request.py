@@ -3,7 +3,8 @@
 Loading checks the first request before a weight is read, the decoder checks every one.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,24 +25,39 @@ class Request:
     max_new_tokens: int = 128
     stop: str | Sequence[str] | None = None  # strings that end the text; they are not part of it
     raw: bool = False  # leave the chat template out, into which text is put where a model has one
+    session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if self.stop is None:
+            return ()
+        stops = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
+        require(all(isinstance(one, str) for one in stops), "`stop` must be text", f"{self.stop!r:.80}", "give a str")
+        return stops
 
-    def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int) -> list[int]:
-        """Token ids of the prompt. Raises `UserError` where `context` positions do not suffice, or for bad requests."""
-        if "" in self.stops:
-            raise UserError("a stop string must not be empty, got '': leave it out")
+    def check(self) -> None:
+        """Raises `UserError` for settings that no model could meet."""
+        require(
+            isinstance(self.sampling, Sampling), "`sampling` must be a Sampling", f"{self.sampling!r:.80}", "give one"
+        )
+        require("" not in self.stops, "`stop` must not be empty", "''", "leave it out")
+        num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
+        require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")
+
+    def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int, *, is_longest: bool = False) -> list[int]:
+        """Token ids of the prompt. Raises `UserError` for bad requests, or where `context` positions do not suffice.
+
+        `is_longest`: the model allows no more of them.
+        """
+        self.check()
         if self.stops and tokenizer is None:
-            raise UserError("a stop string is looked for in text, and this checkpoint has no tokenizer: leave it out")
-        num_new = whole_number(self.max_new_tokens, "the number of new tokens")
-        require(num_new >= 0, "the number of new tokens must be 0 or more", num_new, "0 writes nothing")
-        ids = encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
+            raise UserError("`stop` is looked for in text, and this checkpoint has no tokenizer: leave it out")
+        num_new, ids = self.max_new_tokens, encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
         if len(ids) + num_new > context:
+            remedy = ", the longest that this model was made for: " if is_longest else ": raise `context`, "
             raise UserError(
                 f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "
-                f"{context}: raise `context`, shorten the prompt or lower `max_new_tokens`"
+                f"{context}{remedy}shorten the prompt or lower `max_new_tokens`"
             )
         return ids
 
@@ -55,7 +71,7 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, 
             "this checkpoint has no tokenizer: put its tokenizer.json beside it, or give token ids from Python"
         )
     elif isinstance(prompt, str):
-        ids = encode_prompt(tokenizer, prompt, raw=raw)
+        ids = encode_prompt(tokenizer, _whole_text(prompt), raw=raw)
     else:
         require(not raw, "messages need the chat template", "raw=True", "give text, or leave raw out")
         ids = encode_messages(tokenizer, _messages(prompt))
@@ -70,11 +86,24 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, 
 
 def _whole_numbers(prompt: Any) -> list[int]:
     try:
+        if isinstance(prompt, bytes | bytearray | Mapping | Set):  # of which the numbers are no ids, or in no order
+            raise TypeError
         return [whole_number(token, "a token id") for token in prompt]
     except (TypeError, UserError):
         raise UserError(
             f"a prompt must be text, messages or token ids, got {prompt!r:.80}: give a str or whole numbers"
         ) from None
+
+
+def _whole_text(text: str) -> str:
+    """The same text. Raises `UserError` where it holds halves of characters, which have no bytes in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"text must be Unicode, got half a character at {error.start}, {text[error.start]!r}: decode its bytes anew"
+        ) from None
+    return text
 
 
 def _are_messages(prompt: object) -> bool:
@@ -87,4 +116,5 @@ def _messages(prompt: Any) -> list[dict[str, str]]:
         is_sound = isinstance(message, Mapping)
         is_sound = is_sound and all(isinstance(message.get(key), str) for key in ("role", "content"))
         require(is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it")
+        _whole_text(message["role"] + message["content"])
     return [dict(message) for message in prompt]

@@ -41,11 +41,12 @@ class Sequence:
     Attributes:
         tokens: of the prompt, then all that were accepted; the last is the root of the next tree.
         shape: of the next tree.
+        limits: what ends it.
         stats: of its steps since the shape was set.
     """
 
     def __init__(self, tokens: Iterable[int], sampler: Sampler, rule: Rule, shape: Shape, limits: Limits) -> None:
-        self.tokens, self.sampler, self.rule, self._limits = list(tokens), sampler, rule, limits
+        self.tokens, self.sampler, self.rule, self.limits = list(tokens), sampler, rule, limits
         self.num_prompt_tokens = len(self.tokens)
         self._caches: Caches | None = None
         self.set_shape(shape)
@@ -75,17 +76,17 @@ class Sequence:
     @property
     def is_at_end_token(self) -> bool:
         """Whether the model has ended the text."""
-        return len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self._limits.end_ids
+        return len(self.tokens) > self.num_prompt_tokens and self.tokens[-1] in self.limits.end_ids
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing more is to be written, as far as tokens tell."""
-        return self.is_at_end_token or len(self.tokens) >= self.num_prompt_tokens + self._limits.max_new_tokens
+        return self.is_at_end_token or len(self.tokens) >= self.num_prompt_tokens + self.limits.max_new_tokens
 
     def accept(self, tokens: list[int]) -> list[int]:
         """Add newly accepted tokens up to where the text ends; returns those."""
-        num_left = self.num_prompt_tokens + self._limits.max_new_tokens - len(self.tokens)
-        end = next((index for index, token in enumerate(tokens) if token in self._limits.end_ids), len(tokens))
+        num_left = self.num_prompt_tokens + self.limits.max_new_tokens - len(self.tokens)
+        end = next((index for index, token in enumerate(tokens) if token in self.limits.end_ids), len(tokens))
         counted = tokens[: min(end + 1, num_left)]
         self.tokens += counted
         return counted

@@ -1,7 +1,8 @@
 """Between text and tokens: prompts in, pieces of text out as tokens are accepted, stop strings in between."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from offload.errors import UserError, reason
@@ -20,12 +21,8 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     if not any(os.path.isfile(os.path.join(directory, name)) for name in names):
         return None
-    try:
+    with _refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # the parser behind it raises nothing more specific
-        raise UserError(
-            f"cannot read the tokenizer in {directory} ({reason(error)}): download its files again"
-        ) from None
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:
@@ -33,7 +30,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
     if not prompt:
         raise UserError("the prompt is empty: give some text with -p, -f or on standard input")
     if raw or not tokenizer.chat_template:
-        return list(tokenizer(prompt)["input_ids"])
+        with _refusing("the model's tokenizer failed", "download its files again"):
+            return list(tokenizer(prompt)["input_ids"])
     return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with `raw`")
 
 
@@ -47,10 +45,19 @@ def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> lis
 
 
 def _in_template(tokenizer: Tokenizer, messages: list[dict[str, str]], remedy: str) -> list[int]:
-    try:
+    with _refusing("the model's chat template failed", remedy):
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
-    except Exception as error:  # a template is a program and fails as programs do
-        raise UserError(f"the model's chat template failed ({reason(error)}): {remedy}") from None
+
+
+@contextmanager
+def _refusing(what: str, remedy: str) -> Iterator[None]:
+    """Files of strangers are programs and fail as programs do, with any exception that lies at hand."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of Rust, which is no `Exception`
+            raise UserError(f"{what} ({reason(error)}): {remedy}") from None
+        raise
 
 
 class TextStream:
@@ -116,4 +123,5 @@ class TextStream:
             return ""
         ids = [*self._context, *tokens]
         # Some tokenizers would drop spaces before punctuation afterwards: the text would change behind what was shown.
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with _refusing("the model's tokenizer failed", "download its files again"):
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from offload.checkpoint.sizes import ModelShape
-from offload.config import NOISE_POSITIONS
+from offload.config import NOISE_POSITIONS, format_bytes
 
 MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
 MIN_SLOTS, WANTED_SLOTS = 2, 3
@@ -24,7 +24,7 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryPlan:
     """Which layers stay, how many slots the others pass through, and what everything else takes."""
 
@@ -49,6 +49,24 @@ class MemoryPlan:
     table_bytes: int = 0  # embedding table that stays on the host while layers are computed on the GPU
     staging_bytes: int = 0  # that loading needs on the host beyond what the pinned allocator has room for
     num_host_slots: int = 0  # pinned read-ahead slots for layers that go from the disk to the GPU
+    max_context: int | None = None  # that the model was made for; None where it does not say
+
+    @property
+    def has_longest_context(self) -> bool:
+        """Whether the model allows no more positions."""
+        return self.max_context is not None and self.context >= self.max_context
+
+    def __repr__(self) -> str:
+        used = f"{format_bytes(self.total_bytes)} of {format_bytes(self.ram_bytes)} of memory"
+        if self.gpu_bytes is not None:
+            used = f"{format_bytes(self.gpu_total_bytes)} of {format_bytes(self.gpu_bytes)} on the GPU, {used}"
+        tiers = ", ".join(f"{self.num_layers_in(tier)} {tier}" for tier in Tier if self.num_layers_in(tier))
+        return (
+            f"MemoryPlan({used}\n"
+            f"  {len(self.tier_L)} layers: {tiers}; {format_bytes(self.streamed_bytes)} a sweep\n"
+            f"  context {self.context}, largest tree {self.num_nodes}, "
+            f"{format_bytes(self.draft_bytes) if self.draft_bytes else 'none'} for a draft)"
+        )
 
     @property
     def is_resident(self) -> tuple[bool, ...]:

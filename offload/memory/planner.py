@@ -9,11 +9,12 @@ the items of a plan add up to no more than its budgets; one that cannot hold two
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.config import DTYPES, drafting_of, format_bytes, parse_size, require
+from offload.config import DTYPES, drafting_of, format_bytes, is_decimal, parse_size, require, whole_number
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
@@ -38,7 +39,7 @@ HOST_RUNTIME_BYTES = 1 << 30  # what the driver and its libraries keep on the ho
 # over 0.86 TB/s on an L40), so smaller chunks would pay for reading and larger ones only take memory.
 MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
-_RESERVE_SHARE, _RESERVE_BYTES = 0.05, 1 << 30  # of free memory, left to everything else
+_RESERVE_SHARE, _RESERVE_BYTES = 0.25, 1 << 30  # of free memory, left to whoever works at the machine meanwhile
 _GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
 
 
@@ -72,10 +73,12 @@ def plan_memory(
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
-    budgets = Budgets(ram_bytes)
+    gpu_bytes = None
     if device != "cpu":
-        budgets = Budgets(ram_bytes, default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`"))
-    return make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
+        gpu_bytes = default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`")
+    budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu))
+    plan = make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
+    return replace(plan, max_context=_longest_context(target))
 
 
 class Budgets(NamedTuple):
@@ -83,6 +86,16 @@ class Budgets(NamedTuple):
 
     ram_bytes: int
     gpu_bytes: int | None = None  # None: layers are computed by the CPU, in the host's memory
+    is_decimal: bool = False  # whether whoever gave them thinks in GB, and not in GiB
+
+    def size(self, num_bytes: float) -> str:
+        """Of something that is said beside them."""
+        return format_bytes(num_bytes, is_decimal=self.is_decimal)
+
+    def enough(self, num_bytes: float) -> str:
+        """The same for a flag, rounded up."""
+        unit_bytes, unit = (10**6, "MB") if self.is_decimal else (2**20, "MiB")
+        return f"{math.ceil(num_bytes / unit_bytes)}{unit}"
 
 
 class _Place(NamedTuple):
@@ -129,7 +142,7 @@ def make_plan(
     runtime_bytes = RUNTIME_BYTES + HOST_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
     places = [_computing_place(budgets, items, target, context)]
     if is_gpu:
-        places.append(_feeding_place(budgets.ram_bytes, runtime_bytes + target.table_bytes, target, draft))
+        places.append(_feeding_place(budgets, runtime_bytes + target.table_bytes, target, draft))
     fillings = _fill_all(places, target.layer_bytes)
     tier_of = {layer: tier for tier, filling in zip(Tier, fillings, strict=False) for layer in filling.layers}
     tier_L = tuple(tier_of.get(layer, Tier.DISK) for layer in range(len(target.layer_bytes)))
@@ -137,7 +150,7 @@ def make_plan(
     host = fillings[1] if is_gpu else _Filling(frozenset(), 0)
     hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
     return MemoryPlan(
-        device="cuda" if is_gpu else "cpu", **budgets._asdict(),
+        device="cuda" if is_gpu else "cpu", ram_bytes=budgets.ram_bytes, gpu_bytes=budgets.gpu_bytes,
         context=context, num_nodes=num_nodes, max_prompt_rows=rows, num_logits_rows=num_logits,
         runtime_bytes=runtime_bytes,
         gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
@@ -182,39 +195,53 @@ def _computing_place(budgets: Budgets, items: dict[str, int], target: ModelShape
     fixed_bytes, drafting_bytes = runtime_bytes + sum(items.values()), items["draft_bytes"]
 
     def refusal(slots_bytes: int) -> UserError:
-        least_mib = math.ceil((fixed_bytes + slots_bytes) / 2**20)
         draft = smaller = ""
         if budgets.gpu_bytes is not None and drafting_bytes:
             room_bytes = budget_bytes - fixed_bytes + drafting_bytes - slots_bytes
-            draft = f", {format_bytes(drafting_bytes)} of it for the draft"
-            smaller = f", take a draft of at most {format_bytes(room_bytes)}" if room_bytes > 0 else ""
+            draft = f", {budgets.size(drafting_bytes)} of it for the draft"
+            smaller = f", take a draft of at most {budgets.size(room_bytes)}" if room_bytes > 0 else ""
         return UserError(
-            f"needs {format_bytes(slots_bytes)} of {where} for two layer slots and {format_bytes(fixed_bytes)} for the "
-            f"rest{draft}, budget is {format_bytes(budget_bytes)}: raise `{argument}` to {least_mib}MiB{smaller} "
-            f"or lower `context` from {context}"
+            f"needs {budgets.size(slots_bytes)} of {where} for two layer slots and {budgets.size(fixed_bytes)} for the "
+            f"rest{draft}, budget is {budgets.size(budget_bytes)}: raise `{argument}` to "
+            f"{budgets.enough(fixed_bytes + slots_bytes)}{smaller} or lower `context` from {context}"
         )
 
     return _Place(budget_bytes, fixed_bytes, 0, refusal)
 
 
-def _feeding_place(ram_bytes: int, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> _Place:
+def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> _Place:
     """Pinned memory of the host, from which a GPU is fed; what loading passes through lies where layers will."""
     slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes] if draft else []
 
     def refusal(least_bytes: int) -> UserError:
         return UserError(
-            f"needs {format_bytes(least_bytes)} of RAM to pass layers on to the GPU and {format_bytes(fixed_bytes)} "
-            f"for embeddings and program, budget is {format_bytes(ram_bytes)}: raise `ram` to "
-            f"{math.ceil((least_bytes + fixed_bytes) / 2**20)}MiB"
+            f"needs {budgets.size(least_bytes)} of RAM to pass layers on to the GPU and {budgets.size(fixed_bytes)} "
+            f"for embeddings and program, budget is {budgets.size(budgets.ram_bytes)}: raise `ram` to "
+            f"{budgets.enough(least_bytes + fixed_bytes)}"
         )
 
-    return _Place(ram_bytes, fixed_bytes, max([*target.layer_bytes, target.head_bytes, *slabs_of_draft]), refusal)
+    return _Place(
+        budgets.ram_bytes, fixed_bytes, max([*target.layer_bytes, target.head_bytes, *slabs_of_draft]), refusal
+    )
 
 
 def default_ram_bytes() -> int:
-    """What is free now, less a reserve for everything else."""
+    """What is free now, less a reserve for everything else: at most three quarters."""
     free_bytes = available_ram_bytes()
     return free_bytes - max(int(_RESERVE_SHARE * free_bytes), _RESERVE_BYTES)
+
+
+def least_budget(plan: Callable[[int], MemoryPlan]) -> int:
+    """The smallest budget in bytes that `plan` does not refuse."""
+    too_small, enough = 0, 1 << 50
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        try:
+            plan(middle)
+            enough = middle
+        except UserError:
+            too_small = middle
+    return enough
 
 
 def ram_warning(ram: str | int) -> str | None:
@@ -222,7 +249,8 @@ def ram_warning(ram: str | int) -> str | None:
     wanted_bytes, free_bytes = parse_size(ram, "`ram`"), available_ram_bytes()
     if wanted_bytes <= free_bytes:
         return None
-    return f"`ram` {format_bytes(wanted_bytes)} is more than the {format_bytes(free_bytes)} free here: it may not hold"
+    wanted, free = (format_bytes(size, is_decimal=is_decimal(ram)) for size in (wanted_bytes, free_bytes))
+    return f"`ram` {wanted} is more than the {free} free here: it may not hold"
 
 
 def default_gpu_bytes(device: str) -> int:
@@ -232,7 +260,12 @@ def default_gpu_bytes(device: str) -> int:
 
 def require_positions(context: int) -> None:
     """Raises `UserError` where nothing can be written into so many positions, whatever the model."""
-    require(context >= 1, "`context` must be 1 or more", context, "prompt and new tokens have to fit")
+    require(
+        whole_number(context, "`context`") >= 1,
+        "`context` must be 1 or more",
+        context,
+        "prompt and new tokens have to fit",
+    )
 
 
 def require_dtype(dtype: str) -> None:
@@ -241,15 +274,19 @@ def require_dtype(dtype: str) -> None:
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
-    turning_point = _turning_point(checkpoint)
-    limit = turning_point or config_sizes(checkpoint).get("max_position_embeddings")
+    limit = _longest_context(checkpoint)
     if context is None:
         return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     require_positions(context)
     if limit and context > limit:
-        why = "beyond which longrope turns all positions anew" if turning_point else "which this model was made for"
+        is_turn = _turning_point(checkpoint) is not None
+        why = "beyond which longrope turns all positions anew" if is_turn else "which this model was made for"
         raise UserError(f"`context` must be at most {limit}, {why}, got {context}: lower it")
     return context
+
+
+def _longest_context(checkpoint: Checkpoint) -> int | None:
+    return _turning_point(checkpoint) or config_sizes(checkpoint).get("max_position_embeddings")
 
 
 def _turning_point(checkpoint: Checkpoint) -> int | None:

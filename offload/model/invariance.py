@@ -46,7 +46,9 @@ class InvariantRows(TorchFunctionMode):
         num_columns = weight.shape[0]
         left, weight = _widened(left), _widened(_lengthened(weight))
         bias = None if bias is None else _widened(bias)
-        return self._by_rows(lambda rows: functional.linear(rows, weight, bias), left, is_stack=False)[..., :num_columns]
+        return self._by_rows(lambda rows: functional.linear(rows, weight, bias), left, is_stack=False)[
+            ..., :num_columns
+        ]
 
     def _matmul(self, product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
         if left.ndim < 2 or right.ndim < 2:

@@ -6,7 +6,7 @@ A forward pass only writes behind the committed positions; `commit` gathers the 
 length. A pass that is abandoned half-way therefore leaves nothing behind.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,6 +111,23 @@ class KVCache(Cache):
             self._gather([buffer for layer in filled for buffer in (layer.keys, layer.values)], self.length, row_A)
         self.length += len(rows)
         self._window.lo = self.length
+
+    def states(self, most: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """By layer the keys and values of at most so many committed positions, (1, G, P, K) each: views."""
+        num_kept = min(most, self.length)
+        filled = [(index, layer) for index, layer in enumerate(self._slot_layers) if num_kept and layer.is_initialized]
+        return {index: (layer.keys[:, :, :num_kept], layer.values[:, :, :num_kept]) for index, layer in filled}
+
+    @torch.inference_mode()
+    def refill(self, states: Iterable[tuple[int, Tensor, Tensor]], length: int) -> None:
+        """Take in what `states` gave, layer by layer. Where that fails half-way, the cache is empty."""
+        self.clear()
+        for index, keys, values in states:
+            layer, send = self._slot_layers[index], self._send or (lambda tensor: tensor)
+            if not layer.is_initialized:
+                layer.lazy_initialization(send(keys[:, :, :1]), send(values[:, :, :1]))
+            layer.keys[:, :, :length], layer.values[:, :, :length] = keys, values
+        self.length = self._window.lo = length
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the sequence but for its first positions."""

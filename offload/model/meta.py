@@ -4,6 +4,7 @@ A tree needs a decoder whose layers stand in `layers[i]`, see positions through 
 keys and values: a recurrent state cannot be rolled back to the accepted path.
 """
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from offload.checkpoint.safetensors import NOT_TEXT_ALONE, TEXT_INSIDE, Checkpoint, unsupported
+from offload.config import require
 from offload.errors import UserError, reason
 from offload.model import attention
+from offload.model.kv_cache import KVCache
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -25,6 +28,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 
     Raises `UserError` for an unknown architecture, remote code, or a decoder that trees cannot be verified on.
     """
+    num_labels = checkpoint.config.get("num_labels", 0)
+    require(num_labels in range(_MAX_LABELS), "num_labels in config.json must be small", num_labels, "leave it out")
     with _refusing(checkpoint):
         whole = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
         config = whole.get_text_config(decoder=True)
@@ -35,6 +40,8 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
             raise _unsupported(checkpoint, NOT_TEXT_ALONE)
         config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)
+    for flag, value in _OUTPUT_FLAGS.items():
+        setattr(config, flag, value)
     with _refusing(checkpoint):
         meta_model = _instantiate(config, dtype)
         decoder = meta_model.get_decoder()
@@ -42,12 +49,17 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
     if any(".layers." in f".{name}" for pair in meta_model.all_tied_weights_keys.items() for name in pair):
         raise _unsupported(checkpoint, "layers that share weights")
-    return meta_model.eval().requires_grad_(False)
+    meta_model.eval().requires_grad_(False)
+    with _refusing(checkpoint):
+        _try_out(meta_model, dtype)
+    return meta_model
 
 
 def attention_windows(config: Any, num_layers: int) -> list[int | None]:
-    """How far back each layer sees; None is without limit."""
-    window = getattr(config, "sliding_window", None)
+    """How far back each layer sees; None is without limit. Raises `UserError` for one that is no number."""
+    window = getattr(config, "sliding_window", None) or None
+    if window is not None and (type(window) is not int or not 0 < window < _MAX_WINDOW):
+        raise UserError(f"sliding_window in config.json must be a whole number or null, got {window!r:.80}: fix it")
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * num_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
@@ -61,6 +73,8 @@ def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
         raise _unsupported(checkpoint, reason(error)) from None
 
 
+_OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+_MAX_WINDOW, _MAX_LABELS = 1 << 31, 1 << 20
 _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # of torch and of transformers
 
 
@@ -86,6 +100,49 @@ def _instantiate(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
     meta_model.set_attn_implementation("eager" if is_capped or not meta_model._supports_sdpa else attention.NAME)
     return meta_model
+
+
+def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """A pass without numbers, over as many layers as show every kind of them: a config may ask for what cannot be."""
+    if any(isinstance(getattr(module, "scaling", None), complex) for module in meta_model.modules()):
+        raise ValueError("the scale of its attention is no real number")
+    meta = torch.device("meta")
+    rows, trial = torch.zeros(1, 2, dtype=torch.long, device=meta), _cut_copy(meta_model).to(meta)
+    try:
+        with torch.inference_mode():
+            logits = trial(
+                input_ids=rows, position_ids=rows, use_cache=True, past_key_values=KVCache(len(_kinds(meta_model)), 2),
+                attention_mask=torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta),
+            ).logits  # fmt: skip
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():  # what looks at numbers cannot be tried without them
+            raise
+    else:
+        if logits.shape != (1, 2, meta_model.get_output_embeddings().weight.shape[0]):
+            raise ValueError(f"its scores have shape {tuple(logits.shape)}")
+
+
+def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
+    """A copy, whose rotary embeddings may note what they like, up to the first layer of the last kind."""
+    decoder, kinds = meta_model.get_decoder(), _kinds(meta_model)
+    layers = decoder.layers
+    decoder.layers = layers[: max(map(kinds.index, kinds)) + 1]
+    try:
+        trial = copy.deepcopy(meta_model)
+    finally:
+        decoder.layers = layers
+    for name, module in trial.named_modules():
+        if name.endswith(".experts"):  # their fused products want types and processors that the real ones are not of
+            module.forward = lambda hidden, *_, **__: hidden
+    return trial
+
+
+def _kinds(meta_model: PreTrainedModel) -> list[tuple[object, ...]]:
+    """What tells one layer from another."""
+    return [
+        tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+        for layer in meta_model.get_decoder().layers
+    ]
 
 
 def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> None:

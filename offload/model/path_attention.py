@@ -121,7 +121,11 @@ class _Piece:
     def attend(self, query_GITK: Tensor, key_GSK: Tensor, value_GSK: Tensor) -> Tensor:
         """Weighted means (G, I, T, V) of the values, float32; queries are those of I heads for each of G."""
         query_GITK = query_GITK * self._terms.scaling
-        parts = [self._shared_scores(query_GITK, key_GSK), self._own_scores(query_GITK, key_GSK), self._sinks(query_GITK)]
+        parts = [
+            self._shared_scores(query_GITK, key_GSK),
+            self._own_scores(query_GITK, key_GSK),
+            self._sinks(query_GITK),
+        ]
         peak_GIT1 = reduce(torch.maximum, (part.amax(3, keepdim=True) for part in parts if part.shape[3]))
         shared_GITS, own_GITL, sink_GITs = (part.sub_(peak_GIT1).exp_() for part in parts)
         total_GIT1 = sink_GITs.sum(3, keepdim=True)

@@ -18,9 +18,9 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 from offload.model import attention
+from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
-from offload.model.invariance import InvariantRows
 from offload.model.meta import attention_windows, build_meta_model
 from offload.model.path_attention import PathRows, path_rows
 from offload.sampling.logits import Logits

@@ -20,7 +20,7 @@ from offload.memory.plan import MemoryPlan
 from offload.planning.hardware import Hardware
 from offload.tree.topology import DynamicShape, Shape
 
-Limit = Literal["link", "compute"]
+Limit = Literal["link", "disk", "compute", "draft"]
 _PENALTIES = tuple(index / 100 for index in range(101))
 # Launching, sorting and drawing of one draft step, most of it replayed from a captured graph, and of one verification.
 # Assumed: of the size of ten kernels a layer at some microseconds each; a step of a second does not notice.
@@ -49,6 +49,9 @@ class Curve:
         return y1 + slope * (size - x1) if size <= x1 else y1 + max(0.0, slope) * (size - x1)
 
 
+_NOTHING = Curve((1,), (0.0,))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """The curves of one pair of models on one machine."""
@@ -65,11 +68,15 @@ class Traffic(NamedTuple):
 
     streamed_bytes: int  # by every sweep
     slots_bytes: int  # that can be there before it starts
+    is_disk_slower: bool = False  # than the link to the GPU, so that a sweep waits for the disk
 
     @classmethod
-    def of(cls, plan: MemoryPlan) -> "Traffic":
-        """That of a plan."""
-        return cls(plan.streamed_bytes, plan.num_slots * plan.slot_bytes)
+    def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
+        """That of a plan; where the disk of a machine is slower than its link, what the link could carry meanwhile."""
+        slots_bytes, link_bytes = plan.num_slots * plan.slot_bytes, 0
+        if hardware is not None:
+            link_bytes = int(plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s)
+        return cls(max(plan.streamed_bytes, link_bytes), slots_bytes, link_bytes > plan.streamed_bytes)
 
 
 class StepTime(NamedTuple):
@@ -80,6 +87,7 @@ class StepTime(NamedTuple):
     link_s: float  # that the link still needs when the sweep begins
     verify_s: float
     overlap_penalty: float = 0.0
+    is_disk_slower: bool = False  # than the link to the GPU
 
     @property
     def sweep_s(self) -> float:
@@ -91,8 +99,10 @@ class StepTime(NamedTuple):
 
     @property
     def limit(self) -> Limit:
-        """The slower side of the sweep."""
-        return "link" if self.link_s > self.compute_s else "compute"
+        """The longest term."""
+        if self.draft_s > max(self.link_s, self.compute_s):
+            return "draft"
+        return "compute" if self.link_s <= self.compute_s else "disk" if self.is_disk_slower else "link"
 
 
 def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
@@ -100,7 +110,8 @@ def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
     draft_s = sum(costs.draft_step_s.at(width) for width in draft_widths(shape))
     hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
-    return StepTime(draft_s, costs.compute_s.at(shape.num_nodes), link_s, costs.verify_s, costs.overlap_penalty)
+    compute_s, fixed = costs.compute_s.at(shape.num_nodes), (costs.verify_s, costs.overlap_penalty)
+    return StepTime(draft_s, compute_s, link_s, *fixed, traffic.is_disk_slower)
 
 
 def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:
@@ -132,67 +143,57 @@ def draft_widths(shape: Shape) -> list[int]:
 
 
 class Prediction(NamedTuple):
-    """What decoding with one tree will cost."""
+    """What decoding with one tree is expected to cost."""
 
     label: str  # as `--tree` names it
-    shape: Shape
-    tokens_per_sweep: float
+    shape: Shape  # bounds, where the draft's scores shape the tree
     step: StepTime
-    is_disk_slower: bool  # than the link to the GPU
+    tokens_range: tuple[float, float]  # least and most per sweep
+
+    @property
+    def tokens_per_sweep(self) -> float:
+        """G(n, d); of a range the geometric middle."""
+        low, high = self.tokens_range
+        return low if low == high else math.sqrt(low * high)
 
     @property
     def s_per_token(self) -> float:
         return self.step.total_s / self.tokens_per_sweep
 
     @property
-    def limit(self) -> str:
-        """The longest term: link, disk, compute or draft."""
-        if self.step.draft_s > max(self.step.link_s, self.step.compute_s):
-            return "draft"
-        return "disk" if self.step.limit == "link" and self.is_disk_slower else self.step.limit
+    def s_per_token_range(self) -> tuple[float, float]:
+        """Least and most."""
+        low, high = self.tokens_range
+        return self.step.total_s / high, self.step.total_s / low
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
-        tree = {"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth}
-        figures = {"tokens_per_sweep": self.tokens_per_sweep, "s_per_token": self.s_per_token, "limit": self.limit}
-        terms = self.step._asdict()
-        terms["friction"] = terms.pop("overlap_penalty")  # what the key has been from the start
-        return {**tree, **figures, **terms, "step_s": self.step.total_s}
-
-
-def predict(
-    label: str, costs: Costs, traffic: Traffic, shape: Shape, tokens_per_sweep: float, *, is_disk_slower: bool = False
-) -> Prediction:
-    """One tree on one machine; the last argument only names the slower link."""
-    return Prediction(label, shape, tokens_per_sweep, step_time(costs, traffic, shape), is_disk_slower)
+        own = ("tokens_per_sweep", "s_per_token", "s_per_token_range")
+        terms = ("limit", "draft_s", "compute_s", "link_s", "verify_s")
+        return {
+            **{"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth},
+            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self.step, name) for name in terms},
+            "tokens_per_sweep_range": self.tokens_range,
+            "friction": self.step.overlap_penalty,  # what the key has been from the start
+            "step_s": self.step.total_s,
+        }
 
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
-    """Two models on a GPU that is not here; every pass reads keys and values of `num_positions`."""
-    steps = _pass_curve(hardware, draft, num_positions) if draft else Curve((1,), (0.0,))
+    """Two models on a machine that is not here; every pass reads keys and values of `num_positions`."""
+    steps = _pass_curve(hardware, draft, num_positions) if draft else _NOTHING
     return Costs(
         compute_s=_pass_curve(hardware, target, num_positions),
         draft_step_s=Curve(steps.sizes, tuple(seconds + DRAFT_OVERHEAD_S for seconds in steps.seconds)),
         verify_s=VERIFY_S,
-        link_bytes_per_s=hardware.link_bytes_per_s,
+        link_bytes_per_s=hardware.feed_bytes_per_s,
     )
 
 
-def traffic_on(hardware: Hardware | None, plan: MemoryPlan) -> Traffic:
-    """What the link carries; where a GPU's disk is known to be slower, what the link could have carried meanwhile."""
-    own = Traffic.of(plan)
-    return own._replace(streamed_bytes=max(own.streamed_bytes, _disk_as_link_bytes(hardware, plan)))
-
-
-def is_disk_slower(hardware: Hardware | None, plan: MemoryPlan) -> bool:
-    """Whether a sweep is known to wait for the disk rather than for the link to the GPU."""
-    return _disk_as_link_bytes(hardware, plan) > plan.streamed_bytes
-
-
-def _disk_as_link_bytes(hardware: Hardware | None, plan: MemoryPlan) -> int:
-    if hardware is None:
-        return 0
-    return int(plan.disk_streamed_bytes * hardware.link_bytes_per_s / hardware.disk_bytes_per_s)
+def link_alone(link_bytes_per_s: float) -> Costs:
+    """Where nothing is known of computing: what moving the weights takes at the least."""
+    return Costs(compute_s=_NOTHING, draft_step_s=_NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s)
 
 
 def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:
@@ -200,14 +201,16 @@ def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Cu
 
     Of E routed experts each row is multiplied with its own k, and rows read no more than k times their number.
     """
+    assert hardware.flops_per_s and hardware.memory_bytes_per_s, "rates of computing are known"
     read_bytes = sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
     num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
     row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
+    bytes_per_s = hardware.memory_share * hardware.memory_bytes_per_s
 
     def pass_s(rows: int) -> float:
         idle_bytes = max(0.0, 1 - rows * shape.routed_share) * shape.routed_bytes
-        return max((read_bytes - idle_bytes) / (hardware.memory_share * hardware.memory_bytes_per_s), rows * row_s)
+        return max((read_bytes - idle_bytes) / bytes_per_s, rows * row_s)
 
-    bend = int(read_bytes / (hardware.memory_share * hardware.memory_bytes_per_s) / row_s)
+    bend = int(read_bytes / bytes_per_s / row_s)
     corners = {1, math.ceil(1 / shape.routed_share), max(2, min(bend, _FAR_ROWS - 1)), _FAR_ROWS}
     return Curve(tuple(sorted(corners)), tuple(pass_s(rows) for rows in sorted(corners)))

@@ -1,4 +1,4 @@
-"""Machines with a GPU, by what limits decoding on them: known ones by name, any other from a JSON file.
+"""Machines by what limits decoding on them: known ones with a GPU by name, any other from a JSON file.
 
 Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation). What a program sees of them:
 
@@ -11,14 +11,14 @@ Peaks are those of the vendors' data sheets (dense, bf16 with fp32 accumulation)
 No torch, no clock. Invariant: every figure is above zero, and no share above one.
 """
 
-import json
 import math
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.small_files import read_object
 from offload.config import parse_rate, parse_size, require
-from offload.errors import UserError, reason
+from offload.errors import UserError
 
 _GIB = 1 << 30
 _PCIE_4, _PCIE_5 = 25e9, 52e9
@@ -26,13 +26,13 @@ _PCIE_4, _PCIE_5 = 25e9, 52e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """One machine with one GPU."""
+    """One machine, with one GPU or none; of one without, the rates of computing may be unknown."""
 
     name: str
-    gpu_bytes: int
-    memory_bytes_per_s: float  # of the GPU's own memory, peak
-    flops_per_s: float  # dense bf16, peak
-    link_bytes_per_s: float  # pinned host memory to the GPU, as achieved
+    gpu_bytes: int | None = None
+    memory_bytes_per_s: float | None = None  # of the memory beside what computes, peak
+    flops_per_s: float | None = None  # of what computes, dense bf16, peak
+    link_bytes_per_s: float | None = None  # pinned host memory to the GPU, as achieved
     ram_bytes: int = 256 * _GIB
     disk_bytes_per_s: float = 5e9
     memory_share: float = 0.8  # of the peak, that reading weights achieves
@@ -40,11 +40,21 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name != "name":
-                value = getattr(self, field.name)
+            value = getattr(self, field.name)
+            if field.name != "name" and value is not None:
                 require(0 < value < float("inf"), f"{self.name}: {field.name} must be above 0", value, "fix it")
                 is_share = field.name.endswith("_share")
                 require(not is_share or value <= 1, f"{self.name}: {field.name} must be at most 1", value, "fix it")
+        groups = [("memory_bytes_per_s", "flops_per_s"), ("gpu_bytes", "link_bytes_per_s")]
+        for group in [groups[0] + groups[1]] if self.gpu_bytes else groups:
+            missing = [name for name in group if getattr(self, name) is None]
+            is_whole = len(missing) in (0, len(group))
+            require(is_whole, f"{self.name}: a machine needs {', '.join(missing)} as well", "none", "add it")
+
+    @property
+    def feed_bytes_per_s(self) -> float:
+        """At which layers reach what computes: over the link of a GPU, else from the disk."""
+        return self.link_bytes_per_s or self.disk_bytes_per_s
 
 
 # Memory is what the driver reports (MiB), which ECC and the vendor's GB make less than the name says; then the peaks of
@@ -79,19 +89,13 @@ def find_hardware(name: str) -> Hardware:
 def read_hardware(path: Path) -> Hardware:
     """A machine from JSON with the fields of `Hardware`, sizes also as `48GiB` and `25GB/s`. Raises `UserError`."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path, "fix it")
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({reason(error)}): fix it") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path} holds a JSON {type(values).__name__}, not an object: give the fields of a machine")
-    known = {field.name: field.default is MISSING for field in fields(Hardware)}
+    known = [field.name for field in fields(Hardware)]
     values = {"name": path.stem, **values}
     for name in values:
         require(name in known, f"{path.name}: a machine has the fields {', '.join(known)}", repr(name), "fix it")
-    missing = [name for name, is_needed in known.items() if is_needed and name not in values]
-    require(not missing, f"{path.name}: a machine needs {', '.join(missing)} as well", sorted(values), "add it")
     return Hardware(**{name: _parsed(path, name, value) for name, value in values.items()})
 
 

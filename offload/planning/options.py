@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import is_hub_id
-from offload.config import drafting_of, parse_rate, parse_size, require
+from offload.config import drafting_of, parse_rate, parse_size, require, whole_number
 from offload.memory.planner import require_dtype, require_positions
 from offload.planning.profile import parse_profile
 from offload.tree.spec import TreeSpec, parse_tree, tree_to_fill
@@ -33,6 +33,7 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
+        require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree).check_rule(self.rule)
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
@@ -41,8 +42,10 @@ class LoadOptions:
         require_dtype(self.dtype)
         if self.context is not None:
             require_positions(self.context)
-        is_count = self.threads is None or self.threads >= 1
+        is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
+        is_path = self.profile is None or isinstance(self.profile, str | os.PathLike)
+        require(is_path, "`profile` must be a file", repr(self.profile), "give its path, or none")
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
 

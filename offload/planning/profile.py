@@ -11,19 +11,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.small_files import open_regular, read_object, replacing
 from offload.config import Sampling
-from offload.errors import UserError
+from offload.errors import ReadError, UserError, reason
 from offload.machine import cpu_name
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.traces import NUM_RANKS, PRODUCT_FORM, DynamicYield
+from offload.tree.spec import MAX_TREE_NODES
 from offload.tree.topology import check_acceptance
 
 SCHEMA = 2  # raise it when a field changes its meaning
 _WITHOUT_YIELDS = 1  # still read: what dynamic trees yield was not counted then
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard's weights: two fine-tunes of one model have the same headers
+_MOST_THREADS = 4096  # that any machine has
 _AGAIN = "run offload tune again"
 _KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}  # in files, since the first of them
 _NAME_OF = {key: name for name, key in _KEY_OF.items()}
@@ -115,27 +118,41 @@ class Profile:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of config.json, all safetensors headers, and a few blocks of weights from each shard."""
-    digest = hashlib.sha256((checkpoint.directory / "config.json").read_bytes())
-    for shard in checkpoint.shards:
-        size = shard.stat().st_size
-        with shard.open("rb") as file:
-            header_bytes = 8 + int.from_bytes(file.read(8), "little")
-            file.seek(0)
-            digest.update(f"{shard.name} {size} ".encode() + file.read(header_bytes))
-            for sample in range(_NUM_SAMPLES):
-                file.seek(header_bytes + (size - header_bytes) * sample // _NUM_SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
+    """SHA-256 of config.json, all safetensors headers, and a few blocks of weights from each shard.
+
+    Raises `ReadError`.
+    """
+    digest = hashlib.sha256()
+    for path in (checkpoint.directory / "config.json", *checkpoint.shards):
+        try:
+            with open_regular(path) as file:
+                digest.update(file.read() if path not in checkpoint.shards else _sampled(path.name, file))
+        except OSError as error:
+            raise ReadError(f"reading {path} failed: {error.strerror}") from error
     return digest.hexdigest()
 
 
+def _sampled(name: str, file: BinaryIO) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    header_bytes = min(size, 8 + int.from_bytes(file.read(8), "little"))
+    file.seek(0)
+    parts = [f"{name} {size} ".encode(), file.read(header_bytes)]
+    for sample in range(_NUM_SAMPLES):
+        file.seek(header_bytes + (size - header_bytes) * sample // _NUM_SAMPLES)
+        parts.append(file.read(_SAMPLE_BYTES))
+    return b"".join(parts)
+
+
 def cache_folder() -> Path:
-    """Of this program, in the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+    """Of this program, in the user's cache directory. Raises `UserError` for a user who has none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offload"
+    except RuntimeError:
+        raise UserError("this user has no home folder: set XDG_CACHE_HOME to a folder") from None
 
 
 def profiles_folder() -> Path:
-    """Where profiles are kept."""
+    """Where profiles are kept. Raises what `cache_folder` raises."""
     return cache_folder() / "profiles"
 
 
@@ -148,14 +165,14 @@ def save_profile(profile: Profile) -> Path:
 
 def find_profile(identity: Identity) -> tuple[Profile | None, str]:
     """The profile in the cache that holds for `identity`, or None and why there is none."""
-    path = profiles_folder() / identity.file_name
-    if path.is_file():
-        try:
-            return read_profile(path, identity), str(path)
-        except UserError as error:
-            return None, str(error)
+    try:
+        folder = profiles_folder()
+        if os.path.isfile(folder / identity.file_name):
+            return read_profile(folder / identity.file_name, identity), str(folder / identity.file_name)
+    except UserError as error:
+        return None, str(error)
     pair, _ = identity.file_name.split("-", 1)
-    others = sorted(profiles_folder().glob(f"{pair}-*.json"))
+    others = sorted(folder.glob(f"{pair}-*.json"))
     if not others:
         return None, "no profile for this pair of models: offload tune measures one"
     return None, f"no profile for these settings, {_why_not(others[0], identity)}: offload tune measures one"
@@ -178,15 +195,11 @@ def require_writable(folder: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Whoever reads sees the old text or the new one. Raises `UserError` where nothing can be written."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    """All or nothing. Raises `UserError` where nothing can be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as scratch:
             scratch.write_text(text, encoding="utf-8")
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
 
@@ -209,12 +222,10 @@ def _why_not(path: Path, identity: Identity) -> str:
 def parse_profile(path: Path) -> Profile:
     """A sound profile, whatever it was measured for. Raises `UserError`."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path, _AGAIN)
     except OSError as error:
         raise UserError(f"cannot read the profile {path} ({error.strerror}): check the path") from None
-    except ValueError as error:
-        raise UserError(f"profile {path.name} is not valid JSON ({error}): {_AGAIN}") from None
-    found = values.pop("schema", None) if isinstance(values, dict) else None
+    found = values.pop("schema", None)
     if found == _WITHOUT_YIELDS:
         values["grown"] = []
     elif found != SCHEMA:
@@ -222,8 +233,8 @@ def parse_profile(path: Path) -> Profile:
     try:
         profile = _build(values)
         _check(profile)
-    except (TypeError, KeyError, ValueError, AttributeError, UserError) as error:
-        raise UserError(f"profile {path.name} is malformed ({error}): {_AGAIN}") from None
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(f"profile {path.name} is malformed ({reason(error)}): {_AGAIN}") from None
     return profile
 
 
@@ -256,8 +267,10 @@ def _check(profile: Profile) -> None:
     _require(0 <= costs.overlap_penalty <= 1, "friction must lie in [0, 1]")
     _require(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
     _require(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
-    _require(profile.smoothing > 0 and profile.num_threads > 0, "smoothing and num_threads must be positive")
+    _require(0 < profile.smoothing < float("inf"), "smoothing must be positive")
+    _require(0 < profile.num_threads <= _MOST_THREADS, f"num_threads must lie in 1..{_MOST_THREADS}")
     for one in profile.dynamic_yields:
+        _require(one.num_nodes <= MAX_TREE_NODES, f"trees have at most {MAX_TREE_NODES} nodes")
         _require(1 <= one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
         _require(1 <= one.tokens_per_sweep <= one.depth + 1, "a sweep yields one token, and one more for every level")
     ranks = {rank for trace in profile.traces for rank in trace}

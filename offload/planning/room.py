@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, plan_memory
-from offload.planning.cost_model import Traffic, traffic_on
+from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
 from offload.planning.options import LoadOptions
 
@@ -44,6 +44,6 @@ class Room:
     def traffic(self, files: Files, num_nodes: int, hardware: Hardware | None = None) -> Traffic | None:
         """What a sweep moves with trees of so many nodes; None where memory has no room for them."""
         try:
-            return traffic_on(hardware, self.plan(files, num_nodes))
+            return Traffic.of(self.plan(files, num_nodes), hardware)
         except UserError:
             return None

@@ -12,15 +12,13 @@ interpolated, because it changes more slowly than the yield; beyond them it stay
 No model, no torch, no clock. K ranks, N nodes in the order in which they were found.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 
-from offload.tree.topology import DynamicShape, Floats, Topology, in_level_order
+from offload.tree.topology import DynamicShape, Floats, Found, Topology
 
 Trace = Sequence[int]
 NUM_RANKS = 32  # candidates that a trace looks at
@@ -65,9 +63,13 @@ def acceptance(traces: Sequence[Trace], num_ranks: int = NUM_RANKS) -> tuple[Flo
 
 
 class RankTrie:
-    """How often every path of ranks was taken, from any position of the traces."""
+    """How often every path of ranks was taken, from any position of the traces.
 
-    def __init__(self, traces: Iterable[Trace], max_depth: int) -> None:
+    `p_K` is the chance of a rank behind a path that was never taken, and worth `smoothing` sightings behind any other.
+    """
+
+    def __init__(self, traces: Iterable[Trace], max_depth: int, p_K: Floats, smoothing: float = 1.0) -> None:
+        self._p, self._smoothing = p_K.tolist(), smoothing
         self.children: list[dict[int, int]] = [{}]  # rank -> node; node 0 is the empty path
         self.num_taken: list[int] = [0]
         self.num_continued: list[int] = [0]  # times the path was taken and the text went on behind it
@@ -75,17 +77,14 @@ class RankTrie:
             for start in range(len(trace)):
                 self._add(trace[start : start + max_depth])
 
-    def chance(self, node: int | None, rank: int, prior: float, smoothing: float) -> float:
-        """That `rank` comes next: the frequency, as if `prior` had been seen `smoothing` times before."""
-        if node is None:
-            return prior
+    def follow(self, node: int | None, rank: int) -> tuple[float, int | None] | None:
+        """The chance that `rank` comes next, and its node; None for ranks beyond `p_K`."""
+        if rank >= len(self._p) or node is None:
+            return (self._p[rank], None) if rank < len(self._p) else None
         child = self.children[node].get(rank)
-        num_taken = self.num_taken[child] if child is not None else 0
-        return (num_taken + smoothing * prior) / (self.num_continued[node] + smoothing)
-
-    def child(self, node: int | None, rank: int) -> int | None:
-        """The path one rank longer, None where it was never taken."""
-        return None if node is None else self.children[node].get(rank)
+        num_taken = 0 if child is None else self.num_taken[child]
+        more = self._smoothing
+        return (num_taken + more * self._p[rank]) / (self.num_continued[node] + more), child
 
     def _add(self, path: Trace) -> None:
         node = 0
@@ -102,54 +101,11 @@ class RankTrie:
             self.num_taken[node] += 1
 
 
-class Found(NamedTuple):
-    """A node of an order: parents and elder siblings come first, so the first n nodes of any order are a tree."""
-
-    parent: int  # index in the order; -1 for the root
-    rank: int
-    depth: int
-    score: float  # the chance that a sweep reaches the node
-
-
-def grow_order(
-    p_K: Floats, num_nodes: int, max_depth: int, trie: RankTrie | None = None, smoothing: float = 1
-) -> list[Found]:
-    """The likeliest nodes first, as far as parents and elder siblings allow.
-
-    Args:
-        trie: paths that were seen; without it a path's chance is the product of the acceptance vector `p_K` along it.
-        smoothing: how many sightings `p_K` is worth at every path of the trie.
-    """
-    trie = trie or RankTrie((), max_depth)
-    order: list[Found] = []
-    paths: list[int | None] = []
-    heap = [(-1.0, 0, -1, 0)]  # (-score, depth, parent, rank)
-
-    def offer(parent: int, rank: int) -> None:
-        if rank < len(p_K) and order[parent].depth < max_depth:
-            chance = trie.chance(paths[parent], rank, float(p_K[rank]), smoothing)
-            heapq.heappush(heap, (-order[parent].score * chance, order[parent].depth + 1, parent, rank))
-
-    while heap and len(order) < num_nodes:
-        negative, depth, parent, rank = heapq.heappop(heap)
-        paths.append(trie.child(paths[parent], rank) if order else 0)
-        order.append(Found(parent, rank, depth, -negative))
-        offer(len(order) - 1, 0)
-        if parent >= 0:
-            offer(parent, rank + 1)
-    return order
-
-
 def cut_order(order: Sequence[Found], num_nodes: int, max_depth: int) -> list[Found]:
     """The first `num_nodes` that are no deeper than `max_depth`, an order again; fewer where there are no more."""
     kept = [index for index, node in enumerate(order) if node.depth <= max_depth][:num_nodes]
     place = dict(zip(kept, range(len(kept)), strict=True)) | {-1: -1}
     return [order[index]._replace(parent=place[order[index].parent]) for index in kept]
-
-
-def tree_of(order: Sequence[Found]) -> Topology:
-    """The tree of all nodes of an order."""
-    return in_level_order([node.parent for node in order])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,33 +126,27 @@ def bounds_to_count(max_nodes: int) -> tuple[DynamicShape, ...]:
 
 def yields_of(bounds: Sequence[DynamicShape], bursts_WB: Sequence[Sequence[Sequence[int]]]) -> tuple[DynamicYield, ...]:
     """Tokens per sweep within each of the bounds, from those of every sweep, by window and bounds."""
-    yields = []
-    for index, shape in enumerate(bounds):
-        counts = [count for window in bursts_WB for count in window[index]]
-        if counts:
-            yields.append(
-                DynamicYield(
-                    num_nodes=shape.num_nodes, depth=shape.depth, tokens_per_sweep=fmean(counts), num_sweeps=len(counts)
-                )
-            )
-    return tuple(yields)
+    counts_B = [[count for window in bursts_WB for count in window[index]] for index in range(len(bounds))]
+    return tuple(
+        DynamicYield(num_nodes=one.num_nodes, depth=one.depth, tokens_per_sweep=fmean(counts), num_sweeps=len(counts))
+        for one, counts in zip(bounds, counts_B, strict=True)
+        if counts
+    )
 
 
-class Gains:
-    """How many times the tokens of a static tree a dynamic one within the same bounds yields; 1 where none was counted.
+def gains(counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]) -> Callable[[int, int], float]:
+    """By nodes and depth, how many times the tokens of a static tree a dynamic one yields; 1 where none was counted.
 
     `fixed` gives the tokens per sweep of the static tree of so many nodes, so deep.
     """
+    curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
+    for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
+        # Trees of one level are the same grown or fixed: the draft's best children of the root.
+        curve = curves.setdefault(one.num_nodes, {1: 1.0})
+        curve[one.depth] = one.tokens_per_sweep / fixed(one.num_nodes, one.depth)
 
-    def __init__(self, counted: Sequence[DynamicYield], fixed: Callable[[int, int], float]) -> None:
-        curves: dict[int, dict[int, float]] = {1: {1: 1.0}}
-        for one in sorted(counted, key=lambda one: (one.num_nodes, one.depth)):
-            # Trees of one level are the same grown or fixed: the draft's best children of the root.
-            curve = curves.setdefault(one.num_nodes, {1: 1.0})
-            curve[one.depth] = one.tokens_per_sweep / fixed(one.num_nodes, one.depth)
-        self._curves = curves
+    def gain(num_nodes: int, depth: int) -> float:
+        at_depth = [float(np.interp(depth, list(curve), list(curve.values()))) for curve in curves.values()]
+        return float(np.interp(np.log(num_nodes), np.log(list(curves)), at_depth))
 
-    def at(self, num_nodes: int, depth: int) -> float:
-        """The gain within these bounds."""
-        gains = [float(np.interp(depth, list(curve), list(curve.values()))) for curve in self._curves.values()]
-        return float(np.interp(np.log(num_nodes), np.log(list(self._curves)), gains))
+    return gain

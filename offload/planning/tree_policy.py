@@ -12,9 +12,9 @@ from typing import NamedTuple
 from offload.config import Sampling, drafting_of
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.planning.cost_model import Costs, Traffic
+from offload.planning.cost_model import Costs, Prediction, Traffic
 from offload.planning.profile import Profile
-from offload.planning.tree_search import DEPTHS, SIZES, Candidate, Forest, rank_trees
+from offload.planning.tree_search import DEPTHS, SIZES, Forest, rank_trees
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, parse_tree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, chain, check_acceptance, isotonic
 
@@ -31,7 +31,7 @@ class TreeChoice(NamedTuple):
     shape: Shape
     why: str
     tokens_per_sweep: float = 1.0  # as predicted
-    candidates: tuple[Candidate, ...] = ()  # the best few, best first; empty where nothing was chosen
+    candidates: tuple[Prediction, ...] = ()  # the best few, best first; empty where nothing was chosen
 
     @property
     def is_dynamic(self) -> bool:

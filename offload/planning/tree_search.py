@@ -9,52 +9,37 @@ No torch, no clock.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from offload.planning.cost_model import Costs, Limit, Traffic, step_time
+from offload.planning.cost_model import Costs, Prediction, Traffic, step_time
 from offload.planning.traces import (
     NUM_FOLDS,
     PRODUCT_FORM,
     DynamicYield,
-    Found,
-    Gains,
     RankTrie,
     Trace,
     bursts,
     cut_order,
-    grow_order,
+    gains,
     tokens_per_sweep,
-    tree_of,
 )
 from offload.tree.spec import label_of
-from offload.tree.topology import DynamicShape, Floats, Shape, Topology, expected_tokens
+from offload.tree.topology import (
+    DynamicShape,
+    Floats,
+    Found,
+    Topology,
+    expected_tokens,
+    grow_order,
+    tree_of,
+)
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32)
 SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
 _LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
 _SPARE = 3  # so many times more nodes are ordered than the largest tree has, since a bound on the depth drops some
-
-
-class Candidate(NamedTuple):
-    """One tree and what it promises."""
-
-    shape: Shape  # bounds, where the draft's scores shape the tree
-    tokens_per_sweep: float  # G(n, d)
-    step_s: float
-    limit: Limit  # what the sweep waits for
-
-    @property
-    def s_per_token(self) -> float:
-        return self.step_s / self.tokens_per_sweep
-
-    def as_dict(self) -> dict[str, object]:
-        """The figures by the names that `--json` uses."""
-        tree = {"tree": label_of(self.shape), "num_nodes": self.shape.num_nodes, "depth": self.shape.depth}
-        figures = {"tokens_per_sweep": self.tokens_per_sweep, "step_s": self.step_s, "s_per_token": self.s_per_token}
-        return {**tree, **figures, "limit": self.limit}
 
 
 @dataclass(frozen=True)
@@ -83,7 +68,7 @@ class Forest:
 
     def expected_dynamic(self, num_nodes: int, depth: int) -> float:
         """G of a dynamic tree within these bounds."""
-        return self.expected(num_nodes, depth) * self._gains.at(num_nodes, depth)
+        return self.expected(num_nodes, depth) * self._gain(num_nodes, depth)
 
     def expected_of(self, topology: Topology) -> float:
         """G of a tree that no trace had a part in making."""
@@ -94,8 +79,8 @@ class Forest:
         return expected_tokens(topology, p_K)
 
     @cached_property
-    def _gains(self) -> Gains:
-        return Gains(self.counted, self.expected)
+    def _gain(self) -> Callable[[int, int], float]:
+        return gains(self.counted, self.expected)
 
     @cached_property
     def _whole(self) -> list[Found]:
@@ -113,9 +98,9 @@ class Forest:
         return folds
 
     def _order(self, traces: Sequence[Trace]) -> list[Found]:
-        trie = RankTrie(traces, self.max_depth)
+        trie = RankTrie(traces, self.max_depth, self.p_K, self.smoothing)
         largest = max([self.max_nodes, *(one.num_nodes for one in self.counted)])
-        return grow_order(self.p_K, _SPARE * largest, self.max_depth, trie, self.smoothing)
+        return grow_order(_SPARE * largest, self.max_depth, trie.follow, 0)
 
 
 def rank_trees(
@@ -125,7 +110,7 @@ def rank_trees(
     max_depth: int = DEPTHS[-1],
     *,
     is_dynamic: bool = False,
-) -> list[Candidate]:
+) -> list[Prediction]:
     """All trees that memory can hold, the one with the most tokens per second first.
 
     Args:
@@ -140,8 +125,7 @@ def rank_trees(
         for depth, tree in _trees_of(forest, size, max_depth, is_dynamic=is_dynamic):
             shape = DynamicShape(size, depth) if is_dynamic and size > 1 else tree
             tokens = (forest.expected_dynamic if shape is not tree else forest.expected)(size, depth)
-            step = step_time(costs, traffic, shape)
-            candidates.append(Candidate(shape, tokens, step.total_s, step.limit))
+            candidates.append(Prediction(label_of(shape), shape, step_time(costs, traffic, shape), (tokens, tokens)))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
 
 

@@ -30,10 +30,10 @@ from offload.errors import UserError
 from offload.kernels.registry import REFERENCES, KernelSet
 
 _NOT_NUMBERS = (
-    "a model's scores are not numbers, its values exceed the type that it computes in or its weights are damaged: "
-    "try `dtype` bfloat16 or float32, or download it again"
+    "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged"
+    ": try `dtype` bfloat16 or float32, or download it again"
 )
-NO_TOKEN = -1  # in place of a token that was drawn from scores that are not numbers
+NO_TOKEN = -1  # in place of a token that was drawn from scores that are not finite
 _NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which none of our adjustments looks at
 _LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
 
@@ -64,9 +64,9 @@ class Sampler:
         self._num_rows_taken = 0
 
     def draw(self, logits_V: Tensor, position: int) -> int:
-        """The token at `position`, given the target's logits there. Raises `UserError` where one is not a number."""
-        token_1 = or_no_token(self.perturbed(logits_V[None], position).argmax(1), logits_V[None])
-        return require_token(int(token_1))
+        """The token at `position`, given the logits there. Raises `UserError` where the largest is not finite."""
+        scores_1V = self.perturbed(logits_V[None], position)
+        return require_token(int(or_no_token(scores_1V.argmax(1), scores_1V)))
 
     @property
     def draws_rows(self) -> bool:
@@ -74,7 +74,7 @@ class Sampler:
         return self.kernels.match_rows is not None and not self._is_filtered
 
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
-        """`draw` for many rows, each at its own position: int64 (N), on the device; a NaN in a row gives `NO_TOKEN`."""
+        """`draw` for many rows, each at its own position: int64 (N), on the device; `NO_TOKEN` where none can be."""
         draw = self.kernels.match_rows
         assert draw is not None and self.draws_rows, "rows are drawn one by one here"
         position_N = position_N.to(logits_NV.device) if self._send is None else self._send(position_N)
@@ -93,7 +93,7 @@ class Sampler:
         return scores_TV.double().add_(noise[..., : scores_TV.shape[1]])  # a sum of mixed types takes longer
 
     def distribution(self, logits_TV: Tensor) -> Tensor:
-        """What is drawn from, float32 (T, V): all on the first argmax when greedy, NaN where the logits are."""
+        """What is drawn from, float32 (T, V): all on the first argmax when greedy, NaN where the logits are no use."""
         if self.is_greedy:
             probs_TV = torch.nn.functional.one_hot(logits_TV.argmax(-1), logits_TV.shape[-1]).float()
             return probs_TV.masked_fill_(_lack_numbers(logits_TV)[:, None], torch.nan)
@@ -129,12 +129,12 @@ class Sampler:
 
 
 def or_no_token(token_T: Tensor, scores_TV: Tensor) -> Tensor:
-    """The tokens that were drawn from these scores, `NO_TOKEN` where a row holds a NaN; the host looks at neither."""
+    """The tokens that were drawn from these scores, `NO_TOKEN` where nothing can be; the host looks at neither."""
     return token_T.masked_fill(_lack_numbers(scores_TV), NO_TOKEN)
 
 
 def require_token(token: int) -> int:
-    """The same token; what is drawn from a NaN is nonsense. Raises `UserError` for `NO_TOKEN`."""
+    """The same token; what is drawn from NaN or infinity is nonsense. Raises `UserError` for `NO_TOKEN`."""
     if token == NO_TOKEN:
         raise UserError(_NOT_NUMBERS)
     return token
@@ -148,8 +148,8 @@ def require_number(value: float) -> float:
 
 
 def _lack_numbers(scores_TV: Tensor) -> Tensor:
-    """Which rows hold a NaN: the largest of such a row is one."""
-    return scores_TV.amax(1).isnan()
+    """Which rows have no largest number: a NaN is the largest of its row, infinity hides the largest."""
+    return scores_TV.amax(1).isfinite().logical_not_()
 
 
 def _warpers(sampling: Sampling) -> list[LogitsProcessor]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
+from offload.checkpoint.safetensors import Stamp
 from offload.errors import ReadError
 from offload.streaming.source import ByteSource, finish
 
@@ -34,13 +35,18 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 class DiskReader(ByteSource):
-    """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT."""
+    """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT.
 
-    def __init__(self, shards: Sequence[Path], *, rate_limit_bytes_per_s: float | None = None) -> None:
+    Raises `ReadError` where files are not those any more that had the `stamps`, if any are given.
+    """
+
+    def __init__(
+        self, shards: Sequence[Path], *, stamps: Sequence[Stamp] = (), rate_limit_bytes_per_s: float | None = None
+    ) -> None:
         self._files, self.is_direct = _open_all(shards)
         self.paths, self.rate_limit_bytes_per_s = tuple(shards), rate_limit_bytes_per_s
-        found = [os.fstat(fd) for fd in self._files]
-        self._sizes, self._written_ns = [one.st_size for one in found], [one.st_mtime_ns for one in found]
+        self._stamps = [Stamp.of(fd) for fd in self._files]
+        self._require_unchanged(stamps)
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
         self._bounce = threading.local()
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
@@ -53,6 +59,9 @@ class DiskReader(ByteSource):
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start reading a slab; it is valid once every returned future is done. A failed read raises in `result()`."""
+        for piece in layout.pieces:
+            if piece.hi > self._stamps[piece.shard].num_bytes:  # what is not read would stay as it is, unnoticed
+                raise ReadError(f"{self.paths[piece.shard].name} ends before byte {piece.hi}: it was cut short")
         if layout.is_direct:
             return [self._pool.submit(self._read_direct, slab, piece) for piece in _direct_requests(layout.pieces)]
         return [self._pool.submit(self._read_scattered, slab, batch) for batch in _scattered_requests(layout.pieces)]
@@ -66,8 +75,17 @@ class DiskReader(ByteSource):
     def close(self) -> None:
         """Drop queued reads, wait for running ones, close the files."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._close_files()
+
+    def _close_files(self) -> None:
         while self._files:
             os.close(self._files.pop())
+
+    def _require_unchanged(self, stamps: Sequence[Stamp]) -> None:
+        for path, found, wanted in zip(self.paths, self._stamps, stamps, strict=bool(stamps)):
+            if found != wanted:
+                self._close_files()
+                raise ReadError(f"{path.name} changed since its header was read: load the model again")
 
     def _read_direct(self, slab: np.ndarray, request: Piece) -> None:
         self._fill(request, slab[request.slab_lo : request.slab_lo + request.hi - request.lo].data)
@@ -88,7 +106,8 @@ class DiskReader(ByteSource):
 
     def _fill(self, request: Piece, view: memoryview) -> None:
         """Read [lo, hi) of a shard, or up to its end. Raises `ReadError`, also where the file was changed."""
-        fd, wanted = self._files[request.shard], min(request.hi, self._sizes[request.shard]) - request.lo
+        fd, stamp = self._files[request.shard], self._stamps[request.shard]
+        wanted = min(request.hi, stamp.num_bytes) - request.lo
         if self._throttle is not None:
             self._throttle.wait_for(wanted)
         done = 0
@@ -101,7 +120,7 @@ class DiskReader(ByteSource):
                 name, at = self.paths[request.shard].name, request.lo + done
                 raise ReadError(f"{name} ends at byte {at}: it was cut short while in use")
             done += count
-        if os.fstat(fd).st_mtime_ns != self._written_ns[request.shard]:
+        if Stamp.of(fd) != stamp:
             raise ReadError(f"{self.paths[request.shard].name} was written to while in use: load the model again")
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
@@ -134,7 +153,7 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
     buffered: list[int] = []
     for path in shards:
         try:
-            buffered.append(os.open(path, os.O_RDONLY))
+            buffered.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
         except OSError as error:  # its header could be read a moment ago
             for fd in buffered:
                 os.close(fd)
@@ -145,7 +164,7 @@ def _open_all(shards: Sequence[Path]) -> tuple[list[int], bool]:
 
 def _open_direct(path: Path) -> int | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT)
     except OSError:
         return None
     try:

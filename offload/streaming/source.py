@@ -30,7 +30,8 @@ class ByteSource(Protocol):
         """Drop queued reads and wait for running ones."""
 
 
-OpenSource = Callable[..., ByteSource]  # of shards, and of `rate_limit_bytes_per_s` where it is slowed down
+# Of shards, of `stamps` that these must have, and of `rate_limit_bytes_per_s` where it is slowed down.
+OpenSource = Callable[..., ByteSource]
 
 
 def finish(reads: Iterable[Future[None]]) -> None:

@@ -93,7 +93,7 @@ def label_of(shape: Shape) -> str:
 def parse_tree(text: str) -> TreeSpec:
     """`NxD` is N nodes, at most D deep; `dynamic:NxD` the same bounds, without a fixed shape. Raises `UserError`."""
     for kind, form in _TREE_FORMS.items():
-        if match := re.fullmatch(form, text, re.ASCII):
+        if match := re.fullmatch(form, str(text), re.ASCII):
             numbers = [int(group) for group in match.groups()]
             spec = TreeSpec(kind, *(1, *numbers)[-2:])
             rule = f"`tree` must have numbers of 1 or more and at most {MAX_TREE_NODES} nodes"

@@ -11,9 +11,10 @@ Shape letters, in this file only: N nodes (or sizes 0..N), D depths 0..D, K rank
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from offload.errors import UserError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 AcceptanceVector = Sequence[float] | Floats
+Follow = Callable[[int | None, int], tuple[float, int | None] | None]
 _PASSES = 16  # of the draft, into which the growth of a tree is divided
 
 # The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail is assumed, not
@@ -145,31 +147,52 @@ def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
     return float(score_N.sum())
 
 
+class Found(NamedTuple):
+    """A node of an order: parents and elder siblings come first, so the first n nodes of any order are a tree."""
+
+    parent: int  # index in the order; -1 for the root
+    rank: int
+    depth: int
+    score: float  # the chance that a sweep reaches the node
+
+
+def grow_order(num_nodes: int, max_depth: int, follow: Follow, root: int | None = None) -> list[Found]:
+    """The likeliest nodes first, as far as parents and elder siblings allow; ties go to the shallower node.
+
+    `follow` gives the chance of a rank behind a path, and that path; None where there is no such rank.
+    """
+    order: list[Found] = []
+    paths: list[int | None] = []
+    heap = [(-1.0, 0, -1, 0, root)]  # (-score, depth, parent, rank, path); no two agree in parent and rank
+    while heap and len(order) < num_nodes:
+        negative, depth, parent, rank, path = heapq.heappop(heap)
+        order.append(Found(parent, rank, depth, -negative))
+        paths.append(path)
+        for above, next_rank in ((len(order) - 1, 0), (parent, rank + 1)):
+            if above >= 0 and order[above].depth < max_depth and (found := follow(paths[above], next_rank)):
+                chance, path = found
+                heapq.heappush(heap, (-order[above].score * chance, order[above].depth + 1, above, next_rank, path))
+    return order
+
+
+def tree_of(order: Sequence[Found]) -> Topology:
+    """The tree of all nodes of an order."""
+    return in_level_order([node.parent for node in order])
+
+
 def best_first(p: AcceptanceVector, num_nodes: int, max_depth: int) -> Topology:
     """The best tree of `num_nodes` nodes and at most `max_depth` draft steps for a non-increasing `p`, in O(n log n).
 
-    Scores rise neither along a path nor along siblings, so the n best nodes of the infinite tree make a tree. Ties go
-    to the shallower node. Where fewer fit under `max_depth`, all that fit are taken. Raises `UserError` where `p`
-    rises.
+    Scores rise neither along a path nor along siblings, so the n best nodes of the infinite tree make a tree. Where
+    fewer fit under `max_depth`, all that fit are taken. Raises `UserError` where `p` rises.
     """
     p_K = check_acceptance(p)
     for k in np.flatnonzero(np.diff(p_K) > 0)[:1].tolist():
         found = f"p[{k}] = {p_K[k]:.6g} < p[{k + 1}] = {p_K[k + 1]:.6g}"
         raise UserError(f"best-first needs a non-increasing acceptance vector, got {found}: isotonic(p) smooths it")
-    ranks = p_K.tolist()
+    chances = p_K.tolist()
     _check_sizes(num_nodes, max_depth)
-    scores: list[float] = []
-    parents: list[int] = []
-    heap = [(-1.0, 0, -1, 0)]  # (-score, depth, parent, rank)
-    while heap and len(parents) < num_nodes:
-        negative, depth, parent, rank = heapq.heappop(heap)
-        if depth < max_depth:
-            heapq.heappush(heap, (negative * ranks[0], depth + 1, len(parents), 0))
-        if parent >= 0 and rank + 1 < len(ranks):
-            heapq.heappush(heap, (-scores[parent] * ranks[rank + 1], depth, parent, rank + 1))
-        scores.append(-negative)
-        parents.append(parent)
-    return in_level_order(parents)
+    return tree_of(grow_order(num_nodes, max_depth, lambda _, rank: (chances[rank], None) if rank < p_K.size else None))
 
 
 def in_level_order(parents: Sequence[int]) -> Topology:

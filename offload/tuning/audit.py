@@ -44,7 +44,7 @@ def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sa
 def gaps_of(logits_TV: Tensor, position: int, new_ids: Sequence[int], sampling: Sampling) -> list[float]:
     """The same for logits (T, V) that predicted `new_ids`, the first of which stands at `position`.
 
-    Infinite where the logits are not numbers, which no limit lets pass.
+    Infinite where the logits are not finite, which no limit lets pass.
     """
     sampler, gaps = Sampler(sampling, logits_TV.shape[1]), []
     for index, token in enumerate(new_ids):

@@ -39,10 +39,11 @@ def measure_costs(
     plain: list[Stats] = []
     rounds: list[list[Stats]] = []
     for index in range(_NUM_ROUNDS):
+        progress(index, _NUM_ROUNDS)
         steps = _steps(decoder, prompt, sampling, [*[chain(0)] * (_NUM_PLAIN + 1), *topologies])
         plain += steps[2 : _NUM_PLAIN + 1]
         rounds.append(steps[_NUM_PLAIN + 1 :])
-        progress(index + 1, _NUM_ROUNDS)
+    progress(_NUM_ROUNDS, _NUM_ROUNDS)
     by_size = [plain, *zip(*rounds, strict=True)]
     compute_s = np.maximum.accumulate([median(step.sweep_s - step.stall_s for step in steps) for steps in by_size])
     draft_s = [median(step.draft_s for step in steps) for steps in by_size[1:]]

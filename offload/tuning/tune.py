@@ -7,7 +7,7 @@ Invariant: a tune that is interrupted goes on behind its last finished window, a
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import compute_dtype_name
-from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import Sampling
 from offload.engine.decoder import Decoder
+from offload.engine.hooks import Counted, Hooks
 from offload.engine.load import open_decoder
 from offload.engine.request import encode
 from offload.engine.text import load_tokenizer
@@ -50,8 +51,7 @@ DEPTH = 24
 SIZES = (512, 384, 256, 192, 128, 64, 32, 16)  # of the largest tree that is timed: the first that fits
 _WRITING_NODES, _WRITING_DEPTH = 64, 16
 _CONTEXT = 512  # positions: a window, or the steps of one round of timing
-
-Progress = Callable[[int, int, str], None]  # done, in all, of what
+_NOBODY = Hooks()
 
 
 class Traced(NamedTuple):
@@ -95,7 +95,7 @@ def tune(
     *,
     num_tokens: int = 2048,
     is_teacher_forced: bool = False,
-    progress: Progress = lambda done, total, label: None,
+    hooks: Hooks = _NOBODY,
 ) -> Tuned:
     """Measure, and save a profile.
 
@@ -111,6 +111,7 @@ def tune(
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
     """
     read, options = [read_text(path) for path in texts], options or LoadOptions()
+    hooks.on_phase("reading texts and headers")
     spec, device = options.tree_spec(has_draft=True), open_device(options.device, options.gpu_memory)
     require_writable(profiles_folder())
     room = Room.of(options, str(device.place) if device else None)
@@ -125,15 +126,19 @@ def tune(
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
     if spec.kind == "auto":
         options = replace(options, tree=f"{num_nodes}x{DEPTH}")
-    with open_decoder(model, draft, replace(options, context=room.context, profile="none")) as decoder:
+    options = replace(options, context=room.context, profile="none")
+    with open_decoder(model, draft, options, hooks=hooks) as decoder:
+        # Not where scores must not shape a tree, nor where the target has written nothing to grow along.
+        can_grow = decoder.rule.repeats_draws and not is_teacher_forced
         question = Question(
             identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced,
-            bounds=_bounds(decoder, is_teacher_forced),
+            bounds=bounds_to_count(decoder.plan.num_nodes) if can_grow else (),
         )  # fmt: skip
-        traced = trace_windows(decoder, question, progress)
+        traced = trace_windows(decoder, question, hooks.on_count)
         costs = measure_costs(
-            decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: progress(done, total, "timing trees")
+            decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: hooks.on_count(done, total, "timing trees")
         )
+        hooks.on_phase("ranking trees")
         profile = _summarise(question, traced, costs, files, decoder.num_threads)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
@@ -150,9 +155,7 @@ def choice_from(profile: Profile, files: Files, room: Room) -> TreeChoice:
 
 def largest_that_fits(room: Room, files: Files, sizes: Sequence[int]) -> tuple[Room, int]:
     """The room with the context of a tune, and the first of `sizes`, in nodes, that it holds. Raises `UserError`."""
-    config = files.target.config.get("text_config") or files.target.config
-    limit = int(config.get("max_position_embeddings") or _CONTEXT)
-    room = replace(room, context=min(_CONTEXT, limit))
+    room = replace(room, context=min(_CONTEXT, config_sizes(files.target).get("max_position_embeddings", _CONTEXT)))
     for size in sizes[:-1]:
         if room.traffic(files, size) is not None:
             return room, size
@@ -190,7 +193,7 @@ def cut_windows(
     return tuple(found[int(index * step)] for index in range(min(wanted, len(found))))
 
 
-def trace_windows(decoder: Decoder, question: Question, progress: Progress) -> list[Traced]:
+def trace_windows(decoder: Decoder, question: Question, progress: Counted) -> list[Traced]:
     """What every window has told; those that an interrupted tune has left are not measured again."""
     traced = _unfinished(question)
     for index in range(len(traced), len(question.windows)):
@@ -212,12 +215,6 @@ def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
     written = write(decoder, window, sampling, NUM_NEW, tree)
     bursts_B = [dynamic_again(decoder, window, written, sampling, bounds) for bounds in question.bounds]
     return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
-
-
-def _bounds(decoder: Decoder, is_teacher_forced: bool) -> tuple[DynamicShape, ...]:
-    """None where scores must not shape a tree, or where the target has written nothing to grow along."""
-    can_grow = decoder.rule.repeats_draws and not is_teacher_forced
-    return bounds_to_count(decoder.plan.num_nodes) if can_grow else ()
 
 
 def _summarise(question: Question, traced: list[Traced], costs: Costs, files: Files, num_threads: int) -> Profile:

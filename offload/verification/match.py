@@ -13,7 +13,7 @@ def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
     """Walk down from the root along the tokens that the target draws; the first one that is not a child ends the walk.
 
     The draw at a position depends on the target and the noise alone, so the tokens are those that decoding without a
-    tree emits (Gumbel coupling as in arXiv 2408.07978). Raises `UserError` where scores on the way are not numbers.
+    tree emits (Gumbel coupling as in arXiv 2408.07978). Raises `UserError` where scores on the way are not finite.
     """
     nodes, tokens, node = [0], [], 0
     drawn: dict[int, int] = {}

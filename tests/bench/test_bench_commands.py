@@ -48,7 +48,10 @@ def result_of(outcome: Outcome, bench: str) -> dict[str, Any]:
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("ceiling: ") and "gate: " in outcome.out
     result = json.loads(outcome.out.splitlines()[-1])
-    assert result["bench"] == bench and result["rows"] and result["ceiling"]["bytes_per_s"] > 0
+    assert result["bench"] == bench and result["rows"]
+    last = [line for line in outcome.out.splitlines() if line.startswith("ceiling: ")][-1]
+    assert f" {result['ceiling']['bytes_per_s'] / 1e9:.3f} GB/s" in last, "printed and stored are one figure"
+    assert all(0 < row.get("link_utilisation", 1) <= 1 for row in result["rows"])
     return result
 
 
@@ -109,6 +112,14 @@ def test_on_a_device_decoding_stands_beside_copies_to_it(decoded: Path, monkeypa
     assert all(row["link_utilisation"] > 0 for row in result["rows"])
     with pytest.raises(UserError, match="device was cpu and is cuda:0"):
         compare.require_same(read(decoded / "decode.json"), "decode", {"device": "cuda:0"})
+
+
+def test_no_share_of_a_ceiling_is_above_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where the plain reader was slow in every moment at which it looked."""
+    monkeypatch.setattr(setting, "plain_rate", lambda *_: 1e3)
+    monkeypatch.setattr(passes, "plain_read_s", lambda *_: 1e3)
+    result_of(shell("bench", "decode", "--quick", *SIZE, *RAM, *FEW, "--temp", "0"), "decode")
+    result_of(shell("bench", "passes", "--quick", *SIZE, *RAM), "passes")
 
 
 def test_rules_that_keep_distributions_take_the_static_tree() -> None:
@@ -182,6 +193,15 @@ def test_the_suite_runs_from_a_checkout() -> None:
     outcome = process("compare", "--no-such-flag", python=("-m", "offload.bench.suite"))
     said = "offload: No such option: --no-such-flag (see offload bench compare --help)\n"
     assert outcome.code == 2 and outcome.err == said
+
+
+@pytest.mark.parametrize("name", suite.COMMANDS)
+def test_unknown_flags_are_refused_before_anything_is_imported(name: str) -> None:
+    """By a look at the source, which knows every flag that the parser knows."""
+    for param in suite.load_command(name).params:
+        suite.refuse_unknown_flags(name, [flag for flag in param.opts if flag.startswith("--")])
+    with pytest.raises(UserError, match=f"No such option: --nope .see offload bench {name} --help"):
+        suite.refuse_unknown_flags(name, ["--nope=3"])
 
 
 def test_sigterm_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

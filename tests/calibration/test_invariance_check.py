@@ -51,7 +51,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("model") / "llama")
 
 
-def found(target: Path, thread_counts: tuple[int, ...] = (1,), *, dtype: str = "float32", context: int = 100) -> Invariance:
+def found(
+    target: Path, thread_counts: tuple[int, ...] = (1,), *, dtype: str = "float32", context: int = 100
+) -> Invariance:
     checkpoint = open_checkpoint(target)
     model, source = StreamedModel(checkpoint, dtype), DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
     try:

@@ -57,6 +57,20 @@ def only_gguf_without_config(directory: Path) -> None:
     (directory / "config.json").unlink()
 
 
+def edited(name: str, **changes: object) -> Break:
+    def edit(directory: Path) -> None:
+        path = directory / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def tokenizer(**changes: object) -> Break:
+    return edited("tokenizer_config.json", **changes)
+
+
+# Rust's way to fail, which Python sees as no `Exception`.
+panicking_tokenizer = edited("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"})
 GPTQ = {"quant_method": "gptq", "bits": 4}
 FOLDERS = [
     case("missing directory", shutil.rmtree, "no model directory", "check the path"),
@@ -74,6 +88,9 @@ FOLDERS = [
     case("positions as text", config(max_position_embeddings="long"), "max_position_embeddings"),
     case("feed-forward as a list", config(intermediate_size=[96]), "intermediate_size", by_plan=False),
     case("no heads", config(num_attention_heads=0), "model type llama is not supported", by_plan=False),
+    case("a window in words", config(model_type="mistral", sliding_window="32"), "sliding_window", by_plan=False),
+    case("a window in a list", config(model_type="mistral", sliding_window=[1]), "sliding_window", by_plan=False),
+    case("an endless window", config(model_type="mistral", sliding_window=2**64), "sliding_window", by_plan=False),
     case("negative heads", config(num_key_value_heads=-2), "num_key_value_heads"),
     case("config of another model", config(intermediate_size=128), "must have shape [128, 64]", by_plan=False),
     case("quantised", config(quantization_config=GPTQ), "gptq quantised", "use a bf16"),
@@ -84,7 +101,7 @@ FOLDERS = [
     case("GGUF", only_gguf, "only GGUF weights (model-Q4_K_M.gguf)", "the same model in safetensors"),
     case("GGUF alone", only_gguf_without_config, "only GGUF weights", "the same model in safetensors"),
     case("more than text", config(model_type="llava", text_config={}), "llava", "models with more than text", "Llama"),
-    case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model"),
+    case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model", by_plan=False),
     case(
         "generation config broken", overwrite("generation_config.json", b"{"), "generation_config.json", by_plan=False
     ),
@@ -96,6 +113,11 @@ FOLDERS = [
         by_plan=False,
     ),
     case("tokenizer broken", overwrite("tokenizer.json", b"{}"), "tokenizer", "again", by_plan=False),
+    case("tokenizer config cut", overwrite("tokenizer_config.json", b"{"), "tokenizer", "again", by_plan=False),
+    case("tokenizer's longest text in words", tokenizer(model_max_length="long"), "tokenizer failed", by_plan=False),
+    case("tokenizer of another kind", tokenizer(tokenizer_class="BertTokenizer"), "tokenizer failed", by_plan=False),
+    case("tokenizer that panics", panicking_tokenizer, "tokenizer failed", by_plan=False),
+    case("a type that moves the cursor", config(dtype="int8\n\x1b[2J" * 1000), "cannot compute in int8\\n\\x1b"),
     case("tokenizer cut", overwrite("tokenizer.json", b'{"model'), "tokenizer", "again", by_plan=False),
 ]
 

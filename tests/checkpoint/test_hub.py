@@ -16,6 +16,7 @@ import offload
 from offload.bench.harness.setting import find_setting
 from offload.calibration.estimate import estimate
 from offload.checkpoint import hub as headers
+from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.console import Console
 from offload.config import Sampling
@@ -46,8 +47,9 @@ class Hub:
     def snapshot_download(self, repo: str, **options: Any) -> str:
         if options == {"local_files_only": True}:
             raise FileNotFoundError("not in the cache")
-        assert options == {"allow_patterns": ["config.json"]}, "weights would be fetched"
-        self.asked.append("config.json")
+        (name,) = options.pop("allow_patterns")
+        assert name in ("config.json", "generation_config.json") and not options, "weights would be fetched"
+        self.asked.append(name)
         return str(self.folder)
 
 
@@ -65,7 +67,7 @@ def test_a_hub_id_costs_headers_and_no_weights(hub: Hub) -> None:
     assert headers.open_headers("org/model").tensors.keys() == open_checkpoint(hub.folder).tensors.keys()
     for ours, theirs in zip(got.plan.layer_bytes, wanted.plan.layer_bytes, strict=True):
         assert abs(ours - theirs) <= 4096, "where a header ends decides about one block"
-    assert got.link_bytes_per_s is None and got.notes == ("the weights are not here: their link was not measured",)
+    assert got.link_bytes_per_s is None and got.predictions == ()
 
 
 def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +147,9 @@ def test_what_does_not_fit_is_not_fetched(
     with pytest.raises(UserError, match="raise `ram` to"):
         ask()
     assert hub.asked == ["config.json", "headers"] * 2
+
+
+def test_what_the_model_suggests_is_one_small_file(hub: Hub) -> None:
+    (hub.folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    assert suggested_sampling("org/target", 3) == Sampling(temperature=0.6, seed=3)
+    assert hub.asked == ["generation_config.json"]

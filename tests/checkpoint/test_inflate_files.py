@@ -40,7 +40,7 @@ def test_layers_are_contiguous_runs_in_order(
     assert (len(checkpoint.shards) == 1) == (shard_bytes == 1 << 30)
     groups: list[str] = []
     for path in checkpoint.shards:
-        header = read_header(path)
+        header, _ = read_header(path)
         end = 8 + int.from_bytes(path.read_bytes()[:8], "little")
         assert end % BLOCK_BYTES == 0
         for name, entry in header.items():  # in the order of the header, which is that of the file

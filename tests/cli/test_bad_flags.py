@@ -27,9 +27,12 @@ FLAGS = [
     flags("top-p of nothing", "--top-p 0", "--top-p must lie in (0, 1], got 0.0", "1 keeps every token"),
     flags("top-p beyond all", "--top-p 1.5", "--top-p must lie in (0, 1], got 1.5", "1 keeps every token"),
     flags("negative top-k", "--top-k -1", "--top-k must be 0 or more, got -1", "0 keeps every token"),
-    flags("negative seed", "--seed -1", "--seed must lie in [0, 2^63), got -1"),
+    flags("negative seed", "--seed -1", "--seed must lie in [0, 2^63), got -1", "0 is as good as any"),
     flags("negative number of tokens", "-n -1", "-n", "greater than or equal to 0", "--help)"),
     flags("no threads", "--threads 0", "--threads", "greater than or equal to 1", "--help)"),
+    flags(
+        "more threads than cores", "--threads 9999", "--threads must be at most 1, the cores", "got 9999: leave it out"
+    ),
     flags("no context", "--context 0", "--context must be 1 or more, got 0", commands=BOTH),
     flags("context too long", "--context 65537", "--context must be at most 65536", "got 65537", commands=BOTH),
     flags("budget of nothing", "--ram 0", "--ram must be more than zero, got 0", "try 4GiB", commands=BOTH),
@@ -109,7 +112,7 @@ def test_model_that_is_nowhere_is_refused(model: str, words: tuple[str, ...]) ->
 
 @pytest.mark.usefixtures("_no_weights")
 def test_empty_stop_string_is_refused(sound: Path) -> None:
-    assert_refused(generate(sound, "-p", "Count:", "--stop", ""), "a stop string must not be empty", "leave it out")
+    assert_refused(generate(sound, "-p", "Count:", "--stop", ""), "--stop must not be empty", "leave it out")
 
 
 def test_model_that_is_a_file_is_refused(sound: Path, tmp_path: Path) -> None:
@@ -159,6 +162,9 @@ def test_chat_template_that_fails_is_refused(broken: Path) -> None:
 @pytest.mark.parametrize("options", ["--context 64", "--context 3000", "--context 512 --dtype bfloat16"])
 def test_the_smallest_budget_that_is_named_works(options: str, sound: Path) -> None:
     command, settings = ("generate", "-m", sound, "-p", "Count:", "-n", "4", "--threads", "1"), options.split()
+    in_mb = shell(*command, "--ram", "1MB", *settings)
+    assert_refused(in_mb, "budget is 1 MB", "raise --ram to ")
+    assert "MiB" not in in_mb.err, "sizes have the unit of the user"
     too_small = shell(*command, "--ram", "1MiB", *settings)
     assert_refused(too_small, "for two layer slots", "budget is 1 MiB", "lower --context")
     named = re.search(r"raise --ram to (\d+)MiB", too_small.err)

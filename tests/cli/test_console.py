@@ -1,15 +1,40 @@
-"""What is printed about trees: a dynamic one is never passed off as a fixed one of its size."""
+"""What is printed about a run: trees by their kind, memory beside all that it may take, nothing without meaning."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from offload.cli.console import candidate_rows, choice_lines, closing_lines, comparison_lines
+from offload.cli.console import (
+    Names,
+    candidate_rows,
+    choice_lines,
+    closing_lines,
+    comparison_lines,
+    opening_lines,
+    place_line,
+    turn_line,
+)
+from offload.cli.demo import Comparison
+from offload.config import format_bytes, is_decimal
+from offload.memory.plan import MemoryPlan, Tier
+from offload.planning.cost_model import Prediction, StepTime
 from offload.planning.tree_policy import TreeChoice
-from offload.planning.tree_search import Candidate
 from offload.stats import Stats
 from offload.tree.spec import label_of, parse_tree
 from offload.tree.topology import DynamicShape, Shape, best_first, chain
 
 SHAPES = {"dynamic:64x8": DynamicShape(64, 8), "64x8": best_first((0.7, 0.2, 0.1), 64, 8), "none": chain(0)}
+
+
+def planned(num_streamed: int = 3, **others: Any) -> MemoryPlan:
+    """A plan of four layers."""
+    names = ["runtime", "rest", "draft", "distribution", "kv", "activation"]
+    sizes = {f"{name}_bytes": 0 for name in names} | {"layer_bytes": (10**9,) * 4, "slot_bytes": 10**9}
+    counts = {"context": 64, "num_nodes": 8, "max_prompt_rows": 512, "num_logits_rows": 8}
+    tier_L = (Tier.RESIDENT,) * (4 - num_streamed) + (Tier.DISK,) * num_streamed
+    slots = {"num_slots": 2 if num_streamed else 0, "tier_L": tier_L, "ram_bytes": 2 * 10**9}
+    return MemoryPlan(**{**sizes, **counts, **slots, **others})  # type: ignore[arg-type]
 
 
 def stats(shape: Shape) -> Stats:
@@ -18,6 +43,10 @@ def stats(shape: Shape) -> Stats:
     figures = {"num_new_tokens": 9, "num_first_tokens": 1, "num_sweeps": 2, "decode_s": 1.0, "bytes_streamed": 1}
     size = {"tree_num_nodes": shape.num_nodes, "tree_depth": shape.depth, "is_tree_dynamic": is_dynamic}
     return Stats(**figures, **size, sweep_s=1.0, accepted_per_sweep=[4, 4])
+
+
+def predicted(label: str) -> Prediction:
+    return Prediction(label, SHAPES[label], StepTime(0.0, 0.0, 0.5, 0.0), (4.0, 4.0))
 
 
 @pytest.mark.parametrize("label", SHAPES)
@@ -30,9 +59,62 @@ def test_a_label_is_what_the_flag_would_call_it(label: str) -> None:
 def test_every_line_tells_dynamic_from_static(label: str) -> None:
     shape, is_dynamic = SHAPES[label], label.startswith("dynamic")
     words = f"{'dynamic tree of at most' if is_dynamic else 'tree of'} 64 nodes, 8 deep"
-    assert f"(2 sweeps, {words})" in closing_lines(stats(shape), 1 << 30)
+    assert f"(2 sweeps, {words})" in closing_lines(stats(shape), planned(), 1 << 20)
     assert choice_lines(TreeChoice(shape, "as named")).startswith(f"{words}: as named")
-    row = comparison_lines(stats(chain(0)), stats(shape), 1, 0).splitlines()[2]
+    runs: list[Any] = [SimpleNamespace(stats=stats(one)) for one in (chain(0), shape)]
+    row = comparison_lines(Comparison(*runs, num_exact=1, num_near=0, num_same=None)).splitlines()[2]
     assert row.strip().startswith("dynamic tree 64x8 " if is_dynamic else "tree 64x8 ")
-    assert candidate_rows([Candidate(shape, 4.0, 1.0, "link")])[0].strip().startswith(f"{label}: ")
+    assert candidate_rows([predicted(label)])[0].strip().startswith(f"{label}: ")
     assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_grown": is_dynamic}
+
+
+def test_what_runs_is_told_in_two_lines() -> None:
+    best = predicted("dynamic:64x8")
+    choice = TreeChoice(best.shape, "measured", 4.0, (best,))
+    decoder: Any = SimpleNamespace(plan=planned(), notes=[])
+    names = Names.of("/models/Llama-70B/", "someone/Llama-1B")
+    assert opening_lines(names, decoder, choice, is_decimal=True).splitlines() == [
+        "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a sweep from disk",
+        "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected",
+    ]
+    alone = opening_lines(names._replace(draft=None), decoder, TreeChoice(chain(0), "named"))
+    assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a sweep from disk"
+    named = opening_lines(names, decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))
+    assert named.endswith("\ndraft Llama-1B, tree 64x8, 3.2 tokens per sweep expected")
+
+
+def test_places_are_those_of_the_plan() -> None:
+    whole = planned(0)
+    assert place_line("m", whole) == "m: all 4 layers fit into RAM (1.86 GiB allowed), nothing is streamed"
+    tier_L = (Tier.RESIDENT, Tier.HOST, Tier.HOST, Tier.DISK)
+    card = planned(gpu_bytes=10**9, tier_L=tier_L)
+    assert place_line("m", card, is_decimal=True) == "m: 1 of 4 layers on the GPU, 2 in RAM, 1 on disk; 3 GB a sweep"
+
+
+def test_one_is_not_many_and_no_link_is_not_slow() -> None:
+    few = stats(SHAPES["64x8"])
+    few.num_new_tokens, few.num_prompt_tokens = 1, 1
+    assert turn_line(few, "stop").startswith("(1 token, ") and turn_line(few, "stop").endswith("1 of 1 token read)")
+    assert closing_lines(few, planned(), 0).startswith("1 token, the first after ")
+    few.num_new_tokens, few.num_sweeps, few.bytes_streamed = 2, 1, 0
+    told = closing_lines(few, planned(), 0)
+    assert told.startswith("2 tokens, ") and "(1 sweep, " in told and "link" not in told
+    few.bytes_streamed = 1
+    assert "link" in closing_lines(few, planned(), 0)
+
+
+def test_peak_memory_stands_beside_all_that_it_may_take() -> None:
+    figures = stats(chain(0))
+    figures.peak_rss_bytes = 23 * 10**8
+    told = closing_lines(figures, planned(), 4 * 10**8, is_decimal=True).splitlines()[-1]
+    assert told == "peak memory 2.3 GB of 2 GB allowed and 400 MB for Python and its libraries"
+
+
+@pytest.mark.parametrize("size", ["8GB", "8g", "400 MB", "1.5T"])
+def test_sizes_are_told_in_powers_of_ten_where_they_are_given_so(size: str) -> None:
+    assert is_decimal(size) and format_bytes(4 * 10**9, is_decimal=True) == "4 GB"
+
+
+@pytest.mark.parametrize("size", ["8GiB", "512mi", "4096", 4096, None])
+def test_sizes_are_told_in_powers_of_two_otherwise(size: str | int | None) -> None:
+    assert not is_decimal(size) and format_bytes(4 << 30) == "4 GiB"

@@ -1,15 +1,19 @@
 """The packaged pair: exact in float32 on real text, inflated and streamed by the command that newcomers run first."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from refusals import assert_refused
 from rounding import beyond_doubt
+from shell import Outcome, shell
 from transformers import AutoModelForCausalLM
 
 import offload
 from offload.cli.demo import PAIR, PROMPT
+from offload.cli.demo import budget as run_budget
 from offload.cli.main import main
 from offload.config import Sampling
 from offload.engine.text import load_tokenizer
@@ -69,6 +73,33 @@ def test_demo_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert is_drawn(plain_ids) and is_drawn(tree_ids), "in bf16 they may part at a near tie, and only there"
     assert not is_drawn([*plain_ids[:3], (plain_ids[3] + 1) % 4096]), "a wrong token would show"
     assert result["none"]["stats"]["tokens_per_sweep"] == 1 and result["speedup"] > 0
+
+
+def demo(*arguments: object) -> Outcome:
+    return shell("demo", "--tree", "16x8", *arguments)
+
+
+def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of it would not hold two layers; and what comes with the prompt's sweep has no speed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    outcome = demo("--size", "40MB", "-n", "3", "--json")
+    result = json.loads(outcome.out)
+    assert outcome.code == 0 and result["tree"]["plan"]["tiers"]["disk"]["num_layers"] > 0
+    assert result["tree"]["stats"]["tpot_s"] == 0 and result["speedup"] is None
+    said = demo("--size", "40MB", "-n", "3").err.splitlines()[-1]
+    assert said.startswith("too few tokens to tell how fast: raise -n; ")
+
+
+def test_demo_is_refused_before_a_target_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    refused = demo("--size", "300MB", "--ram", "50MB")
+    assert_refused(refused, "for two layer slots", "budget is 50 MB", "raise --ram to")
+    assert "--context" not in refused.err, "which it does not have"
+    assert_refused(demo("-p", ""), "the prompt is empty, -p holds nothing", "give some text")
+    assert_refused(demo("-n", 1), "-n of 2 or more")
+    least_mb = re.search(r"raise --ram to (\d+)MB", refused.err)
+    assert least_mb is not None and not list(tmp_path.rglob("*.safetensors"))
+    assert run_budget(300_000_000, None, "16x8", "match") == pytest.approx(int(least_mb[1]) * 10**6, abs=10**6)
 
 
 def test_demo_refuses_to_print_a_speed_for_wrong_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,15 @@
 """Conversations: a turn that keeps what was computed before writes what a fresh decoder writes on the whole of it."""
 
-import os
-import pty
-import select
 import signal
-import subprocess
 import sys
-import termios
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from reciting import PIECES, SAID, at_sweep, interrupt, streaming_ram
+from reciting import PIECES, SAID, TEMPLATE, at_sweep, interrupt, streaming_ram
 from refusals import assert_refused
-from shell import ROOT, Outcome, shell
+from screen import Typist
+from shell import Outcome, shell
 from tiny import FAMILIES, save_pair, save_reciter, save_tokenizer
 
 import offload
@@ -27,25 +22,9 @@ from offload.errors import UserError
 from offload.memory.planner import plan_memory
 from offload.tree.spec import parse_tree
 
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
-)
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
 NUM_NEW, CONTEXT = 20, 384
 QUESTIONS = ("Who?", "Why, then?", "And?")
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers everything with the same text."""
-    return save_reciter(tmp_path_factory.mktemp("talker"), PIECES, ends=True, chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in tokens that its text is made of when it is read again."""
-    return save_reciter(tmp_path_factory.mktemp("letters"), (":", "O", "k", "."), ends=True, chat_template=TEMPLATE)
 
 
 def open_pair(family: str, directory: Path, tree: str, rule: str = "match", **options: object) -> Decoder:
@@ -195,7 +174,7 @@ def test_every_line_is_a_question(letters: Path) -> None:
     assert read[0] == f"{first} of {first} tokens read)"
     assert read[1] in (f"{new} of {second} tokens read)" for new in (after, after + 1)), "and what was said is not"
     assert read[2] == f"{third - len('<user:')} of {third} tokens read)", "that much is the same in all of them"
-    assert "/exit or Ctrl-D leaves" in outcome.err
+    assert "/bye or Ctrl-D leaves" in outcome.err
 
 
 def test_exit_leaves_and_quiet_is_quiet(talker: Path) -> None:
@@ -260,42 +239,14 @@ def test_messages_exclude_raw(talker: Path) -> None:
         assert decoder.generate("Say").text == SAID and decoder.generate("Say:", raw=True).text == SAID
 
 
-def read_until(terminal: int, wanted: bytes, act: Callable[[], object] = lambda: None) -> bytes:
-    """What is printed until something is; `act` is done at first, and again while nothing comes."""
-    seen = b""
-    for _ in range(60):
-        act()
-        while select.select([terminal], [], [], 2)[0]:
-            seen += os.read(terminal, 4096)
-            if wanted in seen:
-                return seen
-    raise AssertionError(f"{wanted!r} never came, only {seen!r}")
-
-
-@pytest.fixture
-def terminal(talker: Path) -> Iterator[tuple[int, "subprocess.Popen[bytes]"]]:
-    """A conversation as it is typed, in a process that believes in its terminal."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(ours, (24, 80))
+def test_a_terminal_is_asked_and_answered(talker: Path) -> None:
     command = [sys.executable, "-m", "offload", "chat", "-m", str(talker), "--ram", "1GiB", "--context", "256"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "80"}
-    running = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
-    )
-    os.close(theirs)
-    yield ours, running
-    running.kill()
-    running.wait()
-    os.close(ours)
-
-
-def test_a_terminal_is_asked_and_answered(terminal: tuple[int, "subprocess.Popen[bytes]"]) -> None:
-    ours, running = terminal
-    start = read_until(ours, b"leaves\r\n> ")
-    assert b"starting ..." in start
-    os.write(ours, b"Say\n")
-    assert SAID.encode().replace(b"\n", b"\r\n") in read_until(ours, b"tokens read)\r\n> ")
+    typist = Typist(command, {"TERM": "dumb", "COLUMNS": "80"})
+    assert "importing torch" in typist.sees("leaves\r\n> ")
+    typist.types("Say\n")
+    assert SAID.replace("\n", "\r\n") in typist.sees("read)\r\n> ")
     # One that comes between the prompt and the waiting for keys is heard with the next key only.
-    read_until(ours, b"leaves\r\n> ", lambda: running.send_signal(signal.SIGINT))
-    os.write(ours, b"\x04")
-    assert running.wait(timeout=60) == 0
+    typist.sees("leaves\r\n> ", act=lambda: typist.running.send_signal(signal.SIGINT))
+    typist.types("\x04")
+    assert typist.running.wait(timeout=60) == 0
+    typist.leaves()

@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,19 @@ from offload.streaming import disk as host_store
 from offload.streaming.layers import Layers
 
 
-def test_close_gives_back_threads_files_and_memory(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collection")
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
+def test_a_decoder_gives_back_threads_files_and_memory(
+    is_closed: bool, looper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffers: list[weakref.ref[np.ndarray]] = []
     allocate = host_store.allocate
 
@@ -36,12 +49,29 @@ def test_close_gives_back_threads_files_and_memory(looper: Path, monkeypatch: py
         decoder = open_decoder(looper)
         decoder.generate(PROMPT, max_new_tokens=5)
         assert num_readers() > 0
-        decoder.close()
+        if is_closed:
+            decoder.close()
+        else:
+            del decoder
         after = (threading.active_count(), len(os.listdir("/proc/self/fd")))
         assert before in (None, after), "every round leaves what the first one left"
         before = after
         assert num_readers() == 0
-        assert len(buffers) > 10 and all(buffer() is None for buffer in buffers), "close frees, not the next collection"
+        assert len(buffers) > 10 and all(buffer() is None for buffer in buffers), "not with the next collection"
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_a_reader_may_collect_a_decoder(looper: Path) -> None:
+    """It closes its own readers, of which one cannot wait for itself."""
+    held = [open_decoder(looper)]
+    reader = threading.Thread(target=held.clear, name="offload-read_0")
+    reader.start()
+    reader.join(60)
+    assert not reader.is_alive()
+    for thread in threading.enumerate():
+        if thread.name.startswith("offload-"):
+            thread.join(60)
+    assert num_readers() == 0
 
 
 def test_failed_loads_give_back_threads_and_files(looper: Path, tmp_path: Path) -> None:

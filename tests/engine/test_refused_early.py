@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("_instant_link")
 
 EARLY = [
     ("-p", "x" * 63, "exceed the context of 64"),
-    ("--stop", "", "a stop string must not be empty"),
+    ("--stop", "", "--stop must not be empty"),
     ("--profile", "nowhere.json", "cannot read the profile nowhere.json"),
     ("--tree", "chain:64", "64 deep, the context has 64 positions"),
     ("--tree", "grown:99x70", "70 deep, the context has 64 positions"),
@@ -40,8 +40,9 @@ def test_no_weight_is_read_for_what_cannot_run(flag: str, value: str, words: str
         (Request(["a"]), r"must be text, messages or token ids, got \['a'\]"),  # type: ignore[list-item]
         (Request([1.5]), r"must be text, messages or token ids, got \[1.5\]"),  # type: ignore[list-item]
         (Request(7), "must be text, messages or token ids, got 7"),  # type: ignore[arg-type]
-        (Request("Count:", max_new_tokens=-1), "the number of new tokens must be 0 or more, got -1"),
-        (Request("Count:", max_new_tokens=1, stop=["a", ""]), "a stop string must not be empty"),
+        (Request("Count: caf\udce9"), "text must be Unicode, got half a character at 10"),
+        (Request("Count:", max_new_tokens=-1), "`max_new_tokens` must be 0 or more, got -1"),
+        (Request("Count:", max_new_tokens=1, stop=["a", ""]), "`stop` must not be empty"),
     ],
 )
 def test_the_first_request_is_checked_by_load(request_: Request, words: str, sound: Path) -> None:
@@ -62,6 +63,15 @@ def test_the_first_request_is_checked_by_load(request_: Request, words: str, sou
         ("link_limit", "fast", "`link_limit` must be a size"),
         ("device", "tpu", "`device` must be"),
         ("profile", "nowhere.json", "cannot read the profile"),
+        ("tree", 5, "`tree` must be"),
+        ("tree", None, "`tree` must be"),
+        ("rule", ["match"], "`rule` must be one of"),
+        ("ram", [1], "`ram` must be a size"),
+        ("dtype", 5, "`dtype` must be one of"),
+        ("context", "a", "`context` must be a whole number"),
+        ("threads", 1.5, "`threads` must be a whole number"),
+        ("device", 5, "`device` must be"),
+        ("profile", 5, "`profile` must be a file"),
     ],
 )
 def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +84,42 @@ def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, mo
     options: dict[str, Any] = {"rule": "sequoia", name: value}
     with pytest.raises(UserError, match=words):
         offload.load("some/model", "some/draft", **options)
+
+
+@pytest.mark.parametrize("models", [(None,), (5,), (["a"],), ("no/such", 5)])
+def test_a_model_that_is_no_name_is_refused(models: tuple[Any, ...], sound: Path) -> None:
+    with pytest.raises(UserError, match="a model must be a folder or a hub id"):
+        offload.load(*(str(sound) if name == "no/such" else name for name in models), ram="1GiB")
+
+
+WRONG: list[tuple[str, object, str]] = [
+    ("temperature", "a", "`temperature` must be a number, got 'a'"),
+    ("temperature", None, "`temperature` must be a number, got None"),
+    ("temperature", "0.5", "`temperature` must be a number, got '0.5'"),
+    ("temperature", float("nan"), "`temperature` must be 0 or more"),
+    ("top_p", None, "`top_p` must be a number"),
+    ("top_p", [0.5], "`top_p` must be a number"),
+    ("top_k", "5", "`top_k` must be a whole number"),
+    ("seed", None, "`seed` must be a whole number"),
+    ("seed", -5, r"`seed` must lie in .*: choose another one"),
+    ("max_new_tokens", "5", "must be a whole number"),
+    ("stop", 5, "`stop` must be text, got 5"),
+    ("stop", [5], r"`stop` must be text, got \[5\]"),
+    ("stop", b"end", "`stop` must be text"),
+    ("tree", 5, "`tree` must be"),
+    ("rule", 5, "`rule` must be one of"),
+]
+
+
+def test_arguments_of_another_type_are_named(sound: Path) -> None:
+    with offload.load(sound, sound, "1GiB", "4x2", context=64, threads=1) as decoder:
+        for name, value, words in WRONG:
+            given: dict[str, Any] = {"max_new_tokens": 2, name: value}
+            with pytest.raises(UserError, match=words):
+                decoder.generate("Count:", **given)
+        for prompt in (5, None, b"Count:", [5, "a"], [None], {"role": "user"}, [{"role": "user", "content": [5]}]):
+            with pytest.raises(UserError):
+                decoder.generate(prompt, max_new_tokens=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_stop_at_once_leaves_no_text(tokenizer: PreTrainedTokenizerFast) -> No
 
 
 def test_empty_stops_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match="a stop string must not be empty"):
+    with pytest.raises(UserError, match="`stop` must not be empty"):
         Request("a", stop=["END", ""]).ids(tokenizer, len(tokenizer), 512)
 
 
@@ -190,7 +190,7 @@ def test_whole_numbers_of_other_libraries_are_taken_and_others_refused() -> None
     for wrong in ({"top_k": 1.5}, {"seed": "3"}):
         with pytest.raises(UserError, match="must be a whole number"):
             Sampling(**wrong)
-    with pytest.raises(UserError, match=r"the number of new tokens must be a whole number, got 2\.5"):
+    with pytest.raises(UserError, match=r"`max_new_tokens` must be a whole number, got 2\.5"):
         Request([1, 2], max_new_tokens=2.5).ids(None, 10, 512)  # type: ignore[arg-type]
 
 

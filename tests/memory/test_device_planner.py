@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 
 from offload.checkpoint.hub import checkpoint_of_config
-from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import ModelShape, model_shape
-from offload.cli.console import plan_line
-from offload.cli.demo import PAIR
+from offload.cli.console import place_line
 from offload.errors import UserError
 from offload.memory import planner as plans
 from offload.memory.plan import DRAW_BYTES, MemoryPlan, Tier
 from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, make_plan, plan_memory
-from offload.threads.policy import Mode, Modes
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
-ONE_THREAD = Modes(Mode(1), Mode(1))
 _70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "intermediate_size": 28672, "max_position_embeddings": 4096,
         "torch_dtype": "bfloat16"}  # fmt: skip
@@ -270,9 +266,7 @@ def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.Monke
 def test_the_printed_plan_names_both_budgets() -> None:
     plan = plan_of(PAIRS[0], 48 * GB, 64 * GB)
     tiers = [plan.num_layers_in(tier) for tier in Tier]
-    assert "{} of 80 layers stay on the GPU, {} in pinned memory and {} on disk".format(*tiers) in plan_line(
-        plan, ONE_THREAD
-    )
+    assert "{} of 80 layers on the GPU, {} in RAM, {} on disk".format(*tiers) in place_line("target", plan)
     printed: dict[str, Any] = plan.as_dict()
     assert printed["budgets"] == {"ram_bytes": 64 * GB, "planned_bytes": on_host(plan), "gpu_bytes": 48 * GB,
                                   "gpu_planned_bytes": on_card(plan)}  # fmt: skip
@@ -293,19 +287,10 @@ def test_a_config_alone_tells_the_number_of_parameters(name: str) -> None:
     assert SHAPES[name].num_weights == PARAMETERS[name] - CONFIGS[name]["vocab_size"] * CONFIGS[name]["hidden_size"]
 
 
-@pytest.mark.parametrize("model", ["target", "draft"])
-def test_a_config_alone_tells_what_the_headers_tell(model: str) -> None:
-    stored = open_checkpoint(PAIR / model)
-    imagined = checkpoint_of_config(stored.config, PAIR / model / "config.json")
-    found, expected = ({name: (e.dtype, e.shape) for name, e in f.tensors.items()} for f in (imagined, stored))
-    assert found == expected
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mamba"}, "model type mamba"),
-        ({"vocab_size": None}, "vocab_size must be a whole number above 0, got None"),
+        ({"vocab_size": None}, "vocab_size must be a whole number above 0 and below 4294967296, got None"),
         ({"torch_dtype": "float8"}, "cannot compute in float8"),
     ],
 )

@@ -285,7 +285,7 @@ def test_the_printed_plan_says_the_same() -> None:
 
 
 def test_the_default_budget_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    for free_gb, reserve_bytes in ((8, 1 << 30), (100, 5 * GB)):
+    for free_gb, reserve_bytes in ((3, 1 << 30), (8, 2 * GB), (100, 25 * GB)):
         monkeypatch.setattr(plan, "available_ram_bytes", lambda free_gb=free_gb: free_gb * GB)
         got = plan_memory((checkpoint_of(SMALL), None), ram=None, dtype="auto", context=None, num_nodes=1)
         assert got.ram_bytes == free_gb * GB - reserve_bytes

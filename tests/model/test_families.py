@@ -4,13 +4,14 @@ None may be silently wrong. The list is what transformers 5.23 has; a family tha
 """
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rounding import beyond_doubt
-from tiny import FAMILIES, VOCAB_SIZE, build, save
+from tiny import FAMILIES, VOCAB_SIZE, build, save, streaming_ram
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -22,10 +23,9 @@ from transformers import (
 )
 
 import offload
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.safetensors import Checkpoint
 from offload.config import Sampling
-from offload.memory.planner import Budgets, make_plan, model_shape
-from offload.model.meta import build_meta_model
+from offload.model.meta import attention_windows, build_meta_model
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (30,), generator=torch.Generator().manual_seed(8)).tolist()
 NUM_NEW = 30  # with the prompt more than twice the sliding window
@@ -112,13 +112,6 @@ def tiny_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def streaming_ram(directory: Path) -> int:
-    """Room for three slots and no resident layer, the draft being the model itself."""
-    shape = model_shape(open_checkpoint(directory))
-    roomy = make_plan(shape, shape, Budgets(1 << 40), context=128, num_nodes=8)
-    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
-
-
 def greedy_choices(model: PreTrainedModel, new_ids: list[int], prompt: list[int]) -> list[int]:
     """What transformers would append after the prompt and after each of the new tokens but the last, in one pass.
 
@@ -132,9 +125,13 @@ def greedy_choices(model: PreTrainedModel, new_ids: list[int], prompt: list[int]
 def assert_decodes_like_transformers(directory: Path) -> None:
     theirs, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"], "the reference itself is incomplete"
-    ram = streaming_ram(directory)
+    ram = streaming_ram(directory, context=128, num_nodes=8)
     with offload.load(directory, directory, ram=ram, dtype="float32", context=128, tree="8x3", threads=1) as decoder:
         got = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
+        decoder.save_session(directory / "session")
+        held = decoder.load_session(directory / "session").tokens
+        kept = decoder.begin(held, Sampling(), keeps=True).stats.num_kept_tokens
+        assert held == PROMPT + got.token_ids and kept == len(held) - 1, "shapes are told rightly from the config"
         cache = decoder.begin(PROMPT, Sampling()).caches.target  # the one that was written with
         layers = [layer for layer in cache.layers if layer.is_initialized]
         kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
@@ -217,6 +214,56 @@ def test_attention_that_looks_ahead_is_refused(tmp_path: Path) -> None:
     config.use_bidirectional_attention = True
     with pytest.raises(offload.UserError, match="attention that looks ahead"):
         meta_model_of(config, tmp_path)
+
+
+SQUARE_ROOT = r"(no real number|must be float, not complex)"
+IMPOSSIBLE = {
+    "more experts than there are": ("mixtral", {"num_experts_per_tok": 9}, "not in range"),
+    "keys that are no share of the queries": ("llama", {"num_key_value_heads": 3}, "shape"),
+    "the root of a negative scale": ("gemma3", {"query_pre_attn_scalar": -3}, SQUARE_ROOT),
+    "the same in its own attention": ("gemma2", {"query_pre_attn_scalar": -3}, SQUARE_ROOT),
+    "frequencies of text": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "unsupported"),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_pass_that_cannot_be_is_refused_without_weights(case: str, tmp_path: Path) -> None:
+    family, changes, words = IMPOSSIBLE[case]
+    with pytest.raises(offload.UserError, match=f"model type .* is not supported .*{words}"):
+        changed_model_of(family, changes, tmp_path)
+
+
+def changed_model_of(family: str, changes: dict[str, Any], directory: Path) -> PreTrainedModel:
+    """Of a config.json that transformers would not have written."""
+    config = FAMILIES[family]().to_dict() | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    return build_meta_model(Checkpoint(directory, config, (), {}), torch.float32)
+
+
+@pytest.mark.parametrize("window", ["32", [1], 2**64, -5, 1.5])
+def test_a_window_that_is_no_number_of_keys_is_refused(window: object, tmp_path: Path) -> None:
+    with pytest.raises(offload.UserError, match="sliding_window"):
+        meta_model = changed_model_of("mistral-sliding", {"sliding_window": window}, tmp_path)
+        attention_windows(meta_model.config, 4)
+
+
+def test_more_labels_than_memory_are_refused(tmp_path: Path) -> None:
+    """transformers gives each of them a name."""
+    with pytest.raises(offload.UserError, match=r"num_labels in config\.json must be small"):
+        changed_model_of("llama", {"num_labels": 10**12}, tmp_path)
+
+
+@pytest.mark.parametrize("flags", [{"return_dict": False}, {"output_hidden_states": "x"}, {"output_attentions": True}])
+def test_a_config_cannot_change_what_a_pass_returns(flags: dict[str, object], tmp_path: Path) -> None:
+    directory = save(tiny_model(FAMILIES["llama"]()), tmp_path)
+
+    def text() -> list[int]:
+        with offload.load(directory, ram="1GiB", context=64, threads=1) as decoder:
+            return decoder.generate(PROMPT[:8], max_new_tokens=8).token_ids
+
+    wanted, path = text(), directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | flags))
+    assert text() == wanted
 
 
 def test_a_meta_model_takes_no_memory(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tiny import FAMILIES, build, save, save_pair
 
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.config import Sampling
-from offload.errors import UserError
+from offload.errors import ReadError, UserError
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.profile import (
     SCHEMA,
@@ -164,7 +164,11 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
         ({"traces": [[0, 32]]}, "ranks in -1..31"),
         ({"traces": [[0, -2]]}, "ranks in -1..31"),
         ({"traces": []}, "ranks in -1..31"),
+        ({"traces": [[0, float("inf")]]}, "malformed"),
         ({"smoothing": 0}, "must be positive"),
+        ({"smoothing": float("inf")}, "must be positive"),
+        ({"num_threads": 2**63}, r"num_threads must lie in 1\.\.4096"),
+        ({"grown": [{"num_nodes": 10**12, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]}, "trees have at"),
         ({"identity": {}}, "malformed"),
         ({"extra": 1}, "unexpected keyword argument 'extra'"),
     ],
@@ -176,7 +180,7 @@ def test_malformed_profiles_are_refused(change: dict[str, Any], reason: str) -> 
         read_profile(path, IDENTITY)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '{"schema": 1}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"schema": 1}', "null", "[" * 100_000])
 def test_files_that_are_no_profile_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "some.json"
     path.write_text(text)
@@ -187,6 +191,16 @@ def test_files_that_are_no_profile_are_refused(text: str, tmp_path: Path) -> Non
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read the profile .*absent"):
         read_profile(tmp_path / "absent.json", IDENTITY)
+
+
+def test_a_user_without_a_home_has_no_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers: no HOME, and no entry in the list of users."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert find_profile(IDENTITY) == (None, "this user has no home folder: set XDG_CACHE_HOME to a folder")
+    with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
+        save_profile(profile())
 
 
 def test_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +233,18 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
     assert fingerprint(open_checkpoint(moved)) != before
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001"])
+def test_a_file_that_has_gone_or_fails_ends_a_fingerprint_in_one_line(name: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_pair(FAMILIES["llama"](), tmp_path)[0])
+    (path,) = checkpoint.directory.glob(f"{name}*")
+    path.unlink()
+    with pytest.raises(ReadError, match=rf"reading .*{path.name} failed: No such file"):
+        fingerprint(checkpoint)
+    path.mkdir()
+    with pytest.raises(ReadError, match=rf"reading .*{path.name} failed: "):
+        fingerprint(checkpoint)
 
 
 def test_fine_tune_of_the_same_shape_has_another_fingerprint(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from offload.errors import UserError
 from offload.planning.cost_model import (
     Costs,
     Curve,
+    Prediction,
     Traffic,
     draft_widths,
     fit_overlap_penalty,
@@ -26,12 +27,10 @@ from offload.planning.traces import (
     acceptance,
     bursts,
     cut_order,
-    grow_order,
     tokens_per_sweep,
-    tree_of,
 )
 from offload.planning.tree_policy import Trees
-from offload.planning.tree_search import DEPTHS, Candidate, Forest, best_smoothing, rank_trees
+from offload.planning.tree_search import DEPTHS, Forest, best_smoothing, rank_trees
 from offload.tree.spec import parse_tree
 from offload.tree.topology import (
     DEFAULT_ACCEPTANCE,
@@ -41,7 +40,9 @@ from offload.tree.topology import (
     chain,
     check_acceptance,
     expected_tokens,
+    grow_order,
     sequences,
+    tree_of,
 )
 
 RULE = "match"
@@ -54,7 +55,7 @@ def costs(*, row_s: float = 0.0, draft_s: float = 0.0, link: float = 1e9) -> Cos
     return Costs(compute_s=compute, draft_step_s=Curve((1,), (draft_s,)), verify_s=0.0, link_bytes_per_s=link)
 
 
-def best(what: Costs, traffic: Traffic, forest: Forest | None = None) -> Candidate:
+def best(what: Costs, traffic: Traffic, forest: Forest | None = None) -> Prediction:
     return rank_trees(forest or Forest(P_K, max_nodes=512), what, lambda _: traffic)[0]
 
 
@@ -95,7 +96,7 @@ def test_step_is_draft_plus_the_slower_side() -> None:
         compute_s=Curve((1, 11), (0.1, 0.2)), draft_step_s=Curve((1,), (0.05,)), verify_s=0.01, link_bytes_per_s=1e9
     )
     resident = step_time(what, Traffic(0, 0), chain(10))
-    assert resident.total_s == pytest.approx(0.5 + 0.2 + 0.01) and resident.limit == "compute"
+    assert resident.total_s == pytest.approx(0.5 + 0.2 + 0.01) and resident.limit == "draft"
     bound = step_time(what, Traffic(3 * 10**9, 0), chain(10))
     assert bound.total_s == pytest.approx(0.5 + 3.0 + 0.01) and bound.limit == "link"
     prefetched = step_time(what, Traffic(3 * 10**9, 4 * 10**8), chain(10))
@@ -156,7 +157,7 @@ def test_choice_is_the_argmax_and_the_rest_is_in_order() -> None:
     for candidate in ranked:
         tree = candidate.shape
         assert candidate.tokens_per_sweep == pytest.approx(expected_tokens(tree, P_K))
-        assert candidate.step_s == step_time(what, traffic, tree).total_s
+        assert candidate.step == step_time(what, traffic, tree)
     exhaustive = min(
         step_time(what, traffic, tree).total_s / expected_tokens(tree, P_K)
         for tree in (best_first(P_K, n, d) for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64) for d in DEPTHS)
@@ -220,8 +221,9 @@ def test_acceptance_counts_ranks_and_knows_its_error() -> None:
 @pytest.mark.parametrize("num_nodes", [1, 2, 17, 64, 200])
 def test_order_without_traces_is_best_first(num_nodes: int) -> None:
     for depth in (1, 4, 16):
-        assert tree_of(grow_order(P_K, num_nodes, depth)) == best_first(P_K, num_nodes, depth)
-        order = cut_order(grow_order(P_K, 4 * num_nodes, 16), num_nodes, depth)
+        follow = RankTrie((), depth, P_K).follow
+        assert tree_of(grow_order(num_nodes, depth, follow, 0)) == best_first(P_K, num_nodes, depth)
+        order = cut_order(grow_order(4 * num_nodes, 16, follow, 0), num_nodes, depth)
         assert max(node.depth for node in order) <= depth
         if len(order) == num_nodes:
             assert sum(node.score for node in order) == pytest.approx(expected_tokens(tree_of(order), P_K))
@@ -230,18 +232,18 @@ def test_order_without_traces_is_best_first(num_nodes: int) -> None:
 def test_smoothing_leads_from_the_traces_to_the_product_form() -> None:
     traces = alternating_traces(16)
     p_K, _ = acceptance(traces)
-    product = tree_of(grow_order(p_K, 24, 16))
-    trie = RankTrie(traces, 16)
-    smoothed = tree_of(grow_order(p_K, 24, 16, trie, PRODUCT_FORM))
+    product, smoothed, learnt = (
+        tree_of(grow_order(24, 16, RankTrie(seen, 16, p_K, smoothing).follow, 0))
+        for seen, smoothing in (((), 1.0), (traces, PRODUCT_FORM), (traces, 4.0))
+    )
     assert expected_tokens(smoothed, p_K) == pytest.approx(expected_tokens(product, p_K), rel=1e-6)
-    learnt = tree_of(grow_order(p_K, 24, 16, trie, 4.0))
     held_out = alternating_traces(64, seed=1)
     assert tokens_per_sweep(learnt, held_out) > 1.3 * tokens_per_sweep(product, held_out)
 
 
 def test_what_was_cut_off_at_the_end_counts_as_unknown() -> None:
-    trie = RankTrie([[0, 0]], 8)
-    assert trie.chance(0, 0, 0.0, 0.0 + 1e-12) == pytest.approx(1.0)
+    trie = RankTrie([[0, 0]], 8, np.zeros(1), 1e-12)
+    assert trie.follow(0, 0) == (pytest.approx(1.0), 1)
     assert trie.num_continued == [2, 1, 0], "behind the last token nothing was seen, neither hit nor miss"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from offload.planning.cost_model import Costs, Curve, Traffic
-from offload.planning.traces import DynamicYield, Gains, bounds_to_count, yields_of
+from offload.planning.traces import DynamicYield, bounds_to_count, gains, yields_of
 from offload.planning.tree_search import Forest, rank_trees
 from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, check_acceptance
 
@@ -39,12 +39,12 @@ def test_gains_are_exact_where_counted_and_even_between() -> None:
     def fixed(num_nodes: int, depth: int) -> float:
         return 2.0 if num_nodes == 16 else 4.0
 
-    gains = Gains([counted(64, 24, 6.0), counted(16, 8, 2.2), counted(16, 15, 2.4), counted(64, 8, 5.0)], fixed)
-    assert [gains.at(*size) for size in ((16, 8), (16, 15), (64, 8), (64, 24))] == pytest.approx([1.1, 1.2, 1.25, 1.5])
-    assert gains.at(32, 8) == pytest.approx(1.175) and gains.at(64, 16) == pytest.approx(1.375)
-    assert gains.at(1024, 32) == pytest.approx(1.5), "as it was at the last"
-    assert gains.at(1, 0) == 1.0 and gains.at(64, 1) == 1.0
-    assert Gains([], fixed).at(64, 8) == 1.0
+    gain = gains([counted(64, 24, 6.0), counted(16, 8, 2.2), counted(16, 15, 2.4), counted(64, 8, 5.0)], fixed)
+    assert [gain(*size) for size in ((16, 8), (16, 15), (64, 8), (64, 24))] == pytest.approx([1.1, 1.2, 1.25, 1.5])
+    assert gain(32, 8) == pytest.approx(1.175) and gain(64, 16) == pytest.approx(1.375)
+    assert gain(1024, 32) == pytest.approx(1.5), "as it was at the last"
+    assert gain(1, 0) == 1.0 and gain(64, 1) == 1.0
+    assert gains([], fixed)(64, 8) == 1.0
 
 
 def test_the_gain_enters_the_choice() -> None:
@@ -68,5 +68,5 @@ def test_the_gain_enters_the_choice() -> None:
 
 def test_a_small_budget_does_not_shrink_what_a_gain_is_relative_to() -> None:
     one = [counted(256, 24, 9.0)]
-    gains = [Forest(P_K, max_nodes=size, counted=one)._gains.at(256, 24) for size in (16, 256)]
+    gains = [Forest(P_K, max_nodes=size, counted=one)._gain(256, 24) for size in (16, 256)]
     assert gains[0] == pytest.approx(gains[1])

@@ -213,6 +213,18 @@ def test_a_file_that_shrinks_while_in_use(left_bytes: int, is_direct: bool, file
         store.close()
 
 
+def test_a_layout_beyond_the_end_of_its_file_leaves_nothing_unread(is_direct: bool, file: Path) -> None:
+    """Not even where the layout is of another file: what nobody reads would stay zero, and pass for weights."""
+    layout = one_piece(file)
+    os.truncate(file, 1 << 20)
+    store = DiskReader([file])
+    try:
+        with pytest.raises(ReadError, match=r"shard\.safetensors ends before byte \d+: it was cut short"):
+            store.read(layout, allocate(2 << 20))
+    finally:
+        store.close()
+
+
 def test_a_file_that_is_written_over_while_in_use(is_direct: bool, file: Path) -> None:
     """Of the same size, and the same file: only its time tells that these are other weights."""
     store, layout = DiskReader([file]), one_piece(file)

@@ -231,7 +231,7 @@ def layer_file(tmp_path: Path) -> tuple[Path, list[SlabLayout]]:
     """Five layers of 64 KiB, one tensor each."""
     path = tmp_path / "model.safetensors"
     write_file(path, [Planned(f"layers.{n}.w", "F32", (1 << 14,)) for n in range(NUM_LAYERS)], np.random.default_rng(0))
-    return path, [slab_layout({"w": (e.shape, [Part(e)])}) for e in read_header(path).values()]
+    return path, [slab_layout({"w": (e.shape, [Part(e)])}) for e in read_header(path)[0].values()]
 
 
 def test_a_read_error_reaches_whoever_acquires(layer_file: tuple[Path, list[SlabLayout]]) -> None:
@@ -307,7 +307,7 @@ class MemorySource(ByteSource):
 
     opened: ClassVar[list["MemorySource"]] = []
 
-    def __init__(self, paths: Sequence[Path], rate_limit_bytes_per_s: float | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], rate_limit_bytes_per_s: float | None = None, **_: object) -> None:
         self.paths, self.rate_limit_bytes_per_s, self.num_reads = paths, rate_limit_bytes_per_s, 0
         self._files = [np.fromfile(path, np.uint8) for path in paths]
         self.opened.append(self)
@@ -387,5 +387,5 @@ def test_a_layer_used_after_its_release_shows(tmp_path: Path, monkeypatch: pytes
         borrow(self, hurry, lambda layer: None)
 
     monkeypatch.setattr(StreamedModel, "stream_layers", borrow_and_release_early)
-    with pytest.raises(UserError, match="scores are not numbers"):
+    with pytest.raises(UserError, match="scores are not finite numbers"):
         logits_of_a_generation(target, ram, monkeypatch)

@@ -55,6 +55,21 @@ def test_greedy_ids_equal_transformers(
             assert decoder.generate(prompts()[1], max_new_tokens=12, tree=tree).token_ids == wanted[:12], tree
 
 
+def test_a_session_goes_there_and_back(card: StrictDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(build(FAMILIES["llama"]()), tmp_path / "model")
+    place_layers(monkeypatch, *TIERS["host"])
+    with card, offload.load(model, model, tree="8x3", **LOAD) as decoder:
+        whole = decoder.generate(prompts()[1], max_new_tokens=12).token_ids
+        first = decoder.generate(prompts()[1], max_new_tokens=5).token_ids
+        decoder.save_session(tmp_path / "text")
+    with card, offload.load(model, model, tree="8x3", **LOAD) as decoder:
+        tokens = decoder.load_session(tmp_path / "text").tokens
+        run = decoder.run(tokens, Sampling(), max_new_tokens=7, continues=True)
+        list(run)
+    assert first + run.result().token_ids == whole
+    assert run.result().stats.num_kept_tokens == len(tokens) - 1 > 5
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_draws_on_the_card(
     rule: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB_SIZE, save_pair
+from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -17,7 +17,7 @@ from offload.config import Drafting, Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.memory.planner import Budgets, Files, make_plan, model_shape, plan_memory
+from offload.memory.planner import Files, plan_memory
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, profiles_folder
 from offload.planning.room import Room
@@ -72,13 +72,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
     with offload.load(*pair, "1GiB", "32x12", context=256, threads=1, profile="none") as decoder:
         yield decoder
-
-
-def streaming_ram(target: Path, draft: Path, num_nodes: int) -> int:
-    """A budget in which, with trees of this size, every layer is streamed."""
-    shapes = [model_shape(open_checkpoint(path)) for path in (target, draft)]
-    roomy = make_plan(*shapes, Budgets(1 << 40), context=256, num_nodes=num_nodes)
-    return roomy.fixed_bytes + 3 * max(roomy.layer_bytes) + 100
 
 
 def window(seed: int, length: int = NUM_PROMPT) -> list[int]:
@@ -151,7 +144,7 @@ def test_a_tune_counts_what_grown_trees_yield(
         for candidate in tuned.choice.candidates
     )
     slow = {"link_limit": 2_000_000, "threads": 1}  # and no layer stays: a tree pays whatever else this machine does
-    with offload.load(*pair, streaming_ram(*pair, 1), context=256, **slow) as decoder:  # type: ignore[arg-type]
+    with offload.load(*pair, streaming_ram(*pair, num_nodes=1), context=256, **slow) as decoder:  # type: ignore[arg-type]
         choice = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
         assert choice.is_dynamic and choice.shape == choice.candidates[0].shape
         assert f"growth repeated for {sum(one.num_sweeps for one in counted)} sweeps" in choice.why
@@ -247,7 +240,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, **options: object) -> Tuned:
-    how = {"num_tokens": 2 * NUM_NEW, "is_teacher_forced": False, "progress": lambda *_: None}
+    how = {"num_tokens": 2 * NUM_NEW, "is_teacher_forced": False}
     how |= {name: options.pop(name) for name in how.keys() & options.keys()}
     loading = LoadOptions(**{"tree": "64x16", **SETTINGS, **options})
     return tune(*map(str, pair), [text], sampling or Sampling(), loading, **how)
@@ -384,12 +377,12 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
 
 
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:
-    limit, ram = 2_000_000, streaming_ram(*pair, 64)
+    limit, ram = 2_000_000, streaming_ram(*pair, num_nodes=64)
     with offload.load(*pair, ram, "64x16", context=256, threads=1, link_limit=f"{limit}/s") as decoder:
         stats = decoder.generate(window(4), max_new_tokens=20).stats
     assert 0.3 * limit < stats.link_bytes_per_s < 1.1 * limit, "as fast as that, or slower on a busy machine"
-    with offload.load(*pair, streaming_ram(*pair, 1), context=256, threads=1, link_limit=limit) as decoder:
+    with offload.load(*pair, streaming_ram(*pair, num_nodes=1), context=256, threads=1, link_limit=limit) as decoder:
         candidates = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.candidates
-    assert {candidate.limit for candidate in candidates} == {"link"}
+    assert {candidate.step.limit for candidate in candidates} == {"link"}
     with pytest.raises(UserError, match="`link_limit` must be a size"):
         offload.load(*pair, ram, link_limit="fast")

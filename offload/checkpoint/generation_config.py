@@ -1,0 +1,48 @@
+"""How a model suggests to sample, in the generation_config.json beside its weights: checked, as any stranger's file."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.safetensors import is_hub_id, not_on_the_hub, read_json
+from offload.config import Sampling
+from offload.errors import UserError
+
+_NAME = "generation_config.json"
+_FIELDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,)}
+
+
+def suggested_sampling(model: str, seed: int) -> Sampling:
+    """Temperature, top-p and top-k of a folder or hub id, greedy where it does not say `do_sample`.
+
+    What the file leaves out is left off: temperature 1, all tokens. Raises `UserError` for values that make no sense.
+    """
+    found = _read(model)
+    if found.get("do_sample", False) is not True:
+        return Sampling(seed=seed)
+    given = {name: found[name] for name in _FIELDS if found.get(name) is not None}
+    try:
+        for name, value in given.items():
+            if type(value) not in _FIELDS[name]:
+                raise UserError(f"`{name}` must be a number, got {value!r:.80}")
+        return Sampling(**{"temperature": 1.0, **given}, seed=seed)
+    except UserError as error:
+        raise UserError(f"{model}: {_NAME}: {error}; mend the file, or leave it out with `greedy`") from None
+
+
+def _read(model: str) -> dict[str, Any]:
+    folder = Path(os.path.expanduser(model))
+    if not os.path.isdir(folder):
+        folder = _from_hub(model) if is_hub_id(model) else folder
+    return read_json(folder / _NAME) if os.path.isfile(folder / _NAME) else {}
+
+
+def _from_hub(repo: str) -> Path:
+    """A folder with this one file, where the hub has it; out of its reach the cached copy of the model."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=[_NAME]))
+    except (OSError, HFValidationError) as error:
+        raise not_on_the_hub(repo, error) from None

@@ -1,0 +1,54 @@
+"""Small files of strangers, such as config.json: what is no regular file would hang, or never end; and ours."""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from offload.errors import UserError, reason
+
+_MAX_BYTES = 64 << 20  # the indexes of the largest models take some ten
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read bytes from. Raises `OSError`, also for what is no regular file."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody writes to opens at once
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(fd, "rb")
+
+
+def read_small(path: Path) -> str:
+    """The whole text. Raises `OSError`, also where it is too large, and `ValueError` for other text than UTF-8."""
+    with open_regular(path) as file:
+        raw = file.read(_MAX_BYTES + 1)
+    if len(raw) > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES >> 20} MiB", str(path))
+    return raw.decode("utf-8")
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """A JSON object. Raises what `read_small` raises of `OSError`, and `UserError` for any other content."""
+    try:
+        value = json.loads(read_small(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({reason(error)}): {remedy}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object: {remedy}")
+    return value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write instead of this one: whoever reads sees the old one or the new one. Raises `OSError`."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield scratch
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)

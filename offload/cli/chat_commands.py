@@ -1,0 +1,112 @@
+"""Commands of a conversation: whatever begins with a slash and is no question."""
+
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from offload.cli.console import turn_line
+from offload.cli.sampling_choice import sampling_words
+from offload.config import format_bytes
+from offload.engine.chat import Chat
+from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
+
+LEAVE = ("/bye", "/exit", "/quit")
+_HELP = """\
+/help            this list
+/clear           begin anew, with the system prompt alone
+/system TEXT     tell the model this before the first question; without TEXT: what it is told
+/save FILE       keep the conversation, with all that was computed for it
+/load FILE       go on with a conversation that was kept
+/retry           another answer to the last question
+/undo            forget the last question and its answer
+/set NAME VALUE  temperature, top-p, top-k, seed, max-tokens or stop; alone: what is set
+/stats           figures of the last answer
+/bye             leave, as do /exit, /quit and Ctrl-D
+\"""             begins and ends a question of several lines; a pasted one needs no quotes"""
+_SAMPLING = {"temperature": float, "top-p": float, "top-k": int, "seed": int}
+_NAMES = ", ".join([*_SAMPLING, "max-tokens", "stop"])
+
+
+class ChatCommands:
+    """What can be done to a conversation but to ask."""
+
+    def __init__(self, chat: Chat, plan: MemoryPlan) -> None:
+        self._chat, self._plan = chat, plan
+        self._table: dict[str, Callable[[str], Any]] = {
+            "/help": lambda _: self._say(_HELP),
+            "/clear": lambda _: chat.clear(),
+            "/system": self._system,
+            "/save": lambda name: chat.save(_file(name)),
+            "/load": lambda name: chat.load(_file(name)),
+            "/retry": lambda _: chat.retry(),
+            "/undo": lambda _: self._say(f"forgotten: {chat.undo()}"),
+            "/set": self._set,
+            "/stats": lambda _: self._stats(),
+        }
+
+    def obey(self, command: str, text: str) -> Generator[str, None, None] | None:
+        """Do it; returns the answer where there is going to be one. Raises `UserError` for what is no command."""
+        if command not in self._table:
+            known = " ".join([*self._table, LEAVE[0]])
+            raise UserError(
+                f"commands are {known}, got {command}: a question that begins with / needs a space before it"
+            )
+        pieces: Generator[str, None, None] | None = self._table[command](text)
+        return pieces
+
+    def _say(self, lines: str) -> None:
+        print(lines, file=sys.stderr)
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._chat.system = text
+        else:
+            self._say(self._chat.system or "no system prompt")
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        name = name.lower().replace("_", "-")
+        name, value = {"temp": "temperature", "n": "max-tokens"}.get(name, name), value.strip()
+        if name == "stop":
+            self._chat.stop = value or None
+        elif name == "max-tokens":
+            self._chat.max_new_tokens = _number(name, int, value, least=1)
+        elif name in _SAMPLING:
+            changed: Any = {name.replace("-", "_"): _number(name, _SAMPLING[name], value)}
+            self._chat.sampling = replace(self._chat.sampling, **changed)
+        elif name:
+            raise UserError(f"/set knows {_NAMES}, got {name}: try /set temperature 0.7")
+        chat = self._chat
+        length = f"at most {chat.max_new_tokens} tokens" if chat.max_new_tokens else "as long as there is room"
+        stop = f", stop {chat.stop!r}" if chat.stop else ""
+        self._say(f"{sampling_words(chat.sampling)}, seed {chat.sampling.seed}; {length}{stop}")
+
+    def _stats(self) -> None:
+        if self._chat.turn is None:
+            raise UserError("nothing was answered yet: ask something first")
+        result = self._chat.turn.result()
+        num_used = result.stats.num_prompt_tokens + result.stats.num_new_tokens
+        peak, budget = format_bytes(result.stats.peak_rss_bytes), format_bytes(self._plan.ram_bytes)
+        used = f"{num_used} of {self._plan.context} positions used"
+        self._say(f"{turn_line(result.stats, result.finish_reason)}\n{used}; peak memory {peak}, budget {budget}")
+
+
+def _file(name: str) -> Path:
+    if not name:
+        raise UserError("a file is needed, got none: name one, such as talk.session")
+    return Path(name).expanduser()
+
+
+def _number(name: str, kind: type, value: str, *, least: float = float("-inf")) -> Any:
+    try:
+        number = kind(value)
+    except ValueError:
+        number = None
+    if number is None or number < least:
+        what = "a whole number" if kind is int else "a number"
+        above = f" of at least {least}" if least > 0 else ""
+        raise UserError(f"{name} must be {what}{above}, got {value!r}: try /set {name} {1 if kind is int else 0.7}")
+    return number

@@ -1,0 +1,125 @@
+"""What is typed or piped into a conversation: questions of one line or several, and commands.
+
+A block between two lots of three quotes is one question, and so is what was pasted: terminals that bracket a paste say
+so, of the others whatever waits already when a line ends belongs to it.
+"""
+
+import os
+import select
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.cli.prompt_input import decode
+from offload.errors import UserError
+from offload.planning.profile import cache_folder
+
+_QUOTES = '"""'
+_TAKE_BLOCKS = ("", "/system")
+_PASTE_PAUSE_S = 0.05  # between two lines of a paste; nobody types that fast
+_NUM_REMEMBERED = 1000
+
+
+class Entry(NamedTuple):
+    """One question, or one command."""
+
+    command: str  # `/set`; empty for a question
+    text: str
+
+
+class ChatInput:
+    """Reads entries from standard input. At a terminal lines can be edited, and those of earlier days called back."""
+
+    def __init__(self, hint: str) -> None:
+        self._hint, self._is_typed, self._has_ended = hint, sys.stdin.isatty(), False
+        self._asks = self._is_typed and sys.stdout.isatty()
+        self._readline: Any = import_module("readline") if self._is_typed and find_spec("readline") else None
+
+    def __enter__(self) -> "ChatInput":
+        if self._readline is not None:
+            if "libedit" not in (self._readline.__doc__ or "") and os.environ.get("TERM", "dumb") != "dumb":
+                self._readline.parse_and_bind("set enable-bracketed-paste on")
+            with suppress(OSError):  # none yet
+                self._readline.read_history_file(_history())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._readline is not None:
+            self._readline.set_history_length(_NUM_REMEMBERED)
+            with suppress(OSError):  # a folder that cannot be written to ends no conversation
+                _history().parent.mkdir(parents=True, exist_ok=True)
+                self._readline.write_history_file(_history())
+
+    def read(self) -> Entry | None:
+        """The next entry, or None where there are no more. Raises `UserError` for what is no UTF-8."""
+        try:
+            line = self._line("> ")
+            if line is None:
+                return None
+            command, quotes, rest = line.partition(_QUOTES)
+            if quotes and command.strip() in _TAKE_BLOCKS:
+                return Entry(command.strip(), self._block(rest))
+        except KeyboardInterrupt:
+            print(f"\n{self._hint}", file=sys.stderr)
+            return Entry("", "")
+        if not line.startswith("/") or "\n" in line:
+            return Entry("", line)
+        command, _, rest = line.strip().partition(" ")
+        return Entry(command, rest.strip())
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Meanwhile what is typed is not shown; it is kept for the next question."""
+        if not self._is_typed:
+            yield
+            return
+        before = termios.tcgetattr(sys.stdin)
+        quiet = [*before]
+        quiet[3] &= ~termios.ECHO
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+    def _block(self, first: str) -> str:
+        """What lies between the quotes, the first of which were just read; the end of the input closes them as well."""
+        lines = [first]
+        while not lines[-1].rstrip().endswith(_QUOTES) and (line := self._line("... ")) is not None:
+            lines.append(line)
+        return "\n".join(lines).rstrip().removesuffix(_QUOTES).strip("\n")
+
+    def _line(self, prompt: str) -> str | None:
+        if not self._is_typed:
+            raw = sys.stdin.buffer.readline()
+            return decode(raw, "standard input").rstrip("\n") if raw else None
+        lines: list[str] = []
+        try:
+            while not lines or self._waits():
+                lines.append(self._typed_line(prompt if not lines else "... "))
+        except EOFError:
+            self._has_ended = True
+            if not lines:
+                print()
+                return None
+        return "\n".join(lines).rstrip("\n")
+
+    def _waits(self) -> bool:
+        return not self._has_ended and bool(select.select([sys.stdin], [], [], _PASTE_PAUSE_S)[0])
+
+    def _typed_line(self, prompt: str) -> str:
+        if self._has_ended:
+            raise EOFError
+        try:
+            return decode(os.fsencode(input(prompt if self._asks else "")), "the line")
+        except UnicodeDecodeError:
+            raise UserError("a line must be UTF-8: set the terminal to it") from None
+
+
+def _history() -> Path:
+    return cache_folder() / "chat-history"

@@ -1,0 +1,121 @@
+"""torch and transformers, imported without what no decoder needs of them, and what they say as lines of our own.
+
+Importing them is most of a command's start, and half of that is torch's compiler and parts for many machines: named in
+decorators and type checks of functions that are never called here. Only the command line does this, whose process is
+its own. `python -X importtime -m offload generate ...` tells what is left.
+"""
+
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from offload.cli.console import Console
+from offload.machine import has_cuda_driver
+
+# Used where they are installed: by losses, by candidates of assisted generation, by pictures and by quantisers.
+_UNUSED = ("scipy", "sklearn", "torchvision", "torchao")
+_COMPILER = "torch._dynamo"
+# The last two are what every model class and every tokenizer of transformers imports.
+_PARTS = ("offload.engine.load", "transformers.modeling_layers", "transformers.tokenization_utils_tokenizers")
+
+
+@contextmanager
+def libraries(console: Console) -> Iterator[None]:
+    """Import what computes, while somebody waits; meanwhile and afterwards their warnings are lines of the console."""
+    console.wait("importing torch and transformers")
+    with _heard(console.say):
+        if "torch" not in sys.modules:
+            _import()
+            _hear("transformers", console.say)
+        yield
+
+
+class _NoCompiler(ModuleType):
+    """Decorators of torch's compiler that leave a function alone; whatever else is asked for is the compiler's own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("allow_in_graph", "assume_constant_result"):
+            return lambda function: function
+        if name == "disable":
+            return lambda function=None, *_, **__: function or (lambda later: later)
+        if name.startswith("__"):  # what the machinery of imports asks every module for
+            raise AttributeError(name)
+        sys.modules.pop(_COMPILER, None)
+        return getattr(importlib.import_module(_COMPILER), name)
+
+
+def _import() -> None:
+    """Import quickly; Ctrl-C ends the program at once: there is nothing to keep, and much that could swallow it."""
+    before = signal.getsignal(signal.SIGINT)
+    if before not in (signal.SIG_IGN, None):
+        signal.signal(signal.SIGINT, _leave)
+    gc.disable()  # all that is made now stays: looking for waste takes a fifth of the time, and a second at the end
+    try:
+        _import_parts()
+    finally:
+        gc.enable()
+        gc.freeze()
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+def _import_parts() -> None:
+    needs_triton = has_cuda_driver() or "TRITON_INTERPRET" in os.environ
+    absent = [name for name in (*_UNUSED, *(() if needs_triton else ("triton",))) if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # None is what makes an import fail
+    try:
+        torch = importlib.import_module("torch")
+        compiler = _NoCompiler(_COMPILER)
+        compiler.__path__ = [os.path.join(torch.__path__[0], "_dynamo")]  # from where its own modules are taken
+        sys.modules.setdefault(_COMPILER, compiler)  # and stays: any product on the meta device asks for it
+        # As on systems where torch comes without it; for as long as the process lives, because modules that are
+        # imported later must find what they expect in those that are imported now.
+        torch.distributed.is_available = lambda: False
+        for name in _PARTS:
+            importlib.import_module(name)
+    finally:
+        for name in absent:
+            sys.modules.pop(name, None)
+
+
+def _leave(*_: object) -> None:
+    """Without a way back through code that would take the interruption for an error of its own."""
+    os.write(2, b"\r\x1b[Koffload: interrupted\n" if os.isatty(2) else b"offload: interrupted\n")
+    os._exit(128 + signal.SIGINT)
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str, object], None]:
+    """Say each message once, in one line, behind where it comes from."""
+    said = set[str]()
+
+    def tell(origin: str, message: object) -> None:
+        line = " ".join(f"{origin}: {message}".split())
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return tell
+
+
+def _hear(library: str, say: Callable[[str], None]) -> None:
+    """Instead of writing to stderr itself; how much it says is for its own settings."""
+    handler, tell = logging.Handler(), _once(say)
+    handler.emit = lambda record: tell(library, record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(library).handlers[:] = [handler]
+
+
+@contextmanager
+def _heard(say: Callable[[str], None]) -> Iterator[None]:
+    """Warnings of Python as lines, too."""
+    tell = _once(say)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, category, *_, **__: tell(category.__name__, message)
+        yield

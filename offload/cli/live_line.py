@@ -1,0 +1,180 @@
+"""One line that lives at the bottom of a terminal while text is streamed above it.
+
+Text goes to stdout and the line to stderr, and both may be the same terminal. Where text stands in mid-line, the line
+lies in the row below, and the cursor goes back to where text goes on. A thread of its own keeps the line moving, for an
+import or a large read tells nothing of itself. Invariant: no byte of the line is on the screen while text is written;
+what cannot be drawn over (`TERM=dumb`, a file, a pipe) gets a plain line now and then instead.
+"""
+
+import os
+import shutil
+import sys
+import textwrap
+import threading
+import unicodedata
+from io import UnsupportedOperation
+from typing import TextIO
+
+from offload.cli.progress import Phase, Writing
+
+_TICK_S, _DUMB_S, _FILE_S = 0.25, 5.0, 30.0  # between two lines on a terminal, on one that cannot redraw, in a file
+_LEAVE_ROOM, _UP = "\x1bD\x1b[A", "\x1b[A"  # for one row below, scrolling if need be; the column stays
+_SAVE_CURSOR, _RESTORE_CURSOR, _CLEAR_ROW, _CLEAR_BELOW = "\x1b7", "\x1b8", "\x1b[K", "\x1b[J"
+
+
+class LiveLine:
+    """Shows how far something is; `write` is for text on stdout, `hide` comes before anything else on stderr."""
+
+    def __init__(self, *, is_off: bool) -> None:
+        self._is_off, self._stream = is_off, sys.stderr
+        is_terminal = not is_off and self._stream.isatty()
+        self._redraws = is_terminal and os.environ.get("TERM", "dumb") != "dumb"
+        self._pause_s = _TICK_S if self._redraws else _DUMB_S if is_terminal else _FILE_S
+        self._is_shared = not is_off and _is_same_file(sys.stdout, self._stream)
+        self._begins_at_once = is_terminal
+        self._lock, self._has_ended = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._progress: Phase | Writing | None = None
+        self._column, self._is_drawn, self._has_wrapped = 0, False, False
+        self.num_written = 0
+
+    def show(self, progress: Phase | Writing) -> None:
+        """From now on the line tells of this."""
+        if self._is_off:
+            return
+        with self._lock:
+            self._progress = progress
+            if self._redraws or self._begins_at_once:
+                self._draw()
+        self._begins_at_once = False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep_moving, name="offload-line", daemon=True)
+            self._thread.start()
+
+    def write(self, text: str) -> None:
+        """Print a piece of text on stdout, and draw the line anew."""
+        if not text:
+            return
+        with self._lock:
+            self._erase()
+            up = _UP if self._has_wrapped and text.startswith("\n") else ""
+            self.num_written += len(text)  # before the writing, because Ctrl-C strikes right after it
+            sys.stdout.write(up + text)
+            if self._is_shared:
+                self._follow(text)
+            sys.stdout.flush()
+            if self._redraws:
+                self._draw()
+
+    def hide(self) -> None:
+        """Take the line away until something else is shown."""
+        with self._lock:
+            self._erase()
+            self._progress = None
+
+    def close(self) -> None:
+        """Take it away, and its thread; what is shown later begins another one."""
+        self.hide()
+        if self._thread is not None:
+            self._has_ended.set()
+            self._thread.join()
+            self._thread = None
+            self._has_ended.clear()
+
+    def _keep_moving(self) -> None:
+        try:
+            while not self._has_ended.wait(self._pause_s):
+                with self._lock:
+                    self._draw()
+        except (OSError, ValueError):  # nobody looks any more, which whoever writes text will find out by itself
+            return
+
+    def _draw(self) -> None:
+        if self._progress is None:
+            return
+        width = columns(self._stream)
+        line = _fitting(self._progress.parts(), width - 1)
+        if not self._redraws:
+            line = "" if self._column else f"{line}\n"
+        elif self._column:
+            line = f"{_LEAVE_ROOM}{_SAVE_CURSOR}\n\r{line}{_CLEAR_ROW}{_RESTORE_CURSOR}"
+        else:
+            line = f"\r{line}{_CLEAR_ROW}"
+        self._stream.write(line)
+        self._stream.flush()
+        self._is_drawn = self._redraws
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._stream.write(_CLEAR_BELOW if self._column else f"\r{_CLEAR_BELOW}")
+            self._stream.flush()
+        self._is_drawn = False
+
+    def _follow(self, text: str) -> None:
+        """Know the column where text has left the cursor.
+
+        Behind the last one terminals differ in what they do next, so the row is ended there by a blank that goes.
+        """
+        width = columns(self._stream)
+        self._column = column_after(text, self._column, width)
+        self._has_wrapped = self._redraws and self._column >= width
+        if self._has_wrapped:
+            sys.stdout.write(" \r")
+            self._column = 0
+
+
+def columns(stream: TextIO) -> int:
+    """The width of the terminal behind a stream; 80 where it has none, or says nothing."""
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        width = 0
+    return width or shutil.get_terminal_size().columns
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """Lines broken between words where a terminal is narrower; for a file or a pipe they stay whole."""
+    if not stream.isatty():
+        return text
+    width, lines = columns(stream), list[str]()
+    for line in text.split("\n"):
+        indent = " " * (2 + len(line) - len(line.lstrip()))
+        how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, width, **how) or [""]  # type: ignore[arg-type]
+    return "\n".join(lines)
+
+
+def column_after(text: str, column: int, width: int) -> int:
+    """Where a terminal's cursor stands after a text; `width` says that the row is full."""
+    for char in text:
+        if char in "\r\n":
+            column = 0
+        elif char == "\t":
+            column = min(column // 8 * 8 + 8, width - 1)
+        else:
+            cells = _cells(char)
+            column = cells if column + cells > width else column + cells
+    return column
+
+
+def _cells(char: str) -> int:
+    if unicodedata.category(char) in ("Cc", "Cf", "Me", "Mn"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def _fitting(parts: list[str], width: int) -> str:
+    """As many as fit, and of the first as much as does."""
+    line = parts[0][:width]
+    for part in parts[1:]:
+        if len(line) + len(part) + 2 > width:
+            break
+        line += f", {part}"
+    return line
+
+
+def _is_same_file(one: TextIO, other: TextIO) -> bool:
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except (OSError, UnsupportedOperation):  # of a stream in memory
+        return False

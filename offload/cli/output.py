@@ -1,0 +1,20 @@
+"""Standard output that fails: whose fault it was, and how to leave without a word more."""
+
+import os
+import sys
+from typing import NoReturn
+
+
+def is_stuck() -> bool:
+    """Whether what was printed still cannot be written: then it was that which failed, and no other file."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def leave(code: int) -> NoReturn:
+    """Whoever reads our text has seen enough or has no room; the interpreter must not try to write more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)

@@ -1,0 +1,85 @@
+"""Defaults of one's own: a file, and environment variables before it, stand in for flags that are not given.
+
+The file is a TOML file of flag names, `ram = "8GiB"`; those in a table, `[chat]`, are for that command alone and come
+first. What holds for all commands, as every variable does, holds for those that take a model; the demo brings its own.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.checkpoint.small_files import read_small
+from offload.errors import UserError, reason
+
+_EACH_TIME = ("prompt", "file", "help")  # said anew in every call
+
+
+class OwnDefaults(NamedTuple):
+    """What was found."""
+
+    by_command: dict[str, dict[str, Any]]  # as a context takes it: {command: {parameter: value}}
+    sources: dict[str, str]  # {flag: the variable or file that sets it}
+
+    def blame(self, message: str, given: list[str]) -> str:
+        """An error's line, with where its flag was set if not in `given`, the arguments of the command line."""
+        for flag, source in self.sources.items():
+            if re.search(rf"{flag}(?![\w-])", message) and not any(one.partition("=")[0] == flag for one in given):
+                return f"{message} ({flag} is set by {source})"
+        return message
+
+
+def own_defaults(commands: Mapping[str, Any]) -> OwnDefaults:
+    """What file and environment say about these commands. Raises `UserError` for a key that is no flag of theirs."""
+    flags = {name: _flags(command) for name, command in commands.items()}
+    shared = {name: known for name, known in flags.items() if "model" in known}
+    path, found = config_file(), OwnDefaults({name: {} for name in flags}, {})
+    told = _read(path) if path else {}
+    tables = {name: told.pop(name) for name in flags if isinstance(told.get(name), dict)}
+    for scope, entries in [(shared, told), *(({name: flags[name]}, table) for name, table in tables.items())]:
+        for key, value in entries.items():
+            _set(found, scope, key, value, str(path))
+    for flag in {flag for known in shared.values() for flag in known}:
+        variable = f"OFFLOAD_{flag.upper().replace('-', '_')}"
+        if variable in os.environ:
+            _set(found, shared, flag, os.environ[variable], variable)
+    return found
+
+
+def config_file() -> Path | None:
+    """Where the file is looked for; None where there is no home."""
+    folder = os.environ.get("XDG_CONFIG_HOME")
+    try:
+        return Path(folder or Path.home() / ".config") / "offload" / "config.toml"
+    except RuntimeError:
+        return None
+
+
+def _flags(command: Any) -> dict[str, str]:
+    """The parameter behind every flag, by the flag's first long name without its dashes."""
+    long = {param.name: [name for name in param.opts if name.startswith("--")] for param in command.params}
+    return {names[0][2:]: param for param, names in long.items() if names and param not in _EACH_TIME}
+
+
+def _set(found: OwnDefaults, scope: Mapping[str, dict[str, str]], key: str, value: Any, source: str) -> None:
+    """One setting for the commands of `scope` that know it; an empty one takes back what the file says."""
+    if isinstance(value, dict) or not any(key in known for known in scope.values()):
+        known = ", ".join(sorted({flag for flags in scope.values() for flag in flags}))
+        raise UserError(f"{source} sets {key!r}, which is no flag: take it out, or name one of {known}")
+    for name, flags in scope.items():
+        if key in flags:
+            found.by_command[name].pop(flags[key], None)
+            found.by_command[name].update({flags[key]: value} if value != "" else {})
+    found.sources.pop(f"--{key}", None)
+    found.sources.update({f"--{key}": source} if value != "" else {})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_small(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:  # among them what is no UTF-8 or no TOML
+        raise UserError(f"cannot read {path} ({reason(error)}): mend it or move it away") from None

@@ -1,0 +1,156 @@
+"""What `offload plan` prints: first whether it runs and how fast, then with `-v` where every byte and second goes."""
+
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from offload.config import format_bytes
+from offload.memory.plan import MemoryPlan, Tier
+
+if TYPE_CHECKING:  # they bring numpy along
+    from offload.calibration.estimate import Estimate, ModelFacts
+    from offload.planning.cost_model import Prediction
+
+_gb = partial(format_bytes, is_decimal=True)
+_BAR_WIDTH, _LINE_WIDTH, _LABEL_WIDTH = 32, 79, 10
+
+
+def answer_lines(found: "Estimate", *, is_verbose: bool = False) -> str:
+    """Seconds per token as the headline, and what it rests on, label by label; all terms where they are asked for."""
+    rows = [
+        ("model", _model_words(found.models[0])),
+        *(("draft", f"{_model_words(draft)}, stays {_where(found.plan)}") for draft in found.models[1:]),
+        ("machine", _machine_words(found)),
+        ("layers", _layers_words(found.plan)),
+        *([("a sweep", _sweep_words(found))] if found.plan.streamed_bytes else []),
+        *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
+        *(("note", note) for note in found.notes),
+    ]
+    lines = [_headline(found), "", *(_wrapped(*row) for row in rows)]
+    if is_verbose:
+        lines += ["", plan_picture(found.plan), *_table(found.predictions)]
+    return "\n".join(lines)
+
+
+def _headline(found: "Estimate") -> str:
+    if found.is_link_alone and not found.plan.streamed_bytes:
+        return f"It runs, and all of it stays {_where(found.plan)}: computing alone decides how fast."
+    if not found.predictions:
+        return "It runs. How fast is not known yet."
+    best, plain = found.predictions[-1], found.predictions[0]
+    low, high = map(_seconds, best.s_per_token_range)
+    without = f" ({_seconds(plain.s_per_token)} without a draft)" if best is not plain else ""
+    least = "at least " if found.is_link_alone else ""
+    return f"It runs: {least}{low if low == high else f'{low} to {high}'} seconds per token{without}."
+
+
+def _where(plan: MemoryPlan) -> str:
+    return "in memory" if plan.gpu_bytes is None else "on the GPU"
+
+
+def _seconds(seconds: float) -> str:
+    """Two digits, or whole seconds."""
+    return f"{seconds:.0f}" if seconds >= 9.95 else f"{seconds:.2g}" if seconds >= 0.1 else f"{seconds:.2f}"
+
+
+def _model_words(model: "ModelFacts") -> str:
+    return f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} as stored"
+
+
+def _machine_words(found: "Estimate") -> str:
+    plan, hardware = found.plan, found.hardware
+    parts = [f"{format_bytes(plan.gpu_bytes)} on the GPU"] if plan.gpu_bytes else []
+    parts.append(f"{format_bytes(plan.ram_bytes)} of memory")
+    if hardware and hardware.gpu_bytes:
+        parts.append(f"{_gb(hardware.feed_bytes_per_s)}/s to the GPU")
+    disk = hardware.disk_bytes_per_s if hardware else None if plan.gpu_bytes else found.link_bytes_per_s
+    if disk:
+        parts.append(f"a disk of {_gb(disk)}/s{', measured just now' if found.is_measured else ''}")
+    return (f"{hardware.name}: " if hardware else "") + ", ".join(parts)
+
+
+def _layers_words(plan: MemoryPlan) -> str:
+    if not plan.streamed_bytes:
+        return f"all {len(plan.tier_L)} stay {_where(plan)}"
+    others = [(plan.num_layers_in(Tier.HOST), "memory"), (plan.num_layers_in(Tier.DISK), "the disk")]
+    come = " and ".join(f"{count} come from {place}" for count, place in others if count)
+    return f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}, {come} in every sweep"
+
+
+def _sweep_words(found: "Estimate") -> str:
+    plan = found.plan
+    words = f"one pass over the weights moves {_gb(plan.streamed_bytes)}"
+    if plan.host_bytes and plan.disk_streamed_bytes:
+        words += f", {_gb(plan.disk_streamed_bytes)} of it from the disk"
+    if found.sweep_s is None:
+        return words
+    limit = found.predictions[-1].step.limit
+    limit = "disk" if limit == "link" and plan.gpu_bytes is None else limit
+    decides = "computing is not counted" if found.is_link_alone else _LIMITS[limit]
+    return f"{words}: {_seconds(found.sweep_s)} s; {decides}"
+
+
+_LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the limit",
+           "compute": "computing is the limit", "draft": "drafting is the limit"}  # fmt: skip
+
+
+def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
+    best = found.predictions[-1]
+    low, high = (f"{tokens:.1f}" for tokens in best.tokens_range)
+    basis = found.basis if is_verbose else found.basis.partition(";")[0]
+    return f"{low if low == high else f'{low} to {high}'} a sweep with the tree {best.label}: {basis}"
+
+
+def _wrapped(label: str, words: str) -> str:
+    indent = " " * (_LABEL_WIDTH + 2)
+    first = f"  {label:<{_LABEL_WIDTH}}"
+    return textwrap.fill(words, _LINE_WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False)
+
+
+def _table(predictions: Sequence["Prediction"]) -> list[str]:
+    """What decoding is expected to take, term by term."""
+    columns = f"{'tokens':>7} {'drafting s':>10} {'link left s':>11} {'computing s':>11} {'s/token':>8}  limit"
+    return [f"{'':>19} {columns}", *map(_row, predictions)] if predictions else []
+
+
+def _row(one: "Prediction") -> str:
+    step = one.step
+    terms = f"{one.tokens_per_sweep:>7.2f} {step.draft_s:>10.3f} {step.link_s:>11.3f} {step.compute_s:>11.3f}"
+    return f"{one.label:>19} {terms} {one.s_per_token:>8.3f}  {step.limit}"
+
+
+def plan_picture(plan: MemoryPlan) -> str:
+    """One row per use of memory: bytes and a bar in proportion to the budget; first a GPU, then its host."""
+    num_streamed = len(plan.layer_bytes) - plan.num_resident
+    computing = [
+        (f"{plan.num_resident} resident layers", plan.resident_bytes),
+        (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
+        ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
+        ("draft with its cache", plan.draft_bytes),
+        ("distributions of the draft's guesses", plan.distribution_bytes),
+        (f"keys and values, {plan.context} positions", plan.kv_bytes),
+        (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
+    ]
+    if plan.gpu_bytes is None:
+        return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes)
+    num_disk = plan.num_layers_in(Tier.DISK)
+    feeding = [
+        (f"{plan.num_layers_in(Tier.HOST)} layers in pinned memory", plan.host_bytes),
+        (f"{plan.num_host_slots} slots for {num_disk} layers from disk", plan.num_host_slots * plan.slot_bytes),
+        ("embeddings", plan.table_bytes),
+        ("loading", plan.staging_bytes),
+        ("program and driver", plan.runtime_bytes),
+    ]
+    device = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes)
+    return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes)}"
+
+
+def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
+    rows = [*rows, ("free", max(0, budget_bytes - sum(size for _, size in rows)))]
+    return "\n".join(_picture_row(label, size, budget_bytes) for label, size in rows if size)
+
+
+def _picture_row(label: str, size_bytes: int, budget_bytes: int) -> str:
+    cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
+    return f"  {label:<34} {format_bytes(size_bytes):>9}  {'█' * min(cells, _BAR_WIDTH)}"

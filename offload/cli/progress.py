@@ -1,0 +1,106 @@
+"""How far something is, as the parts of one line: the most telling first, because a narrow terminal shows no more."""
+
+import time
+from dataclasses import dataclass, field
+
+from offload.config import format_bytes
+from offload.stats import Stats
+
+_QUIET_S = 1.0  # what is over sooner needs no clock
+_TELLING_SHARE = 0.02  # of the work, from which on the rest can be foretold
+
+
+@dataclass
+class Phase:
+    """Something under way, of which a share may be known to be done."""
+
+    label: str
+    done: float = 0
+    total: float = 0  # 0 where nobody knows how much there is
+    is_in_bytes: bool = False
+    is_decimal: bool = False
+    num_layers: int = 0  # that have run meanwhile
+    started_s: float = field(default_factory=time.monotonic)
+    reached_s: float = 0.0  # when so much was done, counted from the start
+
+    def reach(self, done: float, total: float) -> None:
+        """So much is done by now."""
+        self.done, self.total, self.reached_s = done, total, time.monotonic() - self.started_s
+
+    def parts(self) -> list[str]:
+        """Such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`."""
+        elapsed_s = time.monotonic() - self.started_s
+        layers = [f"{plural(self.num_layers, 'layer')} run"] if self.num_layers else []
+        clock = [duration(elapsed_s)] if elapsed_s >= _QUIET_S else []
+        if not self.total:
+            return [self.label, *clock, *layers]
+        share, left = self.done / self.total, clock
+        if clock and share >= _TELLING_SHARE:
+            left = [f"{duration(self.reached_s / share - elapsed_s)} left"]
+        return [f"{self.label}: {self._amount()}", *left, *layers]
+
+    def _amount(self) -> str:
+        if not self.is_in_bytes:
+            return f"{self.done:.0f} of {self.total:.0f}"
+        done, total = (format_bytes(size, is_decimal=self.is_decimal) for size in (self.done, self.total))
+        return f"{done.removesuffix(total[total.index(' ') :])} of {total}"
+
+
+@dataclass
+class Writing:
+    """A text that is being written, sweep by sweep."""
+
+    stats: Stats  # of the run, which goes on changing
+    layers_per_sweep: int
+    num_prompt_sweeps: int
+    max_new_tokens: int | None  # None where nobody set a limit
+    num_layers: int = 0  # that have run since it began
+    started_s: float = field(default_factory=time.monotonic)
+
+    def parts(self) -> list[str]:
+        """Such as `31 of 128 tokens`, `layer 12 of 80`, `1.31 tokens/s`, `1:14 left`, `4.1 a sweep`."""
+        elapsed_s, stats = time.monotonic() - self.started_s, self.stats
+        if not stats.num_first_tokens:
+            return self._prompt_parts(elapsed_s)
+        num_later = sum(stats.accepted_per_sweep)
+        num_done, num_run = stats.num_first_tokens + num_later, self.num_layers % self.layers_per_sweep
+        is_drafting = stats.tree_depth > 0 and not num_run
+        layer = "drafting" if is_drafting else f"layer {num_run} of {self.layers_per_sweep}"
+        if self.max_new_tokens is None:
+            written = plural(num_done, "token")
+        else:
+            written = f"{num_done} of {plural(self.max_new_tokens, 'token')}"
+        if not num_later or not stats.decode_s:
+            return [written, layer]
+        rate = num_later / stats.decode_s
+        speed = [f"{rate:.2f} tokens/s", *self._left(num_done, rate, elapsed_s)]
+        return [written, layer, *speed, f"{stats.tokens_per_sweep:.1f} a sweep"]
+
+    def _prompt_parts(self, elapsed_s: float) -> list[str]:
+        total = self.layers_per_sweep * self.num_prompt_sweeps
+        parts = ["reading the prompt", f"layer {self.num_layers} of {total}"]
+        if elapsed_s < _QUIET_S or not self.num_layers:
+            return parts
+        return [*parts, f"{duration((total - self.num_layers) * elapsed_s / self.num_layers)} left"]
+
+    def _left(self, num_done: int, rate: float, elapsed_s: float) -> list[str]:
+        """Until the limit, at the speed so far; the sweep under way has had some of that time."""
+        if self.max_new_tokens is None:
+            return []
+        since_s = elapsed_s - self.stats.ttft_s - self.stats.decode_s
+        return [f"{duration((self.max_new_tokens - num_done) / rate - max(0.0, since_s))} left"]
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 token`, `2 tokens`, `1,234 tokens`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """`7 s`, `1:05`, `2 h 05 min`: as exact as a person wants to know it, and never nothing."""
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02}"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"

@@ -1,0 +1,55 @@
+"""One text from a model: opened, continued where a session says so, written to stdout as it comes, accounted for."""
+
+import json
+from pathlib import Path
+
+from offload.cli.console import Console, Names, closing_lines
+from offload.cli.session_file import kept_text
+from offload.engine.generation import Run
+from offload.engine.load import open_decoder
+from offload.engine.request import Request
+from offload.errors import ReadError, UserError
+from offload.machine import rss_bytes
+from offload.planning.options import LoadOptions
+
+
+def write_text(
+    model: str, draft: str | None, options: LoadOptions, console: Console, request: Request, *,
+    note: str, session: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Load a model, and write what is asked for. Raises `UserError` and `ReadError`.
+
+    Args:
+        note: for the user, about the sampling.
+        session: the file that the text is kept in.
+    """
+    own_bytes, text = rss_bytes(), request.prompt or ""
+    assert isinstance(text, str), "as the command line has it"
+    request.check()  # also where a session brings the prompt
+    sampling, num_new, stop = request.sampling, request.max_new_tokens, request.stop
+    with (
+        open_decoder(model, draft, options, request, hooks=console.hooks) as decoder,
+        kept_text(decoder, session, text) as begun,
+    ):
+        continues = session is not None
+        run = decoder.run(begun, sampling, max_new_tokens=num_new, stop=stop, raw=request.raw, continues=continues)
+        console.open(Names.of(model, draft), decoder, run.tree_choice)
+        console.say(note)
+        console.follow(run, decoder.plan, num_new)
+        _write_run(run, console, own_bytes, as_json=as_json)
+
+
+def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -> None:
+    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
+    failure: BaseException | None = None
+    try:
+        for piece in run:
+            if not as_json:
+                console.text(piece)
+    except (KeyboardInterrupt, ReadError, UserError) as error:
+        failure = error
+    result = run.result()
+    console.text((json.dumps(result.as_dict()) if as_json else result.text[console.num_written :]) + "\n")
+    console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
+    if failure is not None:
+        raise failure

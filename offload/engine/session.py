@@ -1,0 +1,198 @@
+"""A text on disk: its tokens, with the keys and values that both models have computed for them.
+
+One safetensors file, written all or nothing. Invariant: keys and values are taken in only for the very weights and the
+type that they were computed with, and only where names, types, shapes and a checksum prove the file whole.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
+from offload.checkpoint.small_files import open_regular
+from offload.checkpoint.tensor_file import SUM, data_sum, write_tensors
+from offload.encoding.registry import PLAIN_OF
+from offload.engine.cache_pool import CachePool
+from offload.errors import UserError, reason
+from offload.model.kv_cache import KVCache
+from offload.planning.profile import fingerprint
+
+_FORMAT = "offload session, version 1"
+_TOLD = ("role", "content")
+_TOKENS, _PARTS, _KINDS = "tokens", ("target", "draft"), ("keys", "values")
+_AFRESH = "name another file, or delete it to begin anew"
+
+
+@dataclass(frozen=True)
+class Models:
+    """What keys and values depend on, and how many there may be."""
+
+    target: Checkpoint
+    draft: Checkpoint | None
+    dtype: str  # that is wished for
+    context: int
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Fingerprints of the weights, and the types; those of no draft are empty."""
+        pairs = zip(_PARTS, (self.target, self.draft), strict=True)
+        found = {part: (fingerprint(one), compute_dtype_name(one, self.dtype)) for part, one in pairs if one}
+        target, draft = found["target"], found.get("draft", ("", ""))
+        return {"target": target[0], "dtype": target[1], "draft": draft[0], "draft_dtype": draft[1]}
+
+    def can_use(self, part: str, notes: Mapping[str, str]) -> bool:
+        """Whether that part of a file with these notes is of the same weights in the same type."""
+        keys = ("target", "dtype") if part == "target" else ("draft", "draft_dtype")
+        return all(notes[key] == self.identity[key] for key in keys)
+
+
+class Session(NamedTuple):
+    """What a file holds beside keys and values."""
+
+    tokens: list[int]
+    messages: list[dict[str, str]] | None  # of a conversation; a plain text is none
+    num_turns: int  # of it so far
+
+
+def save_session(
+    path: Path, models: Models, pool: CachePool, messages: list[dict[str, str]] | None, num_turns: int
+) -> None:
+    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written."""
+    tokens, tensors = pool.tokens, {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
+    for part, cache in _caches(pool).items():
+        for index, pair in cache.states(len(tokens)).items():
+            tensors |= {_name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)}
+    told = {"messages": json.dumps(messages), "num_turns": str(num_turns)}
+    try:
+        write_tensors(path, {**models.identity, **told, "format": _FORMAT}, tensors)
+    except OSError as error:
+        raise UserError(f"cannot write the session to {path} ({error.strerror}): name another file") from None
+
+
+def load_session(path: Path, models: Models, pool: CachePool) -> Session:
+    """Fill the caches with what a file holds for them; of another draft nothing is taken. Raises `UserError`."""
+    with _opened(path) as file:
+        session = _checked(path, file, models)
+        if data_sum(path) != file.metadata()[SUM]:
+            raise _broken(path, "its checksum does not fit")
+        pool.take_back()
+        pool.caches.clear()
+        for part, cache in _caches(pool).items():
+            if models.can_use(part, file.metadata()):
+                kept = _kept_layers(file, part)
+                states = ((index, *(file.get_tensor(_name(part, kind, index)) for kind in _KINDS)) for index in kept)
+                cache.refill(states, _num_kept(file, part) if kept else 0)
+    pool.filled_for(session.tokens)
+    return session
+
+
+def check_session(path: Path, models: Models) -> Session:
+    """What a file holds, proved by its header to fit these models. Raises `UserError`; nothing is filled."""
+    with _opened(path) as file:
+        return _checked(path, file, models)
+
+
+def _checked(path: Path, file: Any, models: Models) -> Session:
+    notes = file.metadata() or {}
+    if notes.get("format") != _FORMAT:
+        raise UserError(f"{path} is no {_FORMAT}, but {notes.get('format', 'something else')}: {_AFRESH}")
+    for key, words in (("target", "weights"), ("dtype", "`dtype`")):
+        if notes.get(key) != models.identity[key]:
+            mine, other = (str(one.get(key))[:12] for one in (models.identity, notes))
+            raise UserError(f"{path} was computed with other {words} ({other}, not {mine}): {_AFRESH}")
+    try:
+        session = _contents(file, notes)
+        for part in _PARTS:
+            if models.can_use(part, notes):
+                _check_states(file, part, getattr(models, part), models.dtype, len(session.tokens))
+    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+        raise _broken(path, reason(error)) from None
+    if len(session.tokens) >= models.context:
+        raise UserError(
+            f"{path} has {len(session.tokens)} tokens, the context {models.context}: raise `context`, or {_AFRESH}"
+        )
+    return session
+
+
+def _contents(file: Any, notes: Mapping[str, str]) -> Session:
+    header = file.get_slice(_TOKENS)
+    _require(header.get_dtype() == "I64" and len(header.get_shape()) == 1, "tokens are a row of whole numbers")
+    messages = json.loads(notes["messages"])
+    _require(messages is None or isinstance(messages, list), "messages are a list")
+    are_texts = all(isinstance(one, dict) and {type(one[key]) for key in _TOLD} == {str} for one in messages or [])
+    _require(are_texts, "a message has a role and a content of text")
+    return Session(file.get_tensor(_TOKENS).tolist(), messages, int(notes["num_turns"]))
+
+
+def _check_states(file: Any, part: str, checkpoint: Checkpoint | None, dtype: str, num_tokens: int) -> None:
+    """Keys and values of every layer that has its own, of the shape that the config tells. Raises `ValueError`."""
+    kept = _kept_layers(file, part)
+    if checkpoint is None or not kept:
+        _require(not kept, f"{part} has keys and values, and there is none")
+        return
+    sizes, computed = config_sizes(checkpoint), PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
+    num_own = sizes["num_hidden_layers"] - (text_config(checkpoint).get("num_kv_shared_layers") or 0)
+    _require(kept == list(range(num_own)), f"{part} has {num_own} layers with keys and values, not {kept}")
+    num_kept, total_bytes = _num_kept(file, part), 0
+    num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
+    per_token_bytes = model_shape(checkpoint, dtype).kv_bytes_per_token
+    _require(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
+    is_uniform = per_token_bytes == 2 * num_own * num_heads * head_dim(sizes) * computed.align_bytes
+    for name in (_name(part, kind, index) for index in kept for kind in _KINDS):
+        header = file.get_slice(name)
+        shape, (_, heads, positions, head) = header.get_shape(), header.get_shape()
+        total_bytes += heads * head * computed.align_bytes
+        is_sound = header.get_dtype() == computed.name and (shape[0], positions) == (1, num_kept)
+        is_sound = is_sound and (not is_uniform or (heads, head) == (num_heads, head_dim(sizes)))
+        _require(is_sound, f"{name} has shape {shape} and type {header.get_dtype()}")
+    _require(total_bytes <= per_token_bytes, f"{part} has {total_bytes} bytes a token, not {per_token_bytes}")
+
+
+def _kept_layers(file: Any, part: str) -> list[int]:
+    """Layers with keys and values in the file, each with both. Raises `ValueError`."""
+    names = {name for name in file.keys() if name.startswith(f"{part}.")}  # noqa: SIM118
+    kept = sorted({int(name.rsplit(".", 1)[1]) for name in names})
+    _require(names == {_name(part, kind, index) for kind in _KINDS for index in kept}, f"names of {part} do not pair")
+    return kept
+
+
+def _num_kept(file: Any, part: str) -> int:
+    return int(file.get_slice(_name(part, "keys", 0)).get_shape()[2])
+
+
+def _caches(pool: CachePool) -> dict[str, KVCache]:
+    """Of both models; a drafter without one keeps nothing that would be worth a file."""
+    found = zip(_PARTS, pool.caches, strict=True)
+    return {part: cache for part, cache in found if isinstance(cache, KVCache)}
+
+
+def _name(part: str, kind: str, index: int) -> str:
+    return f"{part}.{kind}.{index}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with open_regular(path), safe_open(path, framework="pt") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"cannot read the session {path} ({error.strerror or error}): check the path") from None
+    except SafetensorError as error:
+        raise _broken(path, reason(error)) from None
+
+
+def _broken(path: Path, what: str) -> UserError:
+    return UserError(f"the session {path} is broken ({what}): {_AFRESH}")
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)

@@ -1,0 +1,53 @@
+"""What a model of any family weighs by its config.json alone: the headers that its checkpoint would have.
+
+The Llama-like ones are counted without torch. Of any other, the model that transformers would build is built without
+storage, and its parameters get the names and shapes that saving would give them. Invariant: no weights are needed.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from offload.checkpoint.hub import LLAMA_LIKE, checkpoint_of_config, config_alone, imagined, open_headers, stored_dtype
+from offload.checkpoint.safetensors import Checkpoint, read_config
+from offload.checkpoint.sizes import config_sizes
+from offload.config import require
+
+_MOST_MODULES, _MOST_NUMBERS = 4096, 1 << 28  # layers or experts to build, and any other size: beyond every model
+
+
+def describe(model: str) -> Checkpoint:
+    """A model as planning sees it: a folder, a hub id, or a config.json alone or in a folder. Raises `UserError`."""
+    path = config_alone(model)
+    if path is None:
+        return open_headers(model)
+    config = read_config(path)
+    kind = config.get("model_type")
+    return checkpoint_of_config(config, path) if kind in LLAMA_LIKE else _of_built_model(config, path)
+
+
+def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:
+    dtype, known = stored_dtype(config, path), Checkpoint(path.parent, config, (), {})
+    for key, value in config_sizes(known).items():
+        most = _MOST_MODULES if key == "num_hidden_layers" or "experts" in key else _MOST_NUMBERS
+        require(value < most, f"{path}: {key} must be a whole number below {most}", value, "fix it")
+    return imagined(config, path, _stored_tensors(known, dtype))
+
+
+def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of all tensors by the names that they have in a file."""
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from offload.model.meta import build_meta_model
+
+    with TemporaryDirectory() as scratch:  # the file itself may have any name, and stand beside files of other models
+        folder = Path(scratch) / (known.directory.name or "model")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(known.config))
+        model = build_meta_model(replace(known, directory=folder), getattr(torch, dtype))
+    own = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    stored = revert_weight_conversion(model, own)
+    return {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in stored.items()}

@@ -1,0 +1,274 @@
+"""Commands of a conversation and its session's file, as they are typed; sampling that the model suggests."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from reciting import SAID, TEMPLATE, at_sweep, interrupt
+from refusals import assert_refused
+from shell import Outcome, shell
+from tiny import FAMILIES, build, save, save_tokenizer
+
+from offload.cli.chat_commands import _HELP
+
+
+@pytest.fixture(scope="module")
+def babbler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model, which answers differently with every seed and every question."""
+    folder = save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("babbler"))
+    save_tokenizer(folder, chat_template=TEMPLATE)
+    return folder
+
+
+def chat(model: Path, stdin: str, *arguments: object, quiet: bool = True) -> Outcome:
+    flags = ("--ram", "1GiB", "--context", 384, "--threads", 1, *(["--quiet"] if quiet else []))
+    return shell("chat", "-m", model, *flags, *arguments, stdin=stdin.encode())
+
+
+def babble(model: Path, stdin: str, *arguments: object) -> str:
+    """Answers of eight tokens each."""
+    told = chat(model, stdin, "-n", 8, "--temp", 1, *arguments)
+    assert told.code == 0
+    return told.out
+
+
+def test_every_command_is_obeyed(letters: Path) -> None:
+    lines = [
+        "/help",
+        "/system Be.",
+        "/system",
+        "Say",
+        "/set",
+        "/set temp 0.5",
+        "/set max_tokens 2",
+        "Say",
+        "/stats",
+        "/undo",
+    ]
+    outcome = chat(letters, "\n".join([*lines, "/bye", "Say"]))
+    assert outcome.code == 0 and outcome.out == "Ok.\nOk\n"
+    told = outcome.err.splitlines()
+    assert "\n".join(told[: len(_HELP.splitlines())]) == _HELP
+    rest = told[len(_HELP.splitlines()) :]
+    assert rest[:3] == [
+        "Be.",
+        "greedy, seed 0; as long as there is room",
+        "temperature 0.5, seed 0; as long as there is room",
+    ]
+    assert rest[3] == "temperature 0.5, seed 0; at most 2 tokens" and rest[4].startswith("(2 tokens, cut off")
+    num_used = len("<system:Be.<user:Say<assistant:Ok.>" + "<user:Say<assistant:" + "Ok")
+    assert rest[5].startswith(f"{num_used} of 384 positions used; peak memory") and rest[6:] == ["forgotten: Say"]
+    for name in ("/help", "/clear", "/system", "/save", "/load", "/retry", "/undo", "/set", "/stats", "/bye"):
+        assert f"\n{name} " in f"\n{_HELP}"
+
+
+@pytest.mark.parametrize("leave", ["/bye", "/exit", "/quit"])
+def test_ways_to_leave(leave: str, letters: Path) -> None:
+    assert chat(letters, f"Say\n{leave}\nSay\n") == Outcome(0, "Ok.\n", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            "/regenerate",
+            "commands are /help /clear /system /save /load /retry /undo /set /stats /bye, got /regenerate: a",
+        ),
+        ("/", "got /: a question that begins with / needs a space before it"),
+        ("/set heat 3", "/set knows temperature, top-p, top-k, seed, max-tokens, stop, got heat: try"),
+        ("/set temperature hot", "temperature must be a number, got 'hot': try /set temperature 0.7"),
+        ("/set temperature -1", "must be 0 or more, got -1.0: 0 is greedy"),
+        ("/set top-k 0.5", "top-k must be a whole number, got '0.5': try /set top-k 1"),
+        ("/set max-tokens 0", "max-tokens must be a whole number of at least 1, got '0'"),
+        ("/set top-p", "top-p must be a number, got ''"),
+        ("/undo", "nothing was asked yet"),
+        ("/retry", "nothing was asked yet"),
+        ("/stats", "nothing was answered yet"),
+        ("/save", "a file is needed, got none: name one"),
+        ("/load nowhere", "cannot read the session nowhere"),
+        ("/save nowhere/at/all", "cannot write the session to nowhere/at/all (No such file or directory)"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_one_line_and_ends_nothing(command: str, words: str, letters: Path) -> None:
+    outcome = chat(letters, f"{command}\nSay")
+    assert outcome.code == 0 and outcome.out == "Ok.\n", "and no question for the model"
+    assert outcome.err.startswith("offload: ") and outcome.err.count("\n") == 1 and words in outcome.err
+
+
+def test_another_answer_is_another_draw_and_replaces_the_first(babbler: Path) -> None:
+    first, what = babble(babbler, "Say"), babble(babbler, "What?")
+    both, all_three = babble(babbler, "Say\n/retry"), babble(babbler, "Say\n/retry\nAnd?")
+    assert both.startswith(first) and all_three.startswith(both) and both[len(first) :] != first
+    undone = babble(babbler, "What?\n/undo\nSay\nAnd?")
+    assert undone == what + all_three[len(first) :], "each turn has the next seed, and what was undone left no trace"
+
+
+def test_a_stopped_answer_stays_and_can_be_tried_again(talker: Path) -> None:
+    with at_sweep(4, interrupt):
+        outcome = chat(talker, "Say\n/retry\n/undo\n/undo\n")
+    cut, whole = outcome.out.split("\n", 1)
+    assert whole == SAID + "\n" and cut and SAID.startswith(cut.rstrip("\ufffd"))
+    assert outcome.err.splitlines()[1].startswith("offload: nothing was asked yet")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_stop_strings_end_answers(talker: Path) -> None:
+    assert chat(talker, "Say\n", "--stop", "world", "--stop", "wör").out == " Hello \n"
+    assert chat(talker, "/set stop wör\nSay\n/set stop\nSay\n").out == " Hello \n" + SAID + "\n"
+    assert_refused(chat(talker, "Say\n", "--stop", ""), "--stop must not be empty")
+
+
+# Sessions
+
+
+def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    whole = chat(letters, "Say\nSay it\nAgain", "--system", "Be.", quiet=False)
+    first = chat(letters, "Say\nSay it", "--system", "Be.", "--session", path, quiet=False)
+    second = chat(letters, "Again", "--session", path, quiet=False)
+    assert first.out + second.out == whole.out == 3 * "Ok.\n"
+    assert f"going on with {path}: questions 2, the last one asked was 'Say it'" in second.err
+    read = [
+        [line.split("; ")[1] for line in told.err.splitlines() if " tokens read)" in line] for told in (whole, second)
+    ]
+    assert read[0][2] == read[1][0], "as little is read as without a break"
+    other = chat(
+        letters, "/save x\n/clear\nSay".replace("x", str(tmp_path / "copy")), "--session", path, "--system", "No."
+    )
+    assert other.code == 0
+    held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
+    assert held.err.splitlines()[:4] == ["No.", "forgotten: Again", "forgotten: Say it", "forgotten: Say"]
+    assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
+
+
+def test_the_draws_go_on_where_they_were(babbler: Path, tmp_path: Path) -> None:
+    first, second = (babble(babbler, question, "--session", tmp_path / "talk") for question in ("Say", "What"))
+    assert first + second == babble(babbler, "Say\nWhat\n")
+
+
+def test_what_is_said_is_kept_however_it_ends(talker: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    with at_sweep(4, lambda: (interrupt(), interrupt())):
+        assert chat(talker, "Say\n", "--session", path).code == 130
+    assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
+
+
+def generate(model: Path, *arguments: object, stdin: str = "") -> Outcome:
+    flags = ("--ram", "1GiB", "--context", 256, "--threads", 1, "--quiet")
+    return shell("generate", "-m", model, *flags, *arguments, stdin=stdin.encode())
+
+
+def test_a_text_is_kept_and_gone_on_with(ender: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    first = generate(ender, "-p", "Say:", "-n", 4, "--session", path)
+    second = generate(ender, "-n", 1, "--session", path)
+    told = json.loads(generate(ender, "--session", path, "--json").out)
+    assert first.out[:-1] + second.out[:-1] + told["text"] == SAID, "the newline is the shell's"
+    assert told["num_kept_tokens"] == told["num_prompt_tokens"] - 1 == len("Say:") + 4
+    assert_refused(generate(ender, "--session", path), "has come to its end: give a prompt")
+    again = json.loads(generate(ender, "-p", "Say:Say:", "--session", path, "--json").out)
+    assert again["text"] == SAID and again["num_kept_tokens"] == len("Say:"), "a prompt cache"
+
+
+def test_an_interrupted_text_is_kept(looper: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    whole = json.loads(generate(looper, "-p", "Say:", "-n", 20, "--json").out)["token_ids"]
+    with at_sweep(8, interrupt):
+        first = generate(looper, "-p", "Say:", "-n", 20, "--session", path, "--json")
+    assert first.code == 130
+    begun = json.loads(first.out)["token_ids"]
+    rest = json.loads(generate(looper, "-n", 20 - len(begun), "--session", path, "--json").out)
+    assert 0 < len(begun) < 20 and begun + rest["token_ids"] == whole and rest["num_kept_tokens"]
+
+
+def test_sessions_that_cannot_be_are_refused(ender: Path, letters: Path, looper: Path, tmp_path: Path) -> None:
+    path, talk = tmp_path / "text", tmp_path / "talk"
+    assert_refused(generate(ender, "-p", "x", "--session", tmp_path), "it is a folder", "name another file")
+    assert_refused(
+        generate(ender, "-p", "x", "--session", tmp_path / "no" / "text"), "is no folder that can be written"
+    )
+    assert_refused(generate(ender, "--session", path), "the prompt is empty")
+    assert generate(ender, "-p", "Say:", "-n", 1, "--session", path).code == 0
+    assert chat(letters, "Say", "--session", talk).code == 0
+    before = talk.read_bytes()
+    assert_refused(
+        generate(looper, "-p", "x", "--session", path), "computed with other weights", "delete it to begin anew"
+    )
+    assert_refused(generate(ender, "-p", "x", "--session", path, "--dtype", "float16"), "computed with other --dtype")
+    assert_refused(
+        generate(letters, "-p", "x", "--session", talk, "--context", 384), "holds a conversation", "offload chat"
+    )
+    path.write_bytes(b"\0" * 99)
+    assert_refused(generate(ender, "-p", "x", "--session", path), "is broken")
+    assert talk.read_bytes() == before and path.read_bytes() == b"\0" * 99
+
+
+# Sampling
+
+
+def suggesting(model: Path, folder: Path, **values: object) -> Path:
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def sampled(model: Path, *arguments: object) -> dict[str, object]:
+    outcome = generate(model, "-p", "x", "-n", 2, "--json", *arguments)
+    assert outcome.code == 0, outcome.err
+    return dict(json.loads(outcome.out)["sampling"])
+
+
+NONE = {"temperature": 0, "top_p": 1, "top_k": 0}
+
+
+def test_the_model_suggests_and_the_user_decides(looper: Path, tmp_path: Path) -> None:
+    suggested = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    model = suggesting(looper, tmp_path, do_sample=True, **suggested, top_h=None, eos_token_id=[])
+    assert sampled(model) == sampled(model, "--seed", 3) == suggested
+    assert sampled(model, "--greedy") == sampled(model, "--temp", 0) == sampled(model, "--greedy", "--temp", 1) == NONE
+    assert sampled(model, "--temp", 0.7) == {**NONE, "temperature": 0.7}, "nothing of it is the model's"
+    loud = shell("generate", "-m", model, "-p", "x", "-n", 2, "--ram", "1GiB", "--context", 64, "--threads", 1)
+    line = "sampling as the model suggests: temperature 0.6, top-p 0.9, top-k 20; --greedy for none"
+    assert line in loud.err.splitlines()
+    assert "model suggests:" not in shell("generate", "-m", model, "-p", "x", "-n", 2, "--ram", "1GiB", "--greedy").err
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({"temperature": 0.6}, NONE),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 7}, NONE),
+        ({"do_sample": True}, {**NONE, "temperature": 1}),
+        ({"do_sample": True, "temperature": None, "top_k": 50}, {**NONE, "temperature": 1, "top_k": 50}),
+    ],
+)
+def test_what_a_model_says_about_sampling(
+    values: dict[str, object], wanted: dict[str, object], looper: Path, tmp_path: Path
+) -> None:
+    assert sampled(suggesting(looper, tmp_path, **values)) == wanted
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": "hot"}, "--temp must be a number, got 'hot'; mend the file, or leave it out with --greedy"),
+        ({"temperature": -1}, "--temp must be 0 or more, got -1"),
+        ({"temperature": float("nan")}, "--temp must be 0 or more, got nan"),
+        ({"top_p": True}, "--top-p must be a number, got True"),
+        ({"top_p": 7}, "--top-p must lie in (0, 1], got 7"),
+        ({"top_k": 0.5}, "--top-k must be a number, got 0.5"),
+        ({"top_k": [1] * 99}, "--top-k must be a number"),
+    ],
+)
+def test_senseless_suggestions_are_refused(values: dict[str, object], words: str, looper: Path, tmp_path: Path) -> None:
+    assert_refused(
+        generate(suggesting(looper, tmp_path, do_sample=True, **values), "-p", "x"), words, "generation_config"
+    )
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_a_choice_among_tokens_that_are_not_drawn_is_refused(letters: Path) -> None:
+    assert_refused(chat(letters, "Say", "--top-p", 0.5), "choose among tokens that are drawn: give --temp as well")

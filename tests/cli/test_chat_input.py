@@ -1,0 +1,150 @@
+"""What is typed, pasted and piped into a conversation, at a terminal of its own and without any model."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from screen import Typist
+from shell import ROOT
+
+READS = """
+import sys, time
+from offload.cli.chat_input import ChatInput
+from offload.errors import UserError
+with ChatInput("HINT") as entries:
+    print("READY", flush=True)
+    while True:
+        try:
+            entry = entries.read()
+        except UserError as error:
+            print("REFUSED", error, flush=True)
+            continue
+        if entry is None:
+            break
+        print("GOT", repr(entry.command), repr(entry.text), flush=True)
+        if entry.text == "answer":
+            try:
+                with entries.silent():
+                    print("ANSWERING", flush=True)
+                    time.sleep(1.5)
+                    if entry.command == "/fail":
+                        raise UserError("failed")
+            except UserError as error:
+                print("REFUSED", error, flush=True)
+            print("DONE", flush=True)
+print("END", flush=True)
+"""
+
+
+def typist_at(term: str, folder: Path) -> Typist:
+    return Typist([sys.executable, "-c", READS], {"TERM": term, "XDG_CACHE_HOME": str(folder)})
+
+
+@pytest.fixture(params=["xterm", "dumb"])
+def typist(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Typist]:
+    typist = typist_at(request.param, tmp_path)
+    typist.sees("READY")
+    asks_for_brackets = "\x1b[?2004h" in typist.sees("> ")
+    assert asks_for_brackets == (request.param == "xterm"), "a dumb terminal would print that"
+    yield typist
+    typist.leaves()
+
+
+def piped(text: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", READS], input=text.encode(), capture_output=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
+    ).stdout.decode()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("Why?\n", "GOT '' 'Why?'"),
+        ('"""\none\n\n two\n"""\nnext', "GOT '' 'one\\n\\n two'\nGOT '' 'next'"),
+        ('"""one\ntwo"""\n', "GOT '' 'one\\ntwo'"),
+        ('"""one"""', "GOT '' 'one'"),
+        ('""""""', "GOT '' ''"),
+        ('"""\n/bye\n"""', "GOT '' '/bye'"),
+        ('"""\nnever closed', "GOT '' 'never closed'"),
+        ('What is """ for?\n', "GOT '' 'What is \"\"\" for?'"),
+        ('/system """\nBe brief.\nBe kind.\n"""', "GOT '/system' 'Be brief.\\nBe kind.'"),
+        ("/set  temperature 0.5 \n", "GOT '/set' 'temperature 0.5'"),
+        (" /etc/passwd?\n", "GOT '' ' /etc/passwd?'"),
+        ("", ""),
+    ],
+)
+def test_blocks_and_commands(text: str, wanted: str) -> None:
+    assert piped(text) == "\n".join(filter(None, ["READY", wanted, "END"])) + "\n"
+
+
+def test_a_block_is_typed_line_by_line(typist: Typist) -> None:
+    typist.types('"""\n')
+    typist.sees("... ")
+    typist.types("one\n")
+    typist.sees("... ")
+    typist.types('two"""\n')
+    typist.sees("GOT '' 'one\\ntwo'")
+
+
+def test_a_pasted_block_is_one_question(typist: Typist, request: pytest.FixtureRequest) -> None:
+    is_bracketed = "xterm" in request.node.name
+    typist.types("\x1b[200~one\r\rtwo\x1b[201~\r" if is_bracketed else "one\r\rtwo\r")
+    typist.sees("GOT '' 'one\\n\\ntwo'")
+    typist.sees("> ")
+    typist.types("three\r")
+    typist.sees("GOT '' 'three'")
+
+
+def test_what_is_typed_during_an_answer_is_not_shown_but_kept(typist: Typist) -> None:
+    typist.types("answer\n")
+    typist.sees("ANSWERING")
+    time.sleep(0.2)
+    assert not typist.echoes()
+    typist.types("ne")
+    time.sleep(0.2)
+    typist.types("xt\n")
+    shown = typist.sees("DONE")
+    assert "ne" not in shown and "xt" not in shown
+    typist.sees("GOT '' 'next'")
+
+
+def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist) -> None:
+    typist.types("/fail answer\n")
+    typist.sees("ANSWERING")
+    typist.sees("REFUSED failed")
+    typist.sees("> ")
+    typist.types("\x04")
+    typist.sees("END")
+    assert typist.running.wait(timeout=60) == 0 and typist.echoes()
+
+
+def test_the_end_of_input_ends_a_line_and_an_interrupt_a_block(typist: Typist) -> None:
+    typist.types('"""\n')
+    typist.sees("... ")
+    typist.types("half\n")
+    typist.sees("... ")
+    typist.running.send_signal(2)
+    typist.types("\n" if not typist.sees("HINT") else "")
+    typist.sees("GOT '' ''")
+    typist.sees("> ")
+    typist.types("whole\n\x04")
+    typist.sees("GOT '' 'whole'")
+    assert typist.sees("END").endswith("\r\n"), "the shell's prompt begins a line of its own"
+
+
+def test_lines_of_an_earlier_day_come_back(tmp_path: Path) -> None:
+    for keys, wanted in (("first\n", "first"), ("\x1b[A\n", "first")):
+        typist = typist_at("xterm", tmp_path)
+        typist.sees("> ")
+        typist.types(keys)
+        typist.sees(f"GOT '' '{wanted}'")
+        typist.sees("> ")
+        typist.types("\x04")
+        typist.sees("END")
+        assert typist.running.wait(timeout=60) == 0
+        typist.leaves()

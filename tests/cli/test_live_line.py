@@ -1,0 +1,245 @@
+"""What a person sees while waiting: a line that moves, never disturbs the text, and is plain where it must be."""
+
+import io
+import os
+import random
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from reciting import PROMPT, SAID, settings
+from screen import Screen, record
+from shell import process
+
+from offload.cli.live_line import LiveLine, column_after, fitted
+from offload.cli.progress import Phase, Writing, duration, plural
+from offload.stats import Stats
+
+NUM_ROWS = 6  # so that text scrolls
+PIECES = ("a", "of ", "the\n", "\n", "  return", "日本", "wörld", "", "é", "\n\n", "x" * 19)
+
+
+class Terminal:
+    """Both streams of this process on one terminal, as long as it is entered."""
+
+    def __init__(self, num_columns: int, name: str = "xterm") -> None:
+        self._size, self._name, self._resources = (NUM_ROWS, num_columns), name, ExitStack()
+
+    def __enter__(self) -> "Terminal":
+        self._ours, theirs = os.openpty()
+        termios.tcsetwinsize(self._ours, self._size)
+        for stream in ("stdout", "stderr"):
+            file = self._resources.enter_context(os.fdopen(os.dup(theirs), "w", encoding="utf-8"))
+            self._resources.enter_context(patch.object(sys, stream, file))
+        self._resources.enter_context(patch.dict(os.environ, {"TERM": self._name}))
+        self._theirs = theirs
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+    def read(self) -> str:
+        """What came since the last time, up to a bell that is rung now."""
+        os.write(self._theirs, b"\x07")
+        seen = b""
+        while b"\x07" not in seen:
+            seen += os.read(self._ours, 1 << 16)
+        return seen.decode().replace("\x07", "")
+
+
+def text_alone(text: str, num_columns: int) -> list[str]:
+    screen = Screen(NUM_ROWS, num_columns)
+    screen.feed(text.replace("\n", "\r\n"))
+    return screen.lines
+
+
+@pytest.mark.parametrize("num_columns", [20, 21, 60])
+@pytest.mark.parametrize("seed", range(4))
+def test_text_is_what_it_is_without_the_line(num_columns: int, seed: int) -> None:
+    pieces = random.Random(seed).choices(PIECES, k=60)
+    with Terminal(num_columns) as terminal:
+        line, screen = LiveLine(is_off=False), Screen(NUM_ROWS, num_columns)
+        line.show(Phase("<waiting>"))
+        for number, piece in enumerate(pieces):
+            line.write(piece)
+            screen.feed(terminal.read())
+            written = "".join(pieces[: number + 1])
+            assert screen.lines[-1].startswith("<waiting>") or not written
+            assert trimmed(screen.lines[:-1]) == trimmed(text_alone(written, num_columns))
+        line.close()
+        screen.feed(terminal.read())
+        assert trimmed(screen.lines) == trimmed(text_alone("".join(pieces), num_columns))
+
+
+def trimmed(lines: list[str]) -> list[str]:
+    return "\n".join(lines).rstrip("\n").split("\n")
+
+
+def test_the_line_moves_while_nobody_tells_of_progress() -> None:
+    with Terminal(80) as terminal:
+        line = LiveLine(is_off=False)
+        line.show(Phase("importing", started_s=time.monotonic() - 41))
+        seen, until = terminal.read(), time.monotonic() + 20
+        while "43 s" not in seen and time.monotonic() < until:
+            seen += terminal.read()
+        line.close()
+    assert "importing, 41 s" in seen and "importing, 43 s" in seen
+
+
+def test_it_is_shown_before_anything_heavy_is_imported(ender: Path) -> None:
+    """Which is what makes the first line come at once."""
+    code = """
+import sys
+from offload.cli import live_line, main
+def spy(self, progress):
+    sys.exit(f"{progress.label} {sys.modules.keys() & {'torch', 'transformers'}}")
+live_line.LiveLine.show = spy
+main.main()
+"""
+    for command in (("generate", "-p", PROMPT), ("chat",), ("tune", "--text", __file__)):
+        outcome = process(command[0], *settings(ender)[:6], *command[1:], python=("-c", code))
+        assert outcome.err == "importing torch and transformers set()\n"
+
+
+@pytest.mark.parametrize("num_columns", [80, 30])
+def test_a_run_in_a_terminal_tells_its_phases_and_leaves_the_text(num_columns: int, ender: Path) -> None:
+    limit = ("--link-limit", "400KB")
+    seen = record("generate", *settings(ender), *limit, "-p", PROMPT, num_columns=num_columns)
+    assert seen.code == 0
+    for phase in ("importing torch", "reading headers", "building the models", "reading draft", "reading the prompt"):
+        assert phase in seen.text
+    assert f" of {plural(128, 'token')}"[: num_columns - 12] in seen.text
+    lines = seen.screen(num_columns).lines
+    assert SAID.rstrip("\n") in lines
+    said = " ".join(line.strip() for line in lines)
+    for words in ("4 layers in RAM", "a sweep from disk", "12 tokens, the first after", "for Python and its libraries"):
+        assert words in said, "words are whole, wherever lines end"
+    assert not any("reading" in line or "importing" in line for line in lines), "the line has gone"
+
+
+def test_text_in_a_file_is_text_alone(ender: Path, tmp_path: Path) -> None:
+    with (tmp_path / "text").open("wb") as file:
+        seen = record("generate", *settings(ender), "-p", PROMPT, stdout=file.fileno())
+    assert (tmp_path / "text").read_text() == SAID + "\n"
+    assert "reading the prompt" in seen.text and "tokens/s" in seen.text and SAID.rstrip("\n") not in seen.text
+
+
+def test_a_dumb_terminal_gets_plain_lines(ender: Path) -> None:
+    seen = record("generate", *settings(ender), "-p", PROMPT, environment={"TERM": "dumb"})
+    assert "\x1b" not in seen.text and seen.text.count("\r") == seen.text.count("\r\n")
+    lines = seen.text.split("\r\n")
+    assert lines[0] == "importing torch and transformers" and SAID.rstrip("\n") in lines
+
+
+def test_a_pipe_gets_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setattr("offload.cli.live_line._FILE_S", 0.05)
+    line = LiveLine(is_off=False)
+    line.show(Phase("reading layers", 3, 12))
+    assert err.getvalue() == "", "nothing at once"
+    while err.getvalue().count("\n") < 2:
+        time.sleep(0.01)
+    line.close()
+    assert set(err.getvalue().splitlines()) == {"reading layers: 3 of 12"}
+
+
+def test_nothing_is_shown_when_it_is_off() -> None:
+    with Terminal(80) as terminal:
+        line = LiveLine(is_off=True)
+        line.show(Phase("importing"))
+        line.write("text\n")
+        line.close()
+        assert terminal.read() == "text\r\n"
+
+
+# What it says
+
+
+def writing(**figures: object) -> Writing:
+    stats = Stats(tree_depth=3, **figures)  # type: ignore[arg-type]
+    return Writing(stats, layers_per_sweep=8, num_prompt_sweeps=2, max_new_tokens=100, started_s=time.monotonic() - 10)
+
+
+def test_a_prompt_tells_how_many_layers_are_left() -> None:
+    progress = writing()
+    progress.num_layers = 4
+    assert progress.parts() == ["reading the prompt", "layer 4 of 16", "30 s left"]
+
+
+def test_a_text_tells_layer_speed_and_time_left() -> None:
+    progress = writing(num_first_tokens=4, accepted_per_sweep=[6, 2], num_sweeps=2, ttft_s=2.0, decode_s=4.0)
+    progress.num_layers = 8 * 4 + 3
+    told = progress.parts()
+    assert told[:3] == ["12 of 100 tokens", "layer 3 of 8", "2.00 tokens/s"]
+    assert told[3:] == ["40 s left", "4.0 a sweep"], "88 tokens take 44 s, 4 of which are over"
+    progress.num_layers = 8 * 4
+    assert progress.parts()[1] == "drafting"
+    progress.max_new_tokens = None
+    assert progress.parts() == ["12 tokens", "drafting", "2.00 tokens/s", "4.0 a sweep"]
+
+
+@pytest.mark.parametrize(
+    ("is_decimal", "told"), [(False, "reading layers: 1 of 4 GiB"), (True, "reading layers: 1.07 of 4.29 GB")]
+)
+def test_bytes_are_told_in_the_unit_of_the_user(is_decimal: bool, told: str) -> None:
+    phase = Phase("reading layers", 2**30, 2**32, is_in_bytes=True, is_decimal=is_decimal)
+    assert phase.parts() == [told]
+    phase.done = 2**20
+    assert phase.parts() == [f"reading layers: {'1.05 MB of 4.29 GB' if is_decimal else '1 MiB of 4 GiB'}"]
+
+
+def test_time_left_is_told_from_when_so_much_was_done() -> None:
+    phase = Phase("tracing text", started_s=time.monotonic() - 60)
+    phase.reach(1, 4)
+    assert phase.parts() == ["tracing text: 1 of 4", "3:00 left"]
+    phase.started_s -= 30
+    phase.num_layers = 1
+    assert phase.parts() == ["tracing text: 1 of 4", "2:30 left", "1 layer run"], "and not more and more"
+    phase.reach(0, 4)
+    assert phase.parts() == ["tracing text: 0 of 4", "1:30", "1 layer run"], "where nothing can be foretold"
+
+
+def test_numbers_and_durations_are_those_of_people() -> None:
+    assert [plural(count, "token") for count in (0, 1, 2, 1234)] == ["0 tokens", "1 token", "2 tokens", "1,234 tokens"]
+    told = [duration(seconds) for seconds in (0.2, 59.4, 59.6, 65, 3599.7, 7500)]
+    assert told == ["1 s", "59 s", "1:00", "1:05", "1 h 00 min", "2 h 05 min"]
+
+
+class Wide(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    monkeypatch.setenv("COLUMNS", "40")
+    return Wide()
+
+
+def test_lines_break_between_words_on_a_terminal_alone(narrow: io.StringIO) -> None:
+    text = "the first one is longer than forty columns, is it not?\n\n   a table    with gaps\n" + "x" * 50
+    lines = fitted(text, narrow).split("\n")
+    assert lines == [
+        "the first one is longer than forty",
+        "  columns, is it not?",
+        "",
+        "   a table    with gaps",
+        "x" * 50,
+    ]
+    assert fitted(text, io.StringIO()) == text
+
+
+def test_columns_are_counted_as_terminals_count() -> None:
+    assert (
+        column_after("ab\tc", 0, 80) == 9 and column_after("日本", 1, 80) == 5 and column_after("e\u0301", 0, 80) == 1
+    )
+    assert column_after("x" * 20, 0, 20) == 20, "the next one wraps"
+    assert column_after("日", 19, 20) == 2 and column_after("a\nbc", 7, 80) == 2

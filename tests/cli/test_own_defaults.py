@@ -1,0 +1,98 @@
+"""What a file and environment variables set: which of them comes first, for which command, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reciting import only_object
+from refusals import assert_refused
+from shell import process, shell
+
+import offload
+
+pytestmark = pytest.mark.usefixtures("_instant_link")
+MIB = 2**20
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "offload").mkdir()
+    return tmp_path / "offload" / "config.toml"
+
+
+def plan(*arguments: object) -> dict[str, Any]:
+    return only_object(shell("plan", "--device", "cpu", "--json", *arguments).out)
+
+
+def test_flags_come_before_variables_before_the_file(
+    sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text(f'ram = "300MiB"\ncontext = 64\nmodel = "{sound}"\n')
+    assert plan()["budgets"]["ram_bytes"] == 300 * MIB and plan()["context"] == 64
+    config.write_text(f'ram = "300MiB"\nmodel = "{sound}"\n[plan]\nram = "400MiB"\n[chat]\nram = "1MiB"\n')
+    assert plan()["budgets"]["ram_bytes"] == 400 * MIB
+    monkeypatch.setenv("OFFLOAD_RAM", "500MiB")
+    assert plan()["budgets"]["ram_bytes"] == 500 * MIB
+    assert plan("--ram", "600MiB")["budgets"]["ram_bytes"] == 600 * MIB
+    monkeypatch.setenv("OFFLOAD_MODEL", "")
+    refused = shell("plan")
+    assert_refused(refused, "--model", "see offload plan --help")
+    assert "set by" not in refused.err
+
+
+def test_switches_and_several_values(sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text('raw = true\nstop = [" two", "x"]\n')
+    monkeypatch.setenv("OFFLOAD_QUIET", "1")
+    outcome = shell("generate", "-m", sound, "-p", "Count:", "--context", 64, "-n", 8, "--threads", 1)
+    assert (outcome.code, outcome.out, outcome.err) == (0, " one\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("colour = 3", ("'colour'", "no flag", "take it out", "ram")),
+        ("[plan]\nquiet = true", ("'quiet'", "no flag", "take it out")),
+        ("[paint]\nram = 3", ("'paint'", "no flag", "take it out")),
+        ("ram = ", ("cannot read", "mend it or move it away")),
+        ('prompt = "Hello"', ("'prompt'", "no flag")),
+    ],
+)
+def test_what_no_flag_has_is_refused(text: str, words: tuple[str, ...], config: Path, sound: Path) -> None:
+    config.write_text(text)
+    assert_refused(shell("plan", "-m", sound), str(config), *words)
+    assert shell("plan", "--help").code == 0, "help is not to be spoilt"
+
+
+def test_an_error_names_where_the_flag_was_set(sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text('threads = "many"\n')
+    monkeypatch.setenv("OFFLOAD_RAM", "lots")
+    command = ("generate", "-m", sound, "-p", "x")
+    assert_refused(shell(*command), "--threads", f"(--threads is set by {config})")
+    assert_refused(shell(*command, "--threads", "1"), "got 'lots' (--ram is set by OFFLOAD_RAM)")
+    refused = shell(*command, "--threads", "1", "--ram", "few")
+    assert_refused(refused, "got 'few'")
+    assert "set by" not in refused.err
+
+
+def test_the_demo_brings_its_own(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_MAX_TOKENS", "0")
+    config.write_text('tree = "oak"\nram = "1GiB"\n[demo]\nmax-tokens = 1\n')
+    assert_refused(shell("demo"), "two speeds need -n of 2 or more", "got 1")
+
+
+def test_short_answers() -> None:
+    assert shell("--version").out == f"offload {offload.__version__}\n"
+    assert shell("-h") == shell("--help") and shell("plan", "-h") == shell("plan", "--help")
+
+
+def test_completion_knows_commands_and_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_OFFLOAD_COMPLETE", "complete_bash")
+    for words, wanted in (
+        ("offload ge", "generate"),
+        ("offload generate --ra", "--ram"),
+        ("offload bench pee", "peers"),
+    ):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        assert wanted in process().out.split()

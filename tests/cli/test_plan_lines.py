@@ -1,0 +1,84 @@
+"""What `offload plan` prints: an answer to read at 80 columns, and all the terms where they are asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+from shell import shell
+from test_device_planner import CONFIGS, PAIRS
+from tiny import FAMILIES, save_pair
+
+import offload
+from offload.cli.flags import as_flags
+from offload.config import format_bytes
+from offload.memory import planner as plan
+
+LAPTOP = ("--ram", "32GiB", "--disk-speed", "3GB", "--context", "512")
+GPU = ("--hardware", "rtx4090", "--ram", "64GiB", "--context", "512")
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Flags that name two configs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in PAIRS[0]:
+        (tmp_path / f"{name}.json").write_text(json.dumps(CONFIGS[name]))
+    target, draft = (str(tmp_path / f"{name}.json") for name in PAIRS[0])
+    return "-m", target, "-d", draft
+
+
+def printed(*flags: object) -> str:
+    outcome = shell("plan", *flags)
+    assert outcome.code == 0 and outcome.err == "" and max(map(len, outcome.out.splitlines())) < 80
+    return outcome.out
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        (LAPTOP, ("It runs: at least ", "32 GiB of memory, a disk of 3 GB/s", "computing is not counted")),
+        (
+            GPU,
+            ("It runs: ", "rtx4090: 24 GiB on the GPU, 64 GiB of memory, 25 GB/s to the GPU", "the disk is the limit"),
+        ),
+        (("--ram", "32GiB"), ("It runs. How fast is not known yet.", "--disk-speed, such as 3GB")),
+        (("--gpu-mem", "24GiB"), ("It runs. How fast is not known yet.", "name the machine by --hardware")),
+        (("--ram", "1TiB"), ("It runs, and all of it stays in memory", "all 80 stay in memory")),
+    ],
+)
+def test_the_answer_comes_first(machine: tuple[str, ...], words: tuple[str, ...], pair: tuple[str, ...]) -> None:
+    out = printed(*pair, *machine)
+    told = " ".join(out.split())
+    assert out.startswith(words[0]) and all(" ".join(one.split()) in told for one in words)
+    assert "Llama-2-70B: 69 billion parameters, 138 GB" in told and "Llama-2-7B: 6.74 billion" in told
+    assert "█" not in out and ("GPU" in out) == ("--ram" not in machine or machine == GPU)
+
+
+def test_the_headline_is_seconds_per_token(pair: tuple[str, ...]) -> None:
+    first = printed(*pair, *LAPTOP).splitlines()[0].split()
+    found = json.loads(shell("plan", *pair, *LAPTOP, "--json").out)
+    low, high = found["s_per_token_range"]
+    assert first[:4] == ["It", "runs:", "at", "least"] and first[7:10] == ["seconds", "per", "token"]
+    assert [float(first[4]), float(first[6])] == pytest.approx([low, high], rel=0.05)
+    assert float(first[10].strip("(")) == pytest.approx(found["predictions"][0]["s_per_token"], rel=0.05)
+    assert found["is_link_alone"] and found["models"]["draft"]["num_parameters"] == 6_738_415_616
+
+
+def test_all_terms_are_shown_where_they_are_asked_for(pair: tuple[str, ...]) -> None:
+    out = printed(*pair, *GPU, "--tree", "768x22", "--tokens-per-sweep", "12.18", "-v")
+    assert "layers in pinned memory" in out and "12.2 a sweep with the tree 768x22: tokens per sweep as given" in out
+    assert "counted as the static one" in printed(*pair, *GPU, "-v").replace("\n            ", " ")
+    assert out.splitlines()[-1].split()[:2] == ["768x22", "12.18"] and out.splitlines()[-1].endswith("disk")
+
+
+def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = save_pair(FAMILIES["llama"](), tmp_path)
+    monkeypatch.setattr(plan, "available_ram_bytes", lambda: 3 << 30)
+    warning = "--ram 4 GiB is more than the 3 GiB free here: it may not hold"
+    assert f"note      {warning}" in printed("-m", target, "--ram", "4GiB")
+    for other_machine in (("--ram", "3GiB"), ("--ram", "4GiB", "--disk-speed", "1GB")):
+        assert "--ram" not in printed("-m", target, *other_machine)
+
+    with offload.load(target, ram="4GiB", threads=1) as decoder:
+        assert list(map(as_flags, decoder.notes)) == [warning]
+    assert format_bytes(3 << 30) == "3 GiB"

@@ -1,0 +1,69 @@
+"""Infinite weights: text that nobody can tell from a right one is never written, whatever the rule and the sampling."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, save_pair
+
+import offload
+from offload.config import RULES
+
+PROMPT, LENGTH = [7, 11, 3, 42, 5], 24
+WARM = {"temperature": 0.8, "seed": 3}
+DRAWS = {"greedy": {}, "warm": WARM, "filtered": {**WARM, "top_k": 20, "top_p": 0.9}}
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    yield save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
+
+
+def load(pair: Pair, rule: str) -> offload.Decoder:
+    return offload.load(*pair, "1GiB", "16x4", rule, context=64, dtype="float32", threads=1, profile="none")
+
+
+def damaged(model: Path, to: Path, tensor: str, index: int | tuple[int, int]) -> Path:
+    """A copy with one weight infinite."""
+    shutil.copytree(model, to)
+    shard = next(path for path in to.glob("*.safetensors") if tensor in load_file(path))
+    weights = load_file(shard)
+    weights[tensor][index] = torch.inf
+    save_file(weights, shard, {"format": "pt"})
+    return to
+
+
+DAMAGES: dict[str, Callable[[Path, Path], Path]] = {
+    "norm": lambda model, to: damaged(model, to, "model.norm.weight", 3),
+    "head": lambda model, to: damaged(model, to, "lm_head.weight", (5, 3)),
+    "layer": lambda model, to: damaged(model, to, "model.layers.1.mlp.down_proj.weight", (5, 3)),
+}
+
+
+@pytest.mark.parametrize("where", DAMAGES)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_damaged_target_is_refused(rule: str, where: str, pair: Pair, tmp_path: Path) -> None:
+    with load((DAMAGES[where](pair[0], tmp_path / "damaged"), pair[1]), rule) as decoder:
+        for draw in DRAWS.values():
+            for tree in ("none", "16x4"):
+                with pytest.raises(offload.UserError, match="scores are not finite numbers"):
+                    decoder.generate(PROMPT, max_new_tokens=LENGTH, tree=tree, **draw)
+
+
+@pytest.mark.parametrize("where", DAMAGES)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_damaged_draft_changes_no_text(rule: str, where: str, pair: Pair, tmp_path: Path) -> None:
+    """Rules that need the draft's distribution refuse one that is none."""
+    with load((pair[0], DAMAGES[where](pair[1], tmp_path / "damaged")), rule) as decoder:
+        for name, draw in DRAWS.items():
+            wanted = decoder.generate(PROMPT, max_new_tokens=LENGTH, tree="none", **draw).token_ids
+            try:
+                found = decoder.generate(PROMPT, max_new_tokens=LENGTH, **draw).token_ids
+            except offload.UserError as error:
+                assert "scores are not finite numbers" in str(error) and rule not in ("match", "topk")
+            else:
+                assert found == wanted or (name != "greedy" and rule not in ("match", "topk"))

@@ -1,0 +1,261 @@
+"""Sessions: a text that is taken up from its file goes on as if it had not been laid down, and reads nothing again."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from refusals import join, split
+from test_chat import CONTEXT, QUESTIONS, open_pair, said
+
+import offload
+from offload.config import Sampling
+from offload.engine.decoder import Decoder
+from offload.engine.request import Request
+from offload.errors import UserError
+
+PROMPT = list(range(20, 60))
+NUM_NEW, NUM_FIRST = 24, 9
+
+
+def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows of the text, the root not counted, each sweep of the target has taken in from now on."""
+    taken, score = list[int](), decoder.target.score
+
+    def counting(tree: Any, tokens: list[int], cache: Any) -> Any:
+        taken.append(len(tokens) - 1 - cache.length)
+        return score(tree, tokens, cache)
+
+    monkeypatch.setattr(decoder.target, "score", counting)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("family", "tree", "temperature"),
+    [("llama", "8x3", 0.0), ("llama", "none", 0.9), ("gemma3", "grown:16x4", 0.8), ("mixtral", "chain:3", 0.0)],
+)
+def test_a_text_goes_on_as_if_it_had_not_stopped(
+    family: str, tree: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sampling = tmp_path / "text.session", Sampling(temperature=temperature, seed=3)
+    with open_pair(family, tmp_path, tree) as decoder:
+        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, temperature=temperature, seed=3)
+        first = decoder.generate(PROMPT, max_new_tokens=NUM_FIRST, temperature=temperature, seed=3)
+        decoder.save_session(path)
+    with open_pair(family, tmp_path, tree) as decoder:
+        session, taken = decoder.load_session(path), counted(decoder, monkeypatch)
+        assert session.tokens == [*PROMPT, *first.token_ids] and session.messages is None
+        run = decoder.run(session.tokens, sampling, max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
+        list(run)
+        result = run.result()
+    assert first.token_ids + result.token_ids == whole.token_ids
+    assert set(taken) == {0} and len(taken) == result.stats.num_sweeps + 1, "no sweep for the prompt"
+    assert result.stats.num_kept_tokens == len(session.tokens) - 1
+
+
+def test_without_its_keys_and_values_the_prompt_would_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above; and with wrong ones, the text would be another."""
+    path = tmp_path / "text.session"
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
+        decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
+        decoder.save_session(path)
+        taken = counted(decoder, monkeypatch)
+        tokens = [*PROMPT, *whole[:NUM_FIRST]]
+        rest = decoder.generate(tokens, max_new_tokens=NUM_NEW - NUM_FIRST).token_ids
+        assert whole[NUM_FIRST:] == rest and taken[0] == len(tokens) - 1
+        decoder.load_session(path)
+        layer = decoder._pool.caches.target.layers[0]
+        with torch.inference_mode():
+            layer.values.zero_()
+        run = decoder.run(tokens, Sampling(), max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
+        list(run)
+        assert run.result().token_ids != rest
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_conversation_goes_on(temperature: float, tmp_path: Path) -> None:
+    path, sampling = tmp_path / "chat.session", Sampling(temperature=temperature, seed=5)
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        chat = offload.Chat(decoder, sampling, system="Be.", max_new_tokens=NUM_NEW)
+        wanted = [said(chat, question) for question in QUESTIONS]
+        kept = chat.turn.result().stats.num_kept_tokens if chat.turn else 0
+        chat = offload.Chat(decoder, sampling, system="Be.", max_new_tokens=NUM_NEW)
+        assert [said(chat, question) for question in QUESTIONS[:2]] == wanted[:2]
+        chat.save(path)
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        chat = offload.Chat(decoder, sampling, max_new_tokens=NUM_NEW)
+        chat.load(path)
+        assert said(chat, QUESTIONS[2]) == wanted[2] and chat.turn is not None
+        assert chat.turn.result().stats.num_kept_tokens == kept > 0
+        chat.clear()
+        assert chat.messages == [{"role": "system", "content": "Be."}], "the system prompt is the file's"
+
+
+def test_another_draft_is_no_hindrance(tmp_path: Path) -> None:
+    path = tmp_path / "text.session"
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
+        decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
+        decoder.save_session(path)
+    target = tmp_path / "target"
+    for draft, tree in ((None, "none"), (target, "8x3")):  # the second of the target's weights
+        with offload.load(target, draft, "1GiB", tree, context=CONTEXT, dtype="float32", threads=1) as decoder:
+            session = decoder.load_session(path)
+            run = decoder.run(session.tokens, Sampling(), max_new_tokens=NUM_NEW - NUM_FIRST, continues=True)
+            list(run)
+            assert run.result().token_ids == whole[NUM_FIRST:] and run.result().stats.num_kept_tokens
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        path = tmp_path / "text.session"
+        decoder.generate(PROMPT, max_new_tokens=2)
+        decoder.save_session(path)
+        before = path.read_bytes()
+
+        def full(_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        decoder.generate(PROMPT[:-1], max_new_tokens=2)
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(
+            UserError, match=r"cannot write the session to .* \(No space left on device\): name another"
+        ):
+            decoder.save_session(path)
+        assert path.read_bytes() == before and len(list(tmp_path.glob(".*"))) == 0
+
+
+def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        whole = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids
+        decoder.begin(PROMPT, Sampling())
+        decoder.save_session(tmp_path / "text")
+        assert decoder.load_session(tmp_path / "text").tokens == PROMPT
+        run = decoder.run(PROMPT, Sampling(), max_new_tokens=NUM_NEW, continues=True)
+        list(run)
+        assert run.result().token_ids == whole and run.result().stats.num_kept_tokens == 0
+
+
+# What is refused
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Decoder, Path]]:
+    folder = tmp_path_factory.mktemp("saved")
+    with open_pair("llama", folder, "8x3") as decoder:
+        decoder.generate(PROMPT, max_new_tokens=2)
+        decoder.save_session(folder / "sound")
+    pair = (folder / "target", folder / "draft")
+    with offload.load(*pair, "1GiB", "8x3", context=CONTEXT, dtype="float32", threads=1) as decoder:
+        yield decoder, folder / "sound"
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def edit(content: bytes) -> bytes:
+        header, data = split(content)
+        change(header)
+        return join(json.dumps(header).encode(), data)
+
+    return edit
+
+
+def notes(**changes: str | None) -> Callable[[bytes], bytes]:
+    def change(header: dict[str, Any]) -> None:
+        noted = {**header["__metadata__"], **changes}
+        header["__metadata__"] = {key: value for key, value in noted.items() if value is not None}
+
+    return edited(change)
+
+
+def reshaped(name: str, shape: Callable[..., list[int]], dtype: str = "F32") -> Callable[[bytes], bytes]:
+    """Another shape of the same size."""
+    return edited(lambda header: header[name].update(shape=shape(*header[name]["shape"]), dtype=dtype))
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-9] + bytes([content[-9] ^ 4]) + content[-8:]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (
+            notes(target="0" * 64),
+            r"was computed with other weights \(000000000000, not \w{12}\): name another file, or",
+        ),
+        (notes(dtype="bfloat16"), r"other `dtype` \(bfloat16, not float32\): name another file"),
+        (notes(format="x"), "is no offload session, version 1, but x: name another file"),
+        (notes(format=None), "is no offload session, version 1, but something else: name another file"),
+        (notes(messages=None), "is broken .*messages"),
+        (notes(messages="{}"), "is broken .messages are a list"),
+        (notes(messages='[{"role": 5, "content": ""}]'), "is broken .a message has a role and a content"),
+        (notes(num_turns="many"), "is broken"),
+        (notes(draft=None), "is broken .*draft"),
+        (flipped, "is broken .its checksum does not fit"),
+        (lambda content: content[:-1], "is broken"),
+        (lambda content: content[:5], "is broken"),
+        (lambda content: b"", "is broken"),
+        (lambda content: b"\x80\x04" + content, "is broken"),
+        (reshaped("target.keys.1", lambda _, g, p, k: [1, 2 * g, p, k // 2]), "is broken .target.keys.1 has shape"),
+        (reshaped("draft.keys.1", lambda _, g, p, k: [p, g, 1, k]), "is broken .draft.keys.1 has shape"),
+        (reshaped("target.keys.1", lambda _, g, p, k: [1, g, p, 2 * k], "BF16"), "keys.1 has shape .* type BF16"),
+        (reshaped("target.keys.1", lambda _, g, p, k: [g, p * k]), "is broken"),
+        (reshaped("tokens", lambda p: [p], "F64"), "is broken .tokens are a row"),
+        (edited(lambda header: header.update({"target.keys.7": header.pop("target.keys.1")})), "do not pair"),
+        (edited(lambda header: header.update({"target.keys.x": header.pop("target.keys.1")})), "is broken"),
+        (edited(lambda header: header.update({"tokenz": header.pop("tokens")})), "is broken"),
+    ],
+)
+def test_broken_files_are_refused(
+    breaks: Callable[[bytes], bytes], words: str, saved: tuple[Decoder, Path], tmp_path: Path
+) -> None:
+    decoder, sound = saved
+    path = tmp_path / "broken"
+    path.write_bytes(breaks(sound.read_bytes()))
+    with pytest.raises(UserError, match=words) as error:
+        decoder.load_session(path)
+    assert "\n" not in str(error.value)
+    assert decoder.generate(PROMPT, max_new_tokens=2).token_ids, "and the decoder goes on"
+    decoder.load_session(sound)
+
+
+def test_missing_layers_are_refused(saved: tuple[Decoder, Path], tmp_path: Path) -> None:
+    decoder, sound = saved
+    header, data = split(sound.read_bytes())
+    last = f"draft.keys.{max(int(name.rsplit('.', 1)[1]) for name in header if name.startswith('draft'))}"
+    cut = min(header[last]["data_offsets"][0], header[last.replace("keys", "values")]["data_offsets"][0])
+    header = {n: v for n, v in header.items() if n not in (last, last.replace("keys", "values"))}
+    (tmp_path / "few").write_bytes(join(json.dumps(header).encode(), data[:cut]))
+    with pytest.raises(UserError, match=r"draft has \d layers with keys and values, not \["):
+        decoder.load_session(tmp_path / "few")
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_a_session_that_cannot_be_used_is_refused_before_weights_are_read(saved: tuple[Decoder, Path]) -> None:
+    folder, request = saved[1].parent, Request(PROMPT, max_new_tokens=1, session=saved[1])
+    with pytest.raises(UserError, match=r"has 42 tokens, the context 42: raise `context`"):
+        offload.load(folder / "target", ram="1GiB", context=42, dtype="float32", threads=1, request=request)
+    with pytest.raises(UserError, match="other `dtype`"):
+        offload.load(folder / "target", ram="1GiB", context=99, dtype="bfloat16", threads=1, request=request)
+    with pytest.raises(UserError, match="cannot read the session"):
+        offload.load(folder / "target", ram="1GiB", threads=1, request=Request(session=folder / "none"))
+
+
+def test_a_conversation_wants_a_template_and_stop_strings_text(tmp_path: Path) -> None:
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        chat = offload.Chat(decoder, system="Be.", max_new_tokens=NUM_NEW)
+        whole = "".join(chat.ask("Who?"))
+        chat.undo()
+        chat.stop = whole[4:6]
+        assert "".join(chat.ask("Who?")) == whole[: whole.index(chat.stop)]
+        chat.system = None
+        assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+        decoder.tokenizer.chat_template = None
+        with pytest.raises(UserError, match="no chat template"):
+            offload.Chat(decoder)
+    with pytest.raises(UserError, match="this decoder was closed"):
+        decoder.save_session(tmp_path / "text")

@@ -1,0 +1,119 @@
+"""What a step costs on a machine that is not here, against sums done by hand and against the paper's own figures."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_device_planner import SHAPES
+from tiny import FAMILIES, build, save
+
+from offload.bench.latency.prediction import PAPER_BASE_S, paper_rows
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.memory.planner import Budgets, make_plan
+from offload.planning.cost_model import (
+    DRAFT_OVERHEAD_S,
+    VERIFY_S,
+    Curve,
+    Prediction,
+    Traffic,
+    costs_on,
+    step_time,
+)
+from offload.planning.hardware import Hardware
+from offload.planning.measured_pairs import MEASURED, range_for
+from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first, chain, expected_tokens
+
+GB = 10**9
+TOY = Hardware(name="toy", gpu_bytes=48 << 30, memory_bytes_per_s=1e12, flops_per_s=2e14, link_bytes_per_s=20e9,
+               ram_bytes=256 * GB, disk_bytes_per_s=4e9, memory_share=0.5, flops_share=0.5)  # fmt: skip
+
+
+def test_the_papers_l40_is_predicted_from_data_sheets() -> None:
+    base, *trees = paper_rows()
+    assert base["paper_s"] == PAPER_BASE_S and len(trees) == 6
+    for key in ("in_turn", "overlapped"):
+        assert base[key] == pytest.approx(PAPER_BASE_S, rel=0.10)
+        for row in trees:
+            assert row[key] == pytest.approx(row["paper_s"], rel=0.15), row["row"]
+    assert all(row["here"] < row["overlapped"] < row["in_turn"] for row in [base, *trees])
+
+
+def test_a_pass_reads_its_weights_or_multiplies_them() -> None:
+    target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
+    costs = costs_on(TOY, target, draft, num_positions=1000)
+    weights = sum(target.layer_bytes) + target.head_bytes
+    read_s = (weights + 1000 * 80 * 2 * 8 * 128 * 2) / 0.5e12
+    assert costs.compute_s.at(1) == costs.compute_s.at(50) == pytest.approx(read_s)
+    for rows in (512, 768, 2048):
+        assert costs.compute_s.at(rows) == pytest.approx(2 * target.num_weights * rows / 1e14, rel=0.005)
+    assert costs.draft_step_s.at(4) == pytest.approx(
+        DRAFT_OVERHEAD_S + (13.2e9 + 1000 * 32 * 8192 * 2) / 0.5e12, rel=0.01
+    )
+    assert costs_on(TOY, target, None, 0).draft_step_s == Curve((1,), (DRAFT_OVERHEAD_S,))
+
+
+def test_a_row_is_multiplied_with_its_own_experts_and_many_rows_read_them_all() -> None:
+    dense = SHAPES["Llama-2-70B"]
+    routed = replace(
+        dense, routed_weights=dense.num_weights // 2, routed_bytes=dense.num_bytes // 2, routed_share=1 / 8
+    )
+    costs, all_read = (costs_on(TOY, shape, None, 0).compute_s for shape in (routed, dense))
+    row_weights = dense.num_weights / 2 * (1 + 1 / 8)
+    for rows in (1024, 2048):
+        assert costs.at(rows) == pytest.approx(2 * row_weights * rows / 1e14, rel=0.005)
+        assert all_read.at(rows) == pytest.approx(2 * dense.num_weights * rows / 1e14, rel=0.005)
+    read_s = (sum(dense.layer_bytes) + dense.head_bytes) / 0.5e12
+    for rows, share in ((1, 1 / 8), (4, 4 / 8), (8, 1.0), (50, 1.0)):
+        idle_s = (1 - share) * routed.routed_bytes / 0.5e12
+        assert costs.at(rows) == pytest.approx(read_s - idle_s), "n rows read at most n times k experts"
+
+
+@pytest.mark.parametrize(("family", "share"), [("mixtral", 2 / 4), ("qwen3-moe", 2 / 12), ("llama", 1.0)])
+def test_experts_are_counted_in_the_headers(family: str, share: float, tmp_path: Path) -> None:
+    model = build(FAMILIES[family]())
+    shape = model_shape(open_checkpoint(save(model, tmp_path)))
+    experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    assert shape.routed_share == pytest.approx(share) and shape.routed_weights == sum(map(torch.numel, experts))
+    assert shape.routed_bytes == 4 * shape.routed_weights < sum(shape.layer_bytes)
+
+
+def test_a_step_is_drafting_and_the_slower_side() -> None:
+    target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
+    memory = make_plan(target, draft, Budgets(TOY.ram_bytes, TOY.gpu_bytes), context=512, num_nodes=64)
+    costs = costs_on(TOY, target, draft, 256)
+    traffic, shape = Traffic.of(memory, TOY), best_first([0.7, 0.2, 0.05], 64, 8)
+    got = Prediction("64x8", shape, step_time(costs, traffic, shape), (2.0, 8.0))
+    slots_s = 3 * memory.slot_bytes / 20e9
+    hidden_s = min(slots_s, got.step.draft_s + VERIFY_S)
+    assert got.step.draft_s == pytest.approx(8 * costs.draft_step_s.at(1), rel=0.01)
+    assert got.step.link_s == pytest.approx(memory.streamed_bytes / 20e9 - hidden_s)
+    assert got.s_per_token == pytest.approx((got.step.draft_s + got.step.link_s + VERIFY_S) / 4)
+    assert got.s_per_token_range == pytest.approx((got.s_per_token / 2, got.s_per_token * 2))
+    assert got.step.limit == got.as_dict()["limit"] == "link" and got.as_dict()["s_per_token"] == got.s_per_token
+    slow = replace(costs, draft_step_s=Curve((1,), (2.0,)))
+    assert step_time(slow, traffic, chain(9)).limit == "draft"
+    quick = replace(costs, link_bytes_per_s=1e15)
+    assert step_time(quick, traffic, chain(1)).limit == "compute"
+
+
+def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:
+    target = SHAPES["Llama-2-70B"]
+    memory = make_plan(target, None, Budgets(64 * GB, TOY.gpu_bytes), context=512, num_nodes=1)
+    assert memory.disk_streamed_bytes > memory.streamed_bytes / 5 and Traffic.of(memory, TOY).is_disk_slower
+    traffic = Traffic.of(memory, TOY)
+    assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
+    quick = replace(TOY, disk_bytes_per_s=20e9)
+    assert Traffic.of(memory, quick) == (memory.streamed_bytes, traffic.slots_bytes, False)
+
+
+def test_every_measured_pair_lies_within_the_range_that_it_is_given() -> None:
+    for one in MEASURED:
+        expected = expected_tokens(
+            best_first(DEFAULT_ACCEPTANCE, one.num_nodes, one.depth), [*DEFAULT_ACCEPTANCE, *[0] * 99]
+        )
+        low, high = range_for(one.share).of(expected)
+        assert 1 < low < high and low - 1e-9 <= one.tokens_per_sweep <= high + 1e-9, one
+    assert range_for(0.5) == range_for(0.1) != range_for(0.02) == range_for(1e-4)
+    assert range_for(0.1).of(1.0) == (1.0, 1.0), "a sweep yields one token, whatever the draft"
