@@ -84,8 +84,8 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 _FLAG_OF = {
     "context": "--context", "device": "--device", "disk_speed": "--disk-speed", "draft": "--draft",
     "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
-    "invariant": "--invariant", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw", "rule": "--rule",
-    "seed": "--seed", "stop": "--stop", "temperature": "--temp", "threads": "--threads",
+    "invariant": "--invariant", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw",
+    "rule": "--rule", "seed": "--seed", "stop": "--stop", "temperature": "--temp", "threads": "--threads",
     "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip
 
