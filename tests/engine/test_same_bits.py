@@ -1,0 +1,122 @@
+"""Whole decoders write the same bits: ids, and the logits that each was drawn from, with any tree, draft, budget or cut.
+
+The packaged pair in 16 bits, since there the nearest scores lie closest; `NUM_NEW` tokens here, and as many as one likes
+from a shell: `python -c "import test_same_bits as t; print(t.differences('bfloat16', 128))"`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import offload
+from offload.cli.demo import PAIR, PROMPT
+from offload.config import Sampling
+from offload.engine.decoder import Decoder
+from offload.sampling.sampler import Sampler
+
+TREES = ("none", "64x16", "grown:64x16", "chain:8", "sequences:4x4")
+PROMPTS = (PROMPT, "import os\n\n\ndef walk(top):\n", "class Stack(list):\n    def push(self, item):\n")
+DRAFTS = {"its draft": PAIR / "draft", "itself": PAIR / "target"}
+NUM_NEW = 16
+Text = tuple[list[int], list[Tensor]]  # ids, and the logits that each was drawn from
+
+
+@contextmanager
+def drawn_from() -> Iterator[dict[int, Tensor]]:
+    """Logits by the position of the token that was drawn from them."""
+    draw, seen = Sampler.draw, dict[int, Tensor]()
+
+    def noting(self: Sampler, logits_V: Tensor, position: int) -> int:
+        seen[position] = logits_V.clone()
+        return draw(self, logits_V, position)
+
+    Sampler.draw = noting
+    try:
+        yield seen
+    finally:
+        Sampler.draw = draw
+
+
+def write(decoder: Decoder, prompt: Any, sampling: Sampling, tree: str, num_new: int = NUM_NEW, **more: Any) -> Text:
+    with drawn_from() as seen:
+        run = decoder.run(prompt, sampling, max_new_tokens=num_new, tree=tree, raw=True, **more)
+        list(run)
+    start = run.sequence.stats.num_prompt_tokens
+    ids = run.result().token_ids
+    return ids, [seen[start + index] for index in range(len(ids))]
+
+
+def num_different(one: Text, other: Text) -> int:
+    """Numbers whose bits differ, an id that differs counting as one."""
+    assert len(one[0]) == len(other[0]), "texts of different lengths"
+    ids = sum(a != b for a, b in zip(one[0], other[0], strict=True))
+    return ids + sum(int((a != b).sum()) for a, b in zip(one[1], other[1], strict=True))
+
+
+def open_pair(dtype: str, draft: str = "its draft", **more: Any) -> Decoder:
+    decoder = offload.load(PAIR / "target", DRAFTS[draft], dtype=dtype, tree="64x16", profile="none",
+                           **{"threads": 1, "invariant": True, **more})  # fmt: skip
+    if decoder.invariance.multiple is None:
+        decoder.close()
+        pytest.skip(f"this processor: {decoder.invariance.reason}")
+    return decoder
+
+
+def differences(dtype: str, num_new: int = NUM_NEW, *, drafts: Any = DRAFTS, prompts: Any = PROMPTS) -> dict[str, int]:
+    """For every text of a tree the numbers that differ from those of the text without one."""
+    found = {}
+    wanted: dict[tuple[str, float], Text] = {}
+    for draft in drafts:
+        with open_pair(dtype, draft) as decoder:
+            for prompt in prompts:
+                for temperature in (0.0, 0.7):
+                    sampling, key = Sampling(temperature=temperature, seed=3), (prompt, temperature)
+                    for tree in TREES:
+                        text = write(decoder, prompt, sampling, tree, num_new)
+                        wanted.setdefault(key, text)
+                        found[f"{draft}, {prompt[:12]!r}, T={temperature:g}, {tree}"] = num_different(text, wanted[key])
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_trees_and_drafts(dtype: str) -> None:
+    found = differences(dtype, prompts=PROMPTS[:1])
+    assert found == dict.fromkeys(found, 0)
+
+
+def test_without_invariance_logits_differ() -> None:
+    """The comparison sees what it is to see; ids may well be the same."""
+    with offload.load(PAIR / "target", PAIR / "draft", dtype="bfloat16", tree="64x16", threads=1) as decoder:
+        assert decoder.invariance.multiple is None
+        plain, tree = (write(decoder, PROMPT, Sampling(), tree, 8) for tree in ("none", "64x16"))
+    assert num_different(plain, tree) > 0
+
+
+def test_budgets_and_threads() -> None:
+    with open_pair("bfloat16") as decoder:
+        wanted = write(decoder, PROMPT, Sampling(), "none")
+        least = decoder.plan.fixed_bytes + 2 * decoder.plan.slot_bytes + (2 << 20)
+    for more in ({"ram": least, "invariant": None}, {"threads": 2}):
+        with open_pair("bfloat16", **more) as decoder:
+            assert not decoder.plan.num_resident or "ram" not in more, "a layer stays"
+            assert num_different(write(decoder, PROMPT, Sampling(), "64x16"), wanted) == 0
+
+
+def test_texts_that_go_on() -> None:
+    """Keys and values that are kept are those that the prompt would give again, however it was cut."""
+    with open_pair("bfloat16") as decoder:
+        start = decoder.encode(PROMPT, raw=True)
+        first, _ = write(decoder, start, Sampling(), "64x16")
+        ids = [*start, *first, *decoder.encode("\n    def close(self):\n", raw=True)]
+        kept = write(decoder, ids, Sampling(), "64x16", continues=True)
+        assert num_different(kept, write(decoder, ids, Sampling(), "none")) == 0
+        torch.manual_seed(0)
+        long = [*ids, *torch.randint(3, 4000, (600,)).tolist(), *start]  # more than one pass takes in
+        assert (
+            num_different(write(decoder, long, Sampling(), "64x16", 6), write(decoder, long, Sampling(), "none", 6))
+            == 0
+        )
