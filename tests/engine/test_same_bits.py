@@ -1,7 +1,7 @@
-"""Whole decoders write the same bits: ids, and the logits that each was drawn from, with any tree, draft, budget or cut.
+"""Whole decoders write the same bits: ids, and the logits that they were drawn from, with any tree, draft, budget, cut.
 
-The packaged pair in 16 bits, since there the nearest scores lie closest; `NUM_NEW` tokens here, and as many as one likes
-from a shell: `python -c "import test_same_bits as t; print(t.differences('bfloat16', 128))"`.
+The packaged pair in 16 bits, since there the nearest scores lie closest; `NUM_NEW` tokens here, and as many as one
+likes from a shell: `python -c "import test_same_bits as t; print(t.differences('bfloat16', 128))"`.
 """
 
 from collections.abc import Iterator
