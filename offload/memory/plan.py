@@ -12,6 +12,7 @@ from offload.checkpoint.sizes import ModelShape
 from offload.config import NOISE_POSITIONS, format_bytes
 
 MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
+PATH_SCRATCH_BYTES = 16 << 20  # scores, keys and values in float32 while rows attend in the order of their paths
 MIN_SLOTS, WANTED_SLOTS = 2, 3
 DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
 

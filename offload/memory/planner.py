@@ -20,6 +20,7 @@ from offload.machine import available_gpu_bytes, available_ram_bytes
 from offload.memory.plan import (
     MAX_PROMPT_ROWS,
     MIN_SLOTS,
+    PATH_SCRATCH_BYTES,
     WANTED_SLOTS,
     MemoryPlan,
     Tier,
@@ -135,7 +136,8 @@ def make_plan(
         "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
         "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + rows),
-        "activation_bytes": activation_bytes(target, rows + num_nodes, num_logits, context)
+        "activation_bytes": PATH_SCRATCH_BYTES
+        + activation_bytes(target, rows + num_nodes, num_logits, context)
         + target.cast_bytes
         + noise_bytes(target.vocab_size),
     }

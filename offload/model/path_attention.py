@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.memory.plan import PATH_SCRATCH_BYTES
+
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 BLOCK = 64  # keys whose products are summed by one matrix product
-SCRATCH_BYTES = 32 << 20  # of scores, and of gathered values, at once
+SCRATCH_BYTES = PATH_SCRATCH_BYTES // 2  # of scores at once, and half of that each of keys and of gathered values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,9 +193,15 @@ class _Piece:
 
     def _times_keys(self, query_GITK: Tensor, key_GSK: Tensor) -> Tensor:
         """Each score is a product of its own, so columns may lie anywhere; in whole blocks all the same."""
-        num_keys = key_GSK.shape[1]
-        key_GSK = _padded(key_GSK.float(), BLOCK)
-        return self._product(query_GITK, key_GSK.transpose(1, 2))[..., :num_keys]
+        num_keys, step = (
+            key_GSK.shape[1],
+            max(BLOCK, SCRATCH_BYTES // (8 * key_GSK.shape[0] * key_GSK.shape[2]) // BLOCK * BLOCK),
+        )
+        parts = [
+            self._product(query_GITK, _padded(part_GSK.float(), BLOCK).transpose(1, 2))
+            for part_GSK in key_GSK.split(step, 1)
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 3))[..., :num_keys]
 
     def _product(self, left_GITS: Tensor, right_GSV: Tensor) -> Tensor:
         """(G, I, T, V), in as many rows as the multiple asks for."""

@@ -86,8 +86,9 @@ def test_demo_of_a_small_size_finds_its_own_budget(tmp_path: Path, monkeypatch: 
     result = json.loads(outcome.out)
     assert outcome.code == 0 and result["tree"]["plan"]["tiers"]["disk"]["num_layers"] > 0
     assert result["tree"]["stats"]["tpot_s"] == 0 and result["speedup"] is None
-    said = demo("--size", "40MB", "-n", "3").err.splitlines()[-1]
-    assert said.startswith("too few tokens to tell how fast: raise -n; ")
+    said = demo("--size", "40MB", "-n", "3").err.splitlines()
+    assert "too few tokens to tell how fast: raise -n" in said
+    assert said[-2] == "identical to the text without a tree, bit for bit: all 3 tokens that both have"
 
 
 def test_demo_is_refused_before_a_target_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def test_the_refusal_says_what_is_needed() -> None:
     with pytest.raises(UserError) as refusal:
         make_plan(shape, None, Budgets(400 * MIB), context=10, num_nodes=1)
     assert str(refusal.value) == (
-        "needs 600 MiB of RAM for two layer slots and 212 MiB for the rest, budget is 400 MiB: raise `ram` to 813MiB "
+        "needs 600 MiB of RAM for two layer slots and 228 MiB for the rest, budget is 400 MiB: raise `ram` to 829MiB "
         "or lower `context` from 10"
     )
 
