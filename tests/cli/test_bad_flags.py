@@ -110,11 +110,6 @@ def test_model_that_is_nowhere_is_refused(model: str, words: tuple[str, ...]) ->
         assert_refused(shell(*command, "-m", model), *words)
 
 
-@pytest.mark.usefixtures("_no_weights")
-def test_empty_stop_string_is_refused(sound: Path) -> None:
-    assert_refused(generate(sound, "-p", "Count:", "--stop", ""), "--stop must not be empty", "leave it out")
-
-
 def test_model_that_is_a_file_is_refused(sound: Path, tmp_path: Path) -> None:
     assert_refused(generate(sound / "config.json", "-p", "Count:"), "is a file", "give the folder")
     (tmp_path / "big.gguf").touch()

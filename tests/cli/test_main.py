@@ -221,7 +221,7 @@ def test_plan_shows_where_everything_lies(looper: Path) -> None:
         "draft",
         "256 positions",
         "8 tree nodes",
-        "GB/s",
+        "B/s",
     ):
         assert word in outcome.out
 

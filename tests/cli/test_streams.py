@@ -113,7 +113,7 @@ def test_warnings_of_libraries_are_lines(broken: Path) -> None:
 LISTS_UNUSED = """
 import sys
 from offload.__main__ import main
-unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "sympy", "scipy", "triton"}
+unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton"}
 try:
     main()
 finally:

@@ -101,7 +101,7 @@ WRONG: list[tuple[str, object, str]] = [
     ("top_p", [0.5], "`top_p` must be a number"),
     ("top_k", "5", "`top_k` must be a whole number"),
     ("seed", None, "`seed` must be a whole number"),
-    ("seed", -5, r"`seed` must lie in .*: choose another one"),
+    ("seed", -5, r"`seed` must lie in .*: 0 is as good as any"),
     ("max_new_tokens", "5", "must be a whole number"),
     ("stop", 5, "`stop` must be text, got 5"),
     ("stop", [5], r"`stop` must be text, got \[5\]"),
