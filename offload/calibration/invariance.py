@@ -20,8 +20,8 @@ _MULTIPLES = (4, 8, 16, 32, 64)  # on a GPU every product has the same number of
 _NUM_ROWS = 72  # of the longest pass: of its first 64 positions the keys lie in a block that rows share
 _CUTS = ((1, 1, 5), (12,))  # other ways to take in the first rows, which then have these keys for themselves
 _NUM_COMPARED = 1 << 15  # numbers of each product: some kernels differ in one of 30,000
-_PARTS = (1, 2, 1, 3)  # multiples of rows that are computed again
-NOT_WANTED = "nothing is streamed, so that it would take time"
+# Multiples of rows that are computed again, of the rows of the text and of random ones.
+_FEW_PARTS, _MANY_PARTS = (1, 2, 1, 3, 5), (*(1,) * 8, 9, 16, 23, 32, 48)
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
@@ -48,22 +48,27 @@ def find_row_multiple(
     """
     if _turns_by_length(model, context):
         return Invariance(None, "its rotary embeddings depend on the length of the text")
-    reason = ""
+    found = Invariance(None)
     model.bind_layer(0, first_layer)
     try:
         with model.cut_to(1):
-            for multiple in _MULTIPLES if model.place.type == "cpu" else (MAX_ROWS,):
-                try:
-                    _require_invariance(model, multiple, thread_counts, context)
-                    return Invariance(multiple)
-                except _DifferError as difference:
-                    reason = str(difference)
-                except UserError as error:
-                    reason = str(error)
-                    break
+            found = _try_multiples(model, thread_counts)
     finally:
         model.unbind_layer(0)
-    model.be_invariant(None)
+        model.be_invariant(None if found.multiple is None else InvariantRows(found.multiple))
+    return found
+
+
+def _try_multiples(model: StreamedModel, thread_counts: Sequence[int]) -> Invariance:
+    reason = ""
+    for multiple in _MULTIPLES if model.place.type == "cpu" else (MAX_ROWS,):
+        try:
+            _require_invariance(model, multiple, thread_counts)
+            return Invariance(multiple)
+        except _DifferError as difference:
+            reason = str(difference)
+        except UserError as error:
+            return Invariance(None, str(error))
     return Invariance(None, reason)
 
 
@@ -78,17 +83,19 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
     )
 
 
-def _require_invariance(model: StreamedModel, multiple: int, thread_counts: Sequence[int], context: int) -> None:
+def _require_invariance(model: StreamedModel, multiple: int, thread_counts: Sequence[int]) -> None:
     """Raises `_DifferError`."""
+    most = getattr(model.meta_model.config, "max_position_embeddings", None) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
-    token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, context),), generator=generator)
+    token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
     model.be_invariant(_CheckedRows(multiple, thread_counts))
     wanted_TV = _logits(model, token_T, (len(token_T),))
     model.be_invariant(InvariantRows(multiple))
     for cut in _CUTS:
-        logits = _logits(model, token_T[: sum(cut)], cut)
-        if not torch.equal(logits, wanted_TV[: len(logits)]):
-            raise _DifferError("a layer gives other bits when a text is taken in at once than in parts")
+        if sum(cut) <= len(token_T):
+            logits = _logits(model, token_T[: sum(cut)], cut)
+            if not torch.equal(logits, wanted_TV[: len(logits)]):
+                raise _DifferError("a layer gives other bits when a text is taken in at once than in parts")
 
 
 def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int]) -> Tensor:
@@ -103,7 +110,7 @@ def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int]) -> Tensor
 
 
 class _CheckedRows(InvariantRows):
-    """Computes everything again with fewer rows, elsewhere, and with every number of threads."""
+    """Computes everything again with fewer rows, elsewhere, beside others, and with every number of threads."""
 
     def __init__(self, multiple: int, thread_counts: Sequence[int]) -> None:
         super().__init__(multiple)
@@ -111,28 +118,30 @@ class _CheckedRows(InvariantRows):
 
     def call(self, work: Work, rows: Tensor) -> Tensor:
         out = work(rows)
+        if not out.numel():
+            return out
+        self._compare(work, rows, out, _FEW_PARTS)
+        _require_equal(work(rows.roll(1, -2)), out.roll(1, -2), "one row further down")
         width = out[..., 0, :].numel()
-        self._compare(work, rows, out, width)
-        num_missing = _NUM_COMPARED // width - rows.shape[-2]
-        for lo in range(0, num_missing, MAX_ROWS):
-            size = min(MAX_ROWS, -(-(num_missing - lo) // self.multiple) * self.multiple)
-            more = torch.randn(*rows.shape[:-2], size, rows.shape[-1], generator=self._generator).to(rows)
-            self._compare(work, more, work(more), width)
+        for _ in range(-(-_NUM_COMPARED // (width * MAX_ROWS))):
+            more = torch.randn(*rows.shape[:-2], MAX_ROWS, rows.shape[-1], generator=self._generator).to(rows)
+            self._compare(work, more, work(more), _MANY_PARTS)
         before = torch.get_num_threads()
-        for num_threads in set(self._thread_counts) - {before}:
-            torch.set_num_threads(num_threads)
-            _require_equal(work(rows), out, f"with {num_threads} threads")
-        torch.set_num_threads(before)
+        try:
+            for num_threads in set(self._thread_counts) - {before}:
+                torch.set_num_threads(num_threads)
+                _require_equal(work(rows), out, f"with {num_threads} threads")
+        finally:
+            torch.set_num_threads(before)
         return out
 
-    def _compare(self, work: Work, rows: Tensor, out: Tensor, width: int) -> None:
-        """As few of the rows as that many numbers take, in parts of one, two and three times the multiple."""
-        num_parts = max(len(_PARTS), -(-_NUM_COMPARED // (width * self.multiple)))
-        size, num_rows = min(self.multiple, rows.shape[-2]), rows.shape[-2]
-        step = max(size, (num_rows - size) // max(1, num_parts - 1))
-        for index, lo in enumerate(range(0, num_rows - size + 1, step)):
-            part = min(_PARTS[index % len(_PARTS)] * size, num_rows - lo)
-            _require_equal(work(rows.narrow(-2, lo, part)), out.narrow(-2, lo, part), "beside other rows")
+    def _compare(self, work: Work, rows: Tensor, out: Tensor, parts: Sequence[int]) -> None:
+        """Parts of so many multiples of rows, spread over all."""
+        num_multiples = rows.shape[-2] // self.multiple
+        for index, part in enumerate(parts):
+            size = min(part, num_multiples) * self.multiple
+            lo = (num_multiples * self.multiple - size) * index // len(parts) // self.multiple * self.multiple
+            _require_equal(work(rows.narrow(-2, lo, size)), out.narrow(-2, lo, size), "beside other rows")
 
 
 def _require_equal(got: Tensor, wanted: Tensor, where: str) -> None:

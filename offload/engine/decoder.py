@@ -28,6 +28,7 @@ from offload.engine.session import Models, Session, load_session, save_session
 from offload.engine.text import TextStream, Tokenizer
 from offload.engine.turn import Turn
 from offload.errors import UserError
+from offload.machine import cpu_name
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.tree_policy import TreeChoice, Trees
@@ -203,8 +204,8 @@ class Decoder:
 
         Args:
             sampling: how tokens are drawn; the other arguments are those of `generate`.
-            continues: keep the keys and values of all tokens that the prompt shares with the run before: they differ
-                from the prompt's own by rounding.
+            continues: keep the keys and values of all tokens that the prompt shares with the run before; but for
+                `invariance` they differ from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
         is_longest = self.plan.has_longest_context
@@ -239,7 +240,7 @@ class Decoder:
         `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
         """
         with self._turn.held():
-            save_session(Path(path), self._models, self._pool, messages, num_turns)
+            save_session(Path(path), self._models, self._pool, self._arithmetic, messages, num_turns)
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it shares with their text.
@@ -247,7 +248,13 @@ class Decoder:
         Raises `UserError` for files of other weights or another type, longer ones than the context, broken ones.
         """
         with self._turn.held():
-            return load_session(Path(path), self._models, self._pool)
+            return load_session(Path(path), self._models, self._pool, self._arithmetic)
+
+    @property
+    def _arithmetic(self) -> str:
+        """What the bits of keys and values depend on here; empty where they depend on the rows beside as well."""
+        place, multiple = self.plan.device, self.invariance.multiple
+        return "" if multiple is None else f"{cpu_name()}, torch {torch.__version__}, {place}, rows by {multiple}"
 
     def close(self) -> None:
         """Stop the readers, close the files, drop weights and buffers, once a step of another thread is over."""

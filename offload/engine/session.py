@@ -63,22 +63,28 @@ class Session(NamedTuple):
 
 
 def save_session(
-    path: Path, models: Models, pool: CachePool, messages: list[dict[str, str]] | None, num_turns: int
+    path: Path, models: Models, pool: CachePool, arithmetic: str, messages: list[dict[str, str]] | None, num_turns: int
 ) -> None:
-    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written."""
+    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written.
+
+    `arithmetic` names what the bits of keys and values depend on beside weights and types; empty where on more.
+    """
     tokens, tensors = pool.tokens, {_TOKENS: torch.tensor(pool.tokens, dtype=torch.int64)}
     for part, cache in _caches(pool).items():
         for index, pair in cache.states(len(tokens)).items():
             tensors |= {_name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)}
     told = {"messages": json.dumps(messages), "num_turns": str(num_turns)}
     try:
-        write_tensors(path, {**models.identity, **told, "format": _FORMAT}, tensors)
+        write_tensors(path, {**models.identity, **told, "arithmetic": arithmetic, "format": _FORMAT}, tensors)
     except OSError as error:
         raise UserError(f"cannot write the session to {path} ({error.strerror}): name another file") from None
 
 
-def load_session(path: Path, models: Models, pool: CachePool) -> Session:
-    """Fill the caches with what a file holds for them; of another draft nothing is taken. Raises `UserError`."""
+def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -> Session:
+    """Fill the caches with what a file holds for them. Raises `UserError`.
+
+    Of another draft nothing is taken, and of the target nothing that would have other bits if computed here.
+    """
     with _opened(path) as file:
         session = _checked(path, file, models)
         if data_sum(path) != file.metadata()[SUM]:
@@ -86,7 +92,8 @@ def load_session(path: Path, models: Models, pool: CachePool) -> Session:
         pool.take_back()
         pool.caches.clear()
         for part, cache in _caches(pool).items():
-            if models.can_use(part, file.metadata()):
+            has_same_bits = part == "draft" or arithmetic in ("", file.metadata().get("arithmetic"))
+            if has_same_bits and models.can_use(part, file.metadata()):
                 kept = _kept_layers(file, part)
                 states = ((index, *(file.get_tensor(_name(part, kind, index)) for kind in _KINDS)) for index in kept)
                 cache.refill(states, _num_kept(file, part) if kept else 0)

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 MAX_ROWS = 256  # of one product
 Work = Callable[[Tensor], Tensor]
 _VECTOR = 64  # numbers: no processor that torch knows handles more at once
-_GRAIN = 32768  # numbers: torch gives no thread a smaller share of elementwise work (at::internal::GRAIN_SIZE)
+# torch shares elementwise work among threads by 32768 numbers (at::internal::GRAIN_SIZE), gelu evenly from 16384 on.
+_GRAIN, _LEAST_SHARED = 32768, 16384
 _LEAST_WIDTH = 64  # of both factors of a product: with narrower ones libraries have ways of their own
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
@@ -42,23 +43,26 @@ class InvariantRows(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._own.get(func, func)(*args, **(kwargs or {}))
 
-    def _linear(self, left: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         num_columns = weight.shape[0]
-        left, weight = _widened(left), _widened(_lengthened(weight))
+        left, weight = _widened(input), _widened(_lengthened(weight))
         bias = None if bias is None else _widened(bias)
-        return self._by_rows(lambda rows: functional.linear(rows, weight, bias), left, is_stack=False)[
-            ..., :num_columns
-        ]
+        out = self.by_rows(lambda rows: functional.linear(rows, weight, bias), left, is_stack=False)
+        return out[..., :num_columns]
 
-    def _matmul(self, product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+    def _matmul(self, product: Callable[[Tensor, Tensor], Tensor], *args: Tensor, **kwargs: Tensor) -> Tensor:
+        left, right = (*args, *kwargs.values())
         if left.ndim < 2 or right.ndim < 2:
             return product(left, right)
         num_columns = right.shape[-1]
         left, right = _widened(left), _widened(_lengthened(right))
-        return self._by_rows(lambda rows: product(rows, right), left, is_stack=right.ndim > 2)[..., :num_columns]
+        return self.by_rows(lambda rows: product(rows, right), left, is_stack=right.ndim > 2)[..., :num_columns]
 
-    def _by_rows(self, work: Work, left: Tensor, *, is_stack: bool) -> Tensor:
-        """Rows are all numbers of the left factor but those of its last dimension; of a stack, those before it."""
+    def by_rows(self, work: Work, left: Tensor, *, is_stack: bool) -> Tensor:
+        """`work` on padded rows, which are all numbers of a factor but those of its last dimension.
+
+        Of a stack the rows are those of each factor in it, the last dimension but one.
+        """
         rows = left if is_stack else left.reshape(-1, left.shape[-1])
         num_rows = rows.shape[-2]
         if num_rows % self.multiple:
@@ -76,7 +80,7 @@ class InvariantRows(TorchFunctionMode):
         return max(self.multiple, MAX_ROWS // self.multiple * self.multiple)
 
     def _activate(self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        work = lambda part: _in_whole_vectors(function, part, *args, **kwargs)  # noqa: E731
+        work = lambda part: in_whole_vectors(function, part, *args, **kwargs)  # noqa: E731
         return self.call(work, numbers) if numbers.ndim > 1 else work(numbers)
 
 
@@ -92,14 +96,16 @@ def _lengthened(numbers: Tensor) -> Tensor:
     return pad(numbers, (0, 0, 0, num_missing)) if num_missing > 0 else numbers
 
 
-def _in_whole_vectors(function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def in_whole_vectors(function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Elementwise, and no thread's share ends within a vector: what is left over there is computed another way."""
     if numbers.device.type != "cpu":
         return function(numbers, *args, **kwargs)
     flat = numbers.reshape(-1)
-    flat = pad(flat, (0, -len(flat) % _VECTOR))
-    num_shares = max(1, min(torch.get_num_threads(), math.ceil(len(flat) / _GRAIN)))
-    if math.ceil(len(flat) / num_shares) % _VECTOR == 0 or len(flat) < _GRAIN:
+    if len(flat) % _VECTOR:
+        flat = pad(flat, (0, -len(flat) % _VECTOR))
+    num_threads = torch.get_num_threads()
+    shares = (num_threads, max(1, min(num_threads, math.ceil(len(flat) / _GRAIN))))
+    if len(flat) < _LEAST_SHARED or all(math.ceil(len(flat) / share) % _VECTOR == 0 for share in shares):
         out = function(flat, *args, **kwargs)
     else:
         out = _on_one_thread(function, flat, *args, **kwargs)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.memory.plan import PATH_SCRATCH_BYTES
+from offload.model.invariance import InvariantRows
 
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 BLOCK = 64  # keys whose products are summed by one matrix product
@@ -36,7 +37,7 @@ class PathRows:
         num_early: rows whose paths end before `base`.
         column_TL: of the others, the columns of positions base, base + 1, ...; L is a multiple of 64.
         window: a row sees keys less than this many positions back.
-        multiple: rows are padded to it, where products are the same for every number of rows.
+        invariant: makes products that are the same for every number of rows.
     """
 
     length_T: Tensor
@@ -45,7 +46,7 @@ class PathRows:
     num_early: int
     column_TL: Tensor
     window: int | None
-    multiple: int
+    invariant: InvariantRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +59,11 @@ class ScoreTerms:
 
 
 def path_rows(
-    num_prefix: int, ancestor_TU: Tensor, window: int | None, multiple: int, send: Callable[[Tensor], Tensor] = _STAY
+    num_prefix: int,
+    ancestor_TU: Tensor,
+    window: int | None,
+    invariant: InvariantRows,
+    send: Callable[[Tensor], Tensor] = _STAY,
 ) -> PathRows:
     """Rows that are the last T of U uncommitted ones behind P committed ones.
 
@@ -80,7 +85,7 @@ def path_rows(
     column_TL = torch.where(position_L < num_prefix, position_L, path_TU[:, nth_L] + num_prefix)
     is_seen_TL = position_L < length_T[num_early:, None]
     column_TL = torch.where(is_seen_TL, column_TL, (own_T + num_prefix)[:, None])  # any that holds numbers
-    return PathRows(length_T, send(length_T), base, num_early, send(column_TL), window, multiple)
+    return PathRows(length_T, send(length_T), base, num_early, send(column_TL), window, invariant)
 
 
 def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
@@ -92,7 +97,7 @@ def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: 
     query_GITK = query_HTK.reshape(num_groups, num_heads // num_groups, num_rows, width)
     first = len(rows.seen_T) - num_rows  # row of the pass that is the first here
     num_keys = rows.base + rows.column_TL.shape[1]
-    step = max(rows.multiple, SCRATCH_BYTES // (4 * num_heads * max(1, num_keys)) // rows.multiple * rows.multiple)
+    step = max(1, SCRATCH_BYTES // (4 * num_heads * num_keys))
     out_GITV = query_HTK.new_empty(*query_GITK.shape[:3], value_GSK.shape[2])
     for lo, hi in _pieces(first, rows.num_early, len(rows.seen_T), step):
         queries = query_GITK[:, :, lo - first : hi - first].float()
@@ -147,13 +152,13 @@ class _Piece:
         """One block of which each row has keys of its own: a product for every row, in which its heads are the rows."""
         assert self._column_TL is not None, "late rows have columns"
         column_TB, group = self._column_TL[:, lo : lo + BLOCK] - self._rows.base, weight_GITB.shape[1]
-        weight_GTIB = pad(weight_GITB.transpose(1, 2), (0, 0, 0, -group % self._rows.multiple))
-        step = max(1, SCRATCH_BYTES // (8 * BLOCK * value_UGV[0].numel()))
+        num_padded = group + -group % self._rows.invariant.multiple
+        step = max(1, SCRATCH_BYTES // (8 * BLOCK * (value_UGV[0].numel() + num_padded)))
         for first in range(0, len(column_TB), step):
             columns = column_TB[first : first + step]
             value_TBGV = value_UGV.index_select(0, columns.flatten()).unflatten(0, columns.shape)
-            for index, weight_TIB in enumerate(weight_GTIB[:, first : first + step]):
-                own_TIV = torch.bmm(weight_TIB, value_TBGV[:, :, index])[:, :group]
+            for index, weight_ITB in enumerate(weight_GITB[:, :, first : first + step]):
+                own_TIV = self._times(weight_ITB.transpose(0, 1), value_TBGV[:, :, index])
                 sum_GITV[index, :, first : first + step] += own_TIV.transpose(0, 1)
 
     def _shared_scores(self, query_GITK: Tensor, key_GSK: Tensor) -> Tensor:
@@ -204,10 +209,11 @@ class _Piece:
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 3))[..., :num_keys]
 
     def _product(self, left_GITS: Tensor, right_GSV: Tensor) -> Tensor:
-        """(G, I, T, V), in as many rows as the multiple asks for."""
-        folded = left_GITS.flatten(1, 2)
-        out = torch.bmm(_padded(folded, self._rows.multiple), right_GSV)
-        return out[:, : folded.shape[1]].unflatten(1, left_GITS.shape[1:3])
+        """(G, I, T, V); the rows of all heads of a group are those of one product."""
+        return self._times(left_GITS.flatten(1, 2), right_GSV).unflatten(1, left_GITS.shape[1:3])
+
+    def _times(self, left: Tensor, right: Tensor) -> Tensor:
+        return self._rows.invariant.by_rows(lambda rows: torch.bmm(rows, right), left, is_stack=True)
 
     def _sinks(self, query_GITK: Tensor) -> Tensor:
         """A column of scores where the family has sinks, else none."""

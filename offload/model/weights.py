@@ -69,6 +69,9 @@ class StreamedModel:
         self._replay: Replay | None = None
         self._attend: attention.Attend | None = None
         self._invariant: InvariantRows | None = None
+        config = self.meta_model.config
+        self._usual_attention = config._attn_implementation
+        self._usual_experts = getattr(config, "_experts_implementation", None)
         prefix = next(name for name, module in self.meta_model.named_modules() if module is self._layers)
         prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
         places = _places(self.meta_model)
@@ -242,11 +245,14 @@ class StreamedModel:
 
         Raises `UserError` where this family's attention cannot be ours.
         """
-        if rows is not None:
-            if not attention.takes_paths(self.meta_model):
-                raise UserError(f"{self.meta_model.config.model_type} models calculate with masks of their own")
-            # One product for each expert, whose rows can be padded.
-            self.meta_model.set_experts_implementation("eager")
+        experts = "eager" if rows is not None else self._usual_experts  # one product for each, whose rows can be padded
+        if rows is None:
+            self.meta_model.set_attn_implementation(self._usual_attention)
+        elif not attention.takes_paths(self.meta_model):
+            self.meta_model.set_attn_implementation(self._usual_attention)
+            raise UserError(f"{self.meta_model.config.model_type} models calculate with masks of their own")
+        if experts is not None:
+            self.meta_model.set_experts_implementation(experts)
         self._invariant = rows
 
     @property
@@ -274,8 +280,8 @@ class StreamedModel:
         """What rows see by position on their paths, for each window, where rows are to be invariant."""
         if self._invariant is None:
             return {}
-        what, multiple = (num_prefix, ancestor_TU), self._invariant.multiple
-        return {window: path_rows(*what, window, multiple, self.send) for window in self.windows}
+        what, rows = (num_prefix, ancestor_TU), self._invariant
+        return {window: path_rows(*what, window, rows, self.send) for window in self.windows}
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""

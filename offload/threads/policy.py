@@ -38,7 +38,7 @@ class ThreadPolicy:
     """The modes of one decoder, from the counts of a rising ladder; `start` holds until steps have told more."""
 
     def __init__(self, ladder: Sequence[int], start: Modes) -> None:
-        self.most, self.start, self.ladder = ladder[-1], start, ladder
+        self.most, self.start, self._ladder = ladder[-1], start, ladder
         self._choices: dict[int, tuple[_Choice, _Choice]] = {}
 
     def modes(self, num_rows: int) -> Modes:
@@ -49,7 +49,7 @@ class ThreadPolicy:
     def took(self, num_rows: int, *, draft_s: float, sweep_s: float) -> None:
         """How long a step in these modes was. Tell only what can be compared: a prompt's step is like no other."""
         if num_rows not in self._choices:
-            draft, sweep = (_Choice(self.ladder, mode) for mode in self.start)
+            draft, sweep = (_Choice(self._ladder, mode) for mode in self.start)
             self._choices[num_rows] = draft, sweep
         for choice, seconds in zip(self._choices[num_rows], (draft_s, sweep_s), strict=True):
             choice.took(seconds)

@@ -86,7 +86,7 @@ def test_rows_are_padded_as_far_as_products_need(least: int, target: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("product", "counts", "said"), [(odd_rows_differ, (1,), "other rows"), (threads_differ, (1, 2), "2 threads")]
+    ("product", "counts", "said"), [(odd_rows_differ, (1,), "other bits"), (threads_differ, (1, 2), "2 threads")]
 )
 def test_products_that_no_padding_mends_are_refused(
     product: Product, counts: tuple[int, ...], said: str, target: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,7 +124,18 @@ def test_a_decoder_says_what_it_promises(target: Path, monkeypatch: pytest.Monke
     with offload.load(target, context=64, threads=1) as decoder:
         assert decoder.invariance.multiple is None and "streamed" in decoder.invariance.reason
         assert not decoder.generate([5, 6, 7], max_new_tokens=2).is_invariant
-    monkeypatch.setattr("offload.calibration.invariance._MULTIPLES", ())
+    plant(monkeypatch, odd_rows_differ)
     with offload.load(target, context=64, threads=1, invariant=True) as decoder:
         assert decoder.invariance.multiple is None
         assert any("closer than rounding" in note for note in decoder.notes)
+
+
+def test_a_refused_decoder_writes_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a family whose attention is another one then; and a context shorter than the check's own text is no matter."""
+    target = save(build(FAMILIES["gemma2"]()), tmp_path)
+    with offload.load(target, context=10, threads=1, invariant=False) as decoder:
+        wanted = decoder.generate([5, 6, 7], max_new_tokens=4).token_ids
+    plant(monkeypatch, odd_rows_differ)
+    with offload.load(target, context=10, threads=1, invariant=True) as decoder:
+        assert decoder.invariance.multiple is None and torch.get_num_threads() == 1
+        assert decoder.generate([5, 6, 7], max_new_tokens=4).token_ids == wanted

@@ -6,6 +6,7 @@ likes from a shell: `python -c "import test_same_bits as t; print(t.differences(
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +121,18 @@ def test_texts_that_go_on() -> None:
             num_different(write(decoder, long, Sampling(), "64x16", 6), write(decoder, long, Sampling(), "none", 6))
             == 0
         )
+
+
+@pytest.mark.parametrize("is_invariant", [True, False], ids=["the same arithmetic", "another"])
+def test_texts_that_are_resumed(is_invariant: bool, tmp_path: Path) -> None:
+    """Keys and values that were computed in another way are not taken: the prompt is read again."""
+    writer = offload.load(PAIR / "target", PAIR / "draft", dtype="bfloat16", tree="64x16", profile="none", threads=1,
+                          invariant=is_invariant)  # fmt: skip
+    with writer:
+        first, _ = write(writer, PROMPT, Sampling(), "64x16")
+        writer.save_session(tmp_path / "text")
+    with open_pair("bfloat16") as decoder:
+        ids = decoder.load_session(tmp_path / "text").tokens
+        assert ids[-len(first) :] == first
+        resumed = write(decoder, ids, Sampling(), "64x16", continues=True)
+        assert num_different(resumed, write(decoder, ids, Sampling(), "none")) == 0

@@ -4,7 +4,7 @@ On this processor: how many rows a product needs is found by the same check that
 refuses is skipped with its reason.
 """
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from test_families import WORKING, tiny_model
 from test_tree_rows import config_named
 from tiny import FAMILIES, VOCAB_SIZE, save
 from torch import Tensor
+from torch.nn import functional
 
 from offload.calibration.invariance import find_row_multiple
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import path_attention
-from offload.model.invariance import InvariantRows
+from offload.model.invariance import InvariantRows, in_whole_vectors
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import PathRows, ScoreTerms, path_rows
 from offload.model.weights import StreamedModel
@@ -98,7 +99,8 @@ def on_path(model: StreamedModel, num_prefix: int) -> Tensor:
     return score(model, cache, tokens, topology)[path]
 
 
-CASES = [(family, "bfloat16") for family in (*FAMILIES, *WORKING)] + [(family, "float32") for family in FAMILIES]
+CASES = [(family, "bfloat16") for family in (*FAMILIES, *WORKING)]
+CASES += [(family, "float32") for family in ("llama", "qwen3-sliding", "gemma2", "gpt_oss", "mixtral")]
 
 
 @pytest.mark.parametrize(("family", "dtype"), CASES)
@@ -154,7 +156,9 @@ def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
 
 
 @pytest.mark.parametrize(("window", "cap", "has_sink"), [(None, None, False), (30, None, True), (None, 5.0, False)])
-def test_path_attention_is_attention(window: int | None, cap: float | None, has_sink: bool) -> None:
+def test_path_attention_is_attention(
+    window: int | None, cap: float | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the sum over all keys in float64, in pieces of few rows and of many."""
     chance = torch.Generator().manual_seed(0)
     topology, num_prefix = scattered(40)[0], 150
@@ -165,8 +169,12 @@ def test_path_attention_is_attention(window: int | None, cap: float | None, has_
     )
     sink_H = torch.randn(6, generator=chance) if has_sink else None
     terms = ScoreTerms(0.3, cap, sink_H)
-    rows = path_rows(num_prefix, ancestors(topology), window, 4)
+    rows = path_rows(num_prefix, ancestors(topology), window, InvariantRows(4))
     got = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
+    with monkeypatch.context() as patch:
+        patch.setattr(path_attention, "SCRATCH_BYTES", 4096)
+        in_pieces = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
+    torch.testing.assert_close(in_pieces, got, atol=1e-6, rtol=1e-6)
     key_HSK, value_HSV = (states.double().repeat_interleave(3, 0) for states in (key_GSK, value_GSV))
     score_HTS = query_HTK.double() @ key_HSK.transpose(1, 2) * 0.3
     score_HTS = score_HTS if cap is None else cap * (score_HTS / cap).tanh()
@@ -179,3 +187,35 @@ def test_path_attention_is_attention(window: int | None, cap: float | None, has_
     sink_HT1 = sink_HT1.double().expand(-1, num_rows, -1)
     weight_HTS = torch.cat([score_HTS, sink_HT1], 2).softmax(2)[..., :-1]
     torch.testing.assert_close(got.double(), (weight_HTS @ value_HSV).transpose(0, 1), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu of tanh", "sigmoid", "tanh"])
+def test_threads_share_activations_in_whole_vectors(name: str) -> None:
+    """Sizes around the borders of shares; a number's bits are those that it has alone among few."""
+    function = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu of tanh": partial(functional.gelu, approximate="tanh"),
+        "sigmoid": torch.sigmoid,
+        "tanh": torch.tanh,
+    }[name]
+    numbers = 3 * torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+    wanted = torch.cat([function(part) for part in numbers.split(64 * 16)])
+    try:
+        for num_threads in (1, 2, 3, 8):
+            torch.set_num_threads(num_threads)
+            for size in (63, 16448, 20480, 24000, 33000, 70001, 98304, 100_000):
+                got = in_whole_vectors(function, numbers[:size])
+                num_whole = size // 64 * 64  # numbers of the last vector are padded, so they are not odd ones out
+                assert torch.equal(got[:num_whole], wanted[:num_whole]), f"{size} numbers, {num_threads} threads"
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral"])
+def test_a_refused_check_leaves_the_model_as_it_was(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
+    wanted = score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19))
+    model.be_invariant(InvariantRows(4))
+    model.be_invariant(None)
+    assert torch.equal(score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19)), wanted)
