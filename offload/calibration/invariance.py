@@ -21,7 +21,7 @@ _NUM_ROWS = 72  # of the longest pass: of its first 64 positions the keys lie in
 _CUTS = ((1, 1, 5), (12,))  # other ways to take in the first rows, which then have these keys for themselves
 _NUM_COMPARED = 1 << 15  # numbers of each product: some kernels differ in one of 30,000
 # Multiples of rows that are computed again, of the rows of the text and of random ones.
-_FEW_PARTS, _MANY_PARTS = (1, 2, 1, 3, 5), (*(1,) * 8, 9, 16, 23, 32, 48)
+_FEW_PARTS, _MANY_PARTS = (1, 2, 3), (1, 1, 1, 1, 9, 30)
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
