@@ -143,16 +143,18 @@ def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, co
     num_shown, failure = 0, None
     assert chat.turn is not None, "one has just begun"
     console.follow(chat.turn, plan, None)
-    with brake.ready(), closing(pieces):
-        try:
-            for piece in pieces:
-                num_shown += len(piece)
-                console.text(piece)
-        except (Stopped, ReadError) as error:
-            failure = error
-    result = chat.turn.result()
-    console.text(result.text[num_shown:] + "\n")
-    console.clear()
+    try:
+        with brake.ready(), closing(pieces):
+            try:
+                for piece in pieces:
+                    num_shown += len(piece)
+                    console.text(piece)
+            except (Stopped, ReadError, UserError) as error:
+                failure = error
+        result = chat.turn.result()
+        console.text(result.text[num_shown:] + "\n")
+    finally:
+        console.clear()
     console.say(turn_line(result.stats, result.finish_reason))
-    if isinstance(failure, ReadError):
+    if failure is not None and not isinstance(failure, Stopped):
         raise failure

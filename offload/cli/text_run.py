@@ -50,6 +50,7 @@ def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -
         failure = error
     result = run.result()
     console.text((json.dumps(result.as_dict()) if as_json else result.text[console.num_written :]) + "\n")
+    console.clear()
     console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
     if failure is not None:
         raise failure

@@ -11,6 +11,7 @@ from shell import Outcome, shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.cli.chat_commands import _HELP
+from offload.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,17 @@ def test_a_stopped_answer_stays_and_can_be_tried_again(talker: Path) -> None:
     assert whole == SAID + "\n" and cut and SAID.startswith(cut.rstrip("\ufffd"))
     assert outcome.err.splitlines()[1].startswith("offload: nothing was asked yet")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_answer_that_fails_ends_its_line_and_not_the_conversation(talker: Path) -> None:
+    def fail() -> None:
+        raise UserError("scores are not finite: use another --dtype")
+
+    with at_sweep(3, fail):
+        outcome = chat(talker, "Say\nSay\n", quiet=False)
+    cut, whole = outcome.out.split("\n", 1)
+    assert SAID.startswith(cut.rstrip("\ufffd")) and cut and whole == SAID + "\n" and outcome.code == 0
+    assert "stopped" in outcome.err and "offload: scores are not finite" in outcome.err
 
 
 def test_stop_strings_end_answers(talker: Path) -> None:
