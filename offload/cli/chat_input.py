@@ -112,7 +112,7 @@ class ChatInput:
         lines: list[str] = []
         is_ahead = self._waits(0)
         try:
-            while not lines or not is_ahead and self._waits(_PASTE_PAUSE_S):
+            while not lines or (not is_ahead and self._waits(_PASTE_PAUSE_S)):
                 lines.append(self._typed_line(prompt if not lines else "... "))
         except EOFError:
             self._has_ended = True
