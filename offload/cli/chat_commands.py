@@ -83,10 +83,10 @@ class ChatCommands:
 
     def _retry(self) -> Generator[str, None, None]:
         before, pieces = self._chat.turn, self._chat.retry()
-        if before is not None and before.finish_reason != "interrupted":
-            temperatures = (self._chat.sampling.temperature, before.sequence.sampler.sampling.temperature)
-            if temperatures == (0, 0):
-                self._say("greedy, so the answer will be the same: /set temperature 0.7 draws another")
+        is_whole = before is not None and before.finish_reason != "interrupted"
+        samplings = [self._chat.sampling, *([before.sequence.sampler.sampling] if before else [])]
+        if is_whole and not any(one.temperature for one in samplings):
+            self._say("greedy, so the answer will be the same: /set temperature 0.7 draws another")
         return pieces
 
     def _system(self, text: str) -> None:

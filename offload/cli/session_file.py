@@ -64,5 +64,5 @@ def saving(console: "Console") -> Iterator[None]:
         console.clear()
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-        for number in came[:1]:
-            signal.raise_signal(number)
+        if came:
+            signal.raise_signal(came[0])

@@ -151,7 +151,8 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     )
     assert other.code == 0
     held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
-    assert held.err.splitlines()[:4] == ["No.", "forgotten: Again", "forgotten: Say it", "forgotten: Say"]
+    loaded = f"going on with {tmp_path / 'copy'}: questions 3"
+    assert held.err.splitlines()[:5] == ["No.", loaded, *(f"forgotten: {one}" for one in ("Again", "Say it", "Say"))]
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
 
 
