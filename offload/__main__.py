@@ -1,4 +1,4 @@
-"""The command `offload`, and `python -m offload`: standard streams that are there, and a Ctrl-C that is never lost.
+"""The command `offload`, and `python -m offload`: standard streams that are there, and signals that are never lost.
 
 Both must hold before anything else is imported, so this file imports nothing that takes time.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
 _ASK_AGAIN_S = 0.02
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # each an exception, so that a session is written and the terminal echoes
 
 
 def main() -> None:
@@ -21,7 +22,10 @@ def main() -> None:
     sys.stdout = _buffered(sys.stdout)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as in the background of a shell
         signal.signal(signal.SIGINT, _interrupt)
-        sys.unraisablehook = _unraisable
+    sys.unraisablehook = _unraisable
+    for number in _ENDINGS:
+        if signal.getsignal(number) is signal.SIG_DFL:  # not ignored, as under `nohup`
+            signal.signal(number, _end)
     try:
         from offload.cli.main import main as run
 
@@ -53,23 +57,32 @@ def _buffered(stdout: Any) -> Any:
     return stdout
 
 
-def _interrupt(_: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     """Ctrl-C, but not within an import: what is half imported takes it for an error of its own, or swallows it."""
     if not _is_importing(frame):
         raise KeyboardInterrupt
-    _interrupt_later()
+    _send_later(number)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """The same for what ends a program from outside."""
+    if not _is_importing(frame):
+        sys.exit(128 + number)
+    _send_later(number)
 
 
 def _unraisable(what: "sys.UnraisableHookArgs") -> None:
-    """Ctrl-C within a destructor, which no exception leaves."""
+    """A signal within a destructor, which no exception leaves."""
     if what.exc_type is KeyboardInterrupt:
-        _interrupt_later()
+        _send_later(signal.SIGINT)
+    elif isinstance(what.exc_value, SystemExit) and isinstance(what.exc_value.code, int):
+        _send_later(what.exc_value.code - 128)
     else:
         sys.__unraisablehook__(what)
 
 
-def _interrupt_later() -> None:
-    again = threading.Timer(_ASK_AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+def _send_later(number: int) -> None:
+    again = threading.Timer(_ASK_AGAIN_S, os.kill, (os.getpid(), number))
     again.daemon = True
     again.start()
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.cli.console import turn_line
+from offload.cli.console import Console, turn_line
 from offload.cli.sampling_choice import sampling_words
+from offload.cli.session_file import saving
 from offload.config import format_bytes
 from offload.engine.chat import Chat
 from offload.errors import UserError
@@ -33,15 +34,15 @@ _NAMES = ", ".join([*_SAMPLING, "max-tokens", "stop"])
 class ChatCommands:
     """What can be done to a conversation but to ask."""
 
-    def __init__(self, chat: Chat, plan: MemoryPlan) -> None:
-        self._chat, self._plan = chat, plan
+    def __init__(self, chat: Chat, plan: MemoryPlan, console: Console) -> None:
+        self._chat, self._plan, self._console = chat, plan, console
         self._table: dict[str, Callable[[str], Any]] = {
             "/help": lambda _: self._say(_HELP),
-            "/clear": lambda _: chat.clear(),
+            "/clear": lambda _: self._clear(),
             "/system": self._system,
-            "/save": lambda name: chat.save(_file(name)),
-            "/load": lambda name: chat.load(_file(name)),
-            "/retry": lambda _: chat.retry(),
+            "/save": self._save,
+            "/load": self._load,
+            "/retry": lambda _: self._retry(),
             "/undo": lambda _: self._say(f"forgotten: {chat.undo()}"),
             "/set": self._set,
             "/stats": lambda _: self._stats(),
@@ -59,6 +60,34 @@ class ChatCommands:
 
     def _say(self, lines: str) -> None:
         print(lines, file=sys.stderr)
+
+    def _clear(self) -> None:
+        self._chat.clear()
+        self._say("begun anew" + (", with the system prompt" if self._chat.system else ""))
+
+    def _save(self, name: str) -> None:
+        path = _file(name)
+        with saving(self._console):
+            self._chat.save(path)
+        self._say(f"kept in {path}")
+
+    def _load(self, name: str) -> None:
+        path = _file(name)
+        self._console.wait("reading the session")
+        try:
+            self._chat.load(path)
+        finally:
+            self._console.clear()
+        num_asked = sum(message["role"] == "user" for message in self._chat.messages)
+        self._say(f"going on with {path}: questions {num_asked}")
+
+    def _retry(self) -> Generator[str, None, None]:
+        before, pieces = self._chat.turn, self._chat.retry()
+        is_whole = before is not None and before.finish_reason != "interrupted"
+        samplings = [self._chat.sampling, *([before.sequence.sampler.sampling] if before else [])]
+        if is_whole and not any(one.temperature for one in samplings):
+            self._say("greedy, so the answer will be the same: /set temperature 0.7 draws another")
+        return pieces
 
     def _system(self, text: str) -> None:
         if text:

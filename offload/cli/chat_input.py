@@ -1,7 +1,8 @@
 """What is typed or piped into a conversation: questions of one line or several, and commands.
 
 A block between two lots of three quotes is one question, and so is what was pasted: terminals that bracket a paste say
-so, of the others whatever waits already when a line ends belongs to it.
+so, of the others whatever waits already when a line ends belongs to it. What waits before there is a prompt was typed
+ahead, and comes line by line.
 """
 
 import os
@@ -46,6 +47,7 @@ class ChatInput:
                 self._readline.parse_and_bind("set enable-bracketed-paste on")
             with suppress(OSError):  # none yet
                 self._readline.read_history_file(_history())
+            self._num_known = self._readline.get_current_history_length()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,7 +55,7 @@ class ChatInput:
             self._readline.set_history_length(_NUM_REMEMBERED)
             with suppress(OSError):  # a folder that cannot be written to ends no conversation
                 _history().parent.mkdir(parents=True, exist_ok=True)
-                self._readline.write_history_file(_history())
+                self._keep_history()
 
     def read(self) -> Entry | None:
         """The next entry, or None where there are no more. Raises `UserError` for what is no UTF-8."""
@@ -87,6 +89,15 @@ class ChatInput:
         finally:
             termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
+    def _keep_history(self) -> None:
+        """Behind what is in the file by now, because another conversation may have ended meanwhile."""
+        if not hasattr(self._readline, "append_history_file"):  # as with some builds of libedit
+            self._readline.write_history_file(_history())
+            return
+        _history().touch(mode=0o600)
+        num_new = self._readline.get_current_history_length() - self._num_known
+        self._readline.append_history_file(max(0, num_new), _history())
+
     def _block(self, first: str) -> str:
         """What lies between the quotes, the first of which were just read; the end of the input closes them as well."""
         lines = [first]
@@ -97,20 +108,21 @@ class ChatInput:
     def _line(self, prompt: str) -> str | None:
         if not self._is_typed:
             raw = sys.stdin.buffer.readline()
-            return decode(raw, "standard input").rstrip("\n") if raw else None
+            return decode(raw, "standard input").rstrip("\r\n") if raw else None
         lines: list[str] = []
+        is_ahead = self._waits(0)
         try:
-            while not lines or self._waits():
+            while not lines or (not is_ahead and self._waits(_PASTE_PAUSE_S)):
                 lines.append(self._typed_line(prompt if not lines else "... "))
         except EOFError:
             self._has_ended = True
             if not lines:
-                print()
+                print(file=sys.stderr)
                 return None
         return "\n".join(lines).rstrip("\n")
 
-    def _waits(self) -> bool:
-        return not self._has_ended and bool(select.select([sys.stdin], [], [], _PASTE_PAUSE_S)[0])
+    def _waits(self, at_most_s: float) -> bool:
+        return not self._has_ended and bool(select.select([sys.stdin], [], [], at_most_s)[0])
 
     def _typed_line(self, prompt: str) -> str:
         if self._has_ended:

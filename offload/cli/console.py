@@ -51,10 +51,12 @@ class Console:
         return Hooks(self.wait, self.bytes_landed, self.count, self.layer_done)
 
     def say(self, lines: str) -> None:
-        """Lines for the user."""
+        """Lines for the user, above what is under way."""
         if not self._is_quiet and lines:
-            self.clear()
+            self._line.hide()
             print(fitted(as_flags(lines), sys.stderr), file=sys.stderr)
+            if self._shown is not None:
+                self._line.show(self._shown)
 
     def detail(self, lines: str) -> None:
         """Lines for who wants to know more."""
@@ -62,7 +64,8 @@ class Console:
             self.say(lines)
 
     def open(self, names: "Names", decoder: "Decoder", choice: "TreeChoice") -> None:
-        """What is about to run."""
+        """What is about to run; loading is over."""
+        self.clear()
         self.say(opening_lines(names, decoder, choice, is_decimal=self.is_decimal))
         self.detail(detail_lines(decoder, choice if names.draft else None))
 

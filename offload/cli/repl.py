@@ -14,6 +14,7 @@ from typing import NamedTuple
 from offload.cli.chat_commands import LEAVE, ChatCommands
 from offload.cli.chat_input import ChatInput
 from offload.cli.console import Console, Names, error_line, turn_line
+from offload.cli.session_file import saving
 from offload.config import Sampling
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
@@ -99,7 +100,9 @@ def _any_question(wishes: ChatOptions) -> Request:
 def _go_on(chat: Chat, wishes: ChatOptions, console: Console) -> None:
     """With what is in the session's file, but for a system prompt that was given anew."""
     assert wishes.session is not None, "there is a file"
+    console.wait("reading the session")
     chat.load(wishes.session)
+    console.clear()
     if wishes.system:
         chat.system = wishes.system
     asked = [message["content"] for message in chat.messages if message["role"] == "user"]
@@ -109,7 +112,7 @@ def _go_on(chat: Chat, wishes: ChatOptions, console: Console) -> None:
 
 def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, session: Path | None) -> None:
     """Answer question by question until there are no more, or until a command says so."""
-    commands = ChatCommands(chat, plan)
+    commands = ChatCommands(chat, plan, console)
     with ChatInput(HINT) as entries:
         while True:
             try:
@@ -118,7 +121,7 @@ def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, s
                     return
                 if not entry.command and not entry.text.strip():
                     continue
-                with _kept(chat, session):
+                with _kept(chat, session, console):
                     pieces = commands.obey(*entry) if entry.command else chat.ask(entry.text)
                     if pieces is not None:
                         with entries.silent():
@@ -128,31 +131,34 @@ def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, s
 
 
 @contextmanager
-def _kept(chat: Chat, session: Path | None) -> Iterator[None]:
+def _kept(chat: Chat, session: Path | None, console: Console) -> Iterator[None]:
     """Whatever ends it, what it changes in the conversation is written to the session's file."""
     before = chat.messages
     try:
         yield
     finally:
         if session is not None and chat.messages != before:
-            chat.save(session)
+            with saving(console):
+                chat.save(session)
 
 
 def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, console: Console, brake: Brake) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
     num_shown, failure = 0, None
     assert chat.turn is not None, "one has just begun"
-    console.follow(chat.turn, plan, None)
-    with brake.ready(), closing(pieces):
-        try:
-            for piece in pieces:
-                num_shown += len(piece)
-                console.text(piece)
-        except (Stopped, ReadError) as error:
-            failure = error
-    result = chat.turn.result()
-    console.text(result.text[num_shown:] + "\n")
-    console.clear()
+    console.follow(chat.turn, plan, chat.max_new_tokens)
+    try:
+        with brake.ready(), closing(pieces):
+            try:
+                for piece in pieces:
+                    num_shown += len(piece)
+                    console.text(piece)
+            except (Stopped, ReadError, UserError) as error:
+                failure = error
+        result = chat.turn.result()
+        console.text(result.text[num_shown:] + "\n")
+    finally:
+        console.clear()
     console.say(turn_line(result.stats, result.finish_reason))
-    if isinstance(failure, ReadError):
+    if failure is not None and not isinstance(failure, Stopped):
         raise failure

@@ -1,6 +1,7 @@
 """The file that `--session` names: looked at before anything is loaded, gone on from, and written again."""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,8 +10,12 @@ from typing import TYPE_CHECKING
 from offload.errors import UserError
 
 if TYPE_CHECKING:
+    from offload.cli.console import Console
     from offload.engine.decoder import Decoder
+    from offload.engine.generation import Run
     from offload.engine.request import Prompt
+
+_HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def found_session(path: Path | None) -> Path | None:
@@ -24,23 +29,40 @@ def found_session(path: Path | None) -> Path | None:
     return path if path.exists() else None
 
 
+def begun_text(decoder: "Decoder", path: Path | None, text: str) -> "Prompt":
+    """The prompt of a run whose text is kept in this file; no prompt goes on where the file ends."""
+    if path is None or not path.exists():
+        return text
+    tokens, messages, _ = decoder.load_session(path)
+    if messages is not None:
+        raise UserError(f"{path} holds a conversation: go on with it by offload chat, or name another file")
+    if not text and tokens[-1:] and tokens[-1] in decoder.end_ids:
+        raise UserError(f"the text in {path} has come to its end: give a prompt, or name another file")
+    return text or tokens
+
+
 @contextmanager
-def kept_text(decoder: "Decoder", path: Path | None, text: str) -> "Iterator[Prompt]":
-    """The prompt of a run whose text is kept in this file, however it ends; no prompt goes on where the file ends."""
-    prompt: Prompt = text
-    if path is not None and path.exists():
-        tokens, messages, _ = decoder.load_session(path)
-        if messages is not None:
-            raise UserError(f"{path} holds a conversation: go on with it by offload chat, or name another file")
-        prompt = text or tokens
-        if not text and tokens[-1:] and tokens[-1] in decoder.end_ids:
-            raise UserError(f"the text in {path} has come to its end: give a prompt, or name another file")
-    is_refused = False
+def kept_text(decoder: "Decoder", run: "Run", path: Path | None, console: "Console") -> Iterator[None]:
+    """However the run ends, its text is kept in this file; one without a new token leaves the file as it is."""
     try:
-        yield prompt
-    except UserError:
-        is_refused = True
-        raise
+        yield
     finally:
-        if path is not None and not is_refused:
-            decoder.save_session(path)
+        if path is not None and run.sequence.new_ids:
+            with saving(console):
+                decoder.save_session(path)
+
+
+@contextmanager
+def saving(console: "Console") -> Iterator[None]:
+    """Meanwhile the live line tells so, and what would end the program waits, lest half of a file be all there is."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in _HELD}
+    try:
+        console.wait("keeping the session")
+        yield
+    finally:
+        console.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        if came:
+            signal.raise_signal(came[0])

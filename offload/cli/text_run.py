@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from offload.cli.console import Console, Names, closing_lines
-from offload.cli.session_file import kept_text
+from offload.cli.session_file import begun_text, kept_text
 from offload.engine.generation import Run
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
@@ -27,16 +27,16 @@ def write_text(
     assert isinstance(text, str), "as the command line has it"
     request.check()  # also where a session brings the prompt
     sampling, num_new, stop = request.sampling, request.max_new_tokens, request.stop
-    with (
-        open_decoder(model, draft, options, request, hooks=console.hooks) as decoder,
-        kept_text(decoder, session, text) as begun,
-    ):
-        continues = session is not None
+    with open_decoder(model, draft, options, request, hooks=console.hooks) as decoder:
+        if continues := session is not None:
+            console.wait("reading the session")
+        begun = begun_text(decoder, session, text)
         run = decoder.run(begun, sampling, max_new_tokens=num_new, stop=stop, raw=request.raw, continues=continues)
         console.open(Names.of(model, draft), decoder, run.tree_choice)
         console.say(note)
         console.follow(run, decoder.plan, num_new)
-        _write_run(run, console, own_bytes, as_json=as_json)
+        with kept_text(decoder, run, session, console):
+            _write_run(run, console, own_bytes, as_json=as_json)
 
 
 def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -> None:
@@ -50,6 +50,7 @@ def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -
         failure = error
     result = run.result()
     console.text((json.dumps(result.as_dict()) if as_json else result.text[console.num_written :]) + "\n")
+    console.clear()
     console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
     if failure is not None:
         raise failure

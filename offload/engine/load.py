@@ -119,7 +119,7 @@ def open_decoder(
         if request is not None and request.prompt is not None:
             is_longest = plan_for(1).has_longest_context
             request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context, is_longest=is_longest)
-        models = Models(*files, options.dtype, plan_for(1).context)
+        models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
         if request is not None and request.session is not None:
             check_session(Path(request.session), models)
         _pick_copies(pair, plan_for(1), resources)

@@ -39,6 +39,7 @@ class Models:
     draft: Checkpoint | None
     dtype: str  # that is wished for
     context: int
+    has_longest_context: bool  # the target allows no more
 
     @cached_property
     def identity(self) -> dict[str, str]:
@@ -123,9 +124,8 @@ def _checked(path: Path, file: Any, models: Models) -> Session:
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise _broken(path, reason(error)) from None
     if len(session.tokens) >= models.context:
-        raise UserError(
-            f"{path} has {len(session.tokens)} tokens, the context {models.context}: raise `context`, or {_AFRESH}"
-        )
+        remedy = "" if models.has_longest_context else "raise `context`, or "
+        raise UserError(f"{path} has {len(session.tokens)} tokens, the context {models.context}: {remedy}{_AFRESH}")
     return session
 
 

@@ -5,12 +5,14 @@ import signal
 from pathlib import Path
 
 import pytest
-from reciting import SAID, TEMPLATE, at_sweep, interrupt
+from reciting import SAID, TEMPLATE, at_call, at_sweep, interrupt
 from refusals import assert_refused
 from shell import Outcome, shell
 from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.cli.chat_commands import _HELP
+from offload.engine.decoder import Decoder
+from offload.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,17 @@ def test_a_stopped_answer_stays_and_can_be_tried_again(talker: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_answer_that_fails_ends_its_line_and_not_the_conversation(talker: Path) -> None:
+    def fail() -> None:
+        raise UserError("scores are not finite: use another --dtype")
+
+    with at_sweep(3, fail):
+        outcome = chat(talker, "Say\nSay\n", quiet=False)
+    cut, whole = outcome.out.split("\n", 1)
+    assert SAID.startswith(cut.rstrip("\ufffd")) and cut and whole == SAID + "\n" and outcome.code == 0
+    assert "stopped" in outcome.err and "offload: scores are not finite" in outcome.err
+
+
 def test_stop_strings_end_answers(talker: Path) -> None:
     assert chat(talker, "Say\n", "--stop", "world", "--stop", "wör").out == " Hello \n"
     assert chat(talker, "/set stop wör\nSay\n/set stop\nSay\n").out == " Hello \n" + SAID + "\n"
@@ -138,7 +151,8 @@ def test_a_conversation_is_kept_and_gone_on_with(letters: Path, tmp_path: Path) 
     )
     assert other.code == 0
     held = chat(letters, f"/system\n/load {tmp_path / 'copy'}\n/undo\n/undo\n/undo\n/undo", "--session", path)
-    assert held.err.splitlines()[:4] == ["No.", "forgotten: Again", "forgotten: Say it", "forgotten: Say"]
+    loaded = f"going on with {tmp_path / 'copy'}: questions 3"
+    assert held.err.splitlines()[:5] == ["No.", loaded, *(f"forgotten: {one}" for one in ("Again", "Say it", "Say"))]
     assert chat(letters, "/undo", "--session", path).err.startswith("offload: nothing was asked"), "that is kept, too"
 
 
@@ -152,6 +166,40 @@ def test_what_is_said_is_kept_however_it_ends(talker: Path, tmp_path: Path) -> N
     with at_sweep(4, lambda: (interrupt(), interrupt())):
         assert chat(talker, "Say\n", "--session", path).code == 130
     assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
+
+
+def test_an_interrupt_waits_for_the_session_to_be_written(talker: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    with at_call(Decoder, "save_session", 1, interrupt):
+        assert chat(talker, "Say\n", "--session", path).code == 130
+    assert chat(talker, "/undo", "--session", path).err == "forgotten: Say\n"
+    path = tmp_path / "text"
+    with at_call(Decoder, "save_session", 1, interrupt):
+        assert generate(talker, "-p", "Say:", "-n", 4, "--session", path).code == 130
+    assert path.exists()
+
+
+def test_only_a_run_with_a_token_writes_its_session(looper: Path, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise UserError("scores are not finite")
+
+    path = tmp_path / "text"
+    with at_sweep(3, fail):
+        assert generate(looper, "-p", "Say:", "-n", 9, "--session", path).code == 2
+    before = path.read_bytes()
+    with at_sweep(1, interrupt):
+        assert generate(looper, "-p", "wrong", "-n", 9, "--session", path).code == 130
+    assert path.read_bytes() == before
+
+
+def test_commands_tell_what_they_did(letters: Path, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    told = chat(letters, f"Say\n/save {path}\n/clear\n/load {path}\n/retry")
+    assert told.out == 2 * "Ok.\n"
+    assert told.err.splitlines() == [
+        f"kept in {path}", "begun anew", f"going on with {path}: questions 1",
+        "greedy, so the answer will be the same: /set temperature 0.7 draws another",
+    ]  # fmt: skip
 
 
 def generate(model: Path, *arguments: object, stdin: str = "") -> Outcome:

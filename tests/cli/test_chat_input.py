@@ -1,6 +1,7 @@
 """What is typed, pasted and piped into a conversation, at a terminal of its own and without any model."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -74,6 +75,7 @@ def piped(text: str) -> str:
         ('What is """ for?\n', "GOT '' 'What is \"\"\" for?'"),
         ('/system """\nBe brief.\nBe kind.\n"""', "GOT '/system' 'Be brief.\\nBe kind.'"),
         ("/set  temperature 0.5 \n", "GOT '/set' 'temperature 0.5'"),
+        ("Why?\r\n/stats\r\n", "GOT '' 'Why?'\nGOT '/stats' ''"),
         (" /etc/passwd?\n", "GOT '' ' /etc/passwd?'"),
         ("", ""),
     ],
@@ -113,6 +115,18 @@ def test_what_is_typed_during_an_answer_is_not_shown_but_kept(typist: Typist) ->
     typist.sees("GOT '' 'next'")
 
 
+def test_lines_typed_ahead_come_one_by_one(typist: Typist) -> None:
+    typist.types("answer\n")
+    typist.sees("ANSWERING")
+    time.sleep(0.2)
+    typist.types("/stats\nsecond\nthird\n")
+    for wanted in ("GOT '/stats' ''", "GOT '' 'second'", "GOT '' 'third'"):
+        typist.sees(wanted)
+    typist.sees("> ")
+    typist.types("half\n")
+    typist.sees("GOT '' 'half'")
+
+
 def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist) -> None:
     typist.types("/fail answer\n")
     typist.sees("ANSWERING")
@@ -121,6 +135,17 @@ def test_the_terminal_is_as_it_was_after_a_failure(typist: Typist) -> None:
     typist.types("\x04")
     typist.sees("END")
     assert typist.running.wait(timeout=60) == 0 and typist.echoes()
+
+
+def test_the_terminal_is_as_it_was_after_the_end_of_the_process(tmp_path: Path) -> None:
+    ends = "import signal; from offload.__main__ import _end; signal.signal(signal.SIGTERM, _end)"
+    typist = Typist([sys.executable, "-c", ends + READS], {"TERM": "dumb", "XDG_CACHE_HOME": str(tmp_path)})
+    typist.sees("> ")
+    typist.types("answer\n")
+    typist.sees("ANSWERING")
+    typist.running.terminate()
+    assert typist.running.wait(timeout=60) == 128 + signal.SIGTERM and typist.echoes()
+    typist.leaves()
 
 
 def test_the_end_of_input_ends_a_line_and_an_interrupt_a_block(typist: Typist) -> None:
@@ -147,3 +172,19 @@ def test_lines_of_an_earlier_day_come_back(tmp_path: Path) -> None:
         typist.sees("END")
         assert typist.running.wait(timeout=60) == 0
         typist.leaves()
+
+
+def test_two_conversations_at_a_time_keep_both_their_lines(tmp_path: Path) -> None:
+    typists = [typist_at("xterm", tmp_path) for _ in range(2)]
+    for typist, line in zip(typists, ("first", "second"), strict=True):
+        typist.sees("> ")
+        typist.types(f"{line}\n")
+        typist.sees(f"GOT '' '{line}'")
+    for typist in typists:
+        typist.sees("> ")
+        typist.types("\x04")
+        typist.sees("END")
+        assert typist.running.wait(timeout=60) == 0
+        typist.leaves()
+    found = next(path for path in tmp_path.rglob("chat-history"))
+    assert found.read_text().split() == ["first", "second"]

@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from offload.cli.console import (
+    Console,
     Names,
     candidate_rows,
     choice_lines,
@@ -16,6 +18,7 @@ from offload.cli.console import (
     turn_line,
 )
 from offload.cli.demo import Comparison
+from offload.cli.live_line import LiveLine
 from offload.config import format_bytes, is_decimal
 from offload.memory.plan import MemoryPlan, Tier
 from offload.planning.cost_model import Prediction, StepTime
@@ -118,3 +121,14 @@ def test_sizes_are_told_in_powers_of_ten_where_they_are_given_so(size: str) -> N
 @pytest.mark.parametrize("size", ["8GiB", "512mi", "4096", 4096, None])
 def test_sizes_are_told_in_powers_of_two_otherwise(size: str | int | None) -> None:
     assert not is_decimal(size) and format_bytes(4 << 30) == "4 GiB"
+
+
+def test_a_line_said_in_a_phase_leaves_the_phase() -> None:
+    with patch.object(LiveLine, "show") as show, Console(is_quiet=False) as console:
+        console.bytes_landed(1, 10, "reading layers")
+        console.say("a warning")
+        console.bytes_landed(2, 10)
+        assert {call.args[0].label for call in show.call_args_list} == {"reading layers"} and show.call_count == 2
+        console.clear()
+        console.say("the end")
+        assert show.call_count == 2

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from reciting import (
     PIECES,
     PROMPT,
@@ -69,6 +70,17 @@ def test_interrupted_process_leaves_in_order(looper: Path) -> None:
     text = text[:-1].rstrip("\ufffd")
     assert text == recited(len(text))
     assert err.decode().splitlines()[-1] == "offload: interrupted" and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_process_that_is_ended_keeps_its_session(number: int, looper: Path, tmp_path: Path) -> None:
+    with start(*endless(looper), "--session", tmp_path / "text") as running:
+        assert running.stdout is not None
+        running.stdout.read(4)
+        running.send_signal(number)
+        _, err = running.communicate(timeout=300)
+    assert running.returncode == 128 + number and b"Traceback" not in err
+    assert (tmp_path / "text").exists()
 
 
 def test_closed_pipe_is_not_an_error(looper: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import offload
 from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
+from offload.engine.session import check_session
 from offload.errors import UserError
 
 PROMPT = list(range(20, 60))
@@ -232,6 +234,12 @@ def test_missing_layers_are_refused(saved: tuple[Decoder, Path], tmp_path: Path)
     (tmp_path / "few").write_bytes(join(json.dumps(header).encode(), data[:cut]))
     with pytest.raises(UserError, match=r"draft has \d layers with keys and values, not \["):
         decoder.load_session(tmp_path / "few")
+
+
+def test_the_longest_context_cannot_be_raised(saved: tuple[Decoder, Path]) -> None:
+    decoder, path = saved
+    with pytest.raises(UserError, match="the context 42: name another file"):
+        check_session(path, replace(decoder._models, context=42, has_longest_context=True))
 
 
 @pytest.mark.usefixtures("_no_weights")
