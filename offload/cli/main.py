@@ -347,7 +347,7 @@ def _show(console: Console, plan: MemoryPlan, heading: str, run: "Run", *, is_si
 
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
-    given, own = sys.argv[1:] or ["--help"], OwnDefaults({}, {})
+    given, own = sys.argv[1:] or ["--help"], OwnDefaults({}, {}, {})
     try:
         command: Any = typer.main.get_command(app)
         if "_OFFLOAD_COMPLETE" in os.environ:
