@@ -33,8 +33,8 @@ _NAMES = ", ".join([*_SAMPLING, "max-tokens", "stop"])
 class ChatCommands:
     """What can be done to a conversation but to ask."""
 
-    def __init__(self, chat: Chat, plan: MemoryPlan) -> None:
-        self._chat, self._plan = chat, plan
+    def __init__(self, chat: Chat, plan: MemoryPlan, *, is_decimal: bool) -> None:
+        self._chat, self._plan, self._is_decimal = chat, plan, is_decimal
         self._table: dict[str, Callable[[str], Any]] = {
             "/help": lambda _: self._say(_HELP),
             "/clear": lambda _: chat.clear(),
@@ -89,7 +89,8 @@ class ChatCommands:
             raise UserError("nothing was answered yet: ask something first")
         result = self._chat.turn.result()
         num_used = result.stats.num_prompt_tokens + result.stats.num_new_tokens
-        peak, budget = format_bytes(result.stats.peak_rss_bytes), format_bytes(self._plan.ram_bytes)
+        sizes = result.stats.peak_rss_bytes, self._plan.ram_bytes
+        peak, budget = (format_bytes(size, is_decimal=self._is_decimal) for size in sizes)
         used = f"{num_used} of {self._plan.context} positions used"
         self._say(f"{turn_line(result.stats, result.finish_reason)}\n{used}; peak memory {peak}, budget {budget}")
 

@@ -109,7 +109,7 @@ def _go_on(chat: Chat, wishes: ChatOptions, console: Console) -> None:
 
 def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, session: Path | None) -> None:
     """Answer question by question until there are no more, or until a command says so."""
-    commands = ChatCommands(chat, plan)
+    commands = ChatCommands(chat, plan, is_decimal=console.is_decimal)
     with ChatInput(HINT) as entries:
         while True:
             try:
