@@ -17,6 +17,12 @@ class ReadError(OSError):
         super().__init__(_one_line(message))
 
 
+def ensure(holds: bool, rule: str) -> None:
+    """Raise `ValueError` where a rule does not hold; who reads a file of ours says around it which file breaks it."""
+    if not holds:
+        raise ValueError(rule)
+
+
 def reason(error: BaseException) -> str:
     """What a library says is wrong, short enough to stand inside a line of ours."""
     return " ".join(str(error).split())[:160] or type(error).__name__

@@ -101,7 +101,8 @@ class Setting(NamedTuple):
 def find_setting(model: str | None, draft: str | None, size: str, ram: str | None, screen: Console) -> Setting:
     """The named models, or the packaged pair with a target of `size`. Raises `UserError`, before it fetches."""
     if model is not None:
-        target, *small = fetch([model] if draft is None else [model, draft], partial(_require_room, ram))
+        names = [model] if draft is None else [model, draft]
+        target, *small = fetch(names, partial(_require_room, ram), screen.wait)
         budget_bytes = parse_size(ram or sum(path.stat().st_size for path in target.shards) // 4, "--ram")
         return Setting(target.directory, small[0].directory if small else None, target.directory, budget_bytes)
     size_bytes = parse_size(size, "--size")

@@ -48,14 +48,18 @@ def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
     return open_checkpoint(model)
 
 
-def fetch(models: Sequence[str | os.PathLike[str]], check: Callable[..., object]) -> tuple[Checkpoint, ...]:
+def fetch(
+    models: Sequence[str | os.PathLike[str]], check: Callable[..., object], on_phase: Callable[[str], None]
+) -> tuple[Checkpoint, ...]:
     """Checkpoints to read weights from, fetched if need be once `check` has found the headers of all models useful."""
     headers = [open_headers(model) for model in models]
     check(*headers)
-    return tuple(
-        found if os.path.isdir(os.path.expanduser(model)) else open_checkpoint(model)
-        for model, found in zip(models, headers, strict=True)
-    )
+    found = []
+    for model, known in zip(models, headers, strict=True):
+        if not is_here(known):
+            on_phase(f"downloading {model}")
+        found.append(known if os.path.isdir(os.path.expanduser(model)) else open_checkpoint(model))
+    return tuple(found)
 
 
 def is_here(checkpoint: Checkpoint) -> bool:

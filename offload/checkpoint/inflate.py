@@ -277,14 +277,16 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
     """Whether the folder holds this very inflation; False when it is empty. Raises `UserError` for anything else."""
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return False
-    _require((destination / MANIFEST_NAME).is_file(), f"{destination} holds something else: choose another folder")
+    if not (destination / MANIFEST_NAME).is_file():
+        raise UserError(f"{destination} holds something else: choose another folder")
     manifest = read_json(destination / MANIFEST_NAME)
-    is_same = manifest.get("made_from") == made_from
-    _require(is_same, f"{destination} was inflated from other weights or to other sizes: remove it or choose another")
+    if manifest.get("made_from") != made_from:
+        why = "was inflated from other weights or to other sizes"
+        raise UserError(f"{destination} {why}: remove it or choose another")
     for name, num_bytes in manifest["files"].items():
         path = destination / name
-        is_whole = path.is_file() and path.stat().st_size == num_bytes
-        _require(is_whole, f"{path} should be a file of {num_bytes} bytes: remove {destination} and start again")
+        if not path.is_file() or path.stat().st_size != num_bytes:
+            raise UserError(f"{path} should be a file of {num_bytes} bytes: remove {destination} and start again")
     return True
 
 
@@ -315,9 +317,5 @@ def _workspace(destination: Path) -> Iterator[Path]:
 def _check_disk(folder: Path, total_bytes: int) -> None:
     needed_bytes, free_bytes = total_bytes + _DISK_MARGIN_BYTES, shutil.disk_usage(folder).free
     sizes = f"needs {format_bytes(needed_bytes)} of disk, {folder.parent} has {format_bytes(free_bytes)}"
-    _require(needed_bytes <= free_bytes, f"the inflated model {sizes}: free some or ask for less")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise UserError(message)
+    if needed_bytes > free_bytes:
+        raise UserError(f"the inflated model {sizes}: free some or ask for less")

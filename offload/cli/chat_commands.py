@@ -118,7 +118,8 @@ class ChatCommands:
             raise UserError("nothing was answered yet: ask something first")
         result = self._chat.turn.result()
         num_used = result.stats.num_prompt_tokens + result.stats.num_new_tokens
-        peak, budget = format_bytes(result.stats.peak_rss_bytes), format_bytes(self._plan.ram_bytes)
+        sizes = result.stats.peak_rss_bytes, self._plan.ram_bytes
+        peak, budget = (format_bytes(size, is_decimal=self._console.is_decimal) for size in sizes)
         used = f"{num_used} of {self._plan.context} positions used"
         self._say(f"{turn_line(result.stats, result.finish_reason)}\n{used}; peak memory {peak}, budget {budget}")
 

@@ -287,8 +287,8 @@ def comparison_lines(found: "Comparison") -> str:
         _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
     ]
     fast = "too few tokens to tell how fast: raise -n"  # all came at once, those of the tree with the prompt's sweep
-    if plain.tokens_per_s and tree.tokens_per_s:
-        fast = f"{tree.tokens_per_s / plain.tokens_per_s:.1f} times as fast"
+    if found.speedup:
+        fast = f"{found.speedup:.1f} times as fast"
     if not num_proved:
         drawn = "this rule draws afresh, so only the distribution of the tokens is the original model's"
         return "\n".join([head, *rows, f"{fast}; {drawn}"])

@@ -6,6 +6,7 @@ Text goes to stdout as it is accepted, everything else to stderr. torch is impor
 import json
 import os
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -112,13 +113,15 @@ def generate(
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant,
     )  # fmt: skip
     check_models(model, draft, options)
-    sampling, note = choose_sampling(model, own, seed)
-    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console, libraries(console):
-        from offload.cli.text_run import write_text
-        from offload.engine.request import Request
+    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
+        console.wait("reading headers")  # the hub may be asked
+        sampling, note = choose_sampling(model, own, seed)
+        with libraries(console):
+            from offload.cli.text_run import write_text
+            from offload.engine.request import Request
 
-        request = Request(text or None, sampling, max_tokens, stop, raw, found)
-        write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
+            request = Request(text or None, sampling, max_tokens, stop, raw, found)
+            write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
 
 
 @app.command(
@@ -173,12 +176,14 @@ def chat(
         threads=threads, profile=profile, invariant=invariant,
     )  # fmt: skip
     check_models(model, draft, options)
-    sampling, note = choose_sampling(model, own, seed)
-    with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console, libraries(console):
-        from offload.cli.repl import ChatOptions, converse
+    with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:
+        console.wait("reading headers")  # the hub may be asked
+        sampling, note = choose_sampling(model, own, seed)
+        with libraries(console):
+            from offload.cli.repl import ChatOptions, converse
 
-        wishes = ChatOptions(sampling, note, system, max_tokens, stop, session)
-        converse(model, draft, options, console, wishes)
+            wishes = ChatOptions(sampling, note, system, max_tokens, stop, session)
+            converse(model, draft, options, console, wishes)
 
 
 @app.command(
@@ -217,19 +222,22 @@ def plan(
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.calibration.estimate import estimate
     from offload.cli.plan_lines import answer_lines
+    from offload.model.headers import is_built
     from offload.planning.options import LoadOptions
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile,
     )  # fmt: skip
-    with Console(is_quiet=as_json) as console:
-        console.wait("reading headers")  # from the hub, or of a model that torch is imported for
+    with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
+        if any(is_built(name) for name in (model, draft) if name):
+            resources.enter_context(libraries(console))
+        console.wait("reading headers")  # the hub may be asked
         found = estimate(
             model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
         )
-    text = flags.as_flags(json.dumps(found.as_dict()) if as_json else answer_lines(found, is_verbose=verbose))
-    print(text if as_json else fitted(text, sys.stdout))
+    lines = "" if as_json else answer_lines(found, is_verbose=verbose, is_decimal=console.is_decimal)
+    print(flags.as_flags(json.dumps(found.as_dict())) if as_json else fitted(flags.as_flags(lines), sys.stdout))
 
 
 @app.command(
@@ -347,9 +355,10 @@ def _show(console: Console, plan: MemoryPlan, heading: str, run: "Run", *, is_si
 
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
-    given, own = sys.argv[1:] or ["--help"], OwnDefaults({}, {})
+    given, own = sys.argv[1:] or ["--help"], OwnDefaults({}, {}, {})
     try:
         command: Any = typer.main.get_command(app)
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the live line tells what is under way
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--version"} & {*given}:

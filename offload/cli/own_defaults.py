@@ -20,14 +20,22 @@ _EACH_TIME = ("prompt", "file", "help")  # said anew in every call
 class OwnDefaults(NamedTuple):
     """What was found."""
 
+    commands: Mapping[str, Any]  # {name: what the option parser runs}
     by_command: dict[str, dict[str, Any]]  # as a context takes it: {command: {parameter: value}}
-    sources: dict[str, str]  # {flag: the variable or file that sets it}
+    sources: dict[tuple[str, str], str]  # {(command, parameter): the variable or file that sets it}
 
     def blame(self, message: str, given: list[str]) -> str:
         """An error's line, with where its flag was set if not in `given`, the arguments of the command line."""
-        for flag, source in self.sources.items():
-            if re.search(rf"{flag}(?![\w-])", message) and not any(one.partition("=")[0] == flag for one in given):
-                return f"{message} ({flag} is set by {source})"
+        name = given[0]
+        if not any(command == name for command, _ in self.sources):
+            return message
+        context = self.commands[name].make_context(name, given[1:], resilient_parsing=True)
+        for param in context.command.params:
+            source, origin = self.sources.get((name, param.name)), context.get_parameter_source(param.name)
+            flags = "|".join([*param.opts, *param.secondary_opts])
+            is_given = origin is not None and origin.name == "COMMANDLINE"
+            if source and not is_given and re.search(rf"(?<![\w-])({flags})(?![\w-])", message):
+                return f"{message} ({_long_names(param)[0]} is set by {source})"
         return message
 
 
@@ -35,7 +43,7 @@ def own_defaults(commands: Mapping[str, Any]) -> OwnDefaults:
     """What file and environment say about these commands. Raises `UserError` for a key that is no flag of theirs."""
     flags = {name: _flags(command) for name, command in commands.items()}
     shared = {name: known for name, known in flags.items() if "model" in known}
-    path, found = config_file(), OwnDefaults({name: {} for name in flags}, {})
+    path, found = config_file(), OwnDefaults(commands, {name: {} for name in flags}, {})
     told = _read(path) if path else {}
     tables = {name: told.pop(name) for name in flags if isinstance(told.get(name), dict)}
     for scope, entries in [(shared, told), *(({name: flags[name]}, table) for name, table in tables.items())]:
@@ -57,23 +65,27 @@ def config_file() -> Path | None:
         return None
 
 
-def _flags(command: Any) -> dict[str, str]:
-    """The parameter behind every flag, by the flag's first long name without its dashes."""
-    long = {param.name: [name for name in param.opts if name.startswith("--")] for param in command.params}
-    return {names[0][2:]: param for param, names in long.items() if names and param not in _EACH_TIME}
+def _flags(command: Any) -> dict[str, Any]:
+    """Every parameter by its first long name without the dashes."""
+    return {names[0][2:]: p for p in command.params if (names := _long_names(p)) and p.name not in _EACH_TIME}
 
 
-def _set(found: OwnDefaults, scope: Mapping[str, dict[str, str]], key: str, value: Any, source: str) -> None:
+def _long_names(param: Any) -> list[str]:
+    return [name for name in param.opts if name.startswith("--")]
+
+
+def _set(found: OwnDefaults, scope: Mapping[str, dict[str, Any]], key: str, value: Any, source: str) -> None:
     """One setting for the commands of `scope` that know it; an empty one takes back what the file says."""
     if isinstance(value, dict) or not any(key in known for known in scope.values()):
         known = ", ".join(sorted({flag for flags in scope.values() for flag in flags}))
         raise UserError(f"{source} sets {key!r}, which is no flag: take it out, or name one of {known}")
-    for name, flags in scope.items():
-        if key in flags:
-            found.by_command[name].pop(flags[key], None)
-            found.by_command[name].update({flags[key]: value} if value != "" else {})
-    found.sources.pop(f"--{key}", None)
-    found.sources.update({f"--{key}": source} if value != "" else {})
+    for name, param in ((name, flags[key]) for name, flags in scope.items() if key in flags):
+        found.by_command[name].pop(param.name, None)
+        found.sources.pop((name, param.name), None)
+        if value != "":
+            is_one = param.multiple and not isinstance(value, list)
+            found.by_command[name][param.name] = [value] if is_one else value
+            found.sources[name, param.name] = source
 
 
 def _read(path: Path) -> dict[str, Any]:

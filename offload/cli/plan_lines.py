@@ -16,12 +16,12 @@ _gb = partial(format_bytes, is_decimal=True)
 _BAR_WIDTH, _LINE_WIDTH, _LABEL_WIDTH = 32, 79, 10
 
 
-def answer_lines(found: "Estimate", *, is_verbose: bool = False) -> str:
+def answer_lines(found: "Estimate", *, is_verbose: bool = False, is_decimal: bool = False) -> str:
     """Seconds per token as the headline, and what it rests on, label by label; all terms where they are asked for."""
     rows = [
         ("model", _model_words(found.models[0])),
         *(("draft", f"{_model_words(draft)}, stays {_where(found.plan)}") for draft in found.models[1:]),
-        ("machine", _machine_words(found)),
+        ("machine", _machine_words(found, is_decimal)),
         ("layers", _layers_words(found.plan)),
         *([("a sweep", _sweep_words(found))] if found.plan.streamed_bytes else []),
         *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
@@ -29,7 +29,7 @@ def answer_lines(found: "Estimate", *, is_verbose: bool = False) -> str:
     ]
     lines = [_headline(found), "", *(_wrapped(*row) for row in rows)]
     if is_verbose:
-        lines += ["", plan_picture(found.plan), *_table(found.predictions)]
+        lines += ["", plan_picture(found.plan, is_decimal=is_decimal), *_table(found.predictions)]
     return "\n".join(lines)
 
 
@@ -58,10 +58,10 @@ def _model_words(model: "ModelFacts") -> str:
     return f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} as stored"
 
 
-def _machine_words(found: "Estimate") -> str:
-    plan, hardware = found.plan, found.hardware
-    parts = [f"{format_bytes(plan.gpu_bytes)} on the GPU"] if plan.gpu_bytes else []
-    parts.append(f"{format_bytes(plan.ram_bytes)} of memory")
+def _machine_words(found: "Estimate", is_decimal: bool) -> str:
+    plan, hardware, size = found.plan, found.hardware, partial(format_bytes, is_decimal=is_decimal)
+    parts = [f"{size(plan.gpu_bytes)} on the GPU"] if plan.gpu_bytes else []
+    parts.append(f"{size(plan.ram_bytes)} of memory")
     if hardware and hardware.gpu_bytes:
         parts.append(f"{_gb(hardware.feed_bytes_per_s)}/s to the GPU")
     disk = hardware.disk_bytes_per_s if hardware else None if plan.gpu_bytes else found.link_bytes_per_s
@@ -120,7 +120,7 @@ def _row(one: "Prediction") -> str:
     return f"{one.label:>19} {terms} {one.s_per_token:>8.3f}  {step.limit}"
 
 
-def plan_picture(plan: MemoryPlan) -> str:
+def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     """One row per use of memory: bytes and a bar in proportion to the budget; first a GPU, then its host."""
     num_streamed = len(plan.layer_bytes) - plan.num_resident
     computing = [
@@ -133,7 +133,7 @@ def plan_picture(plan: MemoryPlan) -> str:
         (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
     ]
     if plan.gpu_bytes is None:
-        return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes)
+        return _picture([*computing, ("program", plan.runtime_bytes)], plan.ram_bytes, is_decimal)
     num_disk = plan.num_layers_in(Tier.DISK)
     feeding = [
         (f"{plan.num_layers_in(Tier.HOST)} layers in pinned memory", plan.host_bytes),
@@ -142,15 +142,15 @@ def plan_picture(plan: MemoryPlan) -> str:
         ("loading", plan.staging_bytes),
         ("program and driver", plan.runtime_bytes),
     ]
-    device = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes)
-    return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes)}"
+    device = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes, is_decimal)
+    return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes, is_decimal)}"
 
 
-def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int) -> str:
+def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int, is_decimal: bool) -> str:
     rows = [*rows, ("free", max(0, budget_bytes - sum(size for _, size in rows)))]
-    return "\n".join(_picture_row(label, size, budget_bytes) for label, size in rows if size)
+    return "\n".join(_picture_row(label, size, budget_bytes, is_decimal) for label, size in rows if size)
 
 
-def _picture_row(label: str, size_bytes: int, budget_bytes: int) -> str:
+def _picture_row(label: str, size_bytes: int, budget_bytes: int, is_decimal: bool) -> str:
     cells = max(1, round(_BAR_WIDTH * size_bytes / budget_bytes))
-    return f"  {label:<34} {format_bytes(size_bytes):>9}  {'█' * min(cells, _BAR_WIDTH)}"
+    return f"  {label:<34} {format_bytes(size_bytes, is_decimal=is_decimal):>9}  {'█' * min(cells, _BAR_WIDTH)}"

@@ -109,7 +109,7 @@ def open_decoder(
     room = Room.of(options, str(device.place) if device else None)
     names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.kind == "auto" else spec.num_nodes
     hooks.on_phase("reading headers")
-    files = Files(*fetch(names, lambda *headers: room.plan(Files(*headers), least_nodes)))
+    files = Files(*fetch(names, lambda *headers: room.plan(Files(*headers), least_nodes), hooks.on_phase))
     plan_for = partial(room.plan, files)
     trees = trees_of(files, options, room, device=device.name if device else "cpu")
     trees.check(settings.sampling, options.rule)

@@ -21,7 +21,7 @@ from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensor_file import SUM, data_sum, write_tensors
 from offload.encoding.registry import PLAIN_OF
 from offload.engine.cache_pool import CachePool
-from offload.errors import UserError, reason
+from offload.errors import UserError, ensure, reason
 from offload.model.kv_cache import KVCache
 from offload.planning.profile import fingerprint
 
@@ -131,11 +131,11 @@ def _checked(path: Path, file: Any, models: Models) -> Session:
 
 def _contents(file: Any, notes: Mapping[str, str]) -> Session:
     header = file.get_slice(_TOKENS)
-    _require(header.get_dtype() == "I64" and len(header.get_shape()) == 1, "tokens are a row of whole numbers")
+    ensure(header.get_dtype() == "I64" and len(header.get_shape()) == 1, "tokens are a row of whole numbers")
     messages = json.loads(notes["messages"])
-    _require(messages is None or isinstance(messages, list), "messages are a list")
+    ensure(messages is None or isinstance(messages, list), "messages are a list")
     are_texts = all(isinstance(one, dict) and {type(one[key]) for key in _TOLD} == {str} for one in messages or [])
-    _require(are_texts, "a message has a role and a content of text")
+    ensure(are_texts, "a message has a role and a content of text")
     return Session(file.get_tensor(_TOKENS).tolist(), messages, int(notes["num_turns"]))
 
 
@@ -143,15 +143,15 @@ def _check_states(file: Any, part: str, checkpoint: Checkpoint | None, dtype: st
     """Keys and values of every layer that has its own, of the shape that the config tells. Raises `ValueError`."""
     kept = _kept_layers(file, part)
     if checkpoint is None or not kept:
-        _require(not kept, f"{part} has keys and values, and there is none")
+        ensure(not kept, f"{part} has keys and values, and there is none")
         return
     sizes, computed = config_sizes(checkpoint), PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
     num_own = sizes["num_hidden_layers"] - (text_config(checkpoint).get("num_kv_shared_layers") or 0)
-    _require(kept == list(range(num_own)), f"{part} has {num_own} layers with keys and values, not {kept}")
+    ensure(kept == list(range(num_own)), f"{part} has {num_own} layers with keys and values, not {kept}")
     num_kept, total_bytes = _num_kept(file, part), 0
     num_heads = sizes.get("num_key_value_heads", sizes.get("num_attention_heads", 1))
     per_token_bytes = model_shape(checkpoint, dtype).kv_bytes_per_token
-    _require(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
+    ensure(0 < num_kept <= num_tokens, f"{part} has {num_kept} positions of {num_tokens} tokens")
     is_uniform = per_token_bytes == 2 * num_own * num_heads * head_dim(sizes) * computed.align_bytes
     for name in (_name(part, kind, index) for index in kept for kind in _KINDS):
         header = file.get_slice(name)
@@ -159,15 +159,15 @@ def _check_states(file: Any, part: str, checkpoint: Checkpoint | None, dtype: st
         total_bytes += heads * head * computed.align_bytes
         is_sound = header.get_dtype() == computed.name and (shape[0], positions) == (1, num_kept)
         is_sound = is_sound and (not is_uniform or (heads, head) == (num_heads, head_dim(sizes)))
-        _require(is_sound, f"{name} has shape {shape} and type {header.get_dtype()}")
-    _require(total_bytes <= per_token_bytes, f"{part} has {total_bytes} bytes a token, not {per_token_bytes}")
+        ensure(is_sound, f"{name} has shape {shape} and type {header.get_dtype()}")
+    ensure(total_bytes <= per_token_bytes, f"{part} has {total_bytes} bytes a token, not {per_token_bytes}")
 
 
 def _kept_layers(file: Any, part: str) -> list[int]:
     """Layers with keys and values in the file, each with both. Raises `ValueError`."""
     names = {name for name in file.keys() if name.startswith(f"{part}.")}  # noqa: SIM118
     kept = sorted({int(name.rsplit(".", 1)[1]) for name in names})
-    _require(names == {_name(part, kind, index) for kind in _KINDS for index in kept}, f"names of {part} do not pair")
+    ensure(names == {_name(part, kind, index) for kind in _KINDS for index in kept}, f"names of {part} do not pair")
     return kept
 
 
@@ -198,8 +198,3 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _broken(path: Path, what: str) -> UserError:
     return UserError(f"the session {path} is broken ({what}): {_AFRESH}")
-
-
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)

@@ -24,8 +24,13 @@ def describe(model: str) -> Checkpoint:
     if path is None:
         return open_headers(model)
     config = read_config(path)
-    kind = config.get("model_type")
-    return checkpoint_of_config(config, path) if kind in LLAMA_LIKE else _of_built_model(config, path)
+    return _of_built_model(config, path) if is_built(model) else checkpoint_of_config(config, path)
+
+
+def is_built(model: str) -> bool:
+    """Whether `describe` builds the model, which imports torch. Raises `UserError` for a config it cannot read."""
+    path = config_alone(model)
+    return path is not None and read_config(path).get("model_type") not in LLAMA_LIKE
 
 
 def _of_built_model(config: dict[str, Any], path: Path) -> Checkpoint:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.small_files import open_regular, read_object, replacing
 from offload.config import Sampling
-from offload.errors import ReadError, UserError, reason
+from offload.errors import ReadError, UserError, ensure, reason
 from offload.machine import cpu_name
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.traces import NUM_RANKS, PRODUCT_FORM, DynamicYield
@@ -253,7 +253,7 @@ def _build(values: dict[str, Any]) -> Profile:
 
 def _curve(value: dict[str, Any]) -> Curve:
     sizes, seconds = value["sizes"], value["seconds"]
-    _require(0 < len(sizes) == len(seconds) and sizes == sorted(set(sizes)), "a curve needs rising sizes, each a time")
+    ensure(0 < len(sizes) == len(seconds) and sizes == sorted(set(sizes)), "a curve needs rising sizes, each a time")
     return Curve(tuple(map(int, sizes)), tuple(map(float, seconds)))
 
 
@@ -262,24 +262,19 @@ def _check(profile: Profile) -> None:
     check_acceptance(profile.acceptance)
     costs = profile.costs
     times = (*costs.compute_s.seconds, *costs.draft_step_s.seconds, costs.link_bytes_per_s)
-    _require(all(0 < time < float("inf") for time in times), "times and rates must be positive")
-    _require(0 <= costs.verify_s < float("inf"), "verify_s must not be negative")
-    _require(0 <= costs.overlap_penalty <= 1, "friction must lie in [0, 1]")
-    _require(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
-    _require(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
-    _require(0 < profile.smoothing < float("inf"), "smoothing must be positive")
-    _require(0 < profile.num_threads <= _MOST_THREADS, f"num_threads must lie in 1..{_MOST_THREADS}")
+    ensure(all(0 < time < float("inf") for time in times), "times and rates must be positive")
+    ensure(0 <= costs.verify_s < float("inf"), "verify_s must not be negative")
+    ensure(0 <= costs.overlap_penalty <= 1, "friction must lie in [0, 1]")
+    ensure(len(profile.standard_error) == len(profile.acceptance), "one standard error per acceptance entry")
+    ensure(all(0 <= error <= 1 for error in profile.standard_error), "standard errors must lie in [0, 1]")
+    ensure(0 < profile.smoothing < float("inf"), "smoothing must be positive")
+    ensure(0 < profile.num_threads <= _MOST_THREADS, f"num_threads must lie in 1..{_MOST_THREADS}")
     for one in profile.dynamic_yields:
-        _require(one.num_nodes <= MAX_TREE_NODES, f"trees have at most {MAX_TREE_NODES} nodes")
-        _require(1 <= one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
-        _require(1 <= one.tokens_per_sweep <= one.depth + 1, "a sweep yields one token, and one more for every level")
+        ensure(one.num_nodes <= MAX_TREE_NODES, f"trees have at most {MAX_TREE_NODES} nodes")
+        ensure(1 <= one.depth < one.num_nodes, "a dynamic tree has a depth, and more nodes than that")
+        ensure(1 <= one.tokens_per_sweep <= one.depth + 1, "a sweep yields one token, and one more for every level")
     ranks = {rank for trace in profile.traces for rank in trace}
-    _require(bool(ranks) and ranks <= set(range(-1, NUM_RANKS)), f"traces must hold ranks in -1..{NUM_RANKS - 1}")
-
-
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)
+    ensure(bool(ranks) and ranks <= set(range(-1, NUM_RANKS)), f"traces must hold ranks in -1..{NUM_RANKS - 1}")
 
 
 def _short(text: str) -> str:

@@ -116,7 +116,9 @@ def tune(
     require_writable(profiles_folder())
     room = Room.of(options, str(device.place) if device else None)
     sizes = SIZES if spec.kind == "auto" else (spec.num_nodes,)
-    files = Files(*fetch([model, draft], lambda *headers: largest_that_fits(room, Files(*headers), sizes)))
+    files = Files(
+        *fetch([model, draft], lambda *headers: largest_that_fits(room, Files(*headers), sizes), hooks.on_phase)
+    )
     room, num_nodes = largest_that_fits(room, files, sizes)
     tokenizer, vocab_size = load_tokenizer(files.target.directory), model_shape(files.target).vocab_size
     encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in read]

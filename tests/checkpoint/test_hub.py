@@ -83,6 +83,13 @@ def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPat
     assert headers.is_here(headers.open_headers("org/model")) and hub.asked == []
 
 
+def test_only_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headers, "open_checkpoint", lambda model: open_checkpoint(hub.folder))
+    told = list[str]()
+    headers.fetch([hub.folder, "org/model"], lambda *_: told.append("checked"), told.append)
+    assert told == ["checked", "downloading org/model"]
+
+
 def test_a_hub_out_of_reach_is_said_so(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 

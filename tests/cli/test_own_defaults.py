@@ -48,6 +48,16 @@ def test_switches_and_several_values(sound: Path, config: Path, monkeypatch: pyt
     assert (outcome.code, outcome.out, outcome.err) == (0, " one\n", "")
 
 
+def test_one_value_where_several_may_be(sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("generate", "-m", sound, "-p", "Count:", "--context", 64, "-n", 8, "--threads", 1, "--raw", "-q")
+    config.write_text('stop = " two"\n')
+    assert shell(*command).out == " one\n"
+    config.write_text('[tune]\ntext = "absent.txt"\n')
+    monkeypatch.setenv("OFFLOAD_STOP", " two")
+    assert shell(*command).out == " one\n"
+    assert_refused(shell("tune", "-m", sound, "-d", sound), "absent.txt")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -73,6 +83,20 @@ def test_an_error_names_where_the_flag_was_set(sound: Path, config: Path, monkey
     refused = shell(*command, "--threads", "1", "--ram", "few")
     assert_refused(refused, "got 'few'")
     assert "set by" not in refused.err
+
+
+def test_blame_knows_every_name_of_a_flag_and_its_command(
+    sound: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("generate", "-m", sound, "-p", "x", "--threads", 1, "--context", 64)
+    config.write_text("max-tokens = 5000\n")
+    assert_refused(shell(*command), "-n", f"(--max-tokens is set by {config})")
+    config.write_text("[chat]\nmax-tokens = 5000\n")
+    monkeypatch.setenv("OFFLOAD_TEMP", "0.5")
+    for given in (("-n", 5000), ("-n5000",), ("--temperature", -1)):
+        refused = shell(*command, *given)
+        assert_refused(refused)
+        assert "set by" not in refused.err
 
 
 def test_the_demo_brings_its_own(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from shell import shell
+from shell import process, shell
 from test_device_planner import CONFIGS, PAIRS
 from tiny import FAMILIES, save_pair
 
@@ -69,6 +69,19 @@ def test_all_terms_are_shown_where_they_are_asked_for(pair: tuple[str, ...]) -> 
     assert "layers in pinned memory" in out and "12.2 a sweep with the tree 768x22: tokens per sweep as given" in out
     assert "counted as the static one" in printed(*pair, *GPU, "-v").replace("\n            ", " ")
     assert out.splitlines()[-1].split()[:2] == ["768x22", "12.18"] and out.splitlines()[-1].endswith("disk")
+
+
+def test_sizes_have_the_unit_of_the_flag(pair: tuple[str, ...]) -> None:
+    out = printed(*pair, "--ram", "34GB", "--disk-speed", "3GB", "--context", "512", "-v")
+    assert "34 GB of memory" in out and "GiB" not in out
+
+
+def test_a_model_is_built_without_the_compiler(tmp_path: Path) -> None:
+    target, _ = save_pair(FAMILIES["gemma2"](), tmp_path)
+    code = "import sys; from offload.cli import main\ntry: main.main()\n"
+    code += "finally: print('torch._dynamo.eval_frame' in sys.modules, file=sys.stderr)"
+    outcome = process("plan", "-m", target / "config.json", "--ram", "8GiB", python=("-c", code))
+    assert outcome.code == 0 and outcome.err == "False\n" and outcome.out.startswith("It runs"), outcome
 
 
 def test_more_memory_than_there_is_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
