@@ -114,8 +114,7 @@ def generate(
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
-        console.wait("reading headers")  # the hub may be asked
-        sampling, note = choose_sampling(model, own, seed)
+        sampling, note = choose_sampling(model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.text_run import write_text
             from offload.engine.request import Request
@@ -177,8 +176,7 @@ def chat(
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:
-        console.wait("reading headers")  # the hub may be asked
-        sampling, note = choose_sampling(model, own, seed)
+        sampling, note = choose_sampling(model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.repl import ChatOptions, converse
 

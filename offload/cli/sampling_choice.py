@@ -1,5 +1,7 @@
 """How tokens are drawn: as the flags say, or where they say nothing as the model suggests, and then a line tells so."""
 
+import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 from offload.checkpoint.generation_config import suggested_sampling
@@ -28,10 +30,12 @@ def own_sampling(
     return own if given else None
 
 
-def choose_sampling(model: str, own: Sampling | None, seed: int) -> SamplingChoice:
+def choose_sampling(model: str, own: Sampling | None, seed: int, on_phase: Callable[[str], None]) -> SamplingChoice:
     """The user's own, or the model's suggestion. Raises `UserError` for one that makes no sense."""
     if own is not None:
         return SamplingChoice(own, "")
+    if not os.path.isdir(os.path.expanduser(model)):
+        on_phase("asking the hub")
     suggested = suggested_sampling(model, seed)
     note = (
         "" if suggested.is_greedy else f"sampling as the model suggests: {sampling_words(suggested)}; --greedy for none"
