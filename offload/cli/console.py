@@ -15,7 +15,6 @@ from offload.memory.plan import MemoryPlan, Tier
 from offload.stats import Stats
 
 if TYPE_CHECKING:  # they bring numpy along, and `offload --help` must not wait for it
-    from offload.cli.demo import Comparison
     from offload.engine.decoder import Decoder
     from offload.engine.generation import Run
     from offload.planning.cost_model import Curve, Prediction
@@ -271,30 +270,3 @@ def error_line(message: str) -> str:
     """One line; what it quotes from a stranger's file must not steer the terminal."""
     line = " ".join(as_flags(message).split())
     return "offload: " + "".join(char if char.isprintable() else "?" for char in line)
-
-
-def _speed_row(label: str, stats: Stats) -> str:
-    return f"{label:>20} {stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"
-
-
-def comparison_lines(found: "Comparison") -> str:
-    """Both speeds side by side, and what was proved of both texts."""
-    plain, tree, num_proved = found.plain.stats, found.tree.stats, found.num_exact + found.num_near
-    head = f"{'':>20} {'tokens/s':>9} {'a sweep':>8} {'s/token':>8}"
-    kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
-    rows = [
-        _speed_row("one token per sweep", plain),
-        _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
-    ]
-    fast = "too few tokens to tell how fast: raise -n"  # all came at once, those of the tree with the prompt's sweep
-    if found.speedup:
-        fast = f"{found.speedup:.1f} times as fast"
-    if not num_proved:
-        drawn = "this rule draws afresh, so only the distribution of the tokens is the original model's"
-        return "\n".join([head, *rows, f"{fast}; {drawn}"])
-    near = f", {found.num_near} within bf16 rounding of it" if found.num_near else ""
-    proof = f"{found.num_exact} of {num_proved} tokens are the original model's own draw in float32{near}"
-    same = [] if found.num_same is None else [
-        f"identical to the text without a tree, bit for bit: all {found.num_same} tokens that both have"
-    ]  # fmt: skip
-    return "\n".join([head, *rows, fast, *same, proof])

@@ -26,6 +26,7 @@ from offload.errors import UserError
 from offload.memory.planner import Files, least_budget, plan_memory
 from offload.planning.options import LoadOptions
 from offload.planning.profile import cache_folder
+from offload.stats import Stats
 from offload.tree.spec import parse_tree
 from offload.tuning.audit import draw_gaps, rounding
 from offload.verification.rules import find_rule
@@ -139,3 +140,30 @@ def _require_same_text(plain: Generation, tree: Generation) -> int:
 def open_demo(target: Path, options: LoadOptions, console: Console, request: Request | None = None) -> Decoder:
     """The inflated target with its packaged draft."""
     return open_decoder(target, PAIR / "draft", options, request, hooks=console.hooks)
+
+
+def comparison_lines(found: Comparison) -> str:
+    """Both speeds side by side, and what was proved of both texts."""
+    plain, tree, num_proved = found.plain.stats, found.tree.stats, found.num_exact + found.num_near
+    head = f"{'':>20} {'tokens/s':>9} {'a sweep':>8} {'s/token':>8}"
+    kind = "dynamic tree" if tree.is_tree_dynamic else "tree"
+    rows = [
+        _speed_row("one token per sweep", plain),
+        _speed_row(f"{kind} {tree.tree_num_nodes}x{tree.tree_depth}", tree),
+    ]
+    fast = "too few tokens to tell how fast: raise -n"  # all came at once, those of the tree with the prompt's sweep
+    if found.speedup:
+        fast = f"{found.speedup:.1f} times as fast"
+    if not num_proved:
+        drawn = "this rule draws afresh, so only the distribution of the tokens is the original model's"
+        return "\n".join([head, *rows, f"{fast}; {drawn}"])
+    near = f", {found.num_near} within bf16 rounding of it" if found.num_near else ""
+    proof = f"{found.num_exact} of {num_proved} tokens are the original model's own draw in float32{near}"
+    same = [] if found.num_same is None else [
+        f"identical to the text without a tree, bit for bit: all {found.num_same} tokens that both have"
+    ]  # fmt: skip
+    return "\n".join([head, *rows, fast, *same, proof])
+
+
+def _speed_row(label: str, stats: Stats) -> str:
+    return f"{label:>20} {stats.tokens_per_s:>9.2f} {stats.tokens_per_sweep:>8.2f} {stats.tpot_s:>8.3f}"

@@ -16,7 +16,7 @@ import typer
 from offload import __version__
 from offload.bench.suite import app as bench
 from offload.cli import flags, output
-from offload.cli.console import Console, Names, comparison_lines, error_line, profile_lines
+from offload.cli.console import Console, Names, error_line, profile_lines
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
 from offload.cli.own_defaults import OwnDefaults, own_defaults
@@ -334,7 +334,7 @@ def demo(
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
     if as_json:
         print(json.dumps({"none": result.plain.as_dict(), "tree": result.tree.as_dict(), "speedup": result.speedup}))
-    console.say(comparison_lines(result))
+    console.say(run.comparison_lines(result))
 
 
 def _show(console: Console, plan: MemoryPlan, heading: str, run: "Run", *, is_silent: bool) -> None:

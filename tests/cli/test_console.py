@@ -12,12 +12,11 @@ from offload.cli.console import (
     candidate_rows,
     choice_lines,
     closing_lines,
-    comparison_lines,
     opening_lines,
     place_line,
     turn_line,
 )
-from offload.cli.demo import Comparison
+from offload.cli.demo import Comparison, comparison_lines
 from offload.cli.live_line import LiveLine
 from offload.config import format_bytes, is_decimal
 from offload.memory.plan import MemoryPlan, Tier
