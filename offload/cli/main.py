@@ -330,10 +330,11 @@ def demo(
             console.detail(f"target in {target}")
             console.open(Names(target.name, "of the package"), decoder, decoder.tree_choice(sampling))
             show = partial(_show, console, decoder.plan, is_silent=as_json)
-            limits = {"num_plain": min(8, max_tokens), "num_tree": max_tokens}
+            limits = {"num_plain": min(16, max_tokens), "num_tree": max_tokens}
             result = run.compare(decoder, str(request.prompt), sampling, show=show, **limits)
     if as_json:
-        print(json.dumps({"none": result.plain.as_dict(), "tree": result.tree.as_dict(), "speedup": result.speedup}))
+        both = {"none": result.plain.as_dict(), "tree": result.tree.as_dict()}
+        print(json.dumps({**both, "speedup": result.speedup, "num_identical": result.num_same}))
     console.say(run.comparison_lines(result))
 
 
