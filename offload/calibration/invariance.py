@@ -76,7 +76,8 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
     config = model.meta_model.config
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
-    trained = getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
+    names = ("original_max_position_embeddings", "max_position_embeddings")
+    trained = next((length for name in names if (length := getattr(config, name, None))), 0)
     return any(
         rope.get("rope_type") in _LENGTH_ROPES and context > (rope.get("original_max_position_embeddings") or trained)
         for rope in kinds

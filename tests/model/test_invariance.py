@@ -4,15 +4,15 @@ On this processor: how many rows a product needs is found by the same check that
 refuses is skipped with its reason.
 """
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_families import WORKING, tiny_model
-from test_tree_rows import config_named
-from tiny import FAMILIES, VOCAB_SIZE, save
+from test_families import WORKING
+from test_tree_rows import checkpoint_of
+from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,11 +31,6 @@ from offload.tree.topology import Topology, chain
 NUM_TOKENS = 84  # beyond one block of keys and three windows
 TEXT = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
 CUTS = ((NUM_TOKENS,), (13, 51, 20))
-
-
-@cache
-def checkpoint_of(family: str, base: Path) -> Path:
-    return save(tiny_model(config_named(family)), base / family)
 
 
 @pytest.fixture(scope="module")
