@@ -1,0 +1,137 @@
+"""The commands that write text: `generate` and `chat`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offload.cli import flags
+from offload.cli.app import app
+from offload.cli.console import Console
+from offload.cli.libraries import libraries
+from offload.cli.prompt_input import read_prompt
+from offload.cli.sampling_choice import choose_sampling, own_sampling
+from offload.cli.session_file import found_session
+
+
+@app.command(
+    epilog="""Examples:
+
+    offload generate -m Llama-3.1-70B -d Llama-3.2-1B --ram 32GiB -p "Once upon a time"
+
+    cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree dynamic:128x20
+
+    offload generate -m big -d small -f prompt.txt --json > result.json"""
+)
+def generate(
+    model: flags.Model,
+    draft: flags.Draft = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
+    ] = None,
+    max_tokens: flags.NumTokens = 128,
+    temp: flags.OwnTemp = None,
+    top_p: flags.OwnTopP = None,
+    top_k: flags.OwnTopK = None,
+    greedy: flags.Greedy = False,
+    seed: flags.Seed = 0,
+    stop: flags.Stop = None,
+    session: flags.Session = None,
+    device: flags.Device = "auto",
+    gpu_mem: flags.GpuMem = None,
+    ram: flags.Ram = None,
+    context: flags.Context = None,
+    dtype: flags.Dtype = "auto",
+    tree: flags.Tree = "auto",
+    rule: flags.RuleName = "match",
+    threads: flags.Threads = None,
+    profile: flags.ProfileFile = None,
+    invariant: flags.Invariant = None,
+    link_limit: flags.LinkLimit = None,
+    raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
+    as_json: flags.Json = False,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Write text with a model larger than memory."""
+    found, own = found_session(session), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    text = read_prompt(prompt, file, is_needed=found is None)
+    from offload.planning.options import LoadOptions, check_models
+
+    options = LoadOptions(
+        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        threads=threads, profile=profile, link_limit=link_limit, invariant=invariant,
+    )  # fmt: skip
+    check_models(model, draft, options)
+    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
+        sampling, note = choose_sampling(model, own, seed, console.wait)
+        with libraries(console):
+            from offload.cli.text_run import write_text
+            from offload.engine.request import Request
+
+            request = Request(text or None, sampling, max_tokens, stop, raw, found)
+            write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
+
+
+@app.command(
+    short_help="Chat with a model larger than memory.",
+    epilog="""Examples:
+
+    offload chat -m Llama-3.1-70B-Instruct -d Llama-3.2-1B-Instruct --ram 32GiB
+
+    offload chat -m big -d small --system "Answer in one sentence." --temp 0.7
+
+    offload chat -m big -d small --session talk.session
+
+    offload chat -m big -d small --quiet < questions.txt""",
+)
+def chat(
+    model: flags.Model,
+    draft: flags.Draft = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="what the model is told before the first question")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("-n", "--max-tokens", metavar="N", min=1, help="of one answer; default: what has room"),
+    ] = None,
+    temp: flags.OwnTemp = None,
+    top_p: flags.OwnTopP = None,
+    top_k: flags.OwnTopK = None,
+    greedy: flags.Greedy = False,
+    seed: flags.Seed = 0,
+    stop: flags.Stop = None,
+    session: flags.Session = None,
+    device: flags.Device = "auto",
+    gpu_mem: flags.GpuMem = None,
+    ram: flags.Ram = None,
+    context: flags.Context = None,
+    dtype: flags.Dtype = "auto",
+    tree: flags.Tree = "auto",
+    rule: flags.RuleName = "match",
+    threads: flags.Threads = None,
+    profile: flags.ProfileFile = None,
+    invariant: flags.Invariant = None,
+    quiet: flags.Quiet = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Chat with a model larger than memory; every line is a question, and only what is new is read."""
+    own = own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    found_session(session)
+    from offload.planning.options import LoadOptions, check_models
+
+    options = LoadOptions(
+        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        threads=threads, profile=profile, invariant=invariant,
+    )  # fmt: skip
+    check_models(model, draft, options)
+    with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:
+        sampling, note = choose_sampling(model, own, seed, console.wait)
+        with libraries(console):
+            from offload.cli.repl import ChatOptions, converse
+
+            wishes = ChatOptions(sampling, note, system, max_tokens, stop, session)
+            converse(model, draft, options, console, wishes)
