@@ -8,6 +8,7 @@ A tensor's name ends in one letter per dimension: `logits_NV`, `parent_N`, `key_
     F  feed-forward width                  V  vocabulary             B  bytes of a flat buffer
     U  rows behind the committed ones      W  nodes run together     L  layers
     C  a chunk of rows, or candidates      K  also ranks, children   R  rows of a block
+    M  matches in a corpus
 
 Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes`, `stall_s`, `link_bytes_per_s`.
 """

@@ -1,0 +1,184 @@
+"""The suffix index finds what looking everywhere finds, draws without bias, and reads nothing outside of its chunks."""
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import brute_force
+import numpy as np
+import pytest
+from brute_force import Documents, random_documents, rows_of
+from scipy.stats import chisquare
+
+from offload.datastore import chunk as chunks
+from offload.datastore import suffix_index
+from offload.datastore.chunk import Chunk
+from offload.datastore.suffix_index import SuffixIndex
+from offload.errors import UserError
+
+WIDE = 1 << 17  # such a vocabulary takes four bytes a token
+SIZES = (5, WIDE, 2**16 - 1, 2**16)  # the third is the largest that two bytes hold beside the separator
+
+
+def index_of(documents: Documents, vocab_size: int, cuts: list[int]) -> SuffixIndex:
+    """In as many chunks as there are cuts, and one more."""
+    bounds = [0, *cuts, len(documents)]
+    parts = [documents[lo:hi] for lo, hi in pairwise(bounds)]
+    return SuffixIndex([Chunk.of(part, vocab_size) for part in parts], vocab_size)
+
+
+def letters(vocab_size: int) -> np.ndarray:
+    """Four tokens whose bytes are alike, so that what begins within one looks like another; two of them the last."""
+    return np.array([0, 1, vocab_size - 2, vocab_size - 1])
+
+
+def compare(seed: int, vocab_size: int) -> None:
+    rng = np.random.default_rng(seed)
+    named = letters(vocab_size)
+    documents = [named[one].tolist() for one in random_documents(rng, 4)]
+    index = index_of(documents, vocab_size, sorted(rng.integers(len(documents) + 1, size=rng.integers(3)).tolist()))
+    assert index.num_tokens == sum(map(len, documents))
+    for _ in range(8):
+        context = named[rng.integers(4, size=rng.integers(8))].tolist()
+        most, least, length = (int(rng.integers(*bounds)) for bounds in ((1, 7), (0, 4), (1, 5)))
+        wanted = brute_force.longest(documents, context, most, least, length)
+        found = index.longest(context, most, least)
+        assert (found.length, found.count) == (wanted.length, len(wanted.continuations))
+        assert rows_of(index.continuations(found, length)) == wanted.continuations
+
+
+@pytest.mark.parametrize("vocab_size", SIZES)
+def test_finds_what_looking_everywhere_finds(vocab_size: int) -> None:
+    for seed in range(60):
+        compare(seed, vocab_size)
+
+
+def off_by_one(order: np.ndarray) -> np.ndarray:
+    return np.maximum(order - 1, 0).astype(order.dtype)
+
+
+def unsorted(order: np.ndarray) -> np.ndarray:
+    return np.sort(order)
+
+
+def one_missing(order: np.ndarray) -> np.ndarray:
+    return order[1:]
+
+
+@pytest.mark.parametrize("mistake", [off_by_one, unsorted, one_missing])
+def test_a_wrong_suffix_array_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = chunks.sorted_positions
+    monkeypatch.setattr(chunks, "sorted_positions", lambda tokens_B: mistake(right(tokens_B)))
+    with pytest.raises(AssertionError):
+        test_finds_what_looking_everywhere_finds(5)
+
+
+def test_a_match_across_documents_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chunk, "of", classmethod(lambda cls, documents, vocab_size: joined(documents, vocab_size)))
+    with pytest.raises(AssertionError):
+        test_finds_what_looking_everywhere_finds(5)
+
+
+def joined(documents: Documents, vocab_size: int, made: Any = Chunk.of) -> Chunk:
+    """As if there was no separator."""
+    return made([[token for one in documents for token in one]], vocab_size)
+
+
+def test_every_match_has_a_token_that_follows() -> None:
+    """The end of a text is always found in the text itself, and nothing follows there: an earlier place counts."""
+    text = [1, 2, 3, 1, 2, 9, 3, 1, 2]
+    index = SuffixIndex.in_memory([text], 10)
+    found = index.longest(text)
+    assert found.length == 3 and rows_of(index.continuations(found)) == [(9, 3, 1, 2)]
+    assert index.longest([4, 5]).count == 0 and index.longest([4, 2], least=1).count == 2, "and once it is the end"
+
+
+def test_unigrams_count_every_token_once() -> None:
+    documents = [[1, 2, 2], [3], [2]]
+    index = SuffixIndex.in_memory(documents, 10)
+    for found in (index.longest([], least=0), index.longest([7], least=0), index.longest([1, 2, 3], most=0, least=0)):
+        assert Counter(index.continuations(found, 1)[:, 0].tolist()) == Counter([1, 2, 2, 3, 2])
+
+
+def test_edges() -> None:
+    index = SuffixIndex.in_memory([[1, 2, 3, 1, 2, 4]], 5)
+    assert index.longest([2]) == index.longest([]) == (0, ()), "shorter than the least"
+    assert index.longest([1, 2, 99]) == index.longest([1, 2, -1]) == index.longest([2**40]) == (0, ())
+    assert index.longest([99, 1, 2]).length == 2, "what stands before it does not matter"
+    assert index.longest(np.array([7, 1, 2])).count == 2
+    for empty in (SuffixIndex.in_memory([], 5), SuffixIndex.in_memory([[], []], 5), SuffixIndex([], 5)):
+        assert empty.num_tokens == 0 and empty.longest([1, 2], least=0) == (0, ())
+        assert empty.continuations(empty.longest([1, 2])).shape == (0, 10)
+
+
+@pytest.mark.parametrize("token", [-1, 5, 65535, 2**40])
+def test_tokens_outside_of_the_vocabulary_are_refused(token: int) -> None:
+    with pytest.raises(UserError, match=rf"tokens must lie in \[0, 5\), got {token}: "):
+        SuffixIndex.in_memory([[1, 2], [3, token]], 5)
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1, 2**32])
+def test_impossible_vocabularies_are_refused(vocab_size: int) -> None:
+    with pytest.raises(UserError, match="`vocab_size` must lie in"):
+        SuffixIndex.in_memory([[0]], vocab_size)
+
+
+# Drawing
+
+
+def spread() -> SuffixIndex:
+    """Forty places of the same two tokens, in three chunks of unequal size, each followed by another token."""
+    documents = [[0, 1, 2 + number] for number in range(40)]
+    return index_of(documents, 50, [3, 20])
+
+
+def p_value(index: SuffixIndex) -> float:
+    """Of all places being drawn equally often, when seven of them are drawn each time."""
+    found, drawn = index.longest([0, 1]), Counter[int]()
+    for seed in range(400):
+        rows_MC = index.continuations(found, 1, most=7, seed=seed)
+        assert len({*rows_MC[:, 0].tolist()}) == 7, "no place twice"
+        drawn.update(rows_MC[:, 0].tolist())
+    return float(chisquare([drawn[2 + number] for number in range(40)]).pvalue)
+
+
+def test_matches_are_drawn_without_bias() -> None:
+    assert p_value(spread()) > 1e-3
+
+
+def first_ones(matches: suffix_index.Matches, most: int, seed: int) -> np.ndarray:
+    return np.arange(matches.count)[:most]
+
+
+def first_range_twice_as_often(matches: suffix_index.Matches, most: int, seed: int) -> np.ndarray:
+    first, rng = matches.ranges[0], np.random.default_rng(seed)
+    weights = np.where(np.arange(matches.count) < first.hi - first.lo, 2.0, 1.0)
+    return np.sort(rng.choice(matches.count, most, replace=False, p=weights / weights.sum()))
+
+
+@pytest.mark.parametrize("mistake", [first_ones, first_range_twice_as_often])
+def test_a_biased_draw_is_noticed(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_index, "_drawn", mistake)
+    assert p_value(spread()) < 1e-6
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    index = spread()
+    found = index.longest([0, 1])
+    draws = [index.continuations(found, 2, most=7, seed=seed) for seed in (3, 3, 4)]
+    assert np.array_equal(draws[0], draws[1]) and not np.array_equal(draws[0], draws[2])
+    assert len(index.continuations(found, 2, most=40)) == 40
+
+
+def test_files_of_strangers_are_read_within_their_bounds() -> None:
+    """Any positions, any tokens: what is found may be nonsense, but is made of tokens of the vocabulary."""
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        tokens_B = rng.integers(2**16, size=rng.integers(1, 20)).astype(">u2")
+        tokens_B[rng.random(len(tokens_B)) < 0.8] %= 3
+        position_M = rng.integers(-(2**31), 2**31, size=9).astype(np.int32)
+        position_M[rng.random(9) < 0.7] %= len(tokens_B)
+        index = SuffixIndex([Chunk(tokens_B.tobytes(), tokens_B, position_M)], 3)
+        found = index.longest(rng.integers(3, size=5).tolist(), least=int(rng.integers(3)))
+        rows_MC = index.continuations(found)
+        assert len(rows_MC) == found.count and rows_MC.min(initial=0) >= -1 and rows_MC.max(initial=0) < 3
