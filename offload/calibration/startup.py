@@ -21,7 +21,7 @@ from offload.drafting.model import ModelDrafter
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.planner import Files
 from offload.model.weights import StreamedModel
-from offload.planning.cost_model import Costs
+from offload.planning.cost_model import NOTHING, Costs
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.planning.room import Room
@@ -44,6 +44,7 @@ def trees_of(files: Files, options: LoadOptions, room: Room, *, device: str = "c
         _profile_finder(files, options, device),
         cache(partial(room.traffic, files)),
         context=room.plan(files, 1).context,
+        has_draft=files.draft is not None,
     )
 
 
@@ -57,7 +58,7 @@ class RunSettings(NamedTuple):
 def calibrate(
     trees: Trees,
     target: StreamedModel,
-    draft: StreamedModel,
+    draft: StreamedModel | None,
     store: ByteSource,
     settings: RunSettings,
     threads: ThreadPolicy,
@@ -75,12 +76,13 @@ def calibrate(
     trees.num_threads, trees.link_bytes_per_s = threads.most, link() if link else _link_bytes_per_s(trees, store)
     if profile is None or profile.num_threads != threads.most:
         target.attend_with(kernels.tree_attention)
-        drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
-        sampler = Sampler(settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels)
         torch.set_num_threads(threads.start.sweep.num_threads)
-        compute_s = sweep_curve(target, store.fetch(target.layer_layouts[0]))
-        torch.set_num_threads(threads.start.draft.num_threads)
-        draft_step_s = draft_curve(drafter, sampler, [0] * _PROMPT_TOKENS, drafter.new_state())
+        compute_s, draft_step_s = sweep_curve(target, store.fetch(target.layer_layouts[0])), NOTHING
+        if draft is not None:
+            drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
+            sampler = Sampler(settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels)
+            torch.set_num_threads(threads.start.draft.num_threads)
+            draft_step_s = draft_curve(drafter, sampler, [0] * _PROMPT_TOKENS, drafter.new_state())
         trees.costs = Costs(
             compute_s=compute_s, draft_step_s=draft_step_s, verify_s=0.0, link_bytes_per_s=trees.link_bytes_per_s
         )

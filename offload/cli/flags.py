@@ -58,6 +58,21 @@ Invariant = Annotated[
         "--invariant/--no-invariant", help="the same bits with every tree; default: where layers are streamed"
     ),
 ]
+Lookup = Annotated[
+    bool | None,
+    typer.Option(
+        "--lookup/--no-lookup", help="guess that text goes on as it did before; default: where there is no draft"
+    ),
+]
+LookupLength = Annotated[
+    str, typer.Option(metavar="MIN:MAX", help="tokens that must agree for a guess by --lookup or --datastore")
+]
+Ngram = Annotated[
+    Path | None, typer.Option(metavar="FILE|STORE", help="guess by what follows on a token in a text or a store")
+]
+Datastore = Annotated[
+    Path | None, typer.Option(metavar="STORE", help="guess by what follows in a store of offload datastore build")
+]
 OwnTemp = Annotated[
     float | None,
     typer.Option("--temp", "--temperature", metavar="T", help="0 is greedy; default: as the model suggests"),
@@ -82,9 +97,10 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 
 # The library's errors name arguments, in backticks; a person at the command line knows them by these names.
 _FLAG_OF = {
-    "context": "--context", "device": "--device", "disk_speed": "--disk-speed", "draft": "--draft",
-    "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
-    "invariant": "--invariant", "link_limit": "--link-limit", "max_new_tokens": "-n", "ram": "--ram", "raw": "--raw",
+    "context": "--context", "datastore": "--datastore", "device": "--device", "disk_speed": "--disk-speed",
+    "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
+    "invariant": "--invariant", "link_limit": "--link-limit", "lookup": "--lookup",
+    "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "ram": "--ram", "raw": "--raw",
     "rule": "--rule", "seed": "--seed", "stop": "--stop", "temperature": "--temp", "threads": "--threads",
     "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip

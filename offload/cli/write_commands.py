@@ -21,6 +21,8 @@ from offload.cli.session_file import found_session
 
     cat notes.txt | offload generate -m big -d small --temp 0.6 --seed 7 --tree dynamic:128x20
 
+    offload generate -m big --datastore code.store -f main.py    # no draft: what code and the text itself say
+
     offload generate -m big -d small -f prompt.txt --json > result.json"""
 )
 def generate(
@@ -47,6 +49,10 @@ def generate(
     dtype: flags.Dtype = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
+    lookup: flags.Lookup = None,
+    lookup_length: flags.LookupLength = "2:16",
+    ngram: flags.Ngram = None,
+    datastore: flags.Datastore = None,
     threads: flags.Threads = None,
     profile: flags.ProfileFile = None,
     invariant: flags.Invariant = None,
@@ -63,7 +69,8 @@ def generate(
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        threads=threads, profile=profile, link_limit=link_limit, invariant=invariant,
+        threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
+        lookup_length=lookup_length, ngram=ngram, datastore=datastore,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
@@ -112,6 +119,10 @@ def chat(
     dtype: flags.Dtype = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
+    lookup: flags.Lookup = None,
+    lookup_length: flags.LookupLength = "2:16",
+    ngram: flags.Ngram = None,
+    datastore: flags.Datastore = None,
     threads: flags.Threads = None,
     profile: flags.ProfileFile = None,
     invariant: flags.Invariant = None,
@@ -125,7 +136,8 @@ def chat(
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        threads=threads, profile=profile, invariant=invariant,
+        threads=threads, profile=profile, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
+        ngram=ngram, datastore=datastore,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:

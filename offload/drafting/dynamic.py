@@ -13,7 +13,7 @@ the root is row 0 and the W of a pass are the last.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,11 +23,13 @@ from torch import Tensor
 from offload.drafting.base import Drafted
 from offload.drafting.children import point_mass_scores
 from offload.drafting.draft_model import Draft
+from offload.drafting.guesses import NO_GUESSES, Guesses, Place
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DynamicShape, in_level_order, level_order
 
 _NUM_CHILDREN = 32  # that a node may have
+_AHEAD = 4  # one of so many rows may be a guess that is scored before all others
 _NOT_RUN = -1
 
 # In the order of finding: a parent before its children, siblings by rank.
@@ -43,19 +45,28 @@ _CANDIDATE = np.dtype(
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
 
 
-def grow_best(draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, exponent: float) -> Drafted:
-    """The tree of the best paths below `tokens[-1]`, within `bounds`; `exponent` is beta, see `Sharpness`."""
+class Mixture(NamedTuple):
+    """What candidates are ranked by."""
+
+    exponent: float  # beta, see `Sharpness`
+    guesses: Guesses = NO_GUESSES
+
+
+def grow_best(draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, mixture: Mixture) -> Drafted:
+    """The tree of the best paths below `tokens[-1]`, within `bounds`."""
     if bounds.depth == 0:
         return Drafted(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
-    root, rows, best = len(tokens) - 1, _Rows(bounds.num_nodes), _Best(bounds)
-    picked, logits_WV = np.zeros(1, dtype=_CANDIDATE), draft.catch_up(tokens)
+    rows, best = _Rows(draft, sampler, len(tokens) - 1, bounds.num_nodes), _Best(bounds)
+    rows.keep(np.zeros(1, dtype=_CANDIDATE), draft.catch_up(tokens), [mixture.guesses.root])
+    rows.run_ahead(mixture.guesses, bounds)
+    picked = np.zeros(1, dtype=_CANDIDATE)
     while picked.size:
-        score_WV = point_mass_scores(logits_WV, sampler, (root + 1 + picked["depth"]).tolist()).float()
-        rows.scores += score_WV.unbind()
-        best.add(_children(picked, score_WV, exponent))
-        picked = best.pick(rows.num_run, bounds.rows_per_pass)
-        if picked.size:
-            logits_WV = draft.run(torch.from_numpy(picked["token"].copy()), *rows.add(picked, root))
+        best.add(_children(picked, rows, mixture))
+        picked = best.scored()
+        if not picked.size:
+            picked = best.pick(rows.num_run, bounds.rows_per_pass)
+            if picked.size:
+                rows.run(picked, [mixture.guesses.follow(rows.places[one["parent"]], one["token"]) for one in picked])
     return _as_tree(best.candidates, tokens[-1], rows.scores)
 
 
@@ -64,11 +75,17 @@ class _Best:
 
     def __init__(self, bounds: DynamicShape) -> None:
         self._bounds, self.candidates = bounds, np.zeros(0, dtype=_CANDIDATE)
+        self._is_expanded_E = np.zeros(bounds.num_nodes, dtype=bool)
 
     def add(self, more: Candidates) -> None:
         every = np.concatenate([self.candidates, more])
         order = np.argsort(-every["log_f"], kind="stable")  # stable: a tie goes to the parent
         self.candidates = every[np.sort(order[: self._bounds.num_nodes - 1])]
+
+    def scored(self) -> Candidates:
+        """Those that were run already and whose children are not among the candidates yet."""
+        row_C = self.candidates["row"]
+        return self._expanded(self.candidates[(row_C != _NOT_RUN) & ~self._is_expanded_E[row_C]])
 
     def pick(self, first_row: int, count: int) -> Candidates:
         """The best that are worth running, at most `count`; they are given the rows from `first_row` on."""
@@ -80,35 +97,94 @@ class _Best:
         num_free = self._bounds.num_nodes - first_row
         chosen = open_O[np.argsort(-log_f_C[open_O], kind="stable")[: min(count, num_free)]]
         self.candidates["row"][chosen] = first_row + np.arange(chosen.size)
-        return self.candidates[chosen]
+        return self._expanded(self.candidates[chosen])
+
+    def _expanded(self, picked: Candidates) -> Candidates:
+        self._is_expanded_E[picked["row"]] = True
+        return picked[np.argsort(picked["row"])]
 
 
 class _Rows:
     """What was run, in order, the root first."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, draft: Draft, sampler: Sampler, root: int, capacity: int) -> None:
+        self._draft, self._sampler, self._root = draft, sampler, root
         self._position_E = torch.zeros(capacity, dtype=torch.long)
         self._sees_EE = torch.eye(capacity, dtype=torch.bool)
-        self.num_run, self.scores = 1, list[Tensor]()
+        self.scores, self.places = list[Tensor](), list[Place]()
+        self.ahead: dict[tuple[int, int], int] = {}  # rows of guesses that were run before others, by parent and token
 
-    def add(self, picked: Candidates, root: int) -> tuple[Tensor, Tensor]:
-        """Positions and ancestors of the next rows, as `Draft.run` takes them."""
+    @property
+    def num_run(self) -> int:
+        return len(self.scores)
+
+    def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[Place]) -> None:
+        """Note what the children of these rows are ranked by, and where guesses for them are."""
+        score_WV = point_mass_scores(logits_WV, self._sampler, (self._root + 1 + picked["depth"]).tolist())
+        self.scores += score_WV.float().unbind()
+        self.places += places
+
+    def run(self, picked: Candidates, places: Sequence[Place]) -> None:
+        """Score candidates, the next rows; those that hang from each other come parents first."""
         lo, hi = self.num_run, self.num_run + picked.size
-        self._position_E[lo:hi] = torch.from_numpy(root + picked["depth"])
-        self._sees_EE[lo:hi] |= self._sees_EE[torch.from_numpy(picked["parent"].copy())]
-        self.num_run = hi
-        return self._position_E[1:hi], self._sees_EE[lo:hi, 1:hi]
+        self._position_E[lo:hi] = torch.from_numpy(self._root + picked["depth"])
+        for row, parent in enumerate(picked["parent"].tolist(), lo):
+            self._sees_EE[row] |= self._sees_EE[parent]
+        token_W = torch.from_numpy(picked["token"].copy())
+        self.keep(picked, self._draft.run(token_W, self._position_E[1:hi], self._sees_EE[lo:hi, 1:hi]), places)
+
+    def run_ahead(self, guesses: Guesses, bounds: DynamicShape) -> None:
+        """Score the likeliest guesses in one pass."""
+        found = guesses.best(bounds.num_nodes // _AHEAD, bounds.depth - 1, least=1 / bounds.num_nodes)
+        if not found:
+            return
+        picked = np.zeros(len(found), dtype=_CANDIDATE)
+        for name in ("token", "depth"):
+            picked[name] = [getattr(guess, name) for guess in found]
+        picked["parent"] = [guess.parent + 1 for guess in found]  # the root is row 0, and they are the next
+        self.run(picked, [guess.place for guess in found])
+        self.ahead = {(guess.parent + 1, guess.token): row for row, guess in enumerate(found, 1)}
 
 
-def _children(parents: Candidates, score_WV: Tensor, exponent: float) -> Candidates:
-    """The likeliest children of rows that have just been run; none without a chance."""
+def _children(parents: Candidates, rows: _Rows, mixture: Mixture) -> Candidates:
+    """The likeliest children of rows that were run, row after row; none without a chance."""
+    score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
+    log_pi_WV = (mixture.exponent * score_WV).log_softmax(1)  # never above 0: f must not rise
     token_WK = score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1])).indices
-    log_pi_WK = (exponent * score_WV).log_softmax(1).gather(1, token_WK).cpu()  # never above 0: f must not rise
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
-    children_WK["log_f"] = parents["log_f"][:, None] + log_pi_WK.numpy()
+    children_WK["log_f"] = log_pi_WV.gather(1, token_WK).cpu().numpy()
     children_WK["token"], children_WK["row"] = token_WK.cpu().numpy(), _NOT_RUN
-    children_WK["depth"], children_WK["parent"] = parents["depth"][:, None] + 1, parents["row"][:, None]
-    return children_WK[children_WK["log_f"] > -np.inf]
+    children_WK["parent"] = parents["row"][:, None]
+    children = _mixed(children_WK, log_pi_WV, rows, mixture.guesses) if mixture.guesses else children_WK.reshape(-1)
+    above = parents[np.searchsorted(parents["row"], children["parent"])]
+    children["depth"] = above["depth"] + 1
+    children["log_f"] += above["log_f"]
+    return children[children["log_f"] > -np.inf]
+
+
+def _mixed(children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Guesses) -> Candidates:
+    """The children of the draft, and those that are guessed, each with the chance that both together give it."""
+    told = [guesses.children(rows.places[row]) for row in children_WK["parent"][:, 0].tolist()]
+    pairs = [(row, token, chance) for row, (chances, _) in enumerate(told) for token, chance in chances.items()]
+    guessed = np.zeros(len(pairs), dtype=_CANDIDATE)
+    if not pairs:
+        return children_WK.reshape(-1)
+    row_G, token_G, chance_G = (np.array(column) for column in zip(*pairs, strict=True))
+    rest_W = np.array([rest for _, rest in told])
+    log_pi_G = log_pi_WV[torch.from_numpy(row_G), torch.from_numpy(token_G)].cpu().numpy()
+    guessed["log_f"] = np.log(chance_G + rest_W[row_G] * np.exp(log_pi_G))
+    guessed["token"], guessed["parent"] = token_G, children_WK["parent"][row_G, 0]
+    guessed["row"] = [
+        rows.ahead.get(pair, _NOT_RUN) for pair in zip(guessed["parent"].tolist(), token_G.tolist(), strict=True)
+    ]
+    children_WK["log_f"] += np.log(rest_W)[:, None]
+    is_other_WK = ~np.isin(_keys(children_WK), _keys(guessed))
+    return np.concatenate([guessed, children_WK[is_other_WK]])
+
+
+def _keys(candidates: Candidates) -> NDArray[np.int64]:
+    """One number for a parent and a token."""
+    return (candidates["parent"] << 32) + candidates["token"]
 
 
 def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> Drafted:

@@ -14,7 +14,8 @@ from offload.config import Drafting, Sampling
 from offload.drafting.base import Drafted
 from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import grow_best
+from offload.drafting.dynamic import Mixture, grow_best
+from offload.drafting.guesses import NO_GUESSES, Guesses
 from offload.drafting.static import fill
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
@@ -34,11 +35,13 @@ class ModelDrafter:
         """An empty cache."""
         return KVCache(self.model.num_layers, self._num_slots, self._gather, self.model.send)
 
-    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: KVCache) -> Drafted:
-        """A tree below `tokens[-1]`, of this very shape or within these bounds."""
+    def grow(
+        self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: KVCache, guesses: Guesses = NO_GUESSES
+    ) -> Drafted:
+        """A tree below `tokens[-1]`, of this very shape, or within these bounds, and then with guesses mixed in."""
         draft = Draft(self.model, self._vocab_size, state)
         if isinstance(shape, DynamicShape):
-            return grow_best(draft, shape, tokens, sampler, self._learner(sampler).exponent)
+            return grow_best(draft, shape, tokens, sampler, Mixture(self.exponent(sampler), guesses))
         return fill(draft, shape, tokens, sampler)
 
     def commit(
@@ -55,6 +58,10 @@ class ModelDrafter:
     def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
         """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many positions per pass."""
         return Draft(self.model, self._vocab_size, state).score(tokens, start)
+
+    def exponent(self, sampler: Sampler) -> float:
+        """Of the draft's distribution, see `Sharpness`."""
+        return self._learner(sampler).exponent
 
     def _learner(self, sampler: Sampler) -> Sharpness:
         return self._sharpness[replace(sampler.sampling, seed=0), sampler.drafting]

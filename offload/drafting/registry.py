@@ -1,11 +1,14 @@
-"""Drafters by name. A new one is a file of its own and a line here."""
+"""Drafters by what there is to draft with. A new one is a file of its own and a line here."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from offload.drafting.base import Drafter
+from offload.drafting.hybrid import HybridDrafter
+from offload.drafting.lookup import LookupDrafter, PassSeconds
 from offload.drafting.model import ModelDrafter
 from offload.drafting.none import NoDrafter
+from offload.drafting.sources import Sources
 from offload.kernels.registry import KernelSet
 from offload.model.weights import StreamedModel
 
@@ -17,12 +20,25 @@ class Materials(NamedTuple):
     vocab_size: int  # V of the target
     num_slots: int  # of a cache: committed positions plus nodes of the largest tree
     kernels: KernelSet
+    sources: Sources
+    pass_s: PassSeconds  # of the target
+
+
+class DrafterKind(NamedTuple):
+    """What there is."""
+
+    has_draft: bool
+    has_sources: bool
 
 
 def _of_model(materials: Materials) -> ModelDrafter:
-    draft, *others = materials
-    assert draft is not None, "there is a draft model to grow trees with"
-    return ModelDrafter(draft, *others)
+    assert materials.draft is not None, "there is a draft model to grow trees with"
+    return ModelDrafter(materials.draft, materials.vocab_size, materials.num_slots, materials.kernels)
 
 
-DRAFTERS: dict[str, Callable[[Materials], Drafter]] = {"model": _of_model, "none": lambda _: NoDrafter()}
+DRAFTERS: dict[DrafterKind, Callable[[Materials], Drafter]] = {
+    DrafterKind(has_draft=True, has_sources=True): lambda given: HybridDrafter(_of_model(given), given.sources),
+    DrafterKind(has_draft=True, has_sources=False): _of_model,
+    DrafterKind(has_draft=False, has_sources=True): lambda given: LookupDrafter(given.sources, given.pass_s),
+    DrafterKind(has_draft=False, has_sources=False): lambda _: NoDrafter(),
+}

@@ -13,7 +13,9 @@ import torch
 from offload.checkpoint.safetensors import Checkpoint, read_json
 from offload.checkpoint.vocabulary import other_vocabulary
 from offload.drafting.base import Drafter
-from offload.drafting.registry import DRAFTERS, Materials
+from offload.drafting.lookup import PassSeconds
+from offload.drafting.registry import DRAFTERS, DrafterKind, Materials
+from offload.drafting.sources import Sources
 from offload.engine.hooks import Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
@@ -42,10 +44,11 @@ class Pair(NamedTuple):
     device: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
 
-    def drafter(self, plan: MemoryPlan, kernels: KernelSet) -> Drafter:
+    def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, pass_s: PassSeconds) -> Drafter:
         """What grows the trees."""
-        make = DRAFTERS["none" if self.draft is None else "model"]
-        return make(Materials(self.draft, self.target.vocab_size, plan.cache_slots, kernels))
+        kind = DrafterKind(has_draft=self.draft is not None, has_sources=bool(sources))
+        materials = Materials(self.draft, self.target.vocab_size, plan.cache_slots, kernels, sources, pass_s)
+        return DRAFTERS[kind](materials)
 
 
 def open_pair(

@@ -22,6 +22,7 @@ from offload.config import Sampling, require
 from offload.engine.build import Pair, counter, open_pair, read_pair
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
+from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session
 from offload.kernels.jit import is_for_kernels
@@ -60,6 +61,10 @@ def load(
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
     invariant: bool | None = None,
+    lookup: bool | None = None,
+    lookup_length: str = "2:16",
+    ngram: str | os.PathLike[str] | None = None,
+    datastore: str | os.PathLike[str] | None = None,
     open_source: OpenSource = DiskReader,
     on_bytes: Progress = lambda done, total: None,
     on_layer: Callable[[], None] = lambda: None,
@@ -67,7 +72,7 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model, draft: folders or hub ids of the target and of a small model with its vocabulary; None drafts nothing.
+        model, draft: folders or hub ids of the target and of a small model with its vocabulary.
         ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
@@ -77,6 +82,10 @@ def load(
         threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
             are streamed, since the arithmetic then waits for the link anyway. See `Decoder.invariance`.
+        lookup: guess that the text goes on as it did before; default: where there is no draft. `lookup_length`: the
+            least and most of its last tokens that must agree. Costs nothing beside a sweep, and fits beside a draft.
+        ngram, datastore: guess what follows on a token in a text file or a store, on several in a store; `offload
+            datastore build` makes one. Beside a draft all of them compete for the nodes of one tree.
         open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it slows the target's to.
         on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.
@@ -89,7 +98,7 @@ def load(
     options = LoadOptions(
         device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
         context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
-        invariant=invariant,
+        invariant=invariant, lookup=lookup, lookup_length=lookup_length, ngram=ngram, datastore=datastore,
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
@@ -122,6 +131,7 @@ def open_decoder(
         models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
         if request is not None and request.session is not None:
             check_session(Path(request.session), models)
+        sources = open_sources(options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None)
         _pick_copies(pair, plan_for(1), resources)
         hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
         read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
@@ -136,7 +146,7 @@ def open_decoder(
         target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule), (pair.tokenizer, pair.end_ids)
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance)
-        drafter = pair.drafter(plan, choice.kernels)
+        drafter = pair.drafter(plan, choice.kernels, sources, trees.pass_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
 
@@ -144,7 +154,7 @@ def _plan_tree(
     trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, threads: ThreadPolicy, kernels: KernelSet
 ) -> MemoryPlan:
     """Settle the tree, and with it the memory plan."""
-    if pair.draft is not None and trees.wish.kind == "auto":
+    if trees.wish.kind == "auto":
         link = None if pair.device is None else partial(_link_to_device, pair, plan_for(1))
         calibrate(trees, pair.target, pair.draft, pair.store, settings, threads, link=link, kernels=kernels)
     plan = plan_for(trees.for_run(settings.sampling, settings.rule).shape.num_nodes)

@@ -19,6 +19,7 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensor_file import SUM, data_sum, write_tensors
+from offload.drafting.hybrid import HybridState
 from offload.encoding.registry import PLAIN_OF
 from offload.engine.cache_pool import CachePool
 from offload.errors import UserError, ensure, reason
@@ -177,7 +178,8 @@ def _num_kept(file: Any, part: str) -> int:
 
 def _caches(pool: CachePool) -> dict[str, KVCache]:
     """Of both models; a drafter without one keeps nothing that would be worth a file."""
-    found = zip(_PARTS, pool.caches, strict=True)
+    target, draft = pool.caches
+    found = zip(_PARTS, (target, draft.cache if isinstance(draft, HybridState) else draft), strict=True)
     return {part: cache for part, cache in found if isinstance(cache, KVCache)}
 
 

@@ -49,7 +49,7 @@ class Curve:
         return y1 + slope * (size - x1) if size <= x1 else y1 + max(0.0, slope) * (size - x1)
 
 
-_NOTHING = Curve((1,), (0.0,))
+NOTHING = Curve((1,), (0.0,))  # of what takes no time, or is not known to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +182,7 @@ class Prediction(NamedTuple):
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
     """Two models on a machine that is not here; every pass reads keys and values of `num_positions`."""
-    steps = _pass_curve(hardware, draft, num_positions) if draft else _NOTHING
+    steps = _pass_curve(hardware, draft, num_positions) if draft else NOTHING
     return Costs(
         compute_s=_pass_curve(hardware, target, num_positions),
         draft_step_s=Curve(steps.sizes, tuple(seconds + DRAFT_OVERHEAD_S for seconds in steps.seconds)),
@@ -193,7 +193,7 @@ def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, n
 
 def link_alone(link_bytes_per_s: float) -> Costs:
     """Where nothing is known of computing: what moving the weights takes at the least."""
-    return Costs(compute_s=_NOTHING, draft_step_s=_NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s)
+    return Costs(compute_s=NOTHING, draft_step_s=NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s)
 
 
 def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:

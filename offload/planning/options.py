@@ -12,7 +12,7 @@ from offload.checkpoint.safetensors import is_hub_id
 from offload.config import drafting_of, parse_rate, parse_size, require, whole_number
 from offload.memory.planner import require_dtype, require_positions
 from offload.planning.profile import parse_profile
-from offload.tree.spec import TreeSpec, parse_tree, tree_to_fill
+from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +30,15 @@ class LoadOptions:
     profile: str | os.PathLike[str] | None = None
     link_limit: str | int | None = None
     invariant: bool | None = None
+    lookup: bool | None = None
+    lookup_length: str = "2:16"
+    ngram: str | os.PathLike[str] | None = None
+    datastore: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
         require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
-        parse_tree(self.tree).check_rule(self.rule)
+        parse_tree(self.tree)
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
                 parse_size(size, name)
@@ -44,8 +48,10 @@ class LoadOptions:
             require_positions(self.context)
         is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
-        is_path = self.profile is None or isinstance(self.profile, str | os.PathLike)
-        require(is_path, "`profile` must be a file", repr(self.profile), "give its path, or none")
+        for path, name in ((self.profile, "profile"), (self.ngram, "ngram"), (self.datastore, "datastore")):
+            is_path = path is None or isinstance(path, str | os.PathLike)
+            require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
+        parse_match_length(self.lookup_length)
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
 
@@ -59,9 +65,18 @@ class LoadOptions:
         """What the stream is slowed down to, for studies."""
         return parse_rate(self.link_limit, "`link_limit`")
 
+    def looks_up(self, *, has_draft: bool) -> bool:
+        """Whether the text's own past is looked at for what comes next: by itself where there is no draft."""
+        return not has_draft if self.lookup is None else self.lookup
+
+    def has_sources(self, *, has_draft: bool) -> bool:
+        """Whether anything that is no model is asked what comes next."""
+        return self.ngram is not None or self.datastore is not None or self.looks_up(has_draft=has_draft)
+
     def tree_spec(self, *, has_draft: bool) -> TreeSpec:
-        """The tree that is wanted. Raises `UserError` for one that only a draft could fill, where there is none."""
-        return tree_to_fill(self.tree, self.rule, has_draft=has_draft)
+        """The tree that is wanted. Raises `UserError` for one that nothing could fill."""
+        has_sources = self.has_sources(has_draft=has_draft)
+        return tree_to_fill(self.tree, self.rule, has_draft=has_draft, has_sources=has_sources)
 
 
 def check_models(model: str, draft: str | None, options: LoadOptions) -> None:

@@ -12,13 +12,14 @@ from typing import NamedTuple
 from offload.config import Sampling, drafting_of
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.planning.cost_model import Costs, Prediction, Traffic
+from offload.planning.cost_model import Costs, Prediction, Traffic, step_time
 from offload.planning.profile import Profile
 from offload.planning.tree_search import DEPTHS, SIZES, Forest, rank_trees
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, parse_tree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, chain, check_acceptance, isotonic
 
 AUTO_MAX_NODES = 512  # of a chosen tree whose size was not measured
+LOOKUP_NODES, LOOKUP_DEPTH = 64, 16  # at most, of guesses alone: REST's 64 (2311.08252, section 4), and longer copies
 NUM_SHOWN = 5
 
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]  # by settings and rule: it, or why there is none
@@ -61,9 +62,12 @@ class TreeSelector:
     traffic_of: TrafficOf = lambda _: None
     max_nodes: int = AUTO_MAX_NODES  # of a tree that is chosen: what memory has room for, and what was timed
     max_depth: int = DEPTHS[-1]  # what the context has room for
+    has_draft: bool = True  # without one there are guesses alone, and nothing is known of them beforehand
 
     def choose(self, spec: TreeSpec) -> TreeChoice:
         """The tree that is meant here; raises `UserError` for one that the rule does not allow."""
+        if not self.has_draft:
+            return self._of_guesses(spec)
         spec.check_rule(self.rule)
         if spec.kind != "auto":
             return self._named(spec)
@@ -75,6 +79,17 @@ class TreeSelector:
             min(AUTO_DEPTH, self.max_depth),
         )
         return self._named(default)._replace(why=f"a default, since nothing was measured ({self.note})")
+
+    def _of_guesses(self, spec: TreeSpec) -> TreeChoice:
+        """Bounds, within which every step takes the guesses that pay; a shape is filled as far as guesses reach."""
+        if spec.kind not in ("auto", "best", "dynamic"):
+            return TreeChoice(spec.build(), "as named")
+        num_nodes, depth = (LOOKUP_NODES, LOOKUP_DEPTH) if spec.kind == "auto" else (spec.num_nodes, spec.depth)
+        if spec.kind == "auto":
+            num_nodes, depth = min(num_nodes, self.max_nodes), min(depth, self.max_depth)
+        if min(num_nodes - 1, depth) < 1:
+            return TreeChoice(chain(0), "there is room for no other")
+        return TreeChoice(DynamicShape(num_nodes, min(depth, num_nodes - 1)), "at most, as many guesses as pay")
 
     def _best(self, costs: Costs) -> TreeChoice:
         forest = self._forest(self.max_nodes, DEPTHS[-1])
@@ -133,6 +148,7 @@ class Trees:
     num_threads: int | None = None  # the most that this run computes with
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None  # positions that there is room for: a tree must be less deep
+    has_draft: bool = True
     _known: dict[tuple[TreeSpec, Sampling, str], TreeChoice] = field(default_factory=dict)
 
     def check(self, sampling: Sampling, rule: str) -> None:
@@ -146,7 +162,8 @@ class Trees:
         """Of the tree that memory will be planned for; of one that is yet to be chosen the most that it may have."""
         if self.wish.kind != "auto":
             return self.wish.num_nodes
-        sizes = (size for size in reversed(SIZES) if size <= AUTO_MAX_NODES)
+        most = AUTO_MAX_NODES if self.has_draft else LOOKUP_NODES
+        sizes = (size for size in reversed(SIZES) if size <= most)
         return next((size for size in sizes if self.traffic_of(size) is not None), 1)
 
     def settle(self, plan: MemoryPlan) -> None:
@@ -174,7 +191,14 @@ class Trees:
         costs = self._costs_of(profile)
         max_nodes = min(self.max_nodes, most_timed(profile, costs))
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
-        return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth)
+        return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth, self.has_draft)
+
+    def pass_s(self, num_rows: int) -> float:
+        """Seconds of a sweep over so many rows, up to a factor where nothing was measured."""
+        traffic = self.traffic_of(num_rows)
+        if self.costs is None or traffic is None:
+            return 1.0
+        return step_time(self.costs, traffic, DynamicShape(num_rows, 0)).total_s
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
         """The profile's curves where its most threads are ours, else what was measured at start; today's link."""

@@ -6,7 +6,7 @@ draft's scores for the very tokens that it proposes, which only rules that repea
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from offload.config import drafting_of, require
 from offload.errors import UserError
@@ -21,6 +21,7 @@ from offload.tree.topology import (
 )
 
 MAX_TREE_NODES = 65536  # what `--tree` may ask for; far beyond any size whose verification hides behind a link
+MOST_MATCHED = 64
 AUTO_NODES, AUTO_DEPTH = 64, 16  # `auto` where nothing was measured; `choose` has the measured answer
 
 TreeKind = Literal["auto", "none", "best", "dynamic", "chain", "sequences"]
@@ -102,9 +103,31 @@ def parse_tree(text: str) -> TreeSpec:
     raise UserError(f"`tree` must be {_IN_WORDS}, got {text!r}: try `tree` 64x16")
 
 
-def tree_to_fill(text: str, rule: str, *, has_draft: bool) -> TreeSpec:
-    """The tree that `text` asks for; without a draft that can only be the root alone. Raises `UserError`."""
+def tree_to_fill(text: str, rule: str, *, has_draft: bool, has_sources: bool = False) -> TreeSpec:
+    """The tree that `text` asks for; where nothing drafts that can only be the root alone. Raises `UserError`.
+
+    Guesses of sources are point masses that the context settles: with them alone any rule allows any shape.
+    """
     spec = parse_tree(text)
-    require(has_draft or spec.kind in ("auto", "none"), "`tree` needs a draft to fill it", repr(text), "give `draft`")
-    spec.check_rule(rule)
-    return spec if has_draft else TreeSpec("none")
+    if has_draft:
+        spec.check_rule(rule)
+        return spec
+    is_filled = has_sources or spec.kind in ("auto", "none")
+    require(is_filled, "`tree` needs a draft or `lookup` to fill it", repr(text), "give `draft`, or allow `lookup`")
+    return spec if has_sources else TreeSpec("none")
+
+
+class MatchLength(NamedTuple):
+    """How many of its last tokens a text must share with what it is guessed to go on like."""
+
+    least: int = 2
+    most: int = 16
+
+
+def parse_match_length(text: str) -> MatchLength:
+    """`LEAST:MOST`. Raises `UserError`."""
+    found = re.fullmatch(r"(\d{1,3}):(\d{1,3})", str(text), re.ASCII)
+    length = MatchLength(*map(int, found.groups())) if found else MatchLength(0, 0)
+    rule = f"`lookup_length` must be LEAST:MOST, two numbers from 1 to {MOST_MATCHED}"
+    require(1 <= length.least <= length.most <= MOST_MATCHED, rule, repr(text), "such as `lookup_length` 2:16")
+    return length

@@ -1,0 +1,145 @@
+"""What sources that are no models say about the next tokens: several opinions, mixed into one chance for every path.
+
+A source tells for a context what followed on it elsewhere: in the text itself, in a datastore, in counts of pairs. Each
+such opinion (a `Tier`) knows how many tokens it rests on; the one that rests on most is asked first, and what it does
+not claim is left to the next: prediction by partial matching, with a learned trust (`Trust`) instead of fixed escapes.
+
+Invariant: the chances of a node's children sum to one at most, so no path is likelier than what it goes on from. All of
+it is settled by the context, before anything is drawn: its nodes are point masses, exact with every rule.
+"""
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from offload.datastore.trie import Trie
+from offload.drafting.trust import Trust
+
+_NOTHING: Mapping[int, float] = {}
+
+
+class Tier(Protocol):
+    """One opinion on what follows on the context, and then on every path from there."""
+
+    source: str
+    length: int  # tokens of the context that it rests on
+
+    def start(self) -> Any:
+        """Where paths begin."""
+
+    def shares(self, place: Any) -> Mapping[int, float]:
+        """How often each token followed there, as a share of all."""
+
+    def follow(self, place: Any, token: int) -> Any:
+        """The place behind that token; None where nothing is known of it."""
+
+
+class TrieTier:
+    """Continuations that were seen, in a trie; a place is one of its nodes."""
+
+    def __init__(self, source: str, length: int, trie: Trie) -> None:
+        self.source, self.length = source, length
+        counts = [trie.num_continuations, *trie.count_R.tolist()]
+        self._child: list[dict[int, int]] = [{} for _ in counts]
+        self._shares: list[dict[int, float]] = [{} for _ in counts]
+        for node, (parent, token) in enumerate(zip(trie.parent_R.tolist(), trie.token_R.tolist(), strict=True), 1):
+            self._child[parent + 1][token] = node
+            self._shares[parent + 1][token] = counts[node] / counts[parent + 1]
+
+    def start(self) -> int:
+        """The node above all continuations."""
+        return 0
+
+    def shares(self, place: int) -> Mapping[int, float]:
+        """Of the children of a node."""
+        return self._shares[place]
+
+    def follow(self, place: int, token: int) -> int | None:
+        """A child."""
+        return self._child[place].get(token)
+
+
+class Place(NamedTuple):
+    """Where a path has led to."""
+
+    depth: int
+    at: tuple[Any, ...]  # of every tier; None where the path has left it
+
+
+class Guess(NamedTuple):
+    """A node below the root."""
+
+    parent: int  # index among the guesses, -1 below the root
+    token: int
+    depth: int
+    chance: float  # of the whole path
+    place: Place
+
+
+class Guesses:
+    """All opinions on one context."""
+
+    def __init__(self, tiers: Iterable[Tier], trust: Trust) -> None:
+        self._tiers, self._trust = sorted(tiers, key=lambda tier: -tier.length), trust
+        self.root = Place(0, tuple(tier.start() for tier in self._tiers))
+
+    def __bool__(self) -> bool:
+        return bool(self._tiers)
+
+    def children(self, place: Place) -> tuple[dict[int, float], float]:
+        """The chance of every token that is guessed there, and what is left for others."""
+        chances: dict[int, float] = {}
+        rest = 1.0
+        for tier, shares in self._told(place):
+            weight = rest * self._trust.of(tier.source, tier.length + place.depth)
+            for token, share in shares.items():
+                chances[token] = chances.get(token, 0.0) + weight * share
+            rest -= weight
+        return chances, rest
+
+    def follow(self, place: Place, token: int) -> Place:
+        """The place behind a token."""
+        pairs = zip(self._tiers, place.at, strict=True)
+        return Place(place.depth + 1, tuple(None if at is None else tier.follow(at, token) for tier, at in pairs))
+
+    def best(self, count: int, depth: int, least: float = 0.0) -> list[Guess]:
+        """The likeliest paths, at most so many nodes and so deep, each likelier than `least`; parents come first."""
+        found: list[Guess] = []
+        heap: list[tuple[float, int, int, int, int, Place]] = []  # no two agree in the number that they were found by
+        num_seen, above = 0, Guess(-1, -1, 0, 1.0, self.root)
+        while len(found) < count:
+            for token, chance in self.children(above.place)[0].items() if above.depth < depth else ():
+                if chance * above.chance > least:
+                    num_seen += 1
+                    key = (-chance * above.chance, above.depth + 1, num_seen, len(found) - 1, token, above.place)
+                    heapq.heappush(heap, key)
+            if not heap:
+                break
+            negative, at_depth, _, parent, token, place = heapq.heappop(heap)
+            above = Guess(parent, token, at_depth, -negative, self.follow(place, token))
+            found.append(above)
+        return found
+
+    def learn(self, tokens: Sequence[int], chances: Sequence[float | None]) -> None:
+        """These were emitted one after the other; `chances` are what a draft model gave them, where there was one."""
+        place = self.root
+        for token, chance in zip(tokens, chances, strict=True):
+            told = list(self._told(place))
+            if not told:
+                return
+            rest = chance or 0.0
+            for tier, shares in reversed(told):
+                length, share = tier.length + place.depth, shares.get(token, 0.0)
+                self._trust.learn(tier.source, length, share, rest)
+                weight = self._trust.of(tier.source, length)
+                rest = weight * share + (1 - weight) * rest
+            place = self.follow(place, token)
+
+    def _told(self, place: Place) -> Iterable[tuple[Tier, Mapping[int, float]]]:
+        for tier, at in zip(self._tiers, place.at, strict=True):
+            shares = _NOTHING if at is None else tier.shares(at)
+            if shares:
+                yield tier, shares
+
+
+NO_GUESSES = Guesses((), Trust())

@@ -1,0 +1,124 @@
+"""A draft model and sources of guesses in one tree: both compete for the same nodes.
+
+Of a dynamic tree the guessed paths are scored by the draft in one forward, and a mixture of both opinions ranks every
+candidate. A static one gives up its least likely nodes to likelier guesses, which are grafted on as point masses behind
+the children that were drawn. Invariant: which nodes are given up is settled before anything is drawn, and a guess hangs
+from what was drawn before it; so growth stays predictable, and the tree exact with every rule.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from offload.drafting.base import Drafted
+from offload.drafting.guesses import Guess
+from offload.drafting.model import ModelDrafter
+from offload.drafting.sources import Asked, Sources, SourcesState
+from offload.drafting.trust import Trusts
+from offload.model.kv_cache import KVCache
+from offload.sampling.sampler import Sampler
+from offload.tree.proposals import Draw, Proposals
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, Topology, in_level_order, level_order
+
+_STEPS = 8  # a static tree gives up so many parts at the most less one: each size has a schedule, and few are kept
+
+
+class HybridState:
+    """What the draft and the sources keep of one text."""
+
+    def __init__(self, cache: KVCache, sources: SourcesState) -> None:
+        self.cache, self.sources = cache, sources
+
+    def clear(self, num_kept: int = 0) -> None:
+        """Forget the text but for its first tokens."""
+        self.cache.clear(num_kept)
+        self.sources.clear(num_kept)
+
+
+class HybridDrafter:
+    """Grows trees with a model and with guesses."""
+
+    def __init__(self, model: ModelDrafter, sources: Sources) -> None:
+        self._model, self._sources, self._trusts = model, sources, Trusts()
+
+    def new_state(self) -> HybridState:
+        """That of both."""
+        return HybridState(self._model.new_state(), self._sources.new_state())
+
+    def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState) -> Drafted:
+        """A tree of at most as many nodes as the shape has, and as deep."""
+        asked = Asked(shape.num_nodes - 1, shape.depth)
+        if not asked.num_nodes:
+            return self._model.grow(shape, tokens, sampler, state.cache)
+        guesses = self._sources.ask(tokens, asked, self._trusts.of(sampler), state.sources)
+        if isinstance(shape, DynamicShape):
+            return self._model.grow(shape, tokens, sampler, state.cache, guesses)
+        found = guesses.best(*asked)
+        drafted = self._model.grow(_without_least(shape, found), tokens, sampler, state.cache)
+        return graft(drafted, found, shape.num_nodes)
+
+    def commit(
+        self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: HybridState
+    ) -> None:
+        """Keep the accepted path; learn what draft and guesses were worth."""
+        state.sources.said.learn(tokens, list(self._chances(drafted, nodes, tokens, sampler)))
+        self._model.commit(drafted, nodes, tokens, sampler, state.cache)
+
+    def _chances(
+        self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler
+    ) -> Iterator[float | None]:
+        """What the draft gave each emitted token, as far as it scored the node before it."""
+        exponent = self._model.exponent(sampler)
+        for node, token in zip(nodes, tokens, strict=True):
+            score_V = drafted.score_of_node.get(node)
+            yield None if score_V is None else float((exponent * score_V).softmax(0)[token])
+
+
+def graft(drafted: Drafted, found: Sequence[Guess], num_nodes: int) -> Drafted:
+    """Hang guesses into a tree until it has so many nodes; those that it has already are found there."""
+    tree, node_of = drafted.tree, {-1: 0}
+    parents, tokens = tree.topology.parent_N.tolist(), list(tree.tokens)
+    for index, guess in enumerate(found):
+        if len(parents) >= num_nodes:
+            break
+        above = node_of[guess.parent]
+        child = tree.child(above, guess.token) if above < tree.num_nodes else None
+        if child is None:
+            child = len(parents)
+            parents.append(above)
+            tokens.append(guess.token)
+        node_of[index] = child
+    return _rearranged(drafted, parents, tokens)
+
+
+def _rearranged(drafted: Drafted, parents: Sequence[int], tokens: Sequence[int]) -> Drafted:
+    """The tree with more nodes behind its own, all brought into level order."""
+    order = level_order(parents)
+    place = dict(zip(order, range(len(order)), strict=True))
+    token_N, proposals = torch.tensor([tokens[one] for one in order]), drafted.tree.proposals
+    if proposals is not None:
+        more = np.zeros(len(parents) - drafted.tree.num_nodes, dtype=np.int64)
+        draw_N = np.concatenate([proposals.draw_N, more + int(Draw.POINT_MASS)])[order]
+        proposals = Proposals(draw_N, np.concatenate([proposals.row_N, more - 1])[order], proposals.probs_EV)
+    return Drafted(
+        TokenTree(in_level_order(parents), token_N, proposals),
+        {place[node]: row for node, row in drafted.row_of_node.items()},
+        {place[node]: score_V for node, score_V in drafted.score_of_node.items()},
+    )
+
+
+def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
+    """The shape less its least likely nodes, as many as there are likelier guesses, in a few steps."""
+    p_K = np.zeros(max(len(DEFAULT_ACCEPTANCE), int(shape.rank_N.max()) + 1))
+    p_K[: len(DEFAULT_ACCEPTANCE)] = DEFAULT_ACCEPTANCE
+    score_N = np.ones(shape.num_nodes)
+    for level in shape.levels[1:]:
+        score_N[level] = score_N[shape.parent_N[level]] * p_K[shape.rank_N[level]]
+    falling_N, chances = np.sort(score_N)[::-1], [guess.chance for guess in found]
+    num_likelier = next((n for n, chance in enumerate(chances) if chance <= falling_N[-1 - n]), len(chances))
+    step = -(-shape.num_nodes // _STEPS)
+    num_kept = shape.num_nodes - min(num_likelier // step, _STEPS - 1) * step
+    kept = np.sort(np.argsort(-score_N, kind="stable")[: max(num_kept, 1)])
+    return Topology.from_parents([-1, *np.searchsorted(kept, shape.parent_N[kept[1:]]).tolist()])

@@ -1,0 +1,69 @@
+"""Bigrams and unigrams: which token follows on which, and which is frequent, wherever a path has led to.
+
+The draft that costs nothing (Leviathan et al., 2211.17192, section 4.1 and Table 3). The counts are those of an index
+of suffixes, so a datastore is a bigram model as it stands; what was counted once is kept.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+from offload.datastore.suffix_index import SuffixIndex
+from offload.datastore.trie import heaviest
+from offload.drafting.none import NoState
+from offload.drafting.sources import Asked
+
+_MOST_COUNTED = 4096  # occurrences of a token, sampled where there are more
+_NUM_CHILDREN = 16
+_NUM_KEPT = 1 << 16  # tokens whose followers are kept
+
+
+class NgramTier:
+    """Counts of what follows on the last token, or on none; a place is that token."""
+
+    def __init__(self, followers: "Followers", length: int, token: int) -> None:
+        self.source, self.length = "ngram", length
+        self._followers, self._token = followers, token
+
+    def start(self) -> int:
+        """The end of the text."""
+        return self._token
+
+    def shares(self, place: int) -> Mapping[int, float]:
+        """How often each token came next."""
+        return self._followers.of((place,) if self.length else ())
+
+    def follow(self, place: int, token: int) -> int:
+        """Only the last token counts."""
+        return token
+
+
+class Followers:
+    """The tokens that follow on a few others, most frequent first, with their shares."""
+
+    def __init__(self, index: SuffixIndex) -> None:
+        self._index = index
+        self.of = lru_cache(maxsize=_NUM_KEPT)(self._count)
+
+    def _count(self, tokens: tuple[int, ...]) -> Mapping[int, float]:
+        matches = self._index.longest(tokens, len(tokens), len(tokens))
+        trie = heaviest(self._index.continuations(matches, 1, _MOST_COUNTED), _NUM_CHILDREN)
+        counts = zip(trie.token_R.tolist(), trie.count_R.tolist(), strict=True)
+        return {token: count / trie.num_continuations for token, count in counts}
+
+
+class Ngrams:
+    """Bigrams first, then unigrams."""
+
+    name = "ngram"
+
+    def __init__(self, index: SuffixIndex) -> None:
+        self._followers = Followers(index)
+
+    def new_state(self) -> NoState:
+        """Nothing is kept of a text."""
+        return NoState()
+
+    def tiers(self, tokens: Sequence[int], asked: Asked, state: NoState) -> Iterator[NgramTier]:
+        """Two opinions on every path."""
+        for length in (1, 0):
+            yield NgramTier(self._followers, length, tokens[-1])
