@@ -13,11 +13,10 @@ from torch import Tensor
 from offload import load
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Drafting, Sampling
-from offload.drafting import dynamic as grown
 from offload.drafting.base import Drafted
 from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import grow_best
+from offload.drafting.dynamic import Mixture, grow_best
 from offload.drafting.model import ModelDrafter
 from offload.engine.build import resident_model
 from offload.errors import UserError
@@ -49,7 +48,7 @@ class BigramModel:
 
 def grow_bigrams(model: BigramModel, bounds: DynamicShape, sampler: Sampler, exponent: float) -> Drafted:
     draft = Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
-    return grow_best(draft, bounds, [4, 0], sampler, exponent)
+    return grow_best(draft, bounds, [4, 0], sampler, Mixture(exponent))
 
 
 def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
@@ -138,7 +137,7 @@ def draft_of(model: StreamedModel, cache: KVCache | None = None) -> Draft:
 
 def worst_gap(model: StreamedModel, sampler: Sampler) -> float:
     """Between the scores that nodes were grown by and those of their paths, run alone as committed tokens."""
-    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, 4.0)
+    tree, rows, scores = grow_best(draft_of(model), DynamicShape(48, 8), PROMPT, sampler, Mixture(4.0))
     assert tree.topology.depth >= 4 and len(rows) > 8
     gaps = []
     for node, score_V in scores.items():
@@ -154,13 +153,12 @@ def test_every_row_sees_its_path_alone(model: StreamedModel, sampling: Sampling)
 
 
 def test_rows_that_do_not_see_their_path_are_caught(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = grown._Rows.add
+    run = Draft.run
 
-    def add_blind(rows: grown._Rows, *what: object) -> tuple[Tensor, Tensor]:
-        position_U, sees_WU = add(rows, *what)  # type: ignore[arg-type]
-        return position_U, torch.eye(sees_WU.shape[1], dtype=torch.bool)[-len(sees_WU) :]
+    def run_blind(draft: Draft, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Tensor:
+        return run(draft, token_W, position_U, torch.eye(ancestor_WU.shape[1], dtype=torch.bool)[-len(token_W) :])
 
-    monkeypatch.setattr(grown._Rows, "add", add_blind)
+    monkeypatch.setattr(Draft, "run", run_blind)
     assert worst_gap(model, Sampler(GREEDY, VOCAB_SIZE)) > 1e-2
 
 

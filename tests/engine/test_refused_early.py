@@ -71,7 +71,9 @@ def test_the_first_request_is_checked_by_load(request_: Request, words: str, sou
         ("context", "a", "`context` must be a whole number"),
         ("threads", 1.5, "`threads` must be a whole number"),
         ("device", 5, "`device` must be"),
-        ("profile", 5, "`profile` must be a file"),
+        ("profile", 5, "`profile` must be a path"),
+        ("datastore", 5, "`datastore` must be a path"),
+        ("lookup_length", "9:2", "`lookup_length` must be LEAST:MOST"),
     ],
 )
 def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
