@@ -134,7 +134,11 @@ class Names(NamedTuple):
 
 def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False) -> str:
     """What is not as fast as it could be; then in two lines what runs, where it lies, and what to expect."""
-    drafting = [f"draft {names.draft}, {_expectation(choice)}"] if names.draft and choice else []
+    drafting, sources = list[str](), str(decoder.sources)
+    if names.draft and choice:
+        drafting = [f"draft {names.draft}{sources and f' with {sources}'}, {_expectation(choice)}"]
+    elif choice and choice.shape.num_nodes > 1:
+        drafting = [f"no draft: up to {choice.shape.num_nodes} guesses a sweep by {sources}"]
     return "\n".join([*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting])
 
 

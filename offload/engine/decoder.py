@@ -20,6 +20,7 @@ from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
 from offload.config import Sampling
 from offload.drafting.base import Drafter
+from offload.drafting.sources import NO_SOURCES, Sources
 from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.request import Prompt, Request, encode
@@ -53,6 +54,7 @@ class Settled(NamedTuple):
     tokenizer: Tokenizer | None = None
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
     invariance: Invariance = Invariance(None)
+    sources: Sources = NO_SOURCES
 
 
 class Decoder:
@@ -70,6 +72,7 @@ class Decoder:
         end_ids: tokens that end a text.
         notes: lines for the user about what is not as fast as it could be.
         invariance: whether each token has the same bits whatever tree, draft or prompt it came with.
+        sources: of guesses that are no models.
         comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
     """
 
@@ -77,7 +80,7 @@ class Decoder:
         self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
         (self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids,
-         self.invariance) = settled  # fmt: skip
+         self.invariance, self.sources) = settled  # fmt: skip
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._turn, self._waiting = target.vocab_size, Turn(), ThreadWaiting()

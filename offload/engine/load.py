@@ -145,7 +145,7 @@ def open_decoder(
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule), (pair.tokenizer, pair.end_ids)
-        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance)
+        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, choice.kernels, sources, trees.pass_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 

@@ -19,7 +19,10 @@ from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, 
 from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, chain, check_acceptance, isotonic
 
 AUTO_MAX_NODES = 512  # of a chosen tree whose size was not measured
-LOOKUP_NODES, LOOKUP_DEPTH = 64, 16  # at most, of guesses alone: REST's 64 (2311.08252, section 4), and longer copies
+LOOKUP_NODES, LOOKUP_DEPTH = (
+    64,
+    32,
+)  # at most, of guesses alone: 64 as REST has (2311.08252, section 4); copies may be long
 NUM_SHOWN = 5
 
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]  # by settings and rule: it, or why there is none
