@@ -61,7 +61,7 @@ Invariant = Annotated[
 Lookup = Annotated[
     bool | None,
     typer.Option(
-        "--lookup/--no-lookup", help="guess that text goes on as it did before; default: where there is no draft"
+        "--lookup/--no-lookup", help="guess that text goes on as it did before; default: with --tree auto, or no draft"
     ),
 ]
 LookupLength = Annotated[

@@ -66,8 +66,9 @@ class LoadOptions:
         return parse_rate(self.link_limit, "`link_limit`")
 
     def looks_up(self, *, has_draft: bool) -> bool:
-        """Whether the text's own past is looked at for what comes next: by itself where there is no draft."""
-        return not has_draft if self.lookup is None else self.lookup
+        """Whether the text's own past is looked at for what comes next: by itself where the tree may follow it."""
+        is_free = self.tree == "auto" and not drafting_of(self.rule).keeps_distributions
+        return (not has_draft or is_free) if self.lookup is None else self.lookup
 
     def has_sources(self, *, has_draft: bool) -> bool:
         """Whether anything that is no model is asked what comes next."""
