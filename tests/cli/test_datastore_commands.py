@@ -154,7 +154,8 @@ def test_a_model_without_tokenizer_is_refused(texts: Path, tmp_path: Path) -> No
 def test_a_truncated_store_is_refused(store: Path) -> None:
     file = store / "chunk-00000.tokens"
     os.truncate(file, 50)
-    assert_refused(shell("datastore", "verify", store), f"{file} must have 90 bytes, got 50: build it again")
+    for command in (["verify", store], ["info", store], ["append", store, store]):
+        assert_refused(shell("datastore", *command), f"{file} must have 90 bytes, got 50: build it again")
 
 
 def test_an_edited_store_is_refused(store: Path) -> None:
