@@ -47,6 +47,7 @@ def generate(
     dtype: flags.Dtype = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
+    lenience: flags.Lenience = 1.0,
     threads: flags.Threads = None,
     profile: flags.ProfileFile = None,
     invariant: flags.Invariant = None,
@@ -63,7 +64,7 @@ def generate(
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        threads=threads, profile=profile, link_limit=link_limit, invariant=invariant,
+        threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lenience=lenience,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
@@ -112,6 +113,7 @@ def chat(
     dtype: flags.Dtype = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
+    lenience: flags.Lenience = 1.0,
     threads: flags.Threads = None,
     profile: flags.ProfileFile = None,
     invariant: flags.Invariant = None,
@@ -125,7 +127,7 @@ def chat(
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        threads=threads, profile=profile, invariant=invariant,
+        threads=threads, profile=profile, invariant=invariant, lenience=lenience,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:
