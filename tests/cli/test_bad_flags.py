@@ -18,7 +18,7 @@ def flags(name: str, arguments: str, *words: str, commands: tuple[tuple[str, ...
 
 
 SIZE = "must be a size such as 8GiB"
-TREE = "must be auto, none, NxD, dynamic:NxD, chain:L or sequences:KxL"
+TREE = "must be auto, none, NxD, dynamic:NxD, chain:L, chain:auto or sequences:KxL"
 FLAGS = [
     flags("negative temperature", "--temp -1", "--temp must be 0 or more, got -1.0", "0 is greedy"),
     flags("temperature no number", "--temp nan", "--temp must be 0 or more, got nan", "0 is greedy"),
