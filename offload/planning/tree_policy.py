@@ -24,6 +24,7 @@ LOOKUP_NODES, LOOKUP_DEPTH = (
     64,
     32,
 )  # at most, of guesses alone: 64 as REST has (2311.08252, section 4); copies may be long
+_SPARE_TRAFFIC = 1.01  # of a sweep with room for guesses over one without
 NUM_SHOWN = 5
 
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]  # by settings and rule: it, or why there is none
@@ -186,10 +187,19 @@ class Trees:
         """Of the tree that memory will be planned for; of one that is yet to be chosen the most that it may have."""
         if not self.wish.is_chosen:
             return self.wish.num_nodes
-        sizes = [size for size in SIZES if size <= (AUTO_MAX_NODES if self.has_draft else LOOKUP_NODES)]
+        if not self.has_draft:
+            return self._nodes_to_spare()
+        sizes = [size for size in SIZES if size <= AUTO_MAX_NODES]
         if self.wish.kind == "auto_chain":
             sizes = list(range(1, 2 + min(MAX_CHAIN, (self.context or AUTO_MAX_NODES) - 1)))
         return next((size for size in reversed(sizes) if self.traffic_of(size) is not None), 1)
+
+    def _nodes_to_spare(self) -> int:
+        """Of a tree of guesses, which may find none: as many as have room at next to no cost."""
+        alone = self.traffic_of(1)
+        most_bytes = 0 if alone is None else alone.streamed_bytes * _SPARE_TRAFFIC
+        sizes = ((size, self.traffic_of(size)) for size in reversed(SIZES) if size <= LOOKUP_NODES)
+        return next((size for size, traffic in sizes if traffic and traffic.streamed_bytes <= most_bytes), 1)
 
     def nodes_to_plan(self, sampling: Sampling, rule: str) -> int:
         """Of the largest tree that runs with these settings will take: of `chain:auto` its longest chain."""
@@ -220,7 +230,7 @@ class Trees:
                 raise
             profile, note = None, str(error)  # only the prediction rests on it
         costs = self._costs_of(profile)
-        max_nodes = min(self.max_nodes, most_timed(profile, costs))
+        max_nodes = min(self.max_nodes, most_timed(profile, costs) if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth, self.has_draft)
 
