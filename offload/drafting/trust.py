@@ -19,6 +19,7 @@ from offload.sampling.sampler import Sampler
 _GRID = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.93, 0.97, 0.99])
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24)  # matches between two of these learn together
 _SURE = (0.0, 0.5, 0.8, 0.95)  # likeliest tokens of a draft between two of these learn together
+_FIRST = {"lookup": 1.0}
 _UNSURE = (0.6, 0.35, 0.12, 0.03)  # how often a draft that is so sure is taken to be wrong at first
 NO_DRAFT = -1
 _DOUBT = 4.0  # sightings that the first opinion is worth
@@ -37,7 +38,7 @@ class Trust:
         """The weight of guesses behind a match of so many tokens, in (0, 1), beside a draft of that `sureness`."""
         key = source, _step(length), sureness
         if key not in self._weight:
-            self._weight[key] = float(_GRID[np.argmin(self._loss.get(key, 0) + _first_opinion(*key[1:]))])
+            self._weight[key] = float(_GRID[np.argmin(self._loss.get(key, 0) + _first_opinion(*key))])
         return self._weight[key]
 
     def learn(self, source: str, length: int, share: float, rest: float, sureness: int = NO_DRAFT) -> None:
@@ -64,9 +65,10 @@ def sureness(chance: float) -> int:
     return bisect_right(_SURE, chance) - 1
 
 
-def _first_opinion(step: int, sureness: int) -> np.ndarray:
-    """What every weight would have paid for sightings that nobody had: long matches are right."""
-    first = _LENGTHS[step] / (_LENGTHS[step] + 3) * (1.0 if sureness == NO_DRAFT else _UNSURE[sureness])
+def _first_opinion(source: str, step: int, sureness: int) -> np.ndarray:
+    """What every weight would have paid for sightings that nobody had: long matches are right, the text's own most."""
+    first = _LENGTHS[step] / (_LENGTHS[step] + 3) * _FIRST.get(source, 0.5)
+    first *= 1.0 if sureness == NO_DRAFT else _UNSURE[sureness]
     return -_DOUBT * (first * np.log(_GRID) + (1 - first) * np.log1p(-_GRID))
 
 
