@@ -152,8 +152,7 @@ class _Piece:
         """One block of which each row has keys of its own: a product for every row, in which its heads are the rows."""
         assert self._column_TL is not None, "late rows have columns"
         column_TB, group = self._column_TL[:, lo : lo + BLOCK] - self._rows.base, weight_GITB.shape[1]
-        num_padded = group + -group % self._rows.invariant.multiple
-        step = max(1, SCRATCH_BYTES // (8 * BLOCK * (value_UGV[0].numel() + num_padded)))
+        step = max(1, SCRATCH_BYTES // (8 * BLOCK * (value_UGV[0].numel() + 2 * group)))
         for first in range(0, len(column_TB), step):
             columns = column_TB[first : first + step]
             value_TBGV = value_UGV.index_select(0, columns.flatten()).unflatten(0, columns.shape)
@@ -213,7 +212,7 @@ class _Piece:
         return self._times(left_GITS.flatten(1, 2), right_GSV).unflatten(1, left_GITS.shape[1:3])
 
     def _times(self, left: Tensor, right: Tensor) -> Tensor:
-        return self._rows.invariant.by_rows(lambda rows: torch.bmm(rows, right), left, is_stack=True)
+        return self._rows.invariant.multiply(torch.bmm, left, right)
 
     def _sinks(self, query_GITK: Tensor) -> Tensor:
         """A column of scores where the family has sinks, else none."""
