@@ -167,8 +167,9 @@ def _make_invariant(is_wanted: bool | None, pair: Pair, plan: MemoryPlan, thread
     if is_wanted is None and not plan.streamed_bytes:
         return Invariance(reason="nothing is streamed, so that it would take time")
     first_layer = pair.store.fetch(pair.target.layer_layouts[0])
-    torch.set_num_threads(threads.start.sweep.num_threads)
-    counts = thread_ladder(num_cores()) if pair.device is None else [torch.get_num_threads()]
+    counts = [torch.get_num_threads()]
+    if pair.device is None:
+        counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
     invariance = make_invariant(pair.target, first_layer, counts, plan.context)
     if not invariance.holds:
         pair.notes.append(f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})")

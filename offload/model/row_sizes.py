@@ -18,7 +18,7 @@ _CALL_ROWS = 48  # a product costs about what so many more rows would, however f
 _STEP_ROWS = (1, 64, MAX_ROWS)  # of steps without a tree, with one of the usual size, and with a large one
 _LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
 _MOST_BYTES = 16 << 20  # of results, and of factors that are made up: larger ones have numbers enough to tell
-_FACTORS = 2  # of a stack that are tried
+_FACTORS = 5  # of a stack that are tried, and one alone
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 RowSizes = tuple[int, ...]
 Multiply = Callable[[Tensor, Tensor], Tensor]  # rows (..., T, K) by the second factor: a weight or its transpose
@@ -44,6 +44,8 @@ def find_sizes(multiply: Multiply, factor: Tensor, thread_counts: Sequence[int],
                 if num_threads == counts[0] and (like is not factor or size == ladder[-1]):  # large ones take long
                     moved = multiply(rows[..., 1 : size + 1, :], like)
                     kinds[size] |= set() if _same(moved[..., :-1, :], out[..., 1:, :]) else {-1}
+                if like.ndim > 2:
+                    kinds[size] |= set() if _same(multiply(rows[:1, :size], like[:1]), out[:1]) else {-1}
     finally:
         torch.set_num_threads(before)
     same = (tuple(size for size in ladder if kinds[size] == {kind}) for kind in range(len(outs)))

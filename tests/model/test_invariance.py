@@ -167,7 +167,8 @@ def test_path_attention_is_attention(
     rows = path_rows(num_prefix, ancestors(topology), window, InvariantRows([1]))
     got = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
     with monkeypatch.context() as patch:
-        patch.setattr(path_attention, "SCRATCH_BYTES", 4096)
+        patch.setattr(path_attention, "_TILE_BYTES", 4096)
+        patch.setattr(path_attention, "_GATHER_BYTES", 4096)
         in_pieces = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
     torch.testing.assert_close(in_pieces, got, atol=1e-6, rtol=1e-6)
     key_HSK, value_HSV = (states.double().repeat_interleave(3, 0) for states in (key_GSK, value_GSV))
