@@ -65,7 +65,7 @@ def test_what_no_number_of_rows_mends_is_refused() -> None:
 
 
 def test_a_factor_is_tried_as_it_lies() -> None:
-    """Products by a transposed weight, by a stack of them, and by columns that lie apart."""
+    """Products by a transposed weight, by a stack of them and one of it alone, and by columns that lie apart."""
     seen = []
 
     def noting(rows: Tensor, factor: Tensor) -> Tensor:
@@ -75,7 +75,8 @@ def test_a_factor_is_tried_as_it_lies() -> None:
     weight = torch.empty(24, 70)
     for factor in (weight.T, weight[:, ::2].T, weight.expand(5, -1, -1)):
         find_sizes(noting, factor, (1,), is_transposed=False)
-    assert set(seen) == {((70, 24), (1, 70), ()), ((35, 24), (2, 70), ()), ((2, 24, 70), (70, 1), (2,))}
+    stacks = {((num, 24, 70), (70, 1), (num,)) for num in (1, 5)}
+    assert set(seen) == {((70, 24), (1, 70), ()), ((35, 24), (2, 70), ()), *stacks}
 
 
 def test_large_factors_are_tried_themselves() -> None:
