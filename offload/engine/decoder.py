@@ -54,7 +54,7 @@ class Settled(NamedTuple):
     choice: KernelChoice = NO_KERNELS
     tokenizer: Tokenizer | None = None
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
-    invariance: Invariance = Invariance(None)
+    invariance: Invariance = Invariance()
     sources: Sources = NO_SOURCES
 
 
@@ -223,7 +223,7 @@ class Decoder:
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         sequence.follow(choice.chains)
         text = TextStream(self.tokenizer, prompt_ids, request.stops)
-        is_invariant = acceptance.is_exact and self.invariance.multiple is not None
+        is_invariant = acceptance.is_exact and self.invariance.holds
         setup = Setup(self.plan, choice, self.comparisons, is_invariant, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
 
@@ -262,8 +262,10 @@ class Decoder:
     @property
     def _arithmetic(self) -> str:
         """What the bits of keys and values depend on here; empty where they depend on the rows beside as well."""
-        place, multiple = self.plan.device, self.invariance.multiple
-        return "" if multiple is None else f"{cpu_name()}, torch {torch.__version__}, {place}, rows by {multiple}"
+        if not self.invariance.holds:
+            return ""
+        counts = ", ".join(map(str, self.invariance.thread_counts))  # row sizes are those that hold with all of them
+        return f"{cpu_name()}, torch {torch.__version__}, {self.plan.device}, {counts} threads"
 
     def close(self) -> None:
         """Stop the readers, close the files, drop weights and buffers, once a step of another thread is over."""

@@ -14,7 +14,7 @@ import torch
 
 from offload.calibration.copy_choice import choose_copies
 from offload.calibration.device_link import device_link_bytes_per_s
-from offload.calibration.invariance import Invariance, find_row_multiple
+from offload.calibration.invariance import Invariance, make_invariant
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
@@ -180,14 +180,15 @@ def _thread_policy(fixed: int | None, pair: Pair, num_rows: int) -> ThreadPolicy
 def _make_invariant(is_wanted: bool | None, pair: Pair, plan: MemoryPlan, threads: ThreadPolicy) -> Invariance:
     """Let the target give every row the same bits, where that is wanted and where it can be had."""
     if is_wanted is False:
-        return Invariance(None, "it is not wanted")
+        return Invariance(reason="it is not wanted")
     if is_wanted is None and not plan.streamed_bytes:
-        return Invariance(None, "nothing is streamed, so that it would take time")
+        return Invariance(reason="nothing is streamed, so that it would take time")
     first_layer = pair.store.fetch(pair.target.layer_layouts[0])
-    torch.set_num_threads(threads.start.sweep.num_threads)
-    counts = thread_ladder(num_cores()) if pair.device is None else [torch.get_num_threads()]
-    invariance = find_row_multiple(pair.target, first_layer, counts, plan.context)
-    if invariance.multiple is None:
+    counts = [torch.get_num_threads()]
+    if pair.device is None:
+        counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
+    invariance = make_invariant(pair.target, first_layer, counts, plan.context)
+    if not invariance.holds:
         pair.notes.append(f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})")
     return invariance
 
