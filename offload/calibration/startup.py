@@ -80,7 +80,8 @@ def calibrate(
         torch.set_num_threads(threads.start.sweep.num_threads)
         compute_s = sweep_curve(target, store.fetch(target.layer_layouts[0]))
         torch.set_num_threads(threads.start.draft.num_threads)
-        draft_step_s = draft_curve(drafter, sampler, [0] * _PROMPT_TOKENS, drafter.new_state())
+        prompt = [0] * _PROMPT_TOKENS + list(draft.start)
+        draft_step_s = draft_curve(drafter, sampler, prompt, drafter.new_state())
         trees.costs = Costs(
             compute_s=compute_s, draft_step_s=draft_step_s, verify_s=0.0, link_bytes_per_s=trees.link_bytes_per_s
         )

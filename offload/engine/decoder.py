@@ -22,7 +22,7 @@ from offload.config import Sampling
 from offload.drafting.base import Drafter
 from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
-from offload.engine.request import Prompt, Request, encode
+from offload.engine.request import Prompt, Request, encode, with_start
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, save_session
 from offload.engine.text import TextStream, Tokenizer
@@ -95,7 +95,7 @@ class Decoder:
         self, tokens: abc.Sequence[int], sampling: Sampling, *,
         rule: Rule | None = None, shape: Shape = _ROOT, limits: Limits = _UNLIMITED, keeps: bool = False,
     ) -> Sequence:  # fmt: skip
-        """A new sequence, with the prompt's tokens, overtakes the one before.
+        """A new sequence, with the prompt's tokens and the start that some models want, overtakes the one before.
 
         Args:
             rule, shape: those of the decoder, and no tree, where they are left out.
@@ -104,7 +104,7 @@ class Decoder:
         with self._turn.held():
             rule = rule or self.rule
             sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
-            sequence = Sequence(tokens, sampler, rule, shape, limits)
+            sequence = Sequence(with_start(tokens, self.target.start), sampler, rule, shape, limits)
             self._pool.lend(sequence, keeps=keeps)
             return sequence
 
@@ -208,13 +208,14 @@ class Decoder:
                 `invariance` they differ from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
-        is_longest = self.plan.has_longest_context
-        prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context, is_longest=is_longest)
+        start, bounds = self.target.start, (self.plan.context, self.plan.has_longest_context)
+        prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=start)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
-        text = TextStream(self.tokenizer, prompt_ids, request.stops)
+        sequence.stats.num_prompt_tokens = len(prompt_ids)
+        text = TextStream(self.tokenizer, start or prompt_ids, request.stops)  # no text goes on that an encoder reads
         setup = Setup(self.plan, choice, self.comparisons, self.invariance.multiple is not None)
         return Run(self.step, self._turn, sequence, text, setup)
 
@@ -239,6 +240,8 @@ class Decoder:
 
         `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
         """
+        if self.target.start:
+            raise UserError("a session keeps one text that goes on, a model with an encoder writes anew: leave it out")
         with self._turn.held():
             save_session(Path(path), self._models, self._pool, self._arithmetic, messages, num_turns)
 
