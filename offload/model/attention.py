@@ -20,12 +20,11 @@ from offload.errors import UserError
 from offload.kernels.tree_attention import Sight, is_supported, pack_bits, seen_columns, unpack_bits
 from offload.model.path_attention import PathRows, ScoreTerms, path_attention
 
-NAME = "offload_tree"
+NAME, BIASED = "offload_tree", "offload_tree_biased"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
 Attend = Callable[..., Tensor]  # the kernel of tree attention or its reference
-# Families whose layers add to their mask before they pass it on, or whose scores depend on positions in another way.
-_CALCULATE_WITH_MASKS = ("doge", "mt5", "t5")
-_SCORE_TERMS = ("softcap", "s_aux")  # families that need one take their own eager attention
+_CALCULATE_WITH_MASKS = ("doge",)  # families whose layers add to their mask before they pass it on
+_SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one take their own eager attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,19 +99,16 @@ def folded_attention(
     if wanted:
         raise UserError(f"token trees do not support attention with {' and '.join(wanted)}: choose another model")
     if isinstance(attention_mask, TreeRows):
-        if more.get("position_bias") is None and is_supported(query, key, value):
+        if is_supported(query, key, value):
             return _tree_attention(query, key, value, attention_mask, scaling), None
         attention_mask = attention_mask.mask(query.dtype)[:, :, -query.shape[2] :]
-    mask: Tensor | None = attention_mask
-    if (bias := more.get("position_bias")) is not None:
-        mask = bias if mask is None else bias + mask
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     # head g * group + i becomes the rows i * T + t
     folded = query.reshape(num_batch, key.shape[1], group * num_rows, head_dim)
     parts = [
         scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-        for rows, mask in _parts(folded, mask, group)
+        for rows, mask in _parts(folded, attention_mask, group)
     ]
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out.reshape(num_batch, num_heads, num_rows, -1).transpose(1, 2).contiguous(), None
@@ -157,4 +153,20 @@ def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
     return mask.reshape(mask.shape[0], mask.shape[1] // group, group * mask.shape[2], mask.shape[3])
 
 
+def biased_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    position_bias: Tensor,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """The same for families whose `position_bias`, (1, H, T, S), is known to go by position and not by row."""
+    mask = position_bias if attention_mask is None else position_bias + attention_mask
+    return folded_attention(module, query, key, value, mask, **more)
+
+
 AttentionInterface.register(NAME, folded_attention)
+AttentionInterface.register(BIASED, biased_attention)
