@@ -152,16 +152,17 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
 
 def _types_of(checkpoint: Checkpoint, computed: Encoding) -> set[Encoding]:
     """What layers are turned into at most: transformers keeps some of T5 in float32 where float16 is asked for."""
-    return {computed, PLAIN_OF["float32"]} if has_encoder(checkpoint.config) else {computed}
+    is_mixed = has_encoder(checkpoint.config) and computed == PLAIN_OF["float16"]
+    return {computed, PLAIN_OF["float32"]} if is_mixed else {computed}
 
 
 def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
     """A mask for each kind of layer and the bits of the last one; where scores are capped, those of all heads.
 
-    A bias by distance is looked up by whole numbers, masked, and laid out anew by the attention, head by head.
+    A bias by distance is looked up by whole numbers, masked, and laid out anew by the attention, for every head.
     """
     if has_encoder(config):
-        return 64 + sizes.get("num_attention_heads", 1) * (4 * item_bytes + 8)
+        return 64 + sizes.get("num_attention_heads", 1) * (3 * item_bytes + 4)
     num_masks = 2 if config.get("sliding_window") else 1
     is_capped = bool(config.get("attn_logit_softcapping"))
     scores_bytes = sizes.get("num_attention_heads", 1) * (item_bytes + 8) if is_capped else 0

@@ -240,10 +240,14 @@ class Decoder:
 
         `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
         """
-        if self.target.start:
-            raise UserError("a session keeps one text that goes on, a model with an encoder writes anew: leave it out")
+        self.require_sessions()
         with self._turn.held():
             save_session(Path(path), self._models, self._pool, self._arithmetic, messages, num_turns)
+
+    def require_sessions(self) -> None:
+        """Raises `UserError` where no text could be kept in a file."""
+        if self.target.start:
+            raise UserError("`session` keeps a text that goes on, a model with an encoder writes anew: leave it out")
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it shares with their text.

@@ -128,7 +128,7 @@ class MemoryPlan:
 
     def num_prompt_sweeps(self, num_tokens: int) -> int:
         """Sweeps that take in so many prompt tokens; the last of them scores the first tree."""
-        return max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
+        return 1 if self.source_tokens else max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
 
     def num_layers_in(self, tier: Tier) -> int:
         """Layers of one tier."""

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.generation_config import start_tokens
 from offload.checkpoint.safetensors import Checkpoint
+from offload.config import require
 from offload.errors import UserError
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.model.attention import tree_mask
@@ -77,7 +78,9 @@ class EncoderDecoderModel(StreamedModel):
     def take_in(self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None) -> None:
         """Run the encoder over the tokens before the first start, unless `cache` is of these very ones."""
         assert isinstance(cache, SourceCache), "a cache of this model's"
-        source = list(tokens[: tokens.index(self.start[0])])
+        start = self.start[0]
+        require(start in tokens, f"a text must have the start of its decoder, {start}", tokens[-8:], "add it")
+        source = list(tokens[: tokens.index(start)])
         if source == cache.source:
             return
         cache.clear()

@@ -104,7 +104,8 @@ class Target:
 
     def _release(self, layer: int) -> None:
         self.stream.release(layer)
-        self._on_layer()
+        if layer < self._model.num_layers:  # others are no part of a sweep
+            self._on_layer()
 
 
 def _causal(num_rows: int) -> Tensor:

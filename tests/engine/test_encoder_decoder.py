@@ -3,13 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small_t5 import LAYOUTS, START, VOCAB_SIZE, build, reference, save, save_pair, streaming_ram
+from tables import p_value
 from tiny import FAMILIES, save_tokenizer
 from tiny import build as build_decoder
 from tiny import save as save_decoder
 from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
 
 import offload
 from offload.engine.decoder import Decoder
@@ -93,7 +96,7 @@ def test_what_a_prompt_shares_with_the_one_before_is_kept_or_read_anew(decoder: 
         assert run.sequence.stats.num_kept_tokens >= len(first) if is_same else True
 
 
-@pytest.mark.parametrize("at", [1, 4])  # in the encoder, in the first sweep
+@pytest.mark.parametrize("at", [1, 4])  # of the layers of the first sweep
 def test_a_prompt_that_was_cut_short_goes_on(at: int, pair: tuple[Path, Path]) -> None:
     class Enough(Exception):  # noqa: N818
         pass
@@ -160,7 +163,7 @@ def test_what_the_encoder_and_the_decoder_have_no_room_for_is_refused(decoder: D
 
 def test_sessions_are_refused(decoder: Decoder, tmp_path: Path) -> None:
     decoder.generate(prompts()[2], max_new_tokens=2)
-    with pytest.raises(offload.UserError, match="a session keeps one text that goes on"):
+    with pytest.raises(offload.UserError, match="`session` keeps a text that goes on"):
         decoder.save_session(tmp_path / "a.session")
     assert not list(tmp_path.iterdir())
 
@@ -194,3 +197,28 @@ def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) 
         got = decoder.generate("Translate: one two three", max_new_tokens=40)
     assert got.finish_reason == "stop" and got.token_ids == ids[: ids.index(end) + 1]
     assert got.text == tokenizer.decode(got.token_ids[:-1], skip_special_tokens=True)
+
+
+def test_a_ratio_rule_draws_from_the_model(tmp_path: Path) -> None:
+    """Of the first two tokens, which one sweep accepts as a path; the law of another prompt is told apart."""
+    target, draft = save_pair("v1.1", tmp_path, noise=0.3, vocab_size=12)
+    model, (prompt, other) = AutoModelForSeq2SeqLM.from_pretrained(target), ([5, 3, 7, 2], [4, 4, 9])
+    count_VV = np.zeros((12, 12))
+    with offload.load(target, draft, ram="1GiB", context=16, tree="6x3", rule="sequoia", threads=1) as decoder:
+        for seed in range(250):
+            sampling = offload.Sampling(temperature=1.5, seed=seed)
+            run = decoder.run(prompt, sampling, max_new_tokens=2, continues=True)
+            assert list(run) is not None
+            count_VV[tuple(run.result().token_ids)] += 1
+    right, wrong = (law_of_two(model, ids, temperature=1.5) for ids in (prompt, other))
+    assert p_value(count_VV, right) > 1e-3
+    assert p_value(count_VV, wrong) < 1e-6
+
+
+@torch.inference_mode()
+def law_of_two(model: PreTrainedModel, prompt: list[int], temperature: float) -> np.ndarray:
+    """Chances (V, V) of the first two tokens."""
+    begun_VT = torch.stack([torch.full((12,), START), torch.arange(12)], dim=1)
+    logits_VTV = model(input_ids=torch.tensor([prompt] * 12), decoder_input_ids=begun_VT).logits
+    probs_VTV = (logits_VTV / temperature).double().softmax(-1)
+    return (probs_VTV[0, 0, :, None] * probs_VTV[:, 1]).numpy()

@@ -1,5 +1,6 @@
 """What a T5 takes: its encoder stays only where everything does, and keys and values are those of both stacks."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import plan_memory
+from offload.model.headers import describe
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,15 @@ def test_what_stays_in_float32_is_counted(tmp_path: Path) -> None:
     model = save(build("v1.1").to(torch.float16), tmp_path, "v1.1")
     shape = model_shape(open_checkpoint(model), "float16")
     assert shape.cast_bytes >= 4 * 64 * 48
+
+
+@pytest.mark.parametrize("layout", ["v1.0", "v1.1", "mt5"])
+def test_a_config_alone_weighs_what_the_model_does(layout: str, tmp_path: Path) -> None:
+    """A head of its own included, which transformers calls tied."""
+    model = open_checkpoint(save(build(layout), tmp_path / layout, layout))
+    alone = describe(str(shutil.copy(model.directory / "config.json", tmp_path / "config.json")))
+    shapes = [{name: entry.shape for name, entry in one.tensors.items()} for one in (model, alone)]
+    assert shapes[0] == shapes[1]
 
 
 def test_a_device_is_refused(checkpoint: Checkpoint) -> None:
