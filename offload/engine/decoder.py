@@ -80,7 +80,8 @@ class Decoder:
          self.invariance) = settled  # fmt: skip
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
-        self._vocab_size, self._turn, self._waiting = target.vocab_size, Turn(), ThreadWaiting()
+        self._vocab_size, self._start = target.vocab_size, target.start
+        self._turn, self._waiting = Turn(), ThreadWaiting()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
@@ -104,7 +105,7 @@ class Decoder:
         with self._turn.held():
             rule = rule or self.rule
             sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
-            sequence = Sequence(with_start(tokens, self.target.start), sampler, rule, shape, limits)
+            sequence = Sequence(with_start(tokens, self._start), sampler, rule, shape, limits)
             self._pool.lend(sequence, keeps=keeps)
             return sequence
 
@@ -208,14 +209,16 @@ class Decoder:
                 `invariance` they differ from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
-        start, bounds = self.target.start, (self.plan.context, self.plan.has_longest_context)
-        prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=start)
+        bounds = (self.plan.context, self.plan.has_longest_context)
+        prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         sequence.stats.num_prompt_tokens = len(prompt_ids)
-        text = TextStream(self.tokenizer, start or prompt_ids, request.stops)  # no text goes on that an encoder reads
+        text = TextStream(
+            self.tokenizer, self._start or prompt_ids, request.stops
+        )  # no text goes on that an encoder reads
         setup = Setup(self.plan, choice, self.comparisons, self.invariance.multiple is not None)
         return Run(self.step, self._turn, sequence, text, setup)
 
@@ -246,7 +249,7 @@ class Decoder:
 
     def require_sessions(self) -> None:
         """Raises `UserError` where no text could be kept in a file."""
-        if self.target.start:
+        if self._start:
             raise UserError("`session` keeps a text that goes on, a model with an encoder writes anew: leave it out")
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
