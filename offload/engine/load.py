@@ -132,8 +132,8 @@ def open_decoder(
         hooks.on_phase("building the models")
         pair = open_pair(files, options, device, resources, open_source)
         if request is not None and request.prompt is not None:
-            is_longest = plan_for(1).has_longest_context
-            request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context, is_longest=is_longest)
+            bounds = (plan_for(1).context, plan_for(1).has_longest_context)
+            request.ids(pair.tokenizer, pair.target.vocab_size, *bounds, start=pair.target.start)
         models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
         if request is not None and request.session is not None:
             check_session(Path(request.session), models)
@@ -227,6 +227,7 @@ def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: E
     sizes = [layout.slab_bytes for layout in model.layer_layouts]
     assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
     staying_bytes = sum(size for size, tier in zip(sizes, plan.tier_L, strict=True) if tier is not Tier.DISK)
-    layers = open_layers(pair.store, model.layer_layouts, plan, pair.device, resources)
+    staying_bytes += sum(layout.slab_bytes for layout in model.encoder_layouts) if plan.encoder_bytes else 0
+    layers = open_layers(pair.store, [*model.layer_layouts, *model.encoder_layouts], plan, pair.device, resources)
     layers.load_resident(counter(staying_bytes, on_bytes))
     return layers
