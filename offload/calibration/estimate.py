@@ -308,11 +308,14 @@ def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]
         notes.append(f"{gpu}; `device` cpu does without")
     if case.hardware is None and case.disk_bytes_per_s is None and is_here(case.files.target):
         notes.append(ram_warning(case.room.ram))
+    if case.files.draft is None and plan.streamed_bytes and case.tree.kind == "none":
+        notes.append(_NO_DRAFT)
     if link is None and plan.streamed_bytes:
         notes.append(_NO_DISK if plan.gpu_bytes is None else _NO_GPU)
     return tuple(note for note in notes if note)
 
 
+_NO_DRAFT = "without a draft text that repeats itself yields more, and so does a datastore of its kind"
 _NO_DISK = "the weights are not here, so the disk was not measured: give `disk_speed`, such as 3GB"
 _NO_GPU = "weights or GPU are not here, so nothing was measured: name the machine by `hardware`"
 _AS_STATIC = "; a dynamic tree counted as the static one of its size, which yields less"
