@@ -158,8 +158,10 @@ def estimate(
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
     tree, device = options.tree_spec(has_draft=draft is not None), _find_device(options, machine)
-    if draft is None and tree.is_chosen:
-        tree = TreeSpec("none")  # what guesses yield depends on the text, and they take no room that there is not
+    if draft is None:  # what guesses yield depends on the text, and by themselves they take no room that there is not
+        rule = "`tree` needs a `draft` to be planned for"
+        require(tree.is_chosen or tree.kind == "none", rule, repr(options.tree), "give `draft`, or leave `tree` out")
+        tree = TreeSpec("none")
     room = _room(options, machine, device)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)

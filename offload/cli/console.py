@@ -139,7 +139,7 @@ def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None",
     if names.draft and choice:
         drafting = [f"draft {names.draft}{sources and f' with {sources}'}, {_expectation(choice)}"]
     elif choice and choice.shape.num_nodes > 1:
-        drafting = [f"no draft: up to {choice.shape.num_nodes} guesses a sweep by {sources}"]
+        drafting = [f"no draft: up to {choice.shape.num_nodes - 1} guesses a sweep by {sources}"]
     return "\n".join([*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting])
 
 

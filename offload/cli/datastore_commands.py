@@ -142,7 +142,7 @@ def _write(
     from offload.datastore.corpus import Corpus
 
     ram_bytes = parse_size(ram, "--ram") if ram else min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
-    corpus = Corpus(files, skips_bad=skip_bad)
+    corpus = Corpus(files, skips_bad=skip_bad, or_else=", or pass over it with --skip-bad")
     with libraries(console):
         from offload.cli.datastore_run import write_store
 

@@ -69,7 +69,8 @@ Invariant = Annotated[
 Lookup = Annotated[
     bool | None,
     typer.Option(
-        "--lookup/--no-lookup", help="guess that text goes on as it did before; default: with --tree auto, or no draft"
+        "--lookup/--no-lookup",
+        help="guess that text goes on as it did before; default: without a draft, and with --tree auto --rule match",
     ),
 ]
 LookupLength = Annotated[

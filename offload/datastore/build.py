@@ -193,7 +193,8 @@ def _sync_folder(folder: Path) -> None:
 @contextmanager
 def _workspace(path: Path) -> Iterator[Path]:
     """An empty folder beside `path`, locked: it takes that name when the body ends well, and is removed when not."""
-    is_free = not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
+    is_folder = path.is_dir() and path.name != "" and not path.is_symlink()  # one that a rename can replace
+    is_free = not os.path.lexists(path) or (is_folder and not any(path.iterdir()))
     if not is_free:
         raise UserError(f"a new store must have a name of its own, {path} exists: take another, or append to it")
     folder = scratch_folder(path)

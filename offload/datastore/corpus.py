@@ -40,10 +40,11 @@ class Corpus:
 
     Args:
         skips_bad: name bad files and lines in `bad`, where otherwise the first one is raised as `UserError`.
+        or_else: what that says besides, such as how to skip them.
     """
 
-    def __init__(self, paths: Sequence[Path], *, skips_bad: bool = False) -> None:
-        self._skips_bad = skips_bad
+    def __init__(self, paths: Sequence[Path], *, skips_bad: bool = False, or_else: str = "") -> None:
+        self._skips_bad, self._or_else = skips_bad, or_else
         self.bad: list[str] = []  # a line of explanation each
         self.num_binary = self.num_hidden = self.done_bytes = 0
         self._files = [file for path in paths for file in self._found(Path(os.path.expanduser(path)))]
@@ -87,7 +88,7 @@ class Corpus:
 
     def _refuse(self, what: str, remedy: str) -> None:
         if not self._skips_bad:
-            raise UserError(f"{what}: {remedy}, or pass over it with --skip-bad")
+            raise UserError(f"{what}: {remedy}{self._or_else}")
         self.bad.append(what)
 
     def _texts(self, file: _File, render: Callable[[Messages], str]) -> Iterator[tuple[str, int]]:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import mmap
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,11 +103,16 @@ def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
     return max(vocabulary.values(), default=0) + 1
 
 
-def open_datastore(path: str | os.PathLike[str], vocabulary: Mapping[str, int]) -> SuffixIndex:
-    """The index of a store, mapped. Raises `UserError` where its tokenizer is not the one with this vocabulary."""
+def open_datastore(
+    path: str | os.PathLike[str], vocabulary: Mapping[str, int], most_ids: int = sys.maxsize
+) -> SuffixIndex:
+    """The index of a store, mapped. Raises `UserError` where its tokenizer is not the one with this vocabulary.
+
+    Tokens from `most_ids` on end a match and a continuation: a tokenizer may know more of them than its model.
+    """
     store = read_store(path)
     require_tokenizer(store, vocabulary)
-    return SuffixIndex([map_chunk(store, index) for index in range(len(store.chunks))], store.vocab_size)
+    return SuffixIndex([map_chunk(store, index) for index in range(len(store.chunks))], store.vocab_size, most_ids)
 
 
 def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:

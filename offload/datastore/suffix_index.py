@@ -5,6 +5,7 @@ Shapes: M matches, C tokens of a continuation.
 Invariant: nothing outside of a chunk is read, whatever positions and tokens its files hold.
 """
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -41,8 +42,8 @@ _NOWHERE = Matches(0, ())
 class SuffixIndex:
     """A corpus in one or several chunks, in memory or mapped from files."""
 
-    def __init__(self, chunks: Sequence[Chunk], vocab_size: int) -> None:
-        self.vocab_size, self._width, self._chunks = vocab_size, Width.of(vocab_size), tuple(chunks)
+    def __init__(self, chunks: Sequence[Chunk], vocab_size: int, most_ids: int = sys.maxsize) -> None:
+        self.vocab_size, self._width, self._chunks = min(vocab_size, most_ids), Width.of(vocab_size), tuple(chunks)
         # Items of a memoryview are numbers of Python, three times as quick to get and to slice with as those of numpy.
         self._views = [chunk.position_M.data for chunk in chunks]
         self.num_tokens = sum(map(len, self._views))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from offload.datastore.trie import heaviest
 from offload.drafting.guesses import TrieTier
-from offload.drafting.sources import Asked, tiers_of
+from offload.drafting.sources import Asked
 from offload.tree.spec import MatchLength
 
 _MOST_ENDS = 64  # matches of one length that are looked at: the latest
@@ -61,14 +61,19 @@ class Copying:
 
 
 def _matches(token_T: NDArray[np.int64], match: MatchLength) -> list[tuple[int, NDArray[np.int64]]]:
-    """Positions behind matches, rising, by their length; the longest first, then those that have more positions."""
+    """Positions behind matches, rising, by their length: the longest, then each of at most half as many tokens."""
     end_E, found = np.flatnonzero(token_T[:-1] == token_T[-1]) + 1, []
     for length in range(1, match.most + 1):
         if length >= match.least and end_E.size:
             found.append((length, end_E))
         end_E = end_E[end_E > length]
         end_E = end_E[token_T[end_E - length - 1] == token_T[-length - 1]] if len(token_T) > length else end_E[:0]
-    return list(tiers_of(found))
+    tiers, bound = [], match.most
+    for length, positions_E in reversed(found):
+        if length <= bound:
+            tiers.append((length, positions_E))
+            bound = length // 2
+    return tiers
 
 
 def _continuations(token_T: NDArray[np.int64], end_E: NDArray[np.int64], depth: int) -> NDArray[np.int64]:

@@ -25,6 +25,9 @@ class Tier(Protocol):
     source: str
     length: int  # tokens of the context that it rests on
 
+    def length_at(self, depth: int) -> int:
+        """Tokens that it rests on where a path is so deep."""
+
     def start(self) -> Any:
         """Where paths begin."""
 
@@ -46,6 +49,10 @@ class TrieTier:
         for node, (parent, token) in enumerate(zip(trie.parent_R.tolist(), trie.token_R.tolist(), strict=True), 1):
             self._child[parent + 1][token] = node
             self._shares[parent + 1][token] = counts[node] / counts[parent + 1]
+
+    def length_at(self, depth: int) -> int:
+        """A match grows along its continuation."""
+        return self.length + depth
 
     def start(self) -> int:
         """The node above all continuations."""
@@ -102,7 +109,7 @@ class Guesses:
         chances: dict[int, float] = {}
         rest = 1.0
         for tier, shares in self._told(place):
-            weight = rest * self._trust.of(tier.source, tier.length + place.depth, sureness)
+            weight = rest * self._trust.of(tier.source, tier.length_at(place.depth), sureness)
             for token, share in shares.items():
                 chances[token] = chances.get(token, 0.0) + weight * share
             rest -= weight
@@ -148,7 +155,7 @@ class Guesses:
     ) -> None:
         rest, sureness = judged
         for tier, shares in reversed(told):
-            length, share = tier.length + depth, shares.get(token, 0.0)
+            length, share = tier.length_at(depth), shares.get(token, 0.0)
             self._trust.learn(tier.source, length, share, rest, sureness)
             weight = self._trust.of(tier.source, length, sureness)
             rest = weight * share + (1 - weight) * rest

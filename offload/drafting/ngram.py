@@ -24,6 +24,10 @@ class NgramTier:
         self.source, self.length = "ngram", length
         self._followers, self._token = followers, token
 
+    def length_at(self, depth: int) -> int:
+        """The same everywhere."""
+        return self.length
+
     def start(self) -> int:
         """The end of the text."""
         return self._token

@@ -1,14 +1,11 @@
 """Sources of guesses that are no models: what all of them are asked, and all of them together."""
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from offload.drafting.base import DraftState
-from offload.drafting.guesses import Guesses, Tier
+from offload.drafting.guesses import NO_GUESSES, Guesses, Tier
 from offload.drafting.trust import Trust
-
-Positions = TypeVar("Positions")
 
 
 class Asked(NamedTuple):
@@ -16,15 +13,6 @@ class Asked(NamedTuple):
 
     num_nodes: int  # at most, the root left out
     depth: int  # tokens of a continuation
-
-
-def tiers_of(found: Iterable[tuple[int, Positions]]) -> Iterator[tuple[int, Positions]]:
-    """Of matches by their length the longest, and then every one of at most half as many tokens as the last."""
-    bound = sys.maxsize
-    for length, positions in sorted(found, key=lambda one: -one[0]):
-        if length <= bound:
-            yield length, positions
-            bound = length // 2
 
 
 class Source(Protocol):
@@ -43,10 +31,11 @@ class SourcesState:
     """What every source keeps of one text, and what they said last."""
 
     def __init__(self, states: Sequence[DraftState]) -> None:
-        self.states, self.said = states, Guesses((), Trust())
+        self.states, self.said = states, NO_GUESSES
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first tokens."""
+        """Forget the text but for its first tokens, and what was guessed behind them."""
+        self.said = NO_GUESSES
         for state in self.states:
             state.clear(num_kept)
 

@@ -34,6 +34,9 @@ class Trust:
         self._loss: dict[tuple[str, int, int], np.ndarray] = {}
         self._weight: dict[tuple[str, int, int], float] = {}
 
+    def __repr__(self) -> str:
+        return f"Trust({ {key: round(self.of(*key), 3) for key in sorted(self._loss)} })"
+
     def of(self, source: str, length: int, sureness: int = NO_DRAFT) -> float:
         """The weight of guesses behind a match of so many tokens, in (0, 1), beside a draft of that `sureness`."""
         key = source, _step(length), sureness

@@ -128,11 +128,11 @@ class Decoder:
         stream, started = self.target.stream, time.perf_counter()
         moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
         num_new = len(tokens) - caches.target.length  # the root, and at first the prompt
-        num_rows = num_new - 1 + sequence.shape.num_nodes
-        modes = self.threads.modes(num_rows)
+        modes = self.threads.modes(_rows_alike(num_new - 1 + sequence.shape.num_nodes))
         self._compute_in(modes.draft)
         drafted = self.drafter.grow(sequence.shape, tokens, sampler, caches.draft)
-        grown = time.perf_counter()
+        grown, num_rows = time.perf_counter(), _rows_alike(num_new - 1 + drafted.tree.num_nodes)
+        modes = modes._replace(sweep=self.threads.modes(num_rows).sweep)
         self._compute_in(modes.sweep)
         logits = self.target.score(drafted.tree, tokens, caches.target)
         self.target.wait()
@@ -283,6 +283,7 @@ class Decoder:
             if hasattr(self, "_pool"):
                 self._pool.take_back()
                 del self.target, self.drafter, self._pool
+                self.sources = NO_SOURCES
 
     def __enter__(self) -> "Decoder":
         return self
@@ -296,12 +297,18 @@ class Decoder:
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name, self.rule.lenience)
-        if rule.drafting.keeps_distributions and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
+        has_drawn = self._models.draft is not None and rule.drafting.keeps_distributions
+        if has_drawn and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
             raise UserError(
                 f"rule {name} keeps the draft's distributions, memory was planned without them for {self.rule.name}: "
                 f'give rule="{name}" to load()'
             )
         return rule
+
+
+def _rows_alike(num_rows: int) -> int:
+    """Of passes whose times can be compared: trees of guesses have another size in every step."""
+    return 1 << (num_rows - 1).bit_length()
 
 
 def _close_dropped(resources: ExitStack) -> None:

@@ -16,7 +16,7 @@ from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.tree.spec import parse_match_length
 
-MOST_TEXT_BYTES = 8 << 20  # of a file that is counted in memory, for which no plan has room
+MOST_TEXT_BYTES = 1 << 20  # of a file that is counted in memory, which no plan counts: a tenth of what runtimes take
 
 
 def open_sources(options: LoadOptions, tokenizer: Tokenizer | None, vocab_size: int, *, has_draft: bool) -> Sources:
@@ -36,19 +36,18 @@ def open_sources(options: LoadOptions, tokenizer: Tokenizer | None, vocab_size: 
 def _open_store(
     argument: str, path: str | os.PathLike[str], tokenizer: Tokenizer | None, vocab_size: int
 ) -> SuffixIndex:
-    index = open_datastore(path, _known(tokenizer, argument).get_vocab())
-    index.vocab_size = min(index.vocab_size, vocab_size)  # a tokenizer may know more tokens than its model
-    return index
+    return open_datastore(path, _known(tokenizer, argument).get_vocab(), vocab_size)
 
 
 def _count_text(
     argument: str, path: str | os.PathLike[str], tokenizer: Tokenizer | None, vocab_size: int
 ) -> SuffixIndex:
     encode, corpus = _known(tokenizer, argument), Corpus([Path(path)])
-    rule = f"`{argument}` counts text of at most {format_bytes(MOST_TEXT_BYTES)}"
-    require(corpus.num_bytes <= MOST_TEXT_BYTES, rule, path, "make a store of it with offload datastore build")
-    texts = [encode(text, add_special_tokens=False)["input_ids"] for text in corpus.documents()]
-    return SuffixIndex.in_memory([[token for token in text if token < vocab_size] for text in texts], vocab_size)
+    size, rule = corpus.num_bytes, f"`{argument}` must be text of 1 byte to {format_bytes(MOST_TEXT_BYTES)}"
+    remedy = f"name another file than {path}, or make a store of it with offload datastore build"
+    require(0 < size <= MOST_TEXT_BYTES, rule, format_bytes(size), remedy)
+    texts = (encode(text, add_special_tokens=False)["input_ids"] for text in corpus.documents())
+    return SuffixIndex.in_memory(([token for token in text if token < vocab_size] for text in texts), vocab_size)
 
 
 def _known(tokenizer: Tokenizer | None, argument: str) -> Tokenizer:

@@ -137,7 +137,7 @@ def make_plan(
     items = {
         "rest_bytes": target.head_bytes if is_gpu else target.rest_bytes,
         "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu) if draft else 0,
-        "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
+        "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions and draft else 0,
         "kv_bytes": target.kv_bytes_per_token * (source_tokens + context + num_nodes + rows),
         "activation_bytes": PATH_SCRATCH_BYTES
         + activation_bytes(target, rows + num_nodes, num_logits, context)

@@ -10,6 +10,7 @@ from pathlib import Path
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import is_hub_id
 from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
+from offload.datastore.store import read_store
 from offload.memory.planner import require_dtype, require_positions
 from offload.planning.profile import parse_profile
 from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
@@ -54,6 +55,13 @@ class LoadOptions:
             is_path = path is None or isinstance(path, str | os.PathLike)
             require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
         parse_match_length(self.lookup_length)
+        for store in (self.datastore, self.ngram):
+            if store is not None and (store is self.datastore or os.path.isdir(os.path.expanduser(store))):
+                read_store(store)
+        require(self.lookup in (None, True, False), "`lookup` must be True or False", repr(self.lookup), "leave it out")
+        named = next((name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None)
+        rule = f"`{named}` guesses for a tree"
+        require(named is None or self.tree != "none", rule, "`tree` none", "leave one of them out")
         if self.profile is not None and not self.has_no_profile:
             parse_profile(Path(self.profile))
 

@@ -98,7 +98,8 @@ class TreeSelector:
         if depth < 1:
             return TreeChoice(chain(0), "as named" if spec.kind == "none" else "there is room for no other")
         if spec.kind in ("auto", "best", "dynamic"):
-            return TreeChoice(DynamicShape(num_nodes, depth), "at most, as many guesses as pay")
+            why = "at most, as many guesses as pay" if spec.is_chosen else "at most, all that is guessed"
+            return TreeChoice(DynamicShape(num_nodes, depth), why)
         return TreeChoice(chain(depth) if spec.is_chosen else spec.build(), "as far as guesses reach")
 
     def _best(self, costs: Costs) -> TreeChoice:

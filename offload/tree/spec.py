@@ -124,6 +124,8 @@ def tree_to_fill(text: str, rule: str, *, has_draft: bool, has_sources: bool = F
     spec = parse_tree(text)
     if has_draft:
         spec.check_rule(rule)
+        rule = "`tree` chain:auto is as long as a draft is right, which other guesses do not tell"
+        require(spec.kind != "auto_chain" or not has_sources, rule, "both", "leave the sources out, or name a length")
         return spec
     is_filled = has_sources or spec.kind in ("auto", "none")
     require(is_filled, "`tree` needs a draft or `lookup` to fill it", repr(text), "give `draft`, or allow `lookup`")

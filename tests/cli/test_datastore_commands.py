@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from reciting import at_call, interrupt, only_object
+from reciting import SAID, at_call, interrupt, only_object
 from refusals import assert_refused, contents
 from shell import Outcome, process, shell, start
 from test_main import LISTS_IMPORTS
@@ -56,6 +56,18 @@ def test_a_store_from_files_to_matches(looper: Path, texts: Path, tmp_path: Path
     found = index.longest(tokenizer("please return")["input_ids"])
     (row,) = index.continuations(found, 20)
     assert found.length == len(" return") and tokenizer.decode(row[row >= 0]) == " x\n"
+
+
+@pytest.mark.parametrize("flag", ["--datastore", "--ngram"])
+def test_a_store_guesses_for_a_model_of_its_tokenizer(flag: str, looper: Path, store: Path) -> None:
+    """The text is the model's own; a store of another tokenizer, or none, is refused before a weight is read."""
+    run = ["generate", "-m", looper, "-p", "Say:", "-n", 11, "--ram", "1GiB", "--context", 64, "--threads", 1]
+    outcome = shell(*run, flag, store)
+    assert (outcome.code, outcome.out) == (0, SAID + "\n") and f"by lookup, {flag.strip('-')}" in outcome.err
+    manifest = store / "store.json"
+    manifest.write_text(manifest.read_text().replace('"vocab_size": 199', '"vocab_size": 7'))
+    assert_refused(shell(*run, flag, store), str(store))
+    assert_refused(shell(*run, flag, store.parent / "none"), str(store.parent / "none"))
 
 
 def test_json_tells_what_was_done(looper: Path, texts: Path, tmp_path: Path) -> None:

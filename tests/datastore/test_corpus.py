@@ -77,7 +77,7 @@ def test_a_bad_line_is_named_or_skipped(line: bytes, words: str, tmp_path: Path)
         documents(path)
     message = str(caught.value)
     assert message.startswith(f"{path}:2 ") and words in message
-    assert message.endswith(": mend the line, or pass over it with --skip-bad")
+    assert message.endswith(": mend the line")
     corpus = Corpus([path], skips_bad=True)
     assert list(corpus.documents()) == ["first", "third"]
     (skipped,) = corpus.bad
@@ -193,7 +193,7 @@ def test_a_bad_file_is_named_or_skipped(
         with pytest.raises(UserError) as caught:
             documents(*paths)
         message = str(caught.value)
-        assert str(bad) in message and words in message and message.endswith("or pass over it with --skip-bad")
+        assert str(bad) in message and words in message
         corpus = Corpus(paths, skips_bad=True)
         assert list(corpus.documents()) == ["good"] and len(corpus.bad) == 1 and str(bad) in corpus.bad[0]
 
@@ -204,7 +204,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(corpora, "open_regular", forbid)
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=r"cannot read .*a.txt \(Permission denied\): check its permissions, or pass"):
+    with pytest.raises(UserError, match=r"cannot read .*a.txt \(Permission denied\): check its permissions$"):
         documents(tmp_path)
 
 

@@ -41,6 +41,9 @@ class BigramModel:
     def __init__(self) -> None:
         self.num_rows: list[int] = []
 
+    def take_in(self, *_: object) -> None:
+        """There is no encoder."""
+
     def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:
         self.num_rows.append(len(token_T))
         return self.logits_VV[token_T][-num_logits:]

@@ -55,6 +55,6 @@ def test_bigrams_then_unigrams() -> None:
 
 def test_a_chain_of_bigrams_is_the_likeliest_path() -> None:
     guesses = Guesses(Ngrams(index()).tiers([1], Asked(16, 3), Ngrams(index()).new_state()), Trust())
-    found = guesses.best(3, 3)
-    assert found[0].token == 2
-    assert guesses.children(guesses.follow(guesses.root, 2))[0][3] > 0.2
+    chance = guesses.children(guesses.root)[0][2]
+    assert chance == guesses.children(guesses.follow(guesses.root, 2))[0][3], "a count is not worth more further down"
+    assert max(guess.chance for guess in guesses.best(16, 2) if guess.depth == 2) >= chance**2

@@ -70,8 +70,8 @@ def test_every_source_writes_the_same_text(kind: str, draft: Path | None, store:
                 run = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, raw=True, tree=tree, **sampling)
                 assert run.token_ids == ids_alone, (tree, sampling)
                 assert run.stats.tree_num_nodes <= 64
-                if tree.startswith("dynamic") and not sampling and kind in ("lookup", "all"):
-                    assert run.stats.tokens_per_sweep > 1.5
+                if tree.startswith("dynamic") and not sampling:
+                    assert run.stats.tokens_per_sweep > (1.5 if kind in ("lookup", "all") else 1.0)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -81,6 +81,23 @@ def test_every_rule_takes_guesses(rule: str, wanted: Any) -> None:
         assert ids(decoder) == wanted[0]
         drawn = [ids(decoder, temperature=0.9, seed=seed) for seed in (1, 1, 2)]
         assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_rule_of_draws_needs_no_room_where_nothing_is_drawn(wanted: Any) -> None:
+    with load(PAIR / "target", ram="1GiB", tree="dynamic:64x16") as decoder:
+        assert decoder.plan.distribution_bytes == 0 and ids(decoder, rule="sequoia") == wanted[0]
+
+
+@pytest.mark.parametrize("draft", [None, PAIR / "draft"], ids=["alone", "beside a draft"])
+def test_what_was_not_guessed_teaches_nothing(draft: Path | None, wanted: Any) -> None:
+    """A run without a tree in between: later trees are as they would have been."""
+    with load(PAIR / "target", draft, "1GiB", "dynamic:64x16", lookup=True) as decoder:
+        texts = [ids(decoder), ids(decoder, tree="none")]
+        before = [repr(trust) for trust in decoder.drafter._trusts._known.values()]
+        for tree in ("none", "none"):
+            texts.append(ids(decoder, tree=tree))
+        assert [repr(trust) for trust in decoder.drafter._trusts._known.values()] == before
+    assert texts == [wanted[0]] * 4
 
 
 def test_without_a_draft_the_text_is_looked_up_by_itself(wanted: Any) -> None:
@@ -106,7 +123,7 @@ def test_a_conversation_that_goes_on_is_looked_up_whole() -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_session_of_a_draft_with_guesses_is_whole(tmp_path: Path) -> None:
+def test_a_session_of_a_draft_with_guesses_is_whole(tmp_path: Path, wanted: Any) -> None:
     with load(PAIR / "target", PAIR / "draft", "1GiB", "dynamic:64x16", lookup=True) as decoder:
         run = decoder.run(PROMPT, Sampling(), max_new_tokens=8, raw=True)
         list(run)
@@ -114,8 +131,9 @@ def test_a_session_of_a_draft_with_guesses_is_whole(tmp_path: Path) -> None:
         tokens = run.sequence.tokens
         decoder.generate("def f(x):\n", max_new_tokens=4, raw=True)
         session = decoder.load_session(tmp_path / "kept")
-        run = decoder.run(session.tokens, Sampling(), max_new_tokens=8, continues=True)
+        run = decoder.run(session.tokens, Sampling(), max_new_tokens=NUM_NEW - 8, continues=True)
         list(run)
+        assert run.result().token_ids == wanted[0][8:]
         assert session.tokens == tokens and run.sequence.stats.num_kept_tokens == len(tokens) - 1
 
 
@@ -140,6 +158,10 @@ def test_stores_that_cannot_serve(store: Path, other_store: Path, tmp_path: Path
         assert str(tmp_path / "none") in next(refused(**{argument: tmp_path / "none"}))
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe text")
     assert "bad.txt" in next(refused(ngram=tmp_path / "bad.txt"))
-    (tmp_path / "large.txt").write_bytes(b"a" * (9 << 20))
-    assert "offload datastore build" in next(refused(ngram=tmp_path / "large.txt"))
+    for num_bytes in (0, 2 << 20):
+        (tmp_path / "large.txt").write_bytes(b"a" * num_bytes)
+        assert "offload datastore build" in next(refused(ngram=tmp_path / "large.txt"))
+    assert "`lookup`" in next(refused(lookup="no"))
+    assert "`tree` none" in next(refused(lookup=True, tree="none"))
+    assert "chain:auto" in next(refused(lookup=True, tree="chain:auto", draft=PAIR / "draft"))
     assert "`tree`" in next(refused(lookup=False, tree="16x4"))
