@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ NOT_TEXT_ALONE = f"of models with more than text, {' and '.join(TEXT_INSIDE)} ar
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma and Mixtral kind work"
 _AGAIN = "download the checkpoint again"
 _LFS = b"version https://git-lfs"
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
+_SMALL = ["*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
 
 
 class TensorEntry(NamedTuple):
@@ -200,7 +200,12 @@ def _check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int)
         end, before = entry.hi, name
 
 
-def _resolve(model: str | os.PathLike[str]) -> Path:
+def tokenizer_folder(model: str | os.PathLike[str]) -> Path:
+    """Where a model's tokenizer lies; from the hub it is fetched without the weights. Raises `UserError`."""
+    return _resolve(model, _SMALL)
+
+
+def _resolve(model: str | os.PathLike[str], wanted: Sequence[str] = ("*.safetensors", *_SMALL)) -> Path:
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path
@@ -210,7 +215,7 @@ def _resolve(model: str | os.PathLike[str]) -> Path:
         raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
-    return _download(str(model))
+    return _download(str(model), wanted)
 
 
 def is_hub_id(model: str) -> bool:
@@ -218,13 +223,13 @@ def is_hub_id(model: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not model.startswith(".")
 
 
-def _download(repo: str) -> Path:
-    """The hub's snapshot of `repo`: weights, configuration and tokenizer only; resumable, kept in its cache."""
+def _download(repo: str, wanted: Sequence[str]) -> Path:
+    """The hub's snapshot of `repo`, the wanted files only; resumable, kept in its cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=_WANTED))
+        return Path(snapshot_download(repo, allow_patterns=list(wanted)))
     except (OSError, HFValidationError) as error:  # the hub's own errors are all OSErrors but for that of a bad name
         raise not_on_the_hub(repo, error) from None
 

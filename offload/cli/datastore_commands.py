@@ -1,0 +1,152 @@
+"""The commands that make and look after datastores, corpora that drafts are looked up in: `offload datastore ...`."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli import flags
+from offload.cli.app import app
+from offload.cli.console import Console
+from offload.cli.libraries import libraries
+from offload.cli.live_line import fitted
+from offload.config import parse_size
+from offload.machine import available_ram_bytes
+
+if TYPE_CHECKING:
+    from offload.cli.datastore_run import Write
+
+_RAM_BYTES = 2 << 30
+
+datastore = typer.Typer(
+    help="Make a store of text or code, which drafts are looked up in; see docs/datastore.md.",
+    epilog="Start here: offload datastore build --help",
+    rich_markup_mode=None,
+    invoke_without_command=True,
+)
+app.add_typer(datastore, name="datastore", short_help="Make a store of text that drafts are looked up in.")
+
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILES|DIR|JSONL...", help="UTF-8 text, folders of it, or .jsonl of samples")
+]
+Store = Annotated[Path, typer.Argument(metavar="STORE", help="folder of a datastore")]
+Ram = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="memory to build with; default: 2GiB, or 3/4 of what is free")
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="pass over bad files and lines, and name them")]
+
+
+@datastore.callback()
+def _group(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@datastore.command(
+    short_help="Make a store.",
+    epilog="""Examples:
+
+    offload datastore build --tokenizer Llama-3.1-70B --out python.store /usr/lib/python3.11
+
+    offload datastore build --tokenizer big --out chats.store chats.jsonl notes/ --ram 8GiB --skip-bad""",
+)
+def build(
+    files: Files,
+    tokenizer: Annotated[str, typer.Option(metavar="MODEL", help="folder or hub id of the model that it is for")],
+    out: Annotated[Path, typer.Option(metavar="STORE", help="folder to make")],
+    ram: Ram = None,
+    skip_bad: SkipBad = False,
+    as_json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Make a store of text, code or chats. A line of a .jsonl file has text, messages, conversations or a prompt."""
+    from offload.datastore import build as building
+
+    with Console(is_quiet=quiet or as_json, sizes_like=ram) as console:
+        _write(console, partial(building.build, out.expanduser()), tokenizer, files, ram, skip_bad, as_json=as_json)
+
+
+@datastore.command(
+    short_help="Add to a store.",
+    epilog="""Examples:
+
+    offload datastore append python.store site-packages/numpy
+
+    offload datastore append chats.store today.jsonl --skip-bad --json""",
+)
+def append(
+    store: Store,
+    files: Files,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="where the tokenizer lies now; default: where it was")
+    ] = None,
+    ram: Ram = None,
+    skip_bad: SkipBad = False,
+    as_json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Add text to a store, in chunks of its own; whoever has the store open goes on with what it was."""
+    from offload.datastore import build as building
+    from offload.datastore.store import read_store
+
+    found = read_store(store)
+    with Console(is_quiet=quiet or as_json, sizes_like=ram) as console:
+        write = partial(building.append, found.path)
+        _write(console, write, tokenizer or found.tokenizer, files, ram, skip_bad, as_json=as_json)
+
+
+@datastore.command(
+    short_help="What is in a store?",
+    epilog="""Examples:
+
+    offload datastore info python.store
+
+    offload datastore info python.store --json""",
+)
+def info(store: Store, as_json: flags.Json = False) -> None:
+    """What is in a store, which tokenizer it is for, and how much memory sorting its largest chunk took."""
+    from offload.cli.datastore_run import info_lines
+    from offload.datastore.store import read_store
+
+    found = read_store(store)
+    print(json.dumps(found.as_dict()) if as_json else fitted(info_lines(found), sys.stdout))
+
+
+@datastore.command(
+    short_help="Is a store whole?",
+    epilog="""Examples:
+
+    offload datastore verify python.store
+
+    offload datastore verify python.store --json""",
+)
+def verify(store: Store, as_json: flags.Json = False, quiet: flags.Quiet = False) -> None:
+    """Read every byte of a store: sizes, checksums, tokens, and the order of every position."""
+    from offload.cli.datastore_run import store_line
+    from offload.datastore.store import read_store
+    from offload.datastore.verify import verify as check
+
+    found = read_store(store)
+    with Console(is_quiet=quiet or as_json) as console:
+        check(found, partial(console.bytes_landed, label="reading"))
+    print(json.dumps({**found.as_dict(), "is_sound": True}) if as_json else f"{store_line(found)}: sound")
+
+
+def _write(
+    console: Console, write: "Write", model: str, files: list[Path], ram: str | None, skip_bad: bool, *, as_json: bool
+) -> None:
+    """Build or append, and say what came of it."""
+    from offload.datastore.corpus import Corpus
+
+    ram_bytes = parse_size(ram, "--ram") if ram else min(_RAM_BYTES, available_ram_bytes() * 3 // 4)
+    corpus = Corpus(files, skips_bad=skip_bad)
+    with libraries(console):
+        from offload.cli.datastore_run import write_store
+
+        outcome = write_store(write, corpus, model, ram_bytes, console)
+    console.say(outcome.lines(is_decimal=console.is_decimal))
+    if as_json:
+        print(json.dumps(outcome.as_dict()))

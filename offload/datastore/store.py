@@ -1,0 +1,201 @@
+"""A corpus on disk: a folder with `store.json` and two files for every chunk, its tokens and their sorted positions.
+
+Invariant: files of chunks are never changed once `store.json` names them, so that whoever has mapped them goes on while
+chunks are added. Nothing is mapped before its size is what `store.json` says, and no store answers for a tokenizer
+whose ids mean something else.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from offload.checkpoint.small_files import open_regular, read_object
+from offload.config import require
+from offload.datastore.chunk import Chunk, Width
+from offload.datastore.suffix_index import SuffixIndex
+from offload.errors import UserError, reason
+
+MANIFEST_NAME = "store.json"
+FORMAT, VERSION = "offload datastore", 1
+AGAIN = "build it again with offload datastore build"
+
+
+class FileEntry(NamedTuple):
+    """What a file must be."""
+
+    num_bytes: int
+    sha256: str
+
+
+class ChunkEntry(NamedTuple):
+    """One chunk of a store."""
+
+    num_documents: int
+    num_tokens: int
+    tokens: FileEntry
+    positions: FileEntry
+
+
+class Store(NamedTuple):
+    """What `store.json` says."""
+
+    path: Path
+    vocab_size: int
+    tokenizer: str  # folder or hub id, when the store was built
+    tokenizer_sha256: str
+    chunks: tuple[ChunkEntry, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all chunks."""
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_documents(self) -> int:
+        """Of all chunks; what is longer than building takes at once counts several times."""
+        return sum(chunk.num_documents for chunk in self.chunks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files but the small one."""
+        return sum(chunk.tokens.num_bytes + chunk.positions.num_bytes for chunk in self.chunks)
+
+    @property
+    def sorting_bytes(self) -> int:
+        """Memory that the largest chunk took while it was sorted."""
+        return max(sorting_bytes(chunk.tokens.num_bytes) for chunk in self.chunks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs, figures that follow from others included."""
+        sums = {name: getattr(self, name) for name in ("num_tokens", "num_documents", "num_bytes", "sorting_bytes")}
+        return {"path": str(self.path), **sums, **self.manifest()}
+
+    def manifest(self) -> dict[str, Any]:
+        """The content of `store.json`."""
+        chunks = [
+            {**chunk._asdict(), "tokens": chunk.tokens._asdict(), "positions": chunk.positions._asdict()}
+            for chunk in self.chunks
+        ]
+        own = {"vocab_size": self.vocab_size, "token_bytes": Width.of(self.vocab_size).num_bytes}
+        named = {"tokenizer": self.tokenizer, "tokenizer_sha256": self.tokenizer_sha256}
+        return {"format": FORMAT, "version": VERSION, **own, **named, "chunks": chunks}
+
+
+def sorting_bytes(text_bytes: int) -> int:
+    """Memory for a text of so many bytes and four for each of them: positions, also of what begins within a token."""
+    return 5 * text_bytes
+
+
+def vocabulary_sha256(vocabulary: Mapping[str, int]) -> str:
+    """Of what a tokenizer's `get_vocab` gives: equal where every id means the same token."""
+    return hashlib.sha256(json.dumps(sorted(vocabulary.items()), separators=(",", ":")).encode()).hexdigest()
+
+
+def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
+    """Ids that texts can have; a model's scores may be padded to more."""
+    return max(vocabulary.values(), default=0) + 1
+
+
+def open_datastore(path: str | os.PathLike[str], vocabulary: Mapping[str, int]) -> SuffixIndex:
+    """The index of a store, mapped. Raises `UserError` where its tokenizer is not the one with this vocabulary."""
+    store = read_store(path)
+    require_tokenizer(store, vocabulary)
+    return SuffixIndex([map_chunk(store, index) for index in range(len(store.chunks))], store.vocab_size)
+
+
+def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
+    """Raises `UserError` where the ids of a store mean something else than in this vocabulary."""
+    own, other = store.tokenizer_sha256, vocabulary_sha256(vocabulary)
+    if own != other:
+        raise UserError(
+            f"a store must have the model's tokenizer, {store.path} was built with that of {store.tokenizer} "
+            f"({store.vocab_size} ids, sha256 {own[:12]}) against {vocabulary_size(vocabulary)} ids, {other[:12]}: "
+            "build one with offload datastore build --tokenizer MODEL"
+        )
+
+
+def read_store(path: str | os.PathLike[str]) -> Store:
+    """Read `store.json`. Raises `UserError` where there is none, or none of this version, or one that was edited."""
+    folder = Path(os.path.expanduser(path))
+    file = folder / MANIFEST_NAME
+    try:
+        content = read_object(file, AGAIN)
+    except (FileNotFoundError, NotADirectoryError):
+        is_coming = os.path.isdir(scratch_folder(folder))
+        remedy = "it is being built, wait for it" if is_coming else "check the path, or offload datastore build"
+        raise UserError(f"a store must be a folder with {MANIFEST_NAME}, {folder} is none: {remedy}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {file} ({error.strerror}): check its permissions") from None
+    require(content.get("format") == FORMAT, f"{file} must say {FORMAT}", content.get("format"), "take another folder")
+    version, remedy = content.get("version"), f"take the offload that wrote it, or {AGAIN}"
+    require(version == VERSION, f"{file} must have version {VERSION}", version, remedy)
+    return _checked(folder, content)
+
+
+def scratch_folder(path: Path) -> Path:
+    """Where a store lies until it is whole."""
+    return path.with_name(f".{path.name}.building")
+
+
+def chunk_files(path: Path, index: int) -> tuple[Path, Path]:
+    """Tokens and positions."""
+    return path / f"chunk-{index:05d}.tokens", path / f"chunk-{index:05d}.positions"
+
+
+def map_chunk(store: Store, index: int) -> Chunk:
+    """Raises `UserError` where a file is missing or has another size."""
+    entry, files = store.chunks[index], chunk_files(store.path, index)
+    text, order = _mapped(files[0], entry.tokens.num_bytes), _mapped(files[1], entry.positions.num_bytes)
+    return Chunk(text, np.frombuffer(text, Width.of(store.vocab_size).dtype), np.frombuffer(order, np.int32))
+
+
+def _checked(folder: Path, content: dict[str, Any]) -> Store:
+    match content:
+        case {
+            "vocab_size": int(vocab_size),
+            "token_bytes": int(token_bytes),
+            "tokenizer": str(tokenizer),
+            "tokenizer_sha256": str(sha256),
+            "chunks": [_, *_] as chunks,
+        } if 0 < vocab_size < 2**32 and token_bytes == Width.of(vocab_size).num_bytes:
+            entries = tuple(_checked_chunk(folder, chunk, token_bytes) for chunk in chunks)
+            return Store(folder, vocab_size, tokenizer, sha256, entries)
+    raise _edited(folder)
+
+
+def _checked_chunk(folder: Path, content: Any, token_bytes: int) -> ChunkEntry:
+    """Sizes follow from the numbers of documents and tokens, of which each has one separator or position."""
+    match content:
+        case {
+            "num_documents": int(num_documents),
+            "num_tokens": int(num_tokens),
+            "tokens": {"num_bytes": int(text_bytes), "sha256": str(text_sha256)},
+            "positions": {"num_bytes": int(order_bytes), "sha256": str(order_sha256)},
+        } if (
+            0 < num_documents <= num_tokens
+            and text_bytes == (num_tokens + num_documents + 1) * token_bytes
+            and order_bytes == 4 * num_tokens
+        ):
+            files = FileEntry(text_bytes, text_sha256), FileEntry(order_bytes, order_sha256)
+            return ChunkEntry(num_documents, num_tokens, *files)
+    raise _edited(folder)
+
+
+def _edited(folder: Path) -> UserError:
+    return UserError(f"{folder / MANIFEST_NAME} is not as offload datastore writes it: {AGAIN}")
+
+
+def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
+    try:
+        with open_regular(path) as file:
+            found_bytes = os.fstat(file.fileno()).st_size
+            require(found_bytes == num_bytes, f"{path} must have {num_bytes} bytes", found_bytes, AGAIN)
+            return mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror or reason(error)}): {AGAIN}") from None
