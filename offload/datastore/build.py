@@ -37,7 +37,7 @@ from offload.datastore.store import (
 from offload.errors import UserError
 from offload.machine import rss_bytes
 
-_BATCH_CHARS = 1 << 21  # encoded together; tokenizers take some 100 bytes for each token of them
+_BATCH_CHARS = 1 << 20  # encoded together; tokenizers take some 100 bytes for each token, and heed no Ctrl-C meanwhile
 _RESERVE_BYTES = 256 << 20  # for a batch, and what libraries keep
 _LEAST_ROOM = 1 << 16  # tokens of a chunk
 _BLOCK_BYTES = 1 << 24

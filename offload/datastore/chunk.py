@@ -19,7 +19,7 @@ from offload.config import require
 from offload.errors import UserError
 
 MAX_TEXT_BYTES = 2**31 - 1  # positions, also those between tokens that are sorted along, are int32
-_BLOCK = 1 << 20  # positions that are looked at together
+_BLOCK = 1 << 16  # positions that are looked at together
 
 
 class Width(NamedTuple):

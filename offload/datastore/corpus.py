@@ -16,7 +16,7 @@ from offload.checkpoint.small_files import open_regular
 from offload.errors import UserError, reason
 
 Messages = list[dict[str, str]]  # of roles and contents
-_PIECE_CHARS = 1 << 18  # longer texts are several documents, cut at a line's end, so that no file need fit into memory
+_PIECE_CHARS = 1 << 16  # longer texts are several documents, cut at a line's end, so that no file need fit into memory
 _MAX_LINE_BYTES = 64 << 20
 _HEAD_BYTES = 8192  # where a zero byte tells that a file is no text, as for git
 _BLOCK_BYTES = 1 << 20
@@ -168,9 +168,9 @@ def _first_wrong(raw: BinaryIO) -> int | None:
 
 
 def _pieces_of_file(raw: BinaryIO) -> Iterator[tuple[str, int]]:
-    reader = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")  # without the mark that some editors begin with
-    for piece in _pieces(reader):
-        yield piece, raw.tell()
+    with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as reader:  # without the mark that some begin with
+        for piece in _pieces(reader):
+            yield piece, raw.tell()
 
 
 def _pieces(reader: io.TextIOBase) -> Iterator[str]:

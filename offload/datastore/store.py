@@ -121,7 +121,7 @@ def require_tokenizer(store: Store, vocabulary: Mapping[str, int]) -> None:
 
 
 def read_store(path: str | os.PathLike[str]) -> Store:
-    """Read `store.json`. Raises `UserError` where there is none, or none of this version, or one that was edited."""
+    """What `store.json` says, and files of those sizes hold. Raises `UserError` where there is no such store."""
     folder = Path(os.path.expanduser(path))
     file = folder / MANIFEST_NAME
     try:
@@ -135,7 +135,10 @@ def read_store(path: str | os.PathLike[str]) -> Store:
     require(content.get("format") == FORMAT, f"{file} must say {FORMAT}", content.get("format"), "take another folder")
     version, remedy = content.get("version"), f"take the offload that wrote it, or {AGAIN}"
     require(version == VERSION, f"{file} must have version {VERSION}", version, remedy)
-    return _checked(folder, content)
+    store = _checked(folder, content)
+    for index in range(len(store.chunks)):
+        map_chunk(store, index)  # which costs nothing, and looks at their sizes
+    return store
 
 
 def scratch_folder(path: Path) -> Path:

@@ -109,7 +109,7 @@ class SuffixIndex:
     def _following(self, index: int, order_M: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         chunk = self._chunks[index]
         at_MC = chunk.position_M[order_M].astype(np.int64)[:, None] - np.arange(1, length + 1)
-        tokens_MC = chunk.tokens_B[np.clip(at_MC, 0, len(chunk.tokens_B) - 1)].astype(np.int64)
+        tokens_MC = chunk.tokens_B.take(at_MC, mode="clip").astype(np.int64)  # within the text, wherever that may be
         is_over_MC = np.logical_or.accumulate(tokens_MC >= self.vocab_size, axis=1)  # separators, and what is no token
         tokens_MC[is_over_MC] = -1
         return tokens_MC

@@ -1,0 +1,245 @@
+"""Datastores as a person makes them: what is said and where, what programs read, and every refusal in one line."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from reciting import at_call, interrupt, only_object
+from refusals import assert_refused, contents
+from shell import Outcome, process, shell, start
+from test_main import LISTS_IMPORTS
+from tiny import save_tokenizer
+
+from offload.datastore import build as building
+from offload.datastore.corpus import Corpus
+from offload.datastore.store import open_datastore
+from offload.engine.text import load_tokenizer
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.py").write_text("def f(x):\n    return x\n")
+    (folder / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "Say hello"}]}\n{"text": "hello you"}\n')
+    (folder / "image.png").write_bytes(b"\x89PNG\0")
+    (folder / ".git").mkdir()
+    return folder
+
+
+def build(model: Path, out: Path, *arguments: object) -> Outcome:
+    return shell("datastore", "build", "--tokenizer", model, "--out", out, *arguments)
+
+
+@pytest.fixture
+def store(looper: Path, texts: Path, tmp_path: Path) -> Path:
+    assert build(looper, tmp_path / "store", texts, "-q") == Outcome(0, "", "")
+    return tmp_path / "store"
+
+
+def test_a_store_from_files_to_matches(looper: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    outcome = build(looper, out, texts)
+    assert outcome.code == 0 and outcome.out == ""
+    passed, made, speed = outcome.err.splitlines()[-3:]
+    assert passed == "passed over in folders: 1 hidden, 1 binary"
+    assert made.startswith(f"{out}: 41 tokens of 3 documents in 1 chunk, ")
+    assert speed.startswith("41 new tokens, ") and " a second; peak memory " in speed and "of 2 GiB allowed" in speed
+    tokenizer = load_tokenizer(looper)
+    index = open_datastore(out, tokenizer.get_vocab())
+    found = index.longest(tokenizer("please return")["input_ids"])
+    (row,) = index.continuations(found, 20)
+    assert found.length == len(" return") and tokenizer.decode(row[row >= 0]) == " x\n"
+
+
+def test_json_tells_what_was_done(looper: Path, texts: Path, tmp_path: Path) -> None:
+    (texts / "bad.txt").write_bytes(b"\xff")
+    outcome = build(looper, tmp_path / "store", texts, "--skip-bad", "--json", "--ram", "4GiB")
+    result = only_object(outcome.out)
+    assert outcome.code == 0 and outcome.err == ""
+    assert (result["num_new_tokens"], result["num_tokens"], result["num_documents"]) == (41, 41, 3)
+    assert (result["num_files"], result["num_binary"], result["num_hidden"]) == (4, 1, 1)
+    assert result["bad"] == [f"{texts / 'bad.txt'} must be UTF-8, it is not at byte 0"]
+    assert result["ram_bytes"] == 4 << 30 and result["peak_rss_bytes"] > 0 and result["tokens_per_s"] > 0
+    told = only_object(shell("datastore", "info", tmp_path / "store", "--json").out)
+    assert told == {key: result[key] for key in told} and told["tokenizer"] == str(looper)
+    sound = only_object(shell("datastore", "verify", tmp_path / "store", "--json").out)
+    assert sound == {**told, "is_sound": True}
+
+
+def test_info_and_verify_say_it_in_lines(store: Path, looper: Path) -> None:
+    size, tokenizer, sorting = shell("datastore", "info", store).out.splitlines()
+    assert size.startswith(f"{store}: 41 tokens of 3 documents in 1 chunk, ")
+    assert tokenizer.startswith(f"tokenizer of {looper}: 199 ids in 2 bytes each, sha256 ")
+    assert sorting == "sorting its largest chunk took 450 B beside the process's own memory"
+    assert shell("datastore", "verify", store).out == f"{size}: sound\n"
+
+
+def test_a_store_grows(store: Path, texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("hello you there")
+    outcome = shell("datastore", "append", store, tmp_path / "more.txt")
+    assert outcome.code == 0 and f"{store}: 56 tokens of 4 documents in 2 chunks" in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("15 new tokens, ")
+    assert shell("datastore", "verify", store).code == 0
+
+
+def test_conversations_take_the_models_template(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_tokenizer(model, chat_template="{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}")
+    chats = tmp_path / "a.jsonl"
+    chats.write_text('{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}\n')
+    assert build(model, tmp_path / "store", chats, "-q").code == 0
+    tokenizer = load_tokenizer(model)
+    index = open_datastore(tmp_path / "store", tokenizer.get_vocab())
+    (row,) = index.continuations(index.longest(tokenizer.encode("</s><s>")), 20)
+    assert tokenizer.decode(row[row >= 0]) == "assistant:Ho</s>"
+
+
+def test_a_template_that_refuses_is_a_bad_line(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_tokenizer(model, chat_template="{{ raise_exception('roles must alternate') }}")
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    outcome = build(model, tmp_path / "store", tmp_path / "a.jsonl", "-q")
+    assert_refused(outcome, "a.jsonl:1 does not fit into the chat template (roles must alternate): ", "--skip-bad")
+
+
+# What is refused
+
+
+def test_bad_files_are_named_or_skipped(looper: Path, texts: Path, tmp_path: Path) -> None:
+    (texts / "latin.txt").write_bytes(b"gr\xfc\xdfe")
+    (texts / "lines.jsonl").write_text('{"question": 1}\n{"text": "good"}\n')
+    refused = build(looper, tmp_path / "store", texts, "-q")
+    assert_refused(refused, f"{texts / 'latin.txt'} must be UTF-8, it is not at byte 2: convert it, or pass over it")
+    assert not (tmp_path / "store").exists()
+    outcome = build(looper, tmp_path / "store", texts, "--skip-bad")
+    assert outcome.code == 0
+    assert f"skipped: {texts / 'latin.txt'} must be UTF-8, it is not at byte 2\n" in outcome.err
+    assert f"skipped: {texts / 'lines.jsonl'}:1 must be an object with text, messages" in outcome.err
+
+
+def test_what_cannot_be_read_is_named(looper: Path, tmp_path: Path) -> None:
+    missing = build(looper, tmp_path / "store", tmp_path / "nowhere", "-q")
+    assert_refused(missing, f"cannot read {tmp_path / 'nowhere'} (No such file or directory): check the path")
+
+
+def test_an_empty_corpus_is_refused(looper: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").touch()
+    for corpus in (tmp_path / "empty", tmp_path / "empty" / "a.txt"):
+        assert_refused(build(looper, tmp_path / "store", corpus, "-q"), "a corpus must hold some text, got none: ")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_of_another_tokenizer_is_refused(store: Path, texts: Path, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "other", ["another"])
+    before = contents(store)
+    refused = shell("datastore", "append", store, texts, "--tokenizer", tmp_path / "other", "-q")
+    assert_refused(refused, "a store must have the model's tokenizer", "199 ids", "offload datastore build --tokenizer")
+    assert contents(store) == before
+
+
+def test_a_model_without_tokenizer_is_refused(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    for model, words in ((tmp_path / "bare", "has no tokenizer"), (tmp_path / "nowhere", "no model directory at")):
+        assert_refused(build(model, tmp_path / "store", texts, "-q"), words)
+
+
+def test_a_truncated_store_is_refused(store: Path) -> None:
+    file = store / "chunk-00000.tokens"
+    os.truncate(file, 50)
+    for command in (["verify", store], ["info", store], ["append", store, store]):
+        assert_refused(shell("datastore", *command), f"{file} must have 90 bytes, got 50: build it again")
+
+
+def test_an_edited_store_is_refused(store: Path) -> None:
+    file = store / "chunk-00000.positions"
+    raw = bytearray(file.read_bytes())
+    raw[20] ^= 2
+    file.write_bytes(raw)
+    assert_refused(shell("datastore", "verify", store), f"{file} must have sha256 ", "build it again")
+    manifest = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps({**manifest, "vocab_size": "many"}))
+    for command in ("info", "verify"):
+        assert_refused(shell("datastore", command, store), "store.json is not as offload datastore writes it")
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "append"])
+def test_what_is_no_store_is_refused(command: str, tmp_path: Path) -> None:
+    files = [tmp_path] if command == "append" else []
+    refused = shell("datastore", command, tmp_path / "nowhere", *files)
+    assert_refused(refused, "a store must be a folder with store.json, ", "is none: check the path")
+
+
+def test_a_store_is_not_written_over(store: Path, looper: Path, texts: Path) -> None:
+    before = contents(store)
+    assert_refused(build(looper, store, texts, "-q"), "a new store must have a name of its own", "or append to it")
+    assert contents(store) == before
+
+
+@pytest.mark.parametrize(("ram", "words"), [("lots", "--ram must be a size"), ("1MiB", "--ram must be at least ")])
+def test_a_budget_that_is_none_is_refused(ram: str, words: str, looper: Path, texts: Path, tmp_path: Path) -> None:
+    assert_refused(build(looper, tmp_path / "store", texts, "--ram", ram, "-q"), words)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_full_disk_leaves_nothing(looper: Path, texts: Path, tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with patch.object(building.os, "fsync", side_effect=full):
+        outcome = build(looper, tmp_path / "new" / "store", texts, "-q")
+    assert_refused(outcome, "cannot write ", "(No space left on device): nothing of it was kept, free some room")
+    assert contents(tmp_path / "new") == {} and not any((tmp_path / "new").iterdir())
+
+
+def test_ctrl_c_leaves_nothing(looper: Path, texts: Path, tmp_path: Path) -> None:
+    with at_call(Corpus, "_texts", 2, interrupt):
+        assert build(looper, tmp_path / "store", texts, "-q") == Outcome(130, "", "offload: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+def test_ctrl_c_in_a_process_of_its_own(looper: Path, texts: Path, tmp_path: Path) -> None:
+    """While it encodes a text that takes seconds."""
+    (texts / "z.txt").write_text("def f(x): return x\n" * 1_000_000)
+    command = ("datastore", "build", "--tokenizer", looper, "--out", tmp_path / "store", texts)
+    with start(*command) as running:
+        while not list(tmp_path.glob(".store.building")) and running.poll() is None:
+            time.sleep(0.02)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=120)
+    assert (running.returncode, out) == (130, b"") and err.decode().splitlines()[-1] == "offload: interrupted"
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+# What it takes
+
+
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_looking_at_a_store_imports_nothing_heavy(command: str, store: Path) -> None:
+    outcome = process("datastore", command, store, python=("-c", LISTS_IMPORTS))
+    assert outcome.code == 0 and outcome.err == "\n" and str(store) in outcome.out
+
+
+@pytest.mark.parametrize("command", ["build", "append", "info", "verify"])
+def test_help_teaches_by_example(command: str) -> None:
+    outcome = shell("datastore", command, "--help")
+    assert outcome.code == 0 and f"offload datastore {command}" in outcome.out.split("Examples:")[1]
+
+
+def test_a_group_without_a_command_says_what_there_is() -> None:
+    outcome = shell("datastore")
+    assert outcome.code == 0 and all(name in outcome.out for name in ("build", "append", "info", "verify"))
+
+
+def test_a_moved_tokenizer_can_be_named(store: Path, looper: Path, texts: Path, tmp_path: Path) -> None:
+    """What a store remembers of its tokenizer is where it was."""
+    content = json.loads((store / "store.json").read_text())
+    (store / "store.json").write_text(json.dumps({**content, "tokenizer": str(tmp_path / "gone")}))
+    assert_refused(shell("datastore", "append", store, texts, "-q"), "no model directory at ", "gone")
+    moved = shutil.copytree(looper, tmp_path / "moved", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert shell("datastore", "append", store, texts, "--tokenizer", moved, "-q") == Outcome(0, "", "")

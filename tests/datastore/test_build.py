@@ -1,0 +1,307 @@
+"""A store is whole or not there, whatever ends its build, and says what the documents say, however they are cut."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import byte_coder
+import numpy as np
+import pytest
+from brute_force import rows_of
+from byte_coder import CODER, TEXTS, VOCABULARY, append, build, failing, of_small_chunks
+from refusals import contents
+from shell import ROOT
+
+from offload.datastore import build as building
+from offload.datastore.store import open_datastore, read_store
+from offload.datastore.suffix_index import SuffixIndex
+from offload.datastore.verify import verify
+from offload.errors import UserError
+
+
+def assert_same(index: SuffixIndex, texts: list[str]) -> None:
+    """As one that is made of the same documents at once."""
+    wanted = SuffixIndex.in_memory([list(text.encode()) for text in texts], 256)
+    assert index.num_tokens == wanted.num_tokens
+    for end in ("the cat", "on the", "mat", "a", "z", "the king"):
+        found, expected = (one.longest(end.encode()) for one in (index, wanted))
+        assert (found.length, found.count) == (expected.length, expected.count)
+        assert rows_of(index.continuations(found)) == rows_of(wanted.continuations(expected))
+
+
+@pytest.mark.parametrize(("room", "num_chunks"), [(1 << 20, 1), (60, 2), (26, 4)])
+def test_a_store_finds_what_its_documents_hold(
+    room: int, num_chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_small_chunks(monkeypatch, room)
+    texts = ["", *TEXTS[:2], "", *TEXTS[2:]]
+    store = build(tmp_path / "store", texts)
+    assert store == read_store(tmp_path / "store")
+    assert (len(store.chunks), store.num_documents, store.num_tokens) == (num_chunks, 4, sum(map(len, texts)))
+    assert_same(open_datastore(tmp_path / "store", VOCABULARY), texts)
+    verify(store, byte_coder.ignored)
+    assert store.num_bytes == sum(p.stat().st_size for p in (tmp_path / "store").iterdir() if p.name != "store.json")
+
+
+def test_a_document_larger_than_a_chunk_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_small_chunks(monkeypatch, 11)
+    store = build(tmp_path / "store", ["0123456789abcdefghijKLM"])
+    assert [chunk.num_tokens for chunk in store.chunks] == [10, 10, 3]
+    index = open_datastore(tmp_path / "store", VOCABULARY)
+    assert rows_of(index.continuations(index.longest(b"cdef"))) == [tuple(b"ghij")]
+    assert index.longest(b"ij").count == 0, "what follows stands in another chunk"
+
+
+def test_batches_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(building, "_BATCH_CHARS", 30)
+    batches: list[list[str]] = []
+    coder = CODER._replace(encode=lambda texts: batches.append(texts) or CODER.encode(texts))
+    build(tmp_path / "store", coder=coder)
+    assert batches == [TEXTS[:2], TEXTS[2:]]
+
+
+def test_memory_decides_how_large_chunks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "rss_bytes", lambda: 100 << 20)
+    taken_bytes = (100 << 20) + building._RESERVE_BYTES
+    wide = CODER._replace(vocabulary={"last": 2**17})
+    assert building.chunk_room(taken_bytes + 10_000_000, CODER) == 1_000_000, "2 bytes, and 4 for each of them"
+    assert building.chunk_room(taken_bytes + 10_000_000, wide) == 500_000
+    assert building.chunk_room(1 << 50, CODER) == 2**30 - 2, "positions have 31 bits"
+    with pytest.raises(UserError, match="`ram` must be at least 357 MiB here, got 300 MiB: "):
+        building.chunk_room(300 << 20, CODER)
+
+
+def test_sorting_takes_the_memory_that_is_stated() -> None:
+    """Of a process of its own, where nothing else takes any."""
+    program = """
+import sys
+import numpy as np
+from offload.datastore.chunk import ReversedText, sorted_positions
+from offload.datastore.store import sorting_bytes
+from offload.machine import peak_rss_bytes, rss_bytes
+import pydivsufsort
+text = ReversedText(int(sys.argv[1]), 1_500_000)
+before = rss_bytes()
+for _ in range(100):
+    text.add(np.arange(14_999) * 7919 % 199)
+sorted_positions(text.tokens_B)
+print((peak_rss_bytes() - before) / sorting_bytes(1_500_000 * text.width.num_bytes))
+"""
+    for vocab_size in (4096, 2**17):
+        command, environment = [sys.executable, "-c", program, str(vocab_size)], {**os.environ, "PYTHONPATH": str(ROOT)}
+        share = float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+        assert 0.8 < share < 1.3, "with what the library takes for texts of any size"
+
+
+# What ends a build
+
+
+def full_disk(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Where writing late finds no room: the so-many-th file cannot be brought to disk."""
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    patch.setattr(building.os, "fsync", failing(os.fsync, number, error=error))
+
+
+@pytest.fixture
+def _small_files() -> Iterator[None]:
+    """Writing fails within the first file, as it does where there is no more room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
+def test_a_full_disk_leaves_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_small_chunks(monkeypatch, 60)
+    with monkeypatch.context() as patch:
+        full_disk(patch, number)
+        with pytest.raises(UserError, match=r"cannot write .*store .No space left on device.: nothing of it was kept"):
+            build(tmp_path / "store")
+    assert not any(tmp_path.iterdir())
+    build(tmp_path / "store")
+
+
+@pytest.mark.usefixtures("_small_files")
+def test_a_write_cut_short_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot write .*store .File too large.: "):
+        build(tmp_path / "store")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6])
+def test_a_full_disk_leaves_the_old_store(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_small_chunks(monkeypatch, 60)
+    build(tmp_path / "store")
+    before = contents(tmp_path)
+    with monkeypatch.context() as patch:
+        full_disk(patch, number)
+        with pytest.raises(UserError, match="cannot write "):
+            append(tmp_path / "store", TEXTS)
+    assert contents(tmp_path) == before
+    assert len(append(tmp_path / "store", TEXTS).chunks) == 4
+
+
+def test_what_fails_once_the_new_store_stands_takes_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "store")
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "_sync_folder", failing(building._sync_folder, 2, error=KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            append(tmp_path / "store", TEXTS[:1])
+    verify(read_store(tmp_path / "store"), byte_coder.ignored)
+    assert_same(open_datastore(tmp_path / "store", VOCABULARY), [*TEXTS, TEXTS[0]])
+
+
+def interrupted(texts: list[str]) -> Iterator[str]:
+    yield from texts
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("writes", [build, append])
+def test_an_interruption_while_reading_leaves_what_there_was(
+    writes: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_small_chunks(monkeypatch, 24)
+    if writes is append:
+        build(tmp_path / "store")
+    before = contents(tmp_path)
+    monkeypatch.setattr(building, "_BATCH_CHARS", 1)
+    with pytest.raises(KeyboardInterrupt):
+        writes(tmp_path / "store", interrupted(TEXTS))
+    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == (writes is append)
+
+
+def test_an_interruption_is_heard_while_a_library_sorts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def sort_for_ever(_: np.ndarray) -> np.ndarray:
+        os.kill(os.getpid(), signal.SIGINT)
+        release.wait(60)
+        return np.empty(0, np.int32)
+
+    monkeypatch.setattr(building, "sorted_positions", sort_for_ever)
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "store")
+    assert not release.is_set() and not any(tmp_path.iterdir())
+    release.set()
+
+
+def test_what_a_killed_build_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    leftover = tmp_path / ".store.building"
+    leftover.mkdir()
+    (leftover / "chunk-00007.tokens").write_bytes(b"half")
+    build(tmp_path / "store")
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert not (tmp_path / "store" / "chunk-00007.tokens").exists()
+
+
+# Others that read or write
+
+
+def while_building(act: Callable[[], object]) -> Iterator[str]:
+    yield TEXTS[0]
+    act()
+    yield TEXTS[1]
+
+
+def test_a_store_that_is_being_built_is_not_there_yet(tmp_path: Path) -> None:
+    def read() -> None:
+        with pytest.raises(UserError, match=r"must be a folder with store.json, .* it is being built, wait for it"):
+            read_store(tmp_path / "store")
+
+    build(tmp_path / "store", while_building(read))
+    read_store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("writes", [build, append])
+def test_two_do_not_write_one_store(writes: Callable[..., object], tmp_path: Path) -> None:
+    if writes is append:
+        build(tmp_path / "store")
+
+    def write_too() -> None:
+        with pytest.raises(UserError, match=r"another process is writing to .*: wait for it"):
+            writes(tmp_path / "store", TEXTS)
+
+    writes(tmp_path / "store", while_building(write_too))
+    verify(read_store(tmp_path / "store"), byte_coder.ignored)
+
+
+READER = """
+import sys
+from byte_coder import VOCABULARY
+from offload.datastore.store import open_datastore
+index = open_datastore(sys.argv[1], VOCABULARY)
+for _ in sys.stdin:
+    found = index.longest(b"the cat")
+    print(index.num_tokens, found.length, found.count, len(index.continuations(found)), flush=True)
+"""
+
+
+def test_who_has_a_store_open_goes_on_while_it_grows(tmp_path: Path) -> None:
+    build(tmp_path / "store")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'datastore'}"}
+    command, pipe = [sys.executable, "-c", READER, str(tmp_path / "store")], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, bufsize=1) as reader:
+        assert reader.stdin and reader.stdout
+
+        def ask() -> list[int]:
+            reader.stdin.write("\n")
+            return [int(word) for word in reader.stdout.readline().split()]
+
+        before = ask()
+        append(tmp_path / "store", while_building(lambda: [ask(), ask()]))
+        assert ask() == before == [sum(map(len, TEXTS)), 7, 2, 2]
+        reader.stdin.close()
+    found = open_datastore(tmp_path / "store", VOCABULARY).longest(b"the cat")
+    assert (found.length, found.count) == (7, 3)
+
+
+# What cannot be built
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    for path in (tmp_path / "file", tmp_path / "folder" / "file"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    before = contents(tmp_path)
+    for name in ("file", "folder"):
+        with pytest.raises(UserError, match=r"a new store must have a name of its own, got .*, which exists: "):
+            build(tmp_path / name)
+    assert contents(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    build(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_an_empty_corpus_is_refused(texts: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a corpus must hold some text, got none: name other files"):
+        build(tmp_path / "store", texts)
+    assert not any(tmp_path.iterdir())
+    build(tmp_path / "store")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="what is added must hold some text, got none: name other files"):
+        append(tmp_path / "store", texts)
+    assert contents(tmp_path) == before
+
+
+def test_a_tokenizer_that_breaks_its_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokens must lie in \[0, 256\), got 256: "):
+        build(tmp_path / "store", coder=CODER._replace(encode=lambda texts: [[1, 256, 2]]))
+    assert not any(tmp_path.iterdir())
+
+
+def test_only_the_same_tokenizer_adds_to_a_store(tmp_path: Path) -> None:
+    build(tmp_path / "store")
+    before = contents(tmp_path)
+    other = CODER._replace(vocabulary={**VOCABULARY, "<0>": 1, "<1>": 0})
+    with pytest.raises(UserError, match=r"must have the model's tokenizer, .* was built with that of bytes"):
+        append(tmp_path / "store", TEXTS, coder=other)
+    assert contents(tmp_path) == before

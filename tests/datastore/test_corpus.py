@@ -1,0 +1,213 @@
+"""Documents are what files say, in one order; what is passed over is counted, what is bad is named by its line."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offload.datastore import corpus as corpora
+from offload.datastore.corpus import Corpus, Messages
+from offload.errors import UserError
+
+
+def lines(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def documents(*paths: Path) -> list[str]:
+    return list(Corpus(paths).documents())
+
+
+def tagged(messages: Messages) -> str:
+    return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+LAYOUTS = [
+    ({"text": "one\ntwo", "meta": {"url": "x"}}, "one\ntwo", "one\ntwo"),
+    ({"text": "wins", "messages": ASKED}, "wins", "wins"),
+    ({"messages": ASKED}, "Hi\nHello", "<user>Hi<assistant>Hello"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "image"}]}]}, "A", "<user>A"),
+    (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        "Hi\nHello",
+        "<user>Hi<assistant>Hello",
+    ),
+    ({"conversations": [{"from": "system", "value": "Be kind"}]}, "Be kind", "<system>Be kind"),
+    ({"prompt": "2 + 2 =", "completion": " 4"}, "2 + 2 = 4", "2 + 2 = 4"),
+]
+
+
+@pytest.mark.parametrize(("record", "plain", "in_template"), LAYOUTS)
+def test_layouts_of_lines(record: object, plain: str, in_template: str, tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", record)
+    assert documents(path) == [plain]
+    assert list(Corpus([path]).documents(tagged)) == [in_template]
+
+
+def test_empty_lines_and_texts_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\n{"text": ""}\n  \n{"text": "x"}')
+    assert documents(path) == ["x"]
+
+
+BAD_LINES: list[tuple[bytes, str]] = [
+    (b"not json", "Expecting value"),
+    (b'{"text": 7}', "must be an object with text, messages (role, content), conversations"),
+    (b'{"prompt": "alone"}', "must be an object with text"),
+    (b'["text"]', "must be an object with text"),
+    (b'{"messages": [{"role": "user"}]}', "has a message without role and content"),
+    (b'{"messages": ["hi"]}', "has a message without role and content"),
+    (b'{"conversations": [{"from": "gpt", "value": 7}]}', "has a message without from and value"),
+    (b'{"text": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
+    (b'{"text": "\\ud83d"}', "surrogates not allowed"),
+    (b"[" * 100_000, "recursion"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), BAD_LINES)
+def test_a_bad_line_is_named_or_skipped(line: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "first"}\n' + line + b'\n{"text": "third"}\n')
+    with pytest.raises(UserError) as caught:
+        documents(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:2 ") and words in message
+    assert message.endswith(": mend the line, or pass over it with --skip-bad")
+    corpus = Corpus([path], skips_bad=True)
+    assert list(corpus.documents()) == ["first", "third"]
+    (skipped,) = corpus.bad
+    assert skipped.startswith(f"{path}:2 ") and corpus.done_bytes == corpus.num_bytes
+
+
+def test_a_conversation_that_no_template_takes_is_a_bad_line(tmp_path: Path) -> None:
+    def refuse(messages: Messages) -> str:
+        raise UserError("does not fit into the chat template (roles must alternate)")
+
+    path = lines(tmp_path / "a.jsonl", {"messages": ASKED})
+    with pytest.raises(UserError, match=r"a.jsonl:1 does not fit into the chat template"):
+        list(Corpus([path]).documents(refuse))
+
+
+def test_endless_lines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "_MAX_LINE_BYTES", 1 << 20)
+    path = lines(tmp_path / "a.jsonl", {"text": "x" * (1 << 20)}, {"text": "y"})
+    with pytest.raises(UserError, match=r"a.jsonl:1 must have less than 1 MiB"):
+        documents(path)
+
+
+# Files and folders
+
+
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "b" / ".git").mkdir(parents=True)
+    for name, content in {
+        "z.py": b"last = 1\n",
+        "a.txt": "zuerst äöü".encode(),
+        "c.jsonl": b'{"text": "a line"}\n',
+        "empty.txt": b"",
+        "data.bin": b"PK\x03\x04\x00\x00",
+        ".hidden": b"secret",
+        "b/.git/config": b"secret",
+        "b/inner.c": b"int main;\r\n",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_folders_are_walked_in_the_order_of_names(tmp_path: Path) -> None:
+    corpus = Corpus([folder(tmp_path)])
+    assert list(corpus.documents()) == ["zuerst äöü", "a line", "last = 1\n", "int main;\r\n"]
+    assert (corpus.num_files, corpus.num_binary, corpus.num_hidden, corpus.bad) == (6, 1, 2, [])
+    assert corpus.done_bytes == corpus.num_bytes
+
+
+def test_what_is_named_is_read_in_the_order_given(tmp_path: Path) -> None:
+    inside = folder(tmp_path)
+    assert documents(inside / "z.py", inside / ".hidden", inside / "b") == ["last = 1\n", "secret", "int main;\r\n"]
+
+
+def test_progress_never_goes_back(tmp_path: Path) -> None:
+    corpus = Corpus([folder(tmp_path)])
+    done = [corpus.done_bytes for _ in corpus.documents()]
+    assert done == sorted(done) and 0 < done[0] <= done[-1] <= corpus.num_bytes
+
+
+def test_the_mark_that_some_editors_begin_with_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    assert documents(tmp_path / "a.txt") == ["text"]
+
+
+def test_a_long_text_is_cut_at_the_end_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "_PIECE_CHARS", 10)
+    (tmp_path / "a.txt").write_text("0123456789 one\ntwo\n" + "x" * 35)
+    lines(tmp_path / "b.jsonl", {"text": "0123456789 one\ntwo"})
+    wanted = ["0123456789 one\n", "two\nxxxxxxxxxxxxxxxx", "x" * 19]
+    assert documents(tmp_path / "a.txt", tmp_path / "b.jsonl") == [*wanted, "0123456789 one\n", "two"]
+
+
+def latin(path: Path) -> None:
+    path.write_bytes(b"fine\n" * 300_000 + b"gr\xfc\xdfe\n")
+
+
+def cut_in_a_character(path: Path) -> None:
+    path.write_bytes(b"fine " + "日".encode()[:2])
+
+
+def zero_bytes(path: Path) -> None:
+    path.write_bytes(b"MZ\0\0")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+BAD_FILES = [
+    (latin, "must be UTF-8, it is not at byte 1500002: convert it", True),
+    (cut_in_a_character, "must be UTF-8, it is not at byte 5: convert it", True),
+    (zero_bytes, "is no text, it has zero bytes: take it out", False),
+    (dangling, "(No such file or directory): check ", True),
+    (pipe, "(it is no regular file): check ", False),
+]
+
+
+@pytest.mark.parametrize(("make", "words", "also_in_folder"), BAD_FILES)
+def test_a_bad_file_is_named_or_skipped(
+    make: Callable[[Path], None], words: str, also_in_folder: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "good.txt").write_text("good")
+    bad = tmp_path / "a.txt"
+    make(bad)
+    for paths in ([bad, tmp_path / "good.txt"], [tmp_path]):
+        if paths == [tmp_path] and not also_in_folder:
+            assert documents(tmp_path) == ["good"] and Corpus([tmp_path]).bad == []
+            continue
+        with pytest.raises(UserError) as caught:
+            documents(*paths)
+        message = str(caught.value)
+        assert str(bad) in message and words in message and message.endswith("or pass over it with --skip-bad")
+        corpus = Corpus(paths, skips_bad=True)
+        assert list(corpus.documents()) == ["good"] and len(corpus.bad) == 1 and str(bad) in corpus.bad[0]
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(path: Path) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(corpora, "open_regular", forbid)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"cannot read .*a.txt \(Permission denied\): check its permissions, or pass"):
+        documents(tmp_path)
+
+
+def test_what_is_not_there_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*nowhere \(No such file or directory\): check the path"):
+        Corpus([tmp_path, tmp_path / "nowhere"])
