@@ -2,7 +2,8 @@
 
 A source tells for a context what followed on it elsewhere: in the text itself, in a datastore, in counts of pairs. Each
 such opinion (a `Tier`) knows how many tokens it rests on; the one that rests on most is asked first, and what it does
-not claim is left to the next: prediction by partial matching, with a learned trust (`Trust`) instead of fixed escapes.
+not claim is left to the next, for other tokens. That is prediction by partial matching with exclusion (Cleary and
+Witten, 1984), with a learned trust (`Trust`) in place of its escapes.
 
 Invariant: the chances of a node's children sum to one at most, so no path is likelier than what it goes on from. All of
 it is settled by the context, before anything is drawn: its nodes are point masses, exact with every rule.
@@ -136,9 +137,16 @@ class Guesses:
             place = self.follow(place, token)
 
     def _told(self, place: Place) -> Iterable[tuple[Tier, Mapping[int, float]]]:
+        """What each tier says beyond those before it: a shorter match that agrees with a longer one adds nothing."""
+        said: set[int] = set()
         for tier, at in zip(self._tiers, place.at, strict=True):
             shares = _NOTHING if at is None else tier.shares(at)
+            if said and not said.isdisjoint(shares):
+                shares = {token: share for token, share in shares.items() if token not in said}
+                total = sum(shares.values())
+                shares = {token: share / total for token, share in shares.items()}
             if shares:
+                said |= shares.keys()
                 yield tier, shares
 
 

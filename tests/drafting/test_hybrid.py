@@ -1,0 +1,181 @@
+"""Model and guesses in one tree: both compete for its nodes, and every rule keeps its distribution."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from tables import SHAPES, TableSampler, count_pairs, distributions, grow, p_value, pair, pair_distribution
+from test_dynamic import path_of
+from tiny import FAMILIES, VOCAB_SIZE, save_pair
+
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Sampling
+from offload.datastore.trie import heaviest
+from offload.drafting.base import Drafted
+from offload.drafting.copying import Copying
+from offload.drafting.draft_model import Draft
+from offload.drafting.dynamic import Mixture, grow_best
+from offload.drafting.guesses import Guess, Guesses, Place, TrieTier
+from offload.drafting.hybrid import HybridDrafter, _without_least, graft
+from offload.drafting.model import ModelDrafter
+from offload.drafting.sources import Sources
+from offload.drafting.trust import Trust
+from offload.engine.build import resident_model
+from offload.model.kv_cache import KVCache
+from offload.model.weights import StreamedModel
+from offload.sampling.sampler import Sampler
+from offload.tree.proposals import Draw
+from offload.tree.spec import MatchLength
+from offload.tree.token_tree import TokenTree
+from offload.tree.topology import DynamicShape, best_first, chain
+from offload.verification.rules import find_rule
+
+PROMPT = [*range(11, 29), 5, *range(11, 25)]
+GUESSED = [25, 26, 27, 28, 5, 11, 12, 13]
+GREEDY, WARM = Sampling(), Sampling(temperature=1.0, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StreamedModel]:
+    draft = save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("hybrid"))[1]
+    model = resident_model(open_checkpoint(draft), "float32")
+    yield model
+    model.close()
+
+
+def hybrid(model: StreamedModel) -> HybridDrafter:
+    return HybridDrafter(ModelDrafter(model, VOCAB_SIZE, 256), Sources([Copying(MatchLength(2, 16))]))
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(path_of(tree, node)) for node in range(tree.num_nodes)}
+
+
+def guessed_paths(depth: int) -> set[tuple[int, ...]]:
+    return {tuple(GUESSED[:length]) for length in range(depth + 1)}
+
+
+@pytest.mark.parametrize("shape", [DynamicShape(32, 6), best_first([0.5, 0.2], 32, 6), chain(7)], ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_a_long_match_is_in_every_tree(model: StreamedModel, shape, sampling: Sampling) -> None:
+    drafter, sampler = hybrid(model), Sampler(sampling, VOCAB_SIZE)
+    tree = drafter.grow(shape, PROMPT, sampler, drafter.new_state()).tree
+    assert guessed_paths(3) <= paths(tree) and tree.num_nodes <= shape.num_nodes and tree.topology.depth <= shape.depth
+    alone = ModelDrafter(model, VOCAB_SIZE, 256)
+    assert not guessed_paths(3) <= paths(alone.grow(shape, PROMPT, sampler, alone.new_state()).tree)
+
+
+def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> None:
+    drafter, alone, sampler = hybrid(model), ModelDrafter(model, VOCAB_SIZE, 256), Sampler(GREEDY, VOCAB_SIZE)
+    for shape in (DynamicShape(24, 6), best_first([0.5, 0.2], 24, 6)):
+        got = drafter.grow(shape, [1, 2, 3, 4], sampler, drafter.new_state())
+        wanted = alone.grow(shape, [1, 2, 3, 4], sampler, alone.new_state())
+        assert got.tree.topology == wanted.tree.topology and got.tree.tokens == wanted.tree.tokens
+
+
+def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
+    """Rows that were run ahead of others, many levels at once, have the scores of their own paths."""
+    guesses = Guesses([TrieTier("copy", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], Trust())
+    sampler, mixture = Sampler(GREEDY, VOCAB_SIZE), Mixture(1.0, guesses)
+    draft = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
+    tree, rows, scores = grow_best(draft, DynamicShape(40, 7), PROMPT, sampler, mixture)
+    assert max(map(len, guessed_paths(6) & paths(tree))) >= 4 and len(rows) > 8
+    for node, score_V in scores.items():
+        alone = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
+        assert (alone.catch_up([*PROMPT, *path_of(tree, node)])[0] - score_V).abs().max() < 1e-4
+
+
+def test_a_dynamic_tree_is_the_best_of_the_mixture(model: StreamedModel) -> None:
+    """Grown again by hand: one node after the other, each with the chance that draft and guesses give it together."""
+    guesses = Guesses([TrieTier("copy", 3, heaviest(np.array([GUESSED, [3] * 8, [25] * 8]), 32))], Trust())
+    sampler, shape = Sampler(GREEDY, VOCAB_SIZE), DynamicShape(30, 4)
+    draft = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
+    tree = grow_best(draft, shape, PROMPT, sampler, Mixture(1.3, guesses)).tree
+    every: dict[tuple[int, ...], float] = {(): 1.0}
+    open_paths: list[tuple[tuple[int, ...], Place]] = [((), guesses.root)]
+    for path, place in open_paths:
+        alone = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
+        pi_V = (1.3 * alone.catch_up([*PROMPT, *path])[0].float()).softmax(0)
+        chances, rest = guesses.children(place)
+        mixed = {token: chances.get(token, 0) + rest * float(pi_V[token]) for token in range(VOCAB_SIZE)}
+        for token in sorted(mixed, key=lambda one: -mixed[one])[:32]:
+            child = (*path, token)
+            every[child] = every[path] * mixed[token]
+            if len(child) < shape.depth and every[child] > 0.003:
+                open_paths.append((child, guesses.follow(place, token)))
+    wanted = sorted(every, key=lambda path: -every[path])[: shape.num_nodes]
+    assert sum(every[path] for path in paths(tree)) == pytest.approx(sum(every[path] for path in wanted), rel=1e-3)
+
+
+def test_a_commit_keeps_the_accepted_path(model: StreamedModel) -> None:
+    for shape in (DynamicShape(32, 6), best_first([0.5, 0.2], 32, 6)):
+        drafter, sampler = hybrid(model), Sampler(GREEDY, VOCAB_SIZE)
+        state = drafter.new_state()
+        drafted = drafter.grow(shape, PROMPT, sampler, state)
+        nodes = [
+            next(n for n in range(drafted.tree.num_nodes) if path_of(drafted.tree, n) == tuple(GUESSED[:i]))
+            for i in range(4)
+        ]
+        drafter.commit(drafted, nodes, [*GUESSED[:3], 9], sampler, state)
+        text = [*PROMPT, *GUESSED[:3], 9]
+        again = Draft(model, VOCAB_SIZE, state.cache).catch_up(text)
+        fresh = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256)).catch_up(text)
+        assert (again - fresh).abs().max() < 1e-4
+
+
+def test_likely_guesses_take_the_place_of_the_least_likely_nodes() -> None:
+    shape, place = best_first([0.6, 0.3], 32, 6), Place(0, ())
+
+    def kept(*chances: float) -> int:
+        return _without_least(
+            shape, [Guess(i - 1, 1, i + 1, chance, place) for i, chance in enumerate(chances)]
+        ).num_nodes
+
+    assert kept() == kept(1e-9) == 32
+    assert kept(*[0.9] * 8) == 24 and kept(*[0.9] * 100) == 4 and kept(*[0.9] * 3) == 32
+
+
+# Laws: tables stand for both models, and every tree has two guesses hung into it.
+
+FOUND = [Guess(-1, 2, 1, 0.9, Place(1, ())), Guess(0, 3, 2, 0.5, Place(2, ())), Guess(-1, 1, 1, 0.1, Place(1, ()))]
+CASES = [("sequoia", "binary", "bad"), ("sequoia", "chain", "disjoint"), ("specinfer", "sequences", "bad"),
+         ("spectr", "binary", "good")]  # fmt: skip
+
+
+def p_of_grafted(rule_name: str, shape: str, draft: str, planted=lambda drafted, tree: tree) -> float:
+    (target_VV, draft_VV), rule = pair(draft), find_rule(rule_name)
+    sampling = Sampling(temperature=1.0, seed=1)
+
+    def grow_with_guesses(root_R: torch.Tensor, sampler: Sampler) -> list[TokenTree]:
+        trees = grow(draft_VV, SHAPES[shape], root_R, sampler)
+        return [planted(tree, graft(Drafted(tree, {}, {}), FOUND, tree.num_nodes + 3).tree) for tree in trees]
+
+    sampler = TableSampler(sampling, rule)
+    count_VV = count_pairs(grow_with_guesses, rule.verify, target_VV, sampler, 5000)
+    return p_value(count_VV, pair_distribution(distributions(target_VV, sampling)))
+
+
+@pytest.mark.parametrize(("rule", "shape", "draft"), CASES, ids=str)
+def test_distribution_of_two_tokens(rule: str, shape: str, draft: str) -> None:
+    assert p_of_grafted(rule, shape, draft) > 1e-3
+
+
+def test_a_guess_that_passes_for_a_draw_is_caught() -> None:
+    def as_drawn(_: TokenTree, tree: TokenTree) -> TokenTree:
+        assert tree.proposals is not None
+        tree.proposals.draw_N[:] = int(Draw.WITH_REPLACEMENT)
+        tree.proposals.row_N[:] = 0
+        return tree
+
+    assert p_of_grafted("specinfer", "chain", "good", as_drawn) < 1e-6
+
+
+def test_a_draw_that_gives_way_to_a_guess_is_caught() -> None:
+    """Dropping what was drawn where it differs from the guess: growth that looks at the value."""
+
+    def dropped(drawn: TokenTree, tree: TokenTree) -> TokenTree:
+        is_same = drawn.tokens[1] == FOUND[0].token
+        return drawn if is_same else TokenTree(chain(1), torch.tensor([drawn.tokens[0], FOUND[0].token]))
+
+    assert p_of_grafted("sequoia", "chain", "bad", dropped) < 1e-6
