@@ -13,8 +13,8 @@ from offload.drafting.none import NoState
 from offload.drafting.sources import Asked
 
 _MOST_COUNTED = 4096  # occurrences of a token, sampled where there are more
-_NUM_CHILDREN = 16
-_NUM_KEPT = 1 << 16  # tokens whose followers are kept
+_NUM_CHILDREN = 8
+_NUM_KEPT = 1 << 12  # tokens whose followers are kept, some 4 MiB
 
 
 class NgramTier:

@@ -1,0 +1,59 @@
+"""What a corpus says: continuations of the longest match first, and counts of what follows on a token."""
+
+import numpy as np
+import pytest
+
+from offload.datastore.suffix_index import SuffixIndex
+from offload.drafting.guesses import Guesses
+from offload.drafting.ngram import Ngrams
+from offload.drafting.retrieval import Retrieval
+from offload.drafting.sources import Asked
+from offload.drafting.trust import Trust
+from offload.tree.spec import MatchLength
+
+VOCAB_SIZE = 32
+DOCUMENTS = [[1, 2, 3, 4, 5, 6, 7], [9, 3, 4, 8], [9, 3, 4, 8], [3, 4, 10]]
+
+
+def index() -> SuffixIndex:
+    return SuffixIndex.in_memory(DOCUMENTS, VOCAB_SIZE)
+
+
+def test_the_longest_match_then_shorter_ones() -> None:
+    source = Retrieval(index(), MatchLength(2, 16))
+    tiers = list(source.tiers([0, 1, 2, 3, 4], Asked(16, 3), source.new_state()))
+    assert [tier.length for tier in tiers] == [4, 2]
+    assert tiers[0].shares(0) == {5: 1.0} and tiers[1].shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
+    found = Guesses(tiers, Trust()).best(16, 3)
+    assert [(guess.token, guess.depth) for guess in found[:3]] == [(5, 1), (6, 2), (7, 3)]
+    assert {guess.token for guess in found if guess.depth == 1} == {5, 8, 10}
+
+
+@pytest.mark.parametrize("context", [[20, 21], [7], [4, 10], []])
+def test_nothing_follows_what_is_not_there(context: list[int]) -> None:
+    source = Retrieval(index(), MatchLength(2, 16))
+    assert list(source.tiers(context, Asked(16, 3), source.new_state())) == []
+
+
+def test_the_nodes_asked_for_are_shared_by_the_matches() -> None:
+    source = Retrieval(index(), MatchLength(2, 16))
+    tiers = list(source.tiers([1, 2, 3, 4], Asked(3, 3), source.new_state()))
+    assert [tier.length for tier in tiers] == [4], "it takes all there is room for"
+
+
+def test_bigrams_then_unigrams() -> None:
+    tokens = [token for document in DOCUMENTS for token in document]
+    bigram, unigram = Ngrams(index()).tiers([0, 3], Asked(16, 3), Ngrams(index()).new_state())
+    assert bigram.shares(bigram.start()) == {4: 1.0}
+    assert bigram.shares(bigram.follow(3, 4)) == {8: 0.5, 5: 0.25, 10: 0.25}
+    assert not bigram.shares(30)
+    shares = unigram.shares(30)
+    assert list(shares)[:2] == [3, 4] and shares == unigram.shares(3)
+    assert all(np.isclose(share, tokens.count(token) / len(tokens), atol=0.08) for token, share in shares.items())
+
+
+def test_a_chain_of_bigrams_is_the_likeliest_path() -> None:
+    guesses = Guesses(Ngrams(index()).tiers([1], Asked(16, 3), Ngrams(index()).new_state()), Trust())
+    found = guesses.best(3, 3)
+    assert found[0].token == 2
+    assert guesses.children(guesses.follow(guesses.root, 2))[0][3] > 0.2

@@ -1,0 +1,145 @@
+"""Drafters without a model, whole: the same ids with every source, alone and beside a draft, and refusals."""
+
+import heapq
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli.demo import PAIR
+from offload.config import RULES, Sampling
+from offload.datastore.build import Coder, build
+from offload.drafting.lookup import LookupDrafter
+from offload.engine.decoder import Decoder
+from offload.engine.text import load_tokenizer
+from offload.errors import UserError
+from offload.memory.planner import Files, least_budget, plan_memory
+
+SOURCE = Path(heapq.__file__).read_text(encoding="utf-8")
+PROMPT = SOURCE[7000:7800] + "\n\n# The same again\n" + SOURCE[7000:7100]
+NUM_NEW = 24
+SAMPLINGS = ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 5})
+load = partial(offload.load, context=640, dtype="float32", device="cpu", threads=1, profile="none")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, tokenizer = tmp_path_factory.mktemp("store") / "code", load_tokenizer(PAIR / "target")
+    encode = lambda texts: [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # noqa: E731
+    build(
+        path, [SOURCE[:6000], SOURCE[7000:9000]], Coder("demo", tokenizer.get_vocab(), encode), 1 << 30, lambda *_: None
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "code.py"
+    path.write_text(SOURCE[:6000], encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    with load(PAIR / "target", tree="none", ram="1GiB") as decoder:
+        return [ids(decoder, **sampling) for sampling in SAMPLINGS]
+
+
+def ids(decoder: Decoder, **options: Any) -> list[int]:
+    return decoder.generate(PROMPT, max_new_tokens=NUM_NEW, raw=True, **options).token_ids
+
+
+def streaming_ram(draft: Path | None) -> int:
+    files = Files(open_checkpoint(PAIR / "target"), draft and open_checkpoint(draft))
+    return least_budget(lambda size: plan_memory(files, ram=size, dtype="float32", context=640, num_nodes=64))
+
+
+@pytest.mark.parametrize("draft", [None, PAIR / "draft"], ids=["alone", "beside a draft"])
+@pytest.mark.parametrize("kind", ["lookup", "ngram", "counts of a store", "store", "all"])
+def test_every_source_writes_the_same_text(kind: str, draft: Path | None, store: Path, text: Path, wanted: Any) -> None:
+    options: dict[str, Any] = {"lookup": kind in ("lookup", "all"), "ngram": text if kind in ("ngram", "all") else None}
+    options["datastore"] = store if kind in ("store", "all") else None
+    options["ngram"] = store if kind.startswith("counts") else options["ngram"]
+    with load(PAIR / "target", draft, streaming_ram(draft), "dynamic:64x16", **options) as decoder:
+        for tree in ("dynamic:64x16", "32x6", "chain:5", "sequences:3x4", "none"):
+            for sampling, ids_alone in zip(SAMPLINGS, wanted, strict=True):
+                run = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, raw=True, tree=tree, **sampling)
+                assert run.token_ids == ids_alone, (tree, sampling)
+                assert run.stats.tree_num_nodes <= 64
+                if tree.startswith("dynamic") and not sampling and kind in ("lookup", "all"):
+                    assert run.stats.tokens_per_sweep > 1.5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_takes_guesses(rule: str, wanted: Any) -> None:
+    """Greedily it is the same text; drawn it is one text for one seed."""
+    with load(PAIR / "target", ram="1GiB", rule=rule, tree="dynamic:64x16") as decoder:
+        assert ids(decoder) == wanted[0]
+        drawn = [ids(decoder, temperature=0.9, seed=seed) for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_without_a_draft_the_text_is_looked_up_by_itself(wanted: Any) -> None:
+    with load(PAIR / "target", ram="1GiB") as decoder:
+        assert isinstance(decoder.drafter, LookupDrafter) and decoder.tree_choice(Sampling()).is_dynamic
+        run = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, raw=True)
+        assert run.token_ids == wanted[0] and run.tree_choice.shape.num_nodes > 1
+    with load(PAIR / "target", ram="1GiB", lookup=False) as decoder:
+        assert not decoder.tree_choice(Sampling()).is_dynamic and ids(decoder) == wanted[0]
+
+
+def test_a_conversation_that_goes_on_is_looked_up_whole() -> None:
+    """The second prompt repeats what the first run wrote; its keys and values are kept, and so is the text."""
+    with load(PAIR / "target", ram="1GiB", tree="dynamic:64x16") as decoder:
+        first = decoder.run(PROMPT, Sampling(), max_new_tokens=NUM_NEW, raw=True)
+        list(first)
+        longer = [*first.sequence.tokens, *first.sequence.tokens[-40:-20]]
+        texts = []
+        for continues in (True, False):
+            run = decoder.run(longer, Sampling(), max_new_tokens=NUM_NEW, continues=continues)
+            texts.append(list(run) and run.result().token_ids)
+            assert run.sequence.stats.num_kept_tokens > 0 or not continues
+    assert texts[0] == texts[1]
+
+
+def test_a_session_of_a_draft_with_guesses_is_whole(tmp_path: Path) -> None:
+    with load(PAIR / "target", PAIR / "draft", "1GiB", "dynamic:64x16", lookup=True) as decoder:
+        run = decoder.run(PROMPT, Sampling(), max_new_tokens=8, raw=True)
+        list(run)
+        decoder.save_session(tmp_path / "kept")
+        tokens = run.sequence.tokens
+        decoder.generate("def f(x):\n", max_new_tokens=4, raw=True)
+        session = decoder.load_session(tmp_path / "kept")
+        run = decoder.run(session.tokens, Sampling(), max_new_tokens=8, continues=True)
+        list(run)
+        assert session.tokens == tokens and run.sequence.stats.num_kept_tokens == len(tokens) - 1
+
+
+@pytest.fixture(scope="module")
+def other_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("other") / "code"
+    build(
+        path, ["ab"], Coder("other", {"a": 0, "b": 1}, lambda texts: [[0, 1] for _ in texts]), 1 << 30, lambda *_: None
+    )
+    return path
+
+
+def refused(**options: Any) -> Iterator[str]:
+    with pytest.raises(UserError) as caught:
+        load(PAIR / "target", ram="1GiB", **options)
+    yield str(caught.value)
+
+
+def test_stores_that_cannot_serve(store: Path, other_store: Path, tmp_path: Path) -> None:
+    for argument in ("datastore", "ngram"):
+        assert "tokenizer" in next(refused(**{argument: other_store}))
+        assert str(tmp_path / "none") in next(refused(**{argument: tmp_path / "none"}))
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe text")
+    assert "bad.txt" in next(refused(ngram=tmp_path / "bad.txt"))
+    (tmp_path / "large.txt").write_bytes(b"a" * (9 << 20))
+    assert "offload datastore build" in next(refused(ngram=tmp_path / "large.txt"))
+    assert "`tree`" in next(refused(lookup=False, tree="16x4"))
