@@ -80,8 +80,9 @@ def _copies(path: Path) -> Iterator[Prompt]:
         if isinstance(node, ast.FunctionDef) and node.args.args:
             text = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
             if len(text) in _COPIED_CHARS:
-                argument = node.args.args[-1].arg
-                edited = re.sub(rf"\b{argument}\b", f"new_{argument}", text.replace(node.name, f"{node.name}_again"))
+                edited, argument = text.replace(node.name, f"{node.name}_again"), node.args.args[-1].arg
+                if argument not in ("self", "cls"):
+                    edited = re.sub(rf"\b{argument}\b", f"new_{argument}", edited)
                 head, _, then = edited.partition("\n")
                 yield Prompt(f"{COPY}/{path.name}:{node.lineno}", f"{text}\n\n{head}\n", then=then)
 
@@ -91,7 +92,9 @@ def _from_file(path: Path) -> Iterator[Prompt]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"--prompts must be {CODE}, {COPY} or a file, cannot read {path} ({reason}): name another") from None
+        raise UserError(
+            f"--prompts must be {CODE}, {COPY} or a file, cannot read {path} ({reason}): name another"
+        ) from None
     if path.suffix != ".jsonl":
         yield from [Prompt(path.name, text)] if text.strip() else []
         return
