@@ -94,6 +94,23 @@ def drafting_of(rule: str) -> Drafting:
     return RULES[rule].drafting
 
 
+def check_lenience(lenience: float, rule: str, sampling: Sampling | None = None) -> float:
+    """The same number, proved to be a lenience that a rule has a use for. Raises `UserError`.
+
+    Args:
+        sampling: how tokens will be drawn; None is not known yet.
+    """
+    lenience = _number(lenience, "`lenience`")
+    require(0 < lenience <= 1, "`lenience` must lie in (0, 1]", lenience, "1 is exact, and the default")
+    is_drawn = sampling is not None and not sampling.is_greedy
+    if lenience < 1 and is_drawn and not drafting_of(rule).keeps_distributions:
+        raise UserError(
+            f"`lenience` {lenience:g} scales a ratio that `rule` {rule} does not take where tokens are drawn: "
+            "use `rule` sequoia, or `temperature` 0"
+        )
+    return lenience
+
+
 def parse_size(text: str | int, flag: str) -> int:
     """Bytes from `512MiB`, `1.2GB`, `4G` (decimal) or a plain number of bytes. Raises `UserError`."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*([kmgt]i?|)b?\s*", str(text).lower())

@@ -1,8 +1,41 @@
 """What a run has moved, waited for and accepted: counts, bytes and seconds, nothing derived is stored."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from offload.threads.policy import Modes
+
+
+@dataclass(slots=True)
+class Estimate:
+    """A mean of numbers that come one by one, and how far it is to be trusted."""
+
+    count: int = 0
+    total: float = 0.0
+    total_squares: float = 0.0
+
+    def add(self, values: Iterable[float]) -> None:
+        """More of them."""
+        for value in values:
+            self.count, self.total = self.count + 1, self.total + value
+            self.total_squares += value * value
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the mean, as if the numbers were independent; None where fewer than two cannot tell."""
+        if self.count < 2:
+            return None
+        spread = max(0.0, self.total_squares - self.total * self.total / self.count)
+        return math.sqrt(spread / (self.count - 1) / self.count)
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures by the names that `--json` uses."""
+        return {"mean": self.mean, "standard_error": self.standard_error, "num_positions": self.count}
 
 
 @dataclass(slots=True, repr=False)
@@ -27,7 +60,10 @@ class Stats:
     tree_num_nodes: int = 1
     tree_depth: int = 0
     is_tree_dynamic: bool = False  # size and depth are bounds then
+    chain_lengths: list[int] = field(default_factory=list)  # of `chain:auto`: guesses before each sweep
     accepted_per_sweep: list[int] = field(default_factory=list)  # new tokens of each sweep after the prompt's
+    first_guess: Estimate = field(default_factory=Estimate)  # chance that a node's first guess is accepted
+    is_draft_known: bool = True  # whether verification knew what guesses came from, so that this is alpha
 
     def __repr__(self) -> str:
         return (
@@ -43,6 +79,7 @@ class Stats:
         """The prompt's sweep is over: what it took counts as time to the first token only."""
         self.num_first_tokens, self.ttft_s = num_first_tokens, ttft_s
         self.num_sweeps = self.bytes_streamed = 0
+        self.chain_lengths = []
         self.draft_s = self.sweep_s = self.verify_s = self.stall_s = 0.0
 
     def add_step(self, *, draft_s: float, sweep_s: float, verify_s: float, stall_s: float, num_bytes: int) -> None:
@@ -53,6 +90,11 @@ class Stats:
         self.verify_s += verify_s
         self.stall_s += stall_s
         self.bytes_streamed += num_bytes
+
+    @property
+    def alpha(self) -> Estimate | None:
+        """E[sum of min(p, q)] over the positions that were verified; None where none was, or nobody kept q."""
+        return self.first_guess if self.is_draft_known and self.first_guess.count else None
 
     @property
     def tokens_per_sweep(self) -> float:
@@ -82,6 +124,9 @@ class Stats:
         tree = {"num_nodes": self.tree_num_nodes, "depth": self.tree_depth, "is_grown": self.is_tree_dynamic}
         return {
             **figures,
+            "alpha": self.alpha and self.alpha.as_dict(),
+            "first_guess": self.first_guess.as_dict(),
+            **({"chain_lengths": self.chain_lengths} if self.chain_lengths else {}),
             "threads": self.threads and {name: mode._asdict() for name, mode in self.threads._asdict().items()},
             "tree": tree,
         }

@@ -20,7 +20,7 @@ from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.cli.console import Console
 from offload.cli.demo import PAIR, inflated_target
-from offload.config import parse_size
+from offload.config import parse_size, require
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.errors import UserError
@@ -58,7 +58,10 @@ class Setting(NamedTuple):
         return self.origin.parent == self.target.parent
 
     def open(self, tree: str, **options: Any) -> Decoder:
-        """A decoder with room for that tree; `options` are those of `load`."""
+        """A decoder with room for that tree; `options` are those of `load`. Raises `UserError`."""
+        require(
+            options.get("lenience", 1) == 1, "what is measured is proved: `lenience` must be 1", "less", "leave it out"
+        )
         place: dict[str, Any] = {"device": self.opened or "cpu", "gpu_memory": self.gpu_memory}
         how = {"profile": "none", "open_source": open_source, **place, **options}
         return load(self.target, self.draft, self.ram_bytes, tree, **how)

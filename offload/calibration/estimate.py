@@ -158,6 +158,8 @@ def estimate(
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
     tree, device = options.tree_spec(has_draft=draft is not None), _find_device(options, machine)
+    if draft is None and tree.is_chosen:
+        tree = TreeSpec("none")  # what guesses yield depends on the text, and they take no room that there is not
     room = _room(options, machine, device)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
@@ -169,7 +171,8 @@ def estimate(
     predictions: tuple[Prediction, ...] = ()
     if link is not None and (costs or plan.streamed_bytes):
         predictions, basis = _predictions(case, costs, link, profile, basis)
-        plan = case.plan(predictions[-1].shape.num_nodes)
+        if tree.kind != "auto_chain":  # which has room for longer chains than its first
+            plan = case.plan(predictions[-1].shape.num_nodes)
     is_measured = link is not None and machine is None and disk_bytes_per_s is None
     notes = _notes(case, link, plan)
     return Estimate(models, plan, machine, link, predictions, costs is None, basis, notes, is_measured)
@@ -208,7 +211,7 @@ def _check(case: _Case) -> None:
     if given is None:
         return
     require(given >= 1, "`tokens_per_sweep` must be 1 or more", given, "a sweep yields one token at least")
-    if case.tree.kind in ("auto", "none"):
+    if case.tree.is_chosen or case.tree.kind == "none":
         raise UserError(f"`tokens_per_sweep` {given:g} belongs to one tree: name it, such as `tree` 128x20")
     if case.hardware is None and case.disk_bytes_per_s is None:
         raise UserError(
@@ -292,6 +295,8 @@ def _tokens(case: _Case, choice: TreeChoice, profile: Profile | None, basis: str
 
 def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: tuple[float, float]) -> Prediction:
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
+    if case.tree.kind == "auto_chain":
+        label = f"chain:{shape.depth}"
     return Prediction(label, shape, step_time(costs, Traffic.of(plan, case.hardware), shape), tokens)
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.kernel_comparison import Outcome, verdicts
@@ -134,7 +135,11 @@ class Names(NamedTuple):
 
 def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False) -> str:
     """What is not as fast as it could be; then in two lines what runs, where it lies, and what to expect."""
-    drafting = [f"draft {names.draft}, {_expectation(choice)}"] if names.draft and choice else []
+    drafting, sources = list[str](), str(decoder.sources)
+    if names.draft and choice:
+        drafting = [f"draft {names.draft}{sources and f' with {sources}'}, {_expectation(choice)}"]
+    elif choice and choice.shape.num_nodes > 1:
+        drafting = [f"no draft: up to {choice.shape.num_nodes} guesses a sweep by {sources}"]
     return "\n".join([*decoder.notes, place_line(names.model, decoder.plan, is_decimal=is_decimal), *drafting])
 
 
@@ -157,7 +162,8 @@ def _expectation(choice: "TreeChoice") -> str:
     speed = f"{choice.tokens_per_sweep:.1f} tokens per sweep"
     if choice.candidates:
         speed = f"{1 / choice.candidates[0].s_per_token:.2f} tokens/s"
-    return f"tree {label_of(choice.shape)}, {speed} expected"
+    tree = f"chains, of {choice.shape.depth} at first" if choice.chains else f"tree {label_of(choice.shape)}"
+    return f"{tree}, {speed} expected"
 
 
 def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
@@ -187,7 +193,10 @@ def _comparison(outcome: Outcome) -> str:
 
 def choice_lines(choice: "TreeChoice") -> str:
     """What tree is used and why; where it was chosen, beside the next best."""
-    first = f"{_tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)}: {choice.why}"
+    tree = _tree_words(choice.shape.num_nodes, choice.shape.depth, choice.is_dynamic)
+    if choice.chains is not None:
+        tree = f"chains of at most {choice.chains.max_length} guesses"
+    first = f"{tree}: {choice.why}"
     return "\n".join([first, *candidate_rows(choice.candidates[:_CHOICES_SHOWN])])
 
 
@@ -244,11 +253,24 @@ def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal:
         return f"{first}\n{memory}"
     tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
     speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
+    if stats.chain_lengths:
+        tree = f"chains of {fmean(stats.chain_lengths):.1f} guesses"
     lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'sweep')}, {tree})", memory]
     if stats.bytes_streamed:
         waited = f"{stats.stall_s / stats.sweep_s:.0%} of the sweep spent waiting for it"
         lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}")
     return "\n".join(lines)
+
+
+def alpha_line(stats: Stats) -> str:
+    """How alike draft and target were where both are known; nothing where they are not."""
+    if stats.alpha is None:
+        return ""
+    error = stats.alpha.standard_error
+    doubt = "" if error is None else f"±{error:.3f}"
+    return (
+        f"alpha {stats.alpha.mean:.3f}{doubt}, the chance of a first guess, by {plural(stats.alpha.count, 'position')}"
+    )
 
 
 def _memory_line(stats: Stats, plan: MemoryPlan, own_bytes: int, is_decimal: bool) -> str:

@@ -75,7 +75,7 @@ def budget(size_bytes: int, ram: str | None, tree: str, rule: str) -> str | int:
     """
     target = checkpoint_of_config(inflated_config(PAIR / "target", size_bytes), PAIR / "target" / "config.json")
     spec, files = parse_tree(tree), Files(target, open_checkpoint(PAIR / "draft"))
-    num_nodes = 1 if spec.kind == "auto" else spec.num_nodes
+    num_nodes = 1 if spec.is_chosen else spec.num_nodes
     plan = partial(plan_memory, files, dtype="auto", context=_CONTEXT, num_nodes=num_nodes, rule=rule)
     if ram is None:
         return max(size_bytes // 4, least_budget(lambda size: plan(ram=size)))
@@ -117,6 +117,8 @@ def compare(
         run = decoder.run(prompt, sampling, max_new_tokens=num_tokens, tree=tree, raw=True)
         show(heading, run)
         results.append(run.result())
+        if not results[-1].is_exact:
+            raise UserError(f"`lenience` {results[-1].lenience:g} is not exact, so nothing can be proved: leave it out")
     if not (sampling.is_greedy or find_rule(results[0].rule).repeats_draws):
         return Comparison(results[0], results[1], 0, 0, None)
     prompt_ids = decoder.encode(prompt, raw=True)

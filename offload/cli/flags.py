@@ -23,7 +23,15 @@ Context = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(metavar="TYPE", help="auto, bfloat16, float16 or float32")]
 Tree = Annotated[
-    str, typer.Option(metavar="TREE", help="auto, none, NxD (N nodes, D deep), dynamic:NxD, chain:L or sequences:KxL")
+    str,
+    typer.Option(
+        metavar="TREE",
+        help="auto, none, NxD (N nodes, D deep), dynamic:NxD, chain:L, chain:auto (L as guesses fare), sequences:KxL",
+    ),
+]
+Lenience = Annotated[
+    float,
+    typer.Option(metavar="L", help="below 1 NOT EXACT: more guesses pass, no token at over 1/L times its chance"),
 ]
 RuleName = Annotated[str, typer.Option("--rule", metavar="RULE", help=f"of acceptance: {', '.join(RULES)}")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout and nothing else")]
@@ -61,7 +69,7 @@ Invariant = Annotated[
 Lookup = Annotated[
     bool | None,
     typer.Option(
-        "--lookup/--no-lookup", help="guess that text goes on as it did before; default: where there is no draft"
+        "--lookup/--no-lookup", help="guess that text goes on as it did before; default: with --tree auto, or no draft"
     ),
 ]
 LookupLength = Annotated[
@@ -99,7 +107,7 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 _FLAG_OF = {
     "context": "--context", "datastore": "--datastore", "device": "--device", "disk_speed": "--disk-speed",
     "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
-    "invariant": "--invariant", "link_limit": "--link-limit", "lookup": "--lookup",
+    "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
     "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "ram": "--ram", "raw": "--raw",
     "rule": "--rule", "seed": "--seed", "stop": "--stop", "temperature": "--temp", "threads": "--threads",
     "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from offload.cli.console import Console, Names, closing_lines
+from offload.cli.console import Console, Names, alpha_line, closing_lines
 from offload.cli.session_file import begun_text, kept_text
 from offload.engine.generation import Run
 from offload.engine.load import open_decoder
@@ -52,5 +52,6 @@ def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -
     console.text((json.dumps(result.as_dict()) if as_json else result.text[console.num_written :]) + "\n")
     console.clear()
     console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
+    console.detail(alpha_line(result.stats))
     if failure is not None:
         raise failure

@@ -49,6 +49,7 @@ def generate(
     dtype: flags.Dtype = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
+    lenience: flags.Lenience = 1.0,
     lookup: flags.Lookup = None,
     lookup_length: flags.LookupLength = "2:16",
     ngram: flags.Ngram = None,
@@ -70,7 +71,7 @@ def generate(
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
-        lookup_length=lookup_length, ngram=ngram, datastore=datastore,
+        lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
@@ -119,6 +120,7 @@ def chat(
     dtype: flags.Dtype = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
+    lenience: flags.Lenience = 1.0,
     lookup: flags.Lookup = None,
     lookup_length: flags.LookupLength = "2:16",
     ngram: flags.Ngram = None,
@@ -137,7 +139,7 @@ def chat(
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
-        ngram=ngram, datastore=datastore,
+        ngram=ngram, datastore=datastore, lenience=lenience,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:

@@ -194,9 +194,8 @@ def _sync_folder(folder: Path) -> None:
 def _workspace(path: Path) -> Iterator[Path]:
     """An empty folder beside `path`, locked: it takes that name when the body ends well, and is removed when not."""
     is_free = not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir()))
-    require(
-        is_free, "a new store must have a name of its own", f"{path}, which exists", "take another, or append to it"
-    )
+    if not is_free:
+        raise UserError(f"a new store must have a name of its own, {path} exists: take another, or append to it")
     folder = scratch_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):

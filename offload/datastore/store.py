@@ -143,7 +143,8 @@ def read_store(path: str | os.PathLike[str]) -> Store:
 
 def scratch_folder(path: Path) -> Path:
     """Where a store lies until it is whole."""
-    return path.with_name(f".{path.name}.building")
+    whole = Path(os.path.abspath(path))  # of `.` as well, which has no name of its own
+    return whole.parent / f".{whole.name}.building"
 
 
 def chunk_files(path: Path, index: int) -> tuple[Path, Path]:

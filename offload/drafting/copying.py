@@ -43,7 +43,7 @@ class Copied:
 class Copying:
     """Continuations of what the text has said before."""
 
-    name = "copy"
+    name = "lookup"
 
     def __init__(self, match: MatchLength) -> None:
         self._match = match

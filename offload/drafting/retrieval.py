@@ -13,12 +13,13 @@ from offload.drafting.sources import Asked
 from offload.tree.spec import MatchLength
 
 MOST_CONTINUATIONS = 256  # looked at, sampled where there are more
+LONGEST = 16  # tokens of a continuation; REST takes 10
 
 
 class Retrieval:
     """Continuations of matches in a corpus."""
 
-    name = "store"
+    name = "datastore"
 
     def __init__(self, index: SuffixIndex, match: MatchLength) -> None:
         self._index, self._match = index, match
@@ -34,7 +35,8 @@ class Retrieval:
             matches = self._index.longest(tokens[-most:], most, self._match.least)
             if not matches.count:
                 return
-            token_CM = self._index.continuations(matches, asked.depth, MOST_CONTINUATIONS, seed=len(tokens))
+            depth = min(asked.depth, LONGEST)
+            token_CM = self._index.continuations(matches, depth, MOST_CONTINUATIONS, seed=len(tokens))
             trie = heaviest(token_CM, num_left)
             yield TrieTier(self.name, matches.length, trie)
             num_left -= len(trie.token_R)

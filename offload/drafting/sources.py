@@ -60,6 +60,9 @@ class Sources:
     def __bool__(self) -> bool:
         return bool(self._sources)
 
+    def __str__(self) -> str:
+        return ", ".join(source.name for source in self._sources)
+
     def new_state(self) -> SourcesState:
         """That of a new text."""
         return SourcesState([source.new_state() for source in self._sources])
@@ -70,3 +73,6 @@ class Sources:
         tiers = [tier for source, own in pairs for tier in source.tiers(tokens, asked, own)]
         state.said = Guesses(tiers, trust)
         return state.said
+
+
+NO_SOURCES = Sources(())

@@ -2,6 +2,7 @@
 
 Invariant: the distribution of what is emitted depends on the target and the sampling settings alone. Tree, drafter,
 memory and threads change only how long it takes; with the rules `match` and `topk` one seed gives one text, too.
+Whoever loads with a `lenience` below 1 gives that up, and every result says so.
 """
 
 import os
@@ -18,8 +19,9 @@ import torch
 
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
-from offload.config import Sampling
+from offload.config import Sampling, check_lenience
 from offload.drafting.base import Drafter
+from offload.drafting.sources import NO_SOURCES, Sources
 from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.request import Prompt, Request, encode
@@ -53,6 +55,7 @@ class Settled(NamedTuple):
     tokenizer: Tokenizer | None = None
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
     invariance: Invariance = Invariance(None)
+    sources: Sources = NO_SOURCES
 
 
 class Decoder:
@@ -68,8 +71,9 @@ class Decoder:
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
         end_ids: tokens that end a text.
-        notes: lines for the user about what is not as fast as it could be.
+        notes: lines for the user about what is not as fast as it could be, or not exact.
         invariance: whether each token has the same bits whatever tree, draft or prompt it came with.
+        sources: of guesses that are no models.
         comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
     """
 
@@ -77,7 +81,7 @@ class Decoder:
         self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
         (self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids,
-         self.invariance) = settled  # fmt: skip
+         self.invariance, self.sources) = settled  # fmt: skip
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._turn, self._waiting = target.vocab_size, Turn(), ThreadWaiting()
@@ -136,6 +140,7 @@ class Decoder:
         self.target.commit(accepted.nodes, tokens, caches.target)
         self.drafter.commit(drafted, accepted.nodes, accepted.tokens, sampler, caches.draft)
         counted = sequence.accept(accepted.tokens)
+        sequence.stats.first_guess.add(accepted.guesses)
         sequence.stats.add_step(
             draft_s=grown - started,
             sweep_s=scored - grown,
@@ -146,6 +151,7 @@ class Decoder:
         if num_new == 1:
             self.threads.took(num_rows, draft_s=grown - started, sweep_s=scored - grown)
         sequence.stats.threads, sequence.stats.peak_device_bytes = modes, self.target.peak_device_bytes
+        sequence.lengthen()
         return counted
 
     def generate(
@@ -211,11 +217,14 @@ class Decoder:
         is_longest = self.plan.has_longest_context
         prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context, is_longest=is_longest)
         acceptance = self.rule if rule is None else self._other_rule(rule)
+        check_lenience(acceptance.lenience, acceptance.name, sampling)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
+        sequence.follow(choice.chains)
         text = TextStream(self.tokenizer, prompt_ids, request.stops)
-        setup = Setup(self.plan, choice, self.comparisons, self.invariance.multiple is not None)
+        is_invariant = acceptance.is_exact and self.invariance.multiple is not None
+        setup = Setup(self.plan, choice, self.comparisons, is_invariant, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
 
     @property
@@ -275,7 +284,7 @@ class Decoder:
         return encode(self.tokenizer, prompt, self._vocab_size, raw=raw)
 
     def _other_rule(self, name: str) -> Rule:
-        rule = find_rule(name)
+        rule = find_rule(name, self.rule.lenience)
         if rule.drafting.keeps_distributions and self.plan.num_nodes > 1 and not self.plan.distribution_bytes:
             raise UserError(
                 f"rule {name} keeps the draft's distributions, memory was planned without them for {self.rule.name}: "

@@ -30,6 +30,7 @@ class Setup(NamedTuple):
     tree_choice: TreeChoice
     comparisons: tuple[Outcome, ...]  # of kernels, where it runs on a GPU
     is_invariant: bool  # whether the text is bit for bit that of every other tree
+    lenience: float = 1.0  # with less the text is not the target's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -46,10 +47,17 @@ class Generation:
     tree_choice: TreeChoice
     comparisons: tuple[Outcome, ...]  # of kernels, where it ran on a GPU
     is_invariant: bool  # whether the text is bit for bit that of every other tree
+    lenience: float = 1.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the text is what the target alone would have written, or is distributed like that."""
+        return self.lenience == 1
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _TEXT_SHOWN else f"{self.text[:_TEXT_SHOWN]}..."
         stats, ended = self.stats, f"finish_reason={self.finish_reason!r}, rule={self.rule!r}"
+        ended += "" if self.is_exact else f", NOT exact (lenience {self.lenience:g})"
         speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
         return f"Generation({text!r}\n  {len(self.token_ids)} tokens, {ended}, {speed}\n  {self.sampling})"
 
@@ -65,6 +73,8 @@ class Generation:
             "seed": self.sampling.seed,
             "sampling": {name: getattr(self.sampling, name) for name in ("temperature", "top_p", "top_k")},
             "rule": self.rule,
+            "is_exact": self.is_exact,
+            **({} if self.is_exact else {"lenience": self.lenience}),
             "is_invariant": self.is_invariant,
             "plan": self.plan.as_dict(),
             "tree_choice": self.tree_choice.as_dict(),

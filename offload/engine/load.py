@@ -18,7 +18,7 @@ from offload.calibration.invariance import Invariance, find_row_multiple
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
-from offload.config import Sampling, require
+from offload.config import Sampling, check_lenience, require
 from offload.engine.build import Pair, counter, open_pair, read_pair
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
@@ -39,7 +39,7 @@ from offload.streaming.layers import Layers, open_layers
 from offload.streaming.source import OpenSource
 from offload.threads.cores import num_cores
 from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
-from offload.verification.rules import find_rule
+from offload.verification.rules import find_rule, not_exact_line
 
 PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
 _NOBODY = Hooks()
@@ -52,6 +52,7 @@ def load(
     tree: str = "auto",
     rule: str = "match",
     *,
+    lenience: float = 1.0,
     device: str | Device = "auto",
     gpu_memory: str | int | None = None,
     dtype: str = "auto",
@@ -74,16 +75,18 @@ def load(
     Args:
         model, draft: folders or hub ids of the target and of a small model with its vocabulary.
         ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
-        tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine.
+        tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine, and
+            `chain:auto` the length of chains, again in every step.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
+        lenience: 1 is exact; less accepts more guesses, and the text is no longer the target's, see `verification`.
         device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default: what is free there.
         dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's.
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
         threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
             are streamed, since the arithmetic then waits for the link anyway. See `Decoder.invariance`.
-        lookup: guess that the text goes on as it did before; default: where there is no draft. `lookup_length`: the
-            least and most of its last tokens that must agree. Costs nothing beside a sweep, and fits beside a draft.
+        lookup: guess that the text goes on as it did before; default: without a draft, and with one where `tree` is
+            `auto` and may be shaped by it. `lookup_length`: the least and most of its last tokens that must agree.
         ngram, datastore: guess what follows on a token in a text file or a store, on several in a store; `offload
             datastore build` makes one. Beside a draft all of them compete for the nodes of one tree.
         open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it slows the target's to.
@@ -98,7 +101,8 @@ def load(
     options = LoadOptions(
         device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
         context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
-        invariant=invariant, lookup=lookup, lookup_length=lookup_length, ngram=ngram, datastore=datastore,
+        invariant=invariant, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
+        datastore=datastore,
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
@@ -113,10 +117,12 @@ def open_decoder(
 ) -> Decoder:  # fmt: skip
     """`load` with its options in one piece; `device` is one that is open. Raises what `load` raises."""
     spec = options.tree_spec(has_draft=draft is not None)
+    if request is not None:
+        check_lenience(options.lenience, options.rule, request.sampling)
     device = device or open_device(options.device, options.gpu_memory)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
-    names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.kind == "auto" else spec.num_nodes
+    names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.is_chosen else spec.num_nodes
     hooks.on_phase("reading headers")
     files = Files(*fetch(names, lambda *headers: room.plan(Files(*headers), least_nodes), hooks.on_phase))
     plan_for = partial(room.plan, files)
@@ -139,13 +145,14 @@ def open_decoder(
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = _make_invariant(options.invariant, pair, plan_for(trees.most_nodes), threads)
-        hooks.on_phase("choosing a tree, measuring the link" if spec.kind == "auto" else "planning memory")
+        hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
         plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=hooks.on_layer)
-        rule, text = find_rule(options.rule), (pair.tokenizer, pair.end_ids)
-        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance)
+        rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
+        pair.notes.extend([] if rule.is_exact else [not_exact_line(rule)])
+        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, choice.kernels, sources, trees.pass_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
@@ -154,10 +161,10 @@ def _plan_tree(
     trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, threads: ThreadPolicy, kernels: KernelSet
 ) -> MemoryPlan:
     """Settle the tree, and with it the memory plan."""
-    if trees.wish.kind == "auto":
+    if trees.wish.is_chosen:
         link = None if pair.device is None else partial(_link_to_device, pair, plan_for(1))
         calibrate(trees, pair.target, pair.draft, pair.store, settings, threads, link=link, kernels=kernels)
-    plan = plan_for(trees.for_run(settings.sampling, settings.rule).shape.num_nodes)
+    plan = plan_for(trees.nodes_to_plan(settings.sampling, settings.rule))
     trees.settle(plan)
     return plan
 

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from offload.config import Drafting
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
+from offload.planning.chains import ChainPolicy
 from offload.sampling.sampler import Sampler
 from offload.stats import Stats
-from offload.tree.topology import DynamicShape, Shape
+from offload.tree.topology import DynamicShape, Shape, chain
 from offload.verification.rules import Rule
 
 
@@ -49,6 +51,7 @@ class Sequence:
         self.tokens, self.sampler, self.rule, self.limits = list(tokens), sampler, rule, limits
         self.num_prompt_tokens = len(self.tokens)
         self._caches: Caches | None = None
+        self._chains: ChainPolicy | None = None
         self.set_shape(shape)
 
     def set_shape(self, shape: Shape) -> Stats:
@@ -56,7 +59,21 @@ class Sequence:
         self.shape, self.stats = shape, Stats(num_prompt_tokens=self.num_prompt_tokens)
         self.stats.tree_num_nodes, self.stats.tree_depth = shape.num_nodes, shape.depth
         self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
+        self.stats.is_draft_known = self.sampler.is_greedy or self.sampler.drafting is not Drafting.COUPLED
         return self.stats
+
+    def follow(self, chains: ChainPolicy | None) -> None:
+        """From the next step on its trees are chains of lengths that change as this says; None changes nothing."""
+        self._chains = chains
+
+    def lengthen(self) -> None:
+        """A step is over: the next chain is as long as all steps so far suggest, and nobody has drawn for it yet."""
+        if self._chains is None:
+            return
+        self.stats.chain_lengths.append(self.shape.depth)
+        self.shape = chain(self._chains.length(self.stats.first_guess))
+        self.stats.tree_depth = max(self.stats.tree_depth, self.shape.depth)
+        self.stats.tree_num_nodes = 1 + self.stats.tree_depth
 
     @property
     def caches(self) -> Caches:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import is_hub_id
-from offload.config import drafting_of, parse_rate, parse_size, require, whole_number
+from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
 from offload.memory.planner import require_dtype, require_positions
 from offload.planning.profile import parse_profile
 from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
@@ -34,11 +34,13 @@ class LoadOptions:
     lookup_length: str = "2:16"
     ngram: str | os.PathLike[str] | None = None
     datastore: str | os.PathLike[str] | None = None
+    lenience: float = 1.0
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
         require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree)
+        check_lenience(self.lenience, self.rule)
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
                 parse_size(size, name)
@@ -66,8 +68,9 @@ class LoadOptions:
         return parse_rate(self.link_limit, "`link_limit`")
 
     def looks_up(self, *, has_draft: bool) -> bool:
-        """Whether the text's own past is looked at for what comes next: by itself where there is no draft."""
-        return not has_draft if self.lookup is None else self.lookup
+        """Whether the text's own past is looked at for what comes next: by itself where the tree may follow it."""
+        is_free = self.tree == "auto" and not drafting_of(self.rule).keeps_distributions
+        return (not has_draft or is_free) if self.lookup is None else self.lookup
 
     def has_sources(self, *, has_draft: bool) -> bool:
         """Whether anything that is no model is asked what comes next."""

@@ -12,14 +12,19 @@ from typing import NamedTuple
 from offload.config import Sampling, drafting_of
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
+from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import Costs, Prediction, Traffic, step_time
 from offload.planning.profile import Profile
 from offload.planning.tree_search import DEPTHS, SIZES, Forest, rank_trees
-from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_TREE_NODES, TreeSpec, parse_tree
+from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES, TreeSpec, parse_tree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, chain, check_acceptance, isotonic
 
 AUTO_MAX_NODES = 512  # of a chosen tree whose size was not measured
-LOOKUP_NODES, LOOKUP_DEPTH = 64, 16  # at most, of guesses alone: REST's 64 (2311.08252, section 4), and longer copies
+LOOKUP_NODES, LOOKUP_DEPTH = (
+    64,
+    32,
+)  # at most, of guesses alone: 64 as REST has (2311.08252, section 4); copies may be long
+_SPARE_TRAFFIC = 1.01  # of a sweep with room for guesses over one without
 NUM_SHOWN = 5
 
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]  # by settings and rule: it, or why there is none
@@ -33,6 +38,7 @@ class TreeChoice(NamedTuple):
     why: str
     tokens_per_sweep: float = 1.0  # as predicted
     candidates: tuple[Prediction, ...] = ()  # the best few, best first; empty where nothing was chosen
+    chains: ChainPolicy | None = None  # of `chain:auto`, whose first chain `shape` is: how long the later ones are
 
     @property
     def is_dynamic(self) -> bool:
@@ -48,6 +54,7 @@ class TreeChoice(NamedTuple):
             "why": self.why,
             "tokens_per_sweep": self.tokens_per_sweep,
             "candidates": [candidate.as_dict() for candidate in self.candidates],
+            **({"chains": self.chains.as_dict()} if self.chains else {}),
         }
 
 
@@ -69,6 +76,8 @@ class TreeSelector:
         if not self.has_draft:
             return self._of_guesses(spec)
         spec.check_rule(self.rule)
+        if spec.kind == "auto_chain":
+            return self._chain()
         if spec.kind != "auto":
             return self._named(spec)
         if self.costs is not None:
@@ -82,14 +91,15 @@ class TreeSelector:
 
     def _of_guesses(self, spec: TreeSpec) -> TreeChoice:
         """Bounds, within which every step takes the guesses that pay; a shape is filled as far as guesses reach."""
-        if spec.kind not in ("auto", "best", "dynamic"):
-            return TreeChoice(spec.build(), "as named")
-        num_nodes, depth = (LOOKUP_NODES, LOOKUP_DEPTH) if spec.kind == "auto" else (spec.num_nodes, spec.depth)
-        if spec.kind == "auto":
-            num_nodes, depth = min(num_nodes, self.max_nodes), min(depth, self.max_depth)
-        if min(num_nodes - 1, depth) < 1:
-            return TreeChoice(chain(0), "there is room for no other")
-        return TreeChoice(DynamicShape(num_nodes, min(depth, num_nodes - 1)), "at most, as many guesses as pay")
+        num_nodes, depth = spec.num_nodes, spec.depth
+        if spec.is_chosen:
+            num_nodes, depth = min(LOOKUP_NODES, self.max_nodes), min(LOOKUP_DEPTH, self.max_depth)
+        depth = min(depth, num_nodes - 1)
+        if depth < 1:
+            return TreeChoice(chain(0), "as named" if spec.kind == "none" else "there is room for no other")
+        if spec.kind in ("auto", "best", "dynamic"):
+            return TreeChoice(DynamicShape(num_nodes, depth), "at most, as many guesses as pay")
+        return TreeChoice(chain(depth) if spec.is_chosen else spec.build(), "as far as guesses reach")
 
     def _best(self, costs: Costs) -> TreeChoice:
         forest = self._forest(self.max_nodes, DEPTHS[-1])
@@ -101,6 +111,21 @@ class TreeSelector:
             counted = sum(one.num_sweeps for one in forest.counted)
             why += f", growth repeated for {counted} sweeps" if counted else ", as if static: dynamic trees yield more"
         return TreeChoice(best[0].shape, why, best[0].tokens_per_sweep, tuple(best[:NUM_SHOWN]))
+
+    def _chain(self) -> TreeChoice:
+        """Of the integer lengths the one with the largest gain, by the first entry of the acceptance vector."""
+        alpha = (DEFAULT_ACCEPTANCE if self.profile is None else self.profile.acceptance)[0]
+        most, why = min(MAX_CHAIN, self.max_nodes - 1, self.max_depth), f"alpha {alpha:.2f} at first ({self._basis})"
+        traffic = self.traffic_of(most + 1)
+        if self.costs is None or traffic is None:
+            policy, why = ChainPolicy.assumed(alpha, most), f"{why}; a draft step as a {ASSUMED_COST:g} of a sweep"
+        else:
+            policy = ChainPolicy.of(alpha, self.costs, traffic, most)
+        ranked = [policy.predicted(gamma) for gamma in range(most + 1)]
+        ranked.sort(key=lambda one: one.s_per_token)
+        gamma = policy.length()
+        candidates = () if self.costs is None or traffic is None else tuple(ranked[:NUM_SHOWN])
+        return TreeChoice(chain(gamma), why, tokens_per_run(alpha, gamma), candidates, policy)
 
     def _named(self, spec: TreeSpec) -> TreeChoice:
         forest = self._forest(spec.num_nodes, spec.depth if spec.kind == "best" else max(spec.depth, DEPTHS[-1]))
@@ -154,17 +179,33 @@ class Trees:
     def check(self, sampling: Sampling, rule: str) -> None:
         """Refuse, before anything is measured, a named tree or profile that cannot serve. Raises `UserError`."""
         self.find(sampling, rule)
-        if self.wish.kind != "auto":
+        if not self.wish.is_chosen:
             self.for_run(sampling, rule)
 
     @property
     def most_nodes(self) -> int:
         """Of the tree that memory will be planned for; of one that is yet to be chosen the most that it may have."""
-        if self.wish.kind != "auto":
+        if not self.wish.is_chosen:
             return self.wish.num_nodes
-        most = AUTO_MAX_NODES if self.has_draft else LOOKUP_NODES
-        sizes = (size for size in reversed(SIZES) if size <= most)
-        return next((size for size in sizes if self.traffic_of(size) is not None), 1)
+        if not self.has_draft:
+            return self._nodes_to_spare()
+        sizes = [size for size in SIZES if size <= AUTO_MAX_NODES]
+        if self.wish.kind == "auto_chain":
+            sizes = list(range(1, 2 + min(MAX_CHAIN, (self.context or AUTO_MAX_NODES) - 1)))
+        return next((size for size in reversed(sizes) if self.traffic_of(size) is not None), 1)
+
+    def _nodes_to_spare(self) -> int:
+        """Of a tree of guesses, which may find none: as many as have room at next to no cost."""
+        alone = self.traffic_of(1)
+        most_bytes = 0 if alone is None else alone.streamed_bytes * _SPARE_TRAFFIC
+        sizes = ((size, self.traffic_of(size)) for size in reversed(SIZES) if size <= LOOKUP_NODES)
+        return next((size for size, traffic in sizes if traffic and traffic.streamed_bytes <= most_bytes), 1)
+
+    def nodes_to_plan(self, sampling: Sampling, rule: str) -> int:
+        """Of the largest tree that runs with these settings will take: of `chain:auto` its longest chain."""
+        if self.wish.kind == "auto_chain":
+            return self.most_nodes
+        return self.for_run(sampling, rule).shape.num_nodes
 
     def settle(self, plan: MemoryPlan) -> None:
         """Memory is planned: from now on no tree may be larger than that."""
@@ -185,11 +226,11 @@ class Trees:
         try:
             profile, note = self.find(sampling, rule)
         except UserError as error:
-            if spec.kind in ("auto", "best"):
+            if spec.is_chosen or spec.kind == "best":
                 raise
             profile, note = None, str(error)  # only the prediction rests on it
         costs = self._costs_of(profile)
-        max_nodes = min(self.max_nodes, most_timed(profile, costs))
+        max_nodes = min(self.max_nodes, most_timed(profile, costs) if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth, self.has_draft)
 

@@ -1,7 +1,8 @@
 """`--tree` in words: what a user may ask for, and the shape that it names.
 
-Every kind but `dynamic` names one static tree. `dynamic` names bounds: the shape is settled in every step by the
-draft's scores for the very tokens that it proposes, which only rules that repeat the target's own draws allow.
+Every kind but `dynamic` and `chain:auto` names one static tree. `dynamic` names bounds: the shape is settled in every
+step by the draft's scores for the very tokens that it proposes, which only rules that repeat the target's own draws
+allow. `chain:auto` is a chain whose length is chosen before every step, by how guesses fared in the steps before.
 """
 
 import re
@@ -23,17 +24,19 @@ from offload.tree.topology import (
 MAX_TREE_NODES = 65536  # what `--tree` may ask for; far beyond any size whose verification hides behind a link
 MOST_MATCHED = 64
 AUTO_NODES, AUTO_DEPTH = 64, 16  # `auto` where nothing was measured; `choose` has the measured answer
+MAX_CHAIN = 32  # guesses of a chain whose length is chosen
 
-TreeKind = Literal["auto", "none", "best", "dynamic", "chain", "sequences"]
+TreeKind = Literal["auto", "none", "best", "dynamic", "chain", "auto_chain", "sequences"]
 _TREE_FORMS: dict[TreeKind, str] = {
     "auto": "auto",
     "none": "none",
     "best": r"(\d{1,9})x(\d{1,9})",
     "dynamic": r"(?:dynamic|grown):(\d{1,9})x(\d{1,9})",  # the second as it was called once
     "chain": r"chain:(\d{1,9})",
+    "auto_chain": "chain:auto",
     "sequences": r"sequences:(\d{1,9})x(\d{1,9})",
 }
-_IN_WORDS = "auto, none, NxD, dynamic:NxD, chain:L or sequences:KxL"
+_IN_WORDS = "auto, none, NxD, dynamic:NxD, chain:L, chain:auto or sequences:KxL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +53,23 @@ class TreeSpec:
         match self.kind:
             case "auto":
                 return AUTO_NODES
+            case "auto_chain":
+                return 1 + MAX_CHAIN
             case "best" | "dynamic":
                 return self.count
             case "none" | "chain" | "sequences":
                 return 1 + self.count * self.depth
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether it is not named but chosen, by what was measured."""
+        return self.kind in ("auto", "auto_chain")
+
+    @property
     def label(self) -> str:
         size = f"{self.count}x{self.depth}"
-        shown = {"auto": "auto", "none": "none", "best": size, "chain": f"chain:{self.depth}"}
+        shown = {"auto": "auto", "auto_chain": "chain:auto", "none": "none"}
+        shown |= {"best": size, "chain": f"chain:{self.depth}"}
         return shown.get(self.kind, f"{self.kind}:{size}")
 
     def build(self, p: AcceptanceVector = DEFAULT_ACCEPTANCE) -> Shape:
@@ -68,6 +79,8 @@ class TreeSpec:
                 return best_first(p, AUTO_NODES, AUTO_DEPTH)
             case "none" | "chain":
                 return chain(self.depth)
+            case "auto_chain":
+                return chain(MAX_CHAIN)
             case "best":
                 return best_first(p, self.count, self.depth)
             case "dynamic":

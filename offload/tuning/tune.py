@@ -17,7 +17,7 @@ from typing import NamedTuple
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.config import Sampling
+from offload.config import Sampling, require
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Counted, Hooks
 from offload.engine.load import open_decoder
@@ -111,11 +111,12 @@ def tune(
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
     """
     read, options = [read_text(path) for path in texts], options or LoadOptions()
+    require(options.lenience == 1, "`lenience` must be 1 for a profile", options.lenience, "leave it out")
     hooks.on_phase("reading texts and headers")
     spec, device = options.tree_spec(has_draft=True), open_device(options.device, options.gpu_memory)
     require_writable(profiles_folder())
     room = Room.of(options, str(device.place) if device else None)
-    sizes = SIZES if spec.kind == "auto" else (spec.num_nodes,)
+    sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
     files = Files(
         *fetch([model, draft], lambda *headers: largest_that_fits(room, Files(*headers), sizes), hooks.on_phase)
     )
@@ -126,7 +127,7 @@ def tune(
     machine = Machine.here(compute_dtype_name(files.target, options.dtype), device.name if device else "cpu")
     assert files.draft is not None, "two models were fetched"
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
-    if spec.kind == "auto":
+    if spec.is_chosen:
         options = replace(options, tree=f"{num_nodes}x{DEPTH}")
     options = replace(options, context=room.context, profile="none")
     with open_decoder(model, draft, options, hooks=hooks) as decoder:

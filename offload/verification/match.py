@@ -5,7 +5,7 @@ from torch import Tensor
 
 from offload.sampling.logits import Rows, chunk_with
 from offload.sampling.sampler import Sampler, require_token
-from offload.tree.token_tree import TokenTree
+from offload.tree.token_tree import TokenTree, children_of
 from offload.verification.walk import Acceptance
 
 
@@ -15,7 +15,7 @@ def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
     The draw at a position depends on the target and the noise alone, so the tokens are those that decoding without a
     tree emits (Gumbel coupling as in arXiv 2408.07978). Raises `UserError` where scores on the way are not finite.
     """
-    nodes, tokens, node = [0], [], 0
+    nodes, tokens, guesses, node = [0], list[int](), list[float](), 0
     drawn: dict[int, int] = {}
     while True:
         if not sampler.draws_rows:
@@ -26,8 +26,9 @@ def match(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int
             token = require_token(drawn[node])
         tokens.append(token)
         child = tree.child(node, token)
+        guesses += [float(tree.tokens[first] == token) for first in children_of(tree.topology)[node][:1]]
         if child is None:
-            return Acceptance(nodes, tokens)
+            return Acceptance(nodes, tokens, guesses)
         nodes.append(child)
         node = child
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from offload.bench.harness.setting import find_setting
 from offload.calibration.estimate import estimate
 from offload.checkpoint import hub as headers
 from offload.checkpoint.generation_config import suggested_sampling
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.safetensors import open_checkpoint, tokenizer_folder
 from offload.cli.console import Console
 from offload.config import Sampling
 from offload.errors import UserError
@@ -81,6 +82,20 @@ def test_headers_from_the_hub_are_checked_like_any(hub: Hub, monkeypatch: pytest
 def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, local_files_only: str(hub.folder))
     assert headers.is_here(headers.open_headers("org/model")) and hub.asked == []
+
+
+def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def serve(repo: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(hub.folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
+    assert tokenizer_folder("org/model") == tokenizer_folder(hub.folder) == hub.folder
+    (patterns,) = asked
+    assert any(fnmatch("tokenizer.json", one) for one in patterns)
+    assert not any(fnmatch(shard.name, one) for one in patterns for shard in open_checkpoint(hub.folder).shards)
 
 
 def test_only_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def flags(name: str, arguments: str, *words: str, commands: tuple[tuple[str, ...
 
 
 SIZE = "must be a size such as 8GiB"
-TREE = "must be auto, none, NxD, dynamic:NxD, chain:L or sequences:KxL"
+TREE = "must be auto, none, NxD, dynamic:NxD, chain:L, chain:auto or sequences:KxL"
 FLAGS = [
     flags("negative temperature", "--temp -1", "--temp must be 0 or more, got -1.0", "0 is greedy"),
     flags("temperature no number", "--temp nan", "--temp must be 0 or more, got nan", "0 is greedy"),
@@ -49,7 +49,9 @@ FLAGS = [
     flags("tree too large", "--tree 99999x9", "at most 65536 nodes, got '99999x9'", commands=BOTH),
     flags("chain without length", "--tree chain:", f"--tree {TREE}", commands=BOTH),
     flags("sequences without length", "--tree sequences:4", f"--tree {TREE}", commands=BOTH),
-    flags("tree without a draft", "--tree 8x3", "--tree needs a draft", "'8x3'", "give --draft", commands=BOTH),
+    flags("tree without guesses", "--no-lookup --tree 8x3", "--tree needs a draft", "'8x3'", "give --draft"),
+    flags("match of no length", "--lookup-length 0:4", "--lookup-length must be LEAST:MOST", "got '0:4'"),
+    flags("no store there", "--datastore /nowhere", "/nowhere"),
     flags("unknown type", "--dtype int3", "--dtype must be one of auto, bfloat16", "got 'int3'", commands=BOTH),
     flags("unknown device", "--device tpu", "--device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     flags("device without a number", "--device cuda:x", "--device must be", "got 'cuda:x'"),

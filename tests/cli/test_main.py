@@ -67,7 +67,9 @@ def test_quiet_says_nothing_on_stderr(ender: Path) -> None:
 
 
 def test_nothing_to_stream_is_said(ender: Path) -> None:
-    outcome = shell("generate", "-m", ender, "-p", PROMPT, "--ram", "1GiB", "--context", 64, "-n", 20, "--threads", 1)
+    outcome = shell(
+        "generate", "-m", ender, "-p", PROMPT, "--ram", "1GiB", "--context", 64, "-n", 20, "--threads", 1, "--no-lookup"
+    )
     assert outcome.out == SAID + "\n" and "all 4 layers fit into RAM" in outcome.err
     assert "no tree" in outcome.err and "link" not in outcome.err and "draft" not in outcome.err
 

@@ -273,7 +273,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         path.write_text("mine")
     before = contents(tmp_path)
     for name in ("file", "folder"):
-        with pytest.raises(UserError, match=r"a new store must have a name of its own, got .*, which exists: "):
+        with pytest.raises(UserError, match=r"a new store must have a name of its own, .* exists: take another"):
             build(tmp_path / name)
     assert contents(tmp_path) == before
     (tmp_path / "empty").mkdir()

@@ -118,6 +118,16 @@ def test_what_is_no_store_is_refused(name: str, tmp_path: Path) -> None:
     assert refused(tmp_path / name).startswith(wanted)
 
 
+def test_where_one_stands_is_a_path_too(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(store)
+    assert read_store(".").num_documents == 4
+    monkeypatch.chdir(store.parent)
+    for path in (".", "..", "/"):
+        assert "is none: check the path" in refused(Path(path))
+        with pytest.raises(UserError, match="a new store must have a name of its own"):
+            build(Path(path))
+
+
 # What sizes do not tell
 
 

@@ -76,7 +76,7 @@ def test_without_a_guess_the_tree_is_the_models_own(model: StreamedModel) -> Non
 
 def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
     """Rows that were run ahead of others, many levels at once, have the scores of their own paths."""
-    guesses = Guesses([TrieTier("copy", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], Trust())
+    guesses = Guesses([TrieTier("lookup", 8, heaviest(np.array([GUESSED, [25, 26, 3, 4, 5, 6, 7, 8]]), 32))], Trust())
     sampler, mixture = Sampler(GREEDY, VOCAB_SIZE), Mixture(1.0, guesses)
     draft = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
     tree, rows, scores = grow_best(draft, DynamicShape(40, 7), PROMPT, sampler, mixture)
@@ -88,7 +88,7 @@ def test_every_row_sees_its_path_alone(model: StreamedModel) -> None:
 
 def test_a_dynamic_tree_is_the_best_of_the_mixture(model: StreamedModel) -> None:
     """Grown again by hand: one node after the other, each with the chance that draft and guesses give it together."""
-    guesses = Guesses([TrieTier("copy", 3, heaviest(np.array([GUESSED, [3] * 8, [25] * 8]), 32))], Trust())
+    guesses = Guesses([TrieTier("lookup", 3, heaviest(np.array([GUESSED, [3] * 8, [25] * 8]), 32))], Trust())
     sampler, shape = Sampler(GREEDY, VOCAB_SIZE), DynamicShape(30, 4)
     draft = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
     tree = grow_best(draft, shape, PROMPT, sampler, Mixture(1.3, guesses)).tree

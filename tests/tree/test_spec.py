@@ -73,7 +73,7 @@ ABSURD = [
 ]
 
 
-FORMS = "`tree` must be auto, none, NxD, dynamic:NxD, chain:L or sequences:KxL"
+FORMS = "`tree` must be auto, none, NxD, dynamic:NxD, chain:L, chain:auto or sequences:KxL"
 BOUNDS = "`tree` must have numbers of 1 or more and at most 65536 nodes"
 REFUSED = [*((text, FORMS) for text in MALFORMED), *((text, BOUNDS) for text in ABSURD)]
 

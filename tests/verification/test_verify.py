@@ -52,14 +52,14 @@ def accept(best: list[int], tokens: list[int] = TOKENS) -> Acceptance:
     ],
 )
 def test_the_walk_follows_the_targets_choices(best: list[int], nodes: list[int], tokens: list[int]) -> None:
-    assert accept(best) == Acceptance(nodes, tokens)
+    assert accept(best)[:2] == (nodes, tokens)
 
 
 def test_of_equal_siblings_the_first_is_taken() -> None:
     """Its rows are as good as its reference's, and the draft was surer of what stands below it."""
     references = [5, 1, 1, 1, 4, 6, 9, 8]
-    assert accept([1, 4, 9, 0, 8, 0, 0, 2], references) == Acceptance([0, 1, 4, 7], [1, 4, 8, 2])
-    assert accept([1, 9, 9, 0, 8, 0, 0, 2], references) == Acceptance([0, 1], [1, 9]), "node 6 is a child of the twin"
+    assert accept([1, 4, 9, 0, 8, 0, 0, 2], references)[:2] == ([0, 1, 4, 7], [1, 4, 8, 2])
+    assert accept([1, 9, 9, 0, 8, 0, 0, 2], references)[:2] == ([0, 1], [1, 9]), "node 6 is a child of the twin"
 
 
 AT_ONCE = REFERENCES._replace(match_rows=match_rows_reference)
@@ -76,7 +76,7 @@ def test_scores_that_are_not_finite_are_refused_on_the_way_and_nowhere_else(
     scores_NV = 1000 * scores(1, 4, 0, 0, 8, 0, 0, 3)
     scores_NV[[2, 3, 5, 6], 7] = score
     walked = match(tree, scores_NV, Sampler(sampler, 10, kernels=kernels), 7)
-    assert walked == Acceptance([0, 1, 4, 7], [1, 4, 8, 3]), "nobody looks at what was not accepted"
+    assert walked[:2] == ([0, 1, 4, 7], [1, 4, 8, 3]), "nobody looks at what was not accepted"
     scores_NV[7, 2] = score
     with pytest.raises(UserError, match="scores are not finite numbers"):
         match(tree, scores_NV, Sampler(sampler, 10, kernels=kernels), 7)
@@ -108,7 +108,7 @@ def test_a_draft_without_numbers_is_refused_when_its_distribution_is_needed(draf
 
 
 def test_a_lone_root_yields_one_token() -> None:
-    assert match(TokenTree(chain(0), torch.tensor([5])), scores(3), GREEDY, 0) == Acceptance([0], [3])
+    assert match(TokenTree(chain(0), torch.tensor([5])), scores(3), GREEDY, 0)[:2] == ([0], [3])
 
 
 VOCAB_SIZE = 7
