@@ -50,7 +50,7 @@ def sweeps_of(rows: Sequence[Row], settings: Row) -> "Figure":
         place.set_xscale("log", base=2)
         place.set_xticks([value for value, _ in own], [str(value) for value, _ in own])
         place.minorticks_off()
-        place.set(xlabel=number, ylim=(0, None))
+        place.set(xlabel=number, ylim=(0, 1.05 * max(row["tokens_per_sweep"] for row in rows)))
     figure.axes[0].set_ylabel("tokens per sweep")
     return figure
 

@@ -34,14 +34,14 @@ def library_store(screen: Console) -> Path:
     return path
 
 
-def permuted_store(path: Path, screen: Console, num_tokens: int = _PERMUTED_TOKENS) -> str:
-    """Make a store of so many tokens: every file again and again, its blocks of tokens in another order each time.
+def permuted_store(path: Path, screen: Console) -> str:
+    """Make a store of 100 M tokens: every file again and again, its blocks of tokens in another order each time.
 
     Returns how it was made. Raises `UserError`.
     """
     coder, files, rng = load_coder(str(PAIR / "target"))[0], _files(), np.random.default_rng(0)
     ids = [np.array(one) for one in coder.encode([read_source(path) for path in files]) if len(one)]
-    num_rounds = -(-num_tokens // sum(map(len, ids)))
+    num_rounds = -(-_PERMUTED_TOKENS // sum(map(len, ids)))
 
     def permuted(_: Sequence[str]) -> Iterator[Sequence[int]]:
         for one in ids:

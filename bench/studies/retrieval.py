@@ -16,7 +16,7 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.picture import draw_sweeps, require_pictures
 from offload.bench.harness.prompts import CODE, encoded, prompts
 from offload.bench.harness.record import Guard, Row, writable
-from offload.bench.harness.setting import PROMPT_TOKENS, resident_pair
+from offload.bench.harness.setting import PROMPT_TOKENS, Setting, resident_pair
 from offload.bench.harness.stores import library_store
 from offload.config import Sampling
 from offload.tree.topology import DynamicShape
@@ -29,10 +29,9 @@ _SAMPLING = Sampling()
 Text = tuple[list[int], list[int]]  # prompt, what the target wrote behind it
 
 
-def swept(store: Path, texts: Sequence[Text]) -> Iterator[Row]:
+def swept(setting: Setting, store: Path, texts: Sequence[Text]) -> Iterator[Row]:
     """A row for each number and value: tokens per sweep, text by text."""
     every = [(name, value, {**START, name: value}) for name, values in SWEEPS.items() for value in values]
-    setting = resident_pair(None)._replace(draft=None)
     for name, value, numbers in every:
         options = {"lookup": False, "datastore": store, "lookup_length": f"2:{numbers['n_max']}"}
         with setting.open(f"dynamic:{_MOST_NODES}x{numbers['m']}", context=512, **options) as decoder:
@@ -52,7 +51,8 @@ def main(bench: Bench, picture: Picture = None) -> None:
     """How much do nodes, continuation and match of retrieval from a store yield?"""
     if picture is not None:
         require_pictures()
-    setting, found = resident_pair(None), prompts([CODE], 4 if bench.quick else 12, slice(1, None, 2))
+    setting = resident_pair(None)._replace(draft=None)
+    found = prompts([CODE], 4 if bench.quick else 12, slice(1, None, 2))
     names = [prompt.name for prompt in found]
     bench.check_same(setting, prompts=names)
     with bench.screen as screen:
@@ -63,7 +63,7 @@ def main(bench: Bench, picture: Picture = None) -> None:
             texts = [(one, write(decoder, one, _SAMPLING, _NUM_NEW, "dynamic:64x16")) for one in ids]
         proof = bench.prove(setting, [Written(*text, _SAMPLING, "match") for text in texts])
         rows = []
-        for row in swept(store, texts):
+        for row in swept(setting, store, texts):
             rows.append(bench.row(row))
             screen.count(len(rows), sum(map(len, SWEEPS.values())), "growing trees")
     settings = {**setting.as_dict(), "prompts": names, "store": store.name, "start": START}
