@@ -21,6 +21,10 @@ class Estimate:
             self.count, self.total = self.count + 1, self.total + value
             self.total_squares += value * value
 
+    def __add__(self, other: "Estimate") -> "Estimate":
+        sums = self.total + other.total, self.total_squares + other.total_squares
+        return Estimate(self.count + other.count, *sums)
+
     @property
     def mean(self) -> float | None:
         return self.total / self.count if self.count else None

@@ -106,7 +106,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _instant_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` measures the disk for half a second, which no case of a refusal is about."""
-    monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda shard: 1e9)
+    monkeypatch.setattr("offload.calibration.link.link_bytes_per_s", lambda shards, **_: 1e9)
 
 
 @pytest.fixture(scope="session")

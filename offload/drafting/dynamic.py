@@ -24,6 +24,7 @@ from offload.drafting.base import Drafted
 from offload.drafting.children import point_mass_scores
 from offload.drafting.draft_model import Draft
 from offload.drafting.guesses import NO_GUESSES, Guesses, Place
+from offload.drafting.trust import sureness
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DynamicShape, in_level_order, level_order
@@ -164,7 +165,9 @@ def _children(parents: Candidates, rows: _Rows, mixture: Mixture) -> Candidates:
 
 def _mixed(children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Guesses) -> Candidates:
     """The children of the draft, and those that are guessed, each with the chance that both together give it."""
-    told = [guesses.children(rows.places[row]) for row in children_WK["parent"][:, 0].tolist()]
+    best_W = np.exp(children_WK["log_f"].max(1, initial=-np.inf)).tolist()
+    parents = children_WK["parent"][:, 0].tolist()
+    told = [guesses.children(rows.places[row], sureness(best)) for row, best in zip(parents, best_W, strict=True)]
     pairs = [(row, token, chance) for row, (chances, _) in enumerate(told) for token, chance in chances.items()]
     guessed = np.zeros(len(pairs), dtype=_CANDIDATE)
     if not pairs:

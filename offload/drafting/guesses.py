@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from offload.datastore.trie import Trie
-from offload.drafting.trust import Trust
+from offload.drafting.trust import NO_DRAFT, Trust
 
 _NOTHING: Mapping[int, float] = {}
 
@@ -77,6 +77,16 @@ class Guess(NamedTuple):
     place: Place
 
 
+class Judged(NamedTuple):
+    """What a draft said of a token that was emitted."""
+
+    chance: float
+    sureness: int  # of the likeliest token there
+
+
+_UNJUDGED = Judged(0.0, NO_DRAFT)
+
+
 class Guesses:
     """All opinions on one context."""
 
@@ -87,12 +97,12 @@ class Guesses:
     def __bool__(self) -> bool:
         return bool(self._tiers)
 
-    def children(self, place: Place) -> tuple[dict[int, float], float]:
-        """The chance of every token that is guessed there, and what is left for others."""
+    def children(self, place: Place, sureness: int = NO_DRAFT) -> tuple[dict[int, float], float]:
+        """The chance of every token that is guessed there, and what is left for others: for a draft so sure of it."""
         chances: dict[int, float] = {}
         rest = 1.0
         for tier, shares in self._told(place):
-            weight = rest * self._trust.of(tier.source, tier.length + place.depth)
+            weight = rest * self._trust.of(tier.source, tier.length + place.depth, sureness)
             for token, share in shares.items():
                 chances[token] = chances.get(token, 0.0) + weight * share
             rest -= weight
@@ -121,20 +131,27 @@ class Guesses:
             found.append(above)
         return found
 
-    def learn(self, tokens: Sequence[int], chances: Sequence[float | None]) -> None:
-        """These were emitted one after the other; `chances` are what a draft model gave them, where there was one."""
+    def learn(self, tokens: Sequence[int], drafted: Sequence[Judged | None]) -> None:
+        """These were emitted one after the other; `drafted` is what a draft said of them, as far as there was one."""
         place = self.root
-        for token, chance in zip(tokens, chances, strict=True):
+        for token, judged in zip(tokens, drafted, strict=True):
             told = list(self._told(place))
             if not told:
                 return
-            rest = chance or 0.0
-            for tier, shares in reversed(told):
-                length, share = tier.length + place.depth, shares.get(token, 0.0)
-                self._trust.learn(tier.source, length, share, rest)
-                weight = self._trust.of(tier.source, length)
-                rest = weight * share + (1 - weight) * rest
+            self._learn_one(told, place.depth, token, _UNJUDGED)
+            if judged is not None:
+                self._learn_one(told, place.depth, token, judged)
             place = self.follow(place, token)
+
+    def _learn_one(
+        self, told: Sequence[tuple[Tier, Mapping[int, float]]], depth: int, token: int, judged: Judged
+    ) -> None:
+        rest, sureness = judged
+        for tier, shares in reversed(told):
+            length, share = tier.length + depth, shares.get(token, 0.0)
+            self._trust.learn(tier.source, length, share, rest, sureness)
+            weight = self._trust.of(tier.source, length, sureness)
+            rest = weight * share + (1 - weight) * rest
 
     def _told(self, place: Place) -> Iterable[tuple[Tier, Mapping[int, float]]]:
         """What each tier says beyond those before it: a shorter match that agrees with a longer one adds nothing."""

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from offload.drafting.base import Drafted
-from offload.drafting.guesses import Guess
+from offload.drafting.guesses import Guess, Judged
 from offload.drafting.model import ModelDrafter
 from offload.drafting.sources import Asked, Sources, SourcesState
-from offload.drafting.trust import Trusts
+from offload.drafting.trust import Trusts, sureness
 from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw, Proposals
@@ -63,17 +63,21 @@ class HybridDrafter:
         self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: HybridState
     ) -> None:
         """Keep the accepted path; learn what draft and guesses were worth."""
-        state.sources.said.learn(tokens, list(self._chances(drafted, nodes, tokens, sampler)))
+        state.sources.said.learn(tokens, list(self._judged(drafted, nodes, tokens, sampler)))
         self._model.commit(drafted, nodes, tokens, sampler, state.cache)
 
-    def _chances(
+    def _judged(
         self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler
-    ) -> Iterator[float | None]:
+    ) -> Iterator[Judged | None]:
         """What the draft gave each emitted token, as far as it scored the node before it."""
         exponent = self._model.exponent(sampler)
         for node, token in zip(nodes, tokens, strict=True):
             score_V = drafted.score_of_node.get(node)
-            yield None if score_V is None else float((exponent * score_V).softmax(0)[token])
+            if score_V is None:
+                yield None
+            else:
+                pi_V = (exponent * score_V).softmax(0)
+                yield Judged(float(pi_V[token]), sureness(float(pi_V.max())))
 
 
 def graft(drafted: Drafted, found: Sequence[Guess], num_nodes: int) -> Drafted:

@@ -12,8 +12,9 @@ from offload.drafting.none import NoState
 from offload.drafting.sources import Asked
 from offload.tree.spec import MatchLength
 
-MOST_CONTINUATIONS = 256  # looked at, sampled where there are more
+MOST_CONTINUATIONS = 128  # looked at, sampled where there are more
 LONGEST = 16  # tokens of a continuation; REST takes 10
+SHORT = 3  # tokens of the second match
 
 
 class Retrieval:
@@ -29,15 +30,12 @@ class Retrieval:
         return NoState()
 
     def tiers(self, tokens: Sequence[int], asked: Asked, state: NoState) -> Iterator[TrieTier]:
-        """Of the longest match; where that leaves room, of half as many tokens again and again."""
-        most, num_left = self._match.most, asked.num_nodes
-        while most >= self._match.least and num_left > 0:
-            matches = self._index.longest(tokens[-most:], most, self._match.least)
+        """Of the longest match, which may be chance, and of a short one, whose continuations are many."""
+        least, bound = self._match
+        while bound >= least:
+            matches = self._index.longest(tokens[-bound:], bound, least)
             if not matches.count:
                 return
-            depth = min(asked.depth, LONGEST)
-            token_CM = self._index.continuations(matches, depth, MOST_CONTINUATIONS, seed=len(tokens))
-            trie = heaviest(token_CM, num_left)
-            yield TrieTier(self.name, matches.length, trie)
-            num_left -= len(trie.token_R)
-            most = matches.length // 2
+            token_CM = self._index.continuations(matches, min(asked.depth, LONGEST), MOST_CONTINUATIONS, len(tokens))
+            yield TrieTier(self.name, matches.length, heaviest(token_CM, asked.num_nodes))
+            bound = SHORT if matches.length > SHORT else 0

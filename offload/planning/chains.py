@@ -98,10 +98,6 @@ class ChainPolicy:
         tokens = tokens_per_run(self.alpha, gamma)
         return Prediction(f"chain:{gamma}", chain(gamma), self.steps[gamma], (tokens, tokens))
 
-    def gain(self, gamma: int, alpha: float) -> float:
-        """How many times faster than without guesses; `wall_clock_gain` where the times are the paper's."""
-        return tokens_per_run(alpha, gamma) * self.steps[0].total_s / self.steps[gamma].total_s
-
     def as_dict(self) -> dict[str, object]:
         """What `--json` says of it."""
         return {"alpha": self.alpha, "max_length": self.max_length}

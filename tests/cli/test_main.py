@@ -57,9 +57,10 @@ def test_text_goes_to_stdout_and_figures_to_stderr(ender: Path) -> None:
 def test_details_are_for_those_who_ask(ender: Path) -> None:
     brief, told = (generate(ender, *flags).err.splitlines() for flags in ((), ("-v",)))
     slots, tree = told[2:4]
-    assert brief[:2] == told[:2] and len(told) == len(brief) + 2
+    assert brief[:2] == told[:2] and len(told) == len(brief) + 3
     assert slots == "streamed layers pass through 3 slots; 1 compute thread"
     assert tree.startswith("tree of 8 nodes, 3 deep: default acceptance, no profile")
+    assert told[-1].startswith("alpha 1.000") and "alpha" not in "".join(brief)
 
 
 def test_quiet_says_nothing_on_stderr(ender: Path) -> None:

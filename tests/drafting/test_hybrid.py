@@ -20,7 +20,7 @@ from offload.drafting.guesses import Guess, Guesses, Place, TrieTier
 from offload.drafting.hybrid import HybridDrafter, _without_least, graft
 from offload.drafting.model import ModelDrafter
 from offload.drafting.sources import Sources
-from offload.drafting.trust import Trust
+from offload.drafting.trust import Trust, sureness
 from offload.engine.build import resident_model
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
@@ -97,7 +97,7 @@ def test_a_dynamic_tree_is_the_best_of_the_mixture(model: StreamedModel) -> None
     for path, place in open_paths:
         alone = Draft(model, VOCAB_SIZE, KVCache(model.num_layers, 256))
         pi_V = (1.3 * alone.catch_up([*PROMPT, *path])[0].float()).softmax(0)
-        chances, rest = guesses.children(place)
+        chances, rest = guesses.children(place, sureness(float(pi_V.max())))
         mixed = {token: chances.get(token, 0) + rest * float(pi_V[token]) for token in range(VOCAB_SIZE)}
         for token in sorted(mixed, key=lambda one: -mixed[one])[:32]:
             child = (*path, token)

@@ -22,11 +22,11 @@ def index() -> SuffixIndex:
 def test_the_longest_match_then_shorter_ones() -> None:
     source = Retrieval(index(), MatchLength(2, 16))
     tiers = list(source.tiers([0, 1, 2, 3, 4], Asked(16, 3), source.new_state()))
-    assert [tier.length for tier in tiers] == [4, 2]
-    assert tiers[0].shares(0) == {5: 1.0} and tiers[1].shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
-    found = Guesses(tiers, Trust()).best(16, 3)
-    assert [(guess.token, guess.depth) for guess in found[:3]] == [(5, 1), (6, 2), (7, 3)]
-    assert {guess.token for guess in found if guess.depth == 1} == {5, 8, 10}
+    assert [tier.length for tier in tiers] == [4, 3] and tiers[0].shares(0) == {5: 1.0}
+    (short,) = Retrieval(index(), MatchLength(2, 2)).tiers([3, 4], Asked(16, 3), source.new_state())
+    assert short.length == 2 and short.shares(0) == {8: 0.5, 5: 0.25, 10: 0.25}
+    found = Guesses([*tiers, short], Trust()).best(16, 3)
+    assert {guess.token for guess in found if guess.depth == 1} == {5, 8, 10} and found[0].token == 5
 
 
 @pytest.mark.parametrize("context", [[20, 21], [7], [4, 10], []])
@@ -35,10 +35,11 @@ def test_nothing_follows_what_is_not_there(context: list[int]) -> None:
     assert list(source.tiers(context, Asked(16, 3), source.new_state())) == []
 
 
-def test_the_nodes_asked_for_are_shared_by_the_matches() -> None:
-    source = Retrieval(index(), MatchLength(2, 16))
-    tiers = list(source.tiers([1, 2, 3, 4], Asked(3, 3), source.new_state()))
-    assert [tier.length for tier in tiers] == [4], "it takes all there is room for"
+def test_the_second_match_is_short_and_no_shorter_than_allowed() -> None:
+    for length, wanted in ((MatchLength(2, 16), [4, 3]), (MatchLength(4, 16), [4]), (MatchLength(2, 3), [3])):
+        source = Retrieval(index(), length)
+        tiers = source.tiers([1, 2, 3, 4], Asked(8, 3), source.new_state())
+        assert [tier.length for tier in tiers] == wanted
 
 
 def test_bigrams_then_unigrams() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from offload.errors import UserError
-from offload.tree.spec import TreeSpec, parse_tree
+from offload.tree.spec import MAX_CHAIN, TreeSpec, parse_tree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, best_first, chain, sequences
 
 
@@ -15,6 +15,7 @@ from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, best_
         ("48x6", TreeSpec("best", 48, 6), best_first(DEFAULT_ACCEPTANCE, 48, 6)),
         ("8x999", TreeSpec("best", 8, 999), best_first(DEFAULT_ACCEPTANCE, 8, 7)),
         ("chain:5", TreeSpec("chain", 1, 5), chain(5)),
+        ("chain:auto", TreeSpec("auto_chain"), chain(MAX_CHAIN)),
         ("sequences:3x7", TreeSpec("sequences", 3, 7), sequences(3, 7)),
         ("dynamic:48x6", TreeSpec("dynamic", 48, 6), DynamicShape(48, 6)),
         ("dynamic:8x999", TreeSpec("dynamic", 8, 999), DynamicShape(8, 7)),

@@ -1,0 +1,181 @@
+"""What gamma guesses yield beside what Leviathan et al. (2211.17192) expect: their tables 2 and 4, on our pair.
+
+Tokens per pass and alpha do not depend on streaming, so they are measured on the packaged pair as it is, by the
+paper's own rule, which is `specinfer` on a chain. What a pass takes is measured with the target inflated and streamed,
+lengths in turns. c is a draft step over a pass without guesses; the expected gain is Theorem 3.8 for that alpha and c.
+
+The last lines are their section A.4: how many steps of a beam search one pass of the target would settle, an estimate.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from statistics import mean, median
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from offload.bench.harness.command import Bench, command, say_link, say_table
+from offload.bench.harness.gate import Written
+from offload.bench.harness.prompts import Prompt, encoded
+from offload.bench.harness.record import Row
+from offload.bench.harness.setting import Setting, find_setting, resident_pair
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli.demo import PAIR
+from offload.config import Sampling, parse_size
+from offload.engine.build import resident_model
+from offload.model.kv_cache import KVCache
+from offload.model.weights import StreamedModel
+from offload.planning.beams import Beam, Floats, LogProbs, beam_steps_per_run
+from offload.planning.chains import tokens_per_run, wall_clock_gain
+from offload.stats import Estimate
+from offload.tree.topology import chain
+
+RULE, CONTEXT, PROMPT_TOKENS = "specinfer", 256, 64
+LEAST_RAM_BYTES = 260_000_000
+
+
+class Effort(NamedTuple):
+    """How much is measured."""
+
+    num_prompts: int
+    num_tokens: int  # of every run
+    lengths: tuple[int, ...]
+    num_steps: int  # streamed, of every length and prompt
+    num_beam_steps: int  # of the first two prompts
+    draft_beams: tuple[int, ...]
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+
+
+FULL = Effort(8, 160, (1, 2, 3, 5, 7, 10, 14), 6, 24, (4, 8, 16))
+QUICK = Effort(3, 48, (1, 3, 7), 3, 6, (4, 8))
+
+
+class Yield(NamedTuple):
+    """What chains of one length have yielded."""
+
+    temperature: float
+    gamma: int
+    alpha: Estimate
+    tokens_per_pass: float
+
+
+class Times(NamedTuple):
+    """Medians of streamed steps with one length."""
+
+    step_s: float
+    draft_s: float
+
+
+def measured_yields(effort: Effort, prompts: Sequence[Prompt], written: list[Written]) -> list[Yield]:
+    """By temperature and length, over all prompts."""
+    found = []
+    with resident_pair(None).open(f"chain:{max(effort.lengths)}", rule=RULE, context=CONTEXT) as decoder:
+        texts = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
+        for temperature, gamma in product(effort.temperatures, effort.lengths):
+            alpha, accepted = Estimate(), list[int]()
+            for seed, ids in enumerate(texts):
+                sampling = Sampling(temperature=temperature, seed=seed)
+                run = decoder.run(ids, sampling, max_new_tokens=effort.num_tokens, tree=f"chain:{gamma}")
+                deque(run, maxlen=0)
+                result = run.result()
+                alpha += result.stats.first_guess
+                accepted += result.stats.accepted_per_sweep[:-1]  # the end of the text cuts the last
+                written.append(Written(ids, result.token_ids, sampling, RULE))
+            found.append(Yield(temperature, gamma, alpha, mean(accepted)))
+    return found
+
+
+def measured_times(setting: Setting, effort: Effort, prompt: Prompt, written: list[Written]) -> dict[int, Times]:
+    """By length, 0 among them; lengths take turns, so that what else this machine does is shared among them."""
+    samples: dict[int, list[Times]] = {gamma: [] for gamma in (0, *effort.lengths)}
+    with setting.open(f"chain:{max(effort.lengths)}", context=CONTEXT) as decoder:
+        ids = encoded(decoder, prompt, PROMPT_TOKENS)
+        text = decoder.begin(ids, Sampling())
+        decoder.step(text)
+        for gamma in [*samples] * effort.num_steps:
+            stats, started = text.set_shape(chain(gamma)), perf_counter()
+            decoder.step(text)
+            samples[gamma].append(Times(perf_counter() - started, stats.draft_s))
+        written.append(Written(ids, text.new_ids, Sampling(), decoder.rule.name))
+    return {gamma: Times(*(median(one) for one in zip(*seen, strict=True))) for gamma, seen in samples.items()}
+
+
+def rows_of(yields: Sequence[Yield], times: dict[int, Times]) -> list[Row]:
+    """Each yield beside what the formulas make of its alpha, which all lengths of a temperature estimate together."""
+    plain, longest, rows = times[0], max(times), list[Row]()
+    cost = (times[longest].draft_s / longest) / plain.step_s
+    for one in yields:
+        alpha = sum((other.alpha for other in yields if other.temperature == one.temperature), Estimate())
+        assert alpha.mean is not None, "guesses were verified"
+        predicted, step_s = tokens_per_run(alpha.mean, one.gamma), times[one.gamma].step_s
+        rows.append(
+            {
+                **{"temperature": one.temperature, "gamma": one.gamma, "c": cost, "alpha": alpha.as_dict()},
+                **{"predicted_tokens_per_pass": predicted, "tokens_per_pass": one.tokens_per_pass, "step_s": step_s},
+                "predicted_gain": wall_clock_gain(alpha.mean, one.gamma, cost),
+                "gain": one.tokens_per_pass * plain.step_s / step_s,
+            }
+        )
+    return rows
+
+
+def beam_rows(effort: Effort, texts: Sequence[Sequence[int]]) -> list[Row]:
+    """Steps of a beam search that one pass of the target would settle, by the width of the draft's search."""
+    target, draft = (resident_model(open_checkpoint(path), "float32") for path in (PAIR / "target", PAIR / "draft"))
+    rows = list[Row]()
+    try:
+        for width in effort.draft_beams:
+            count = partial(beam_steps_per_run, _log_probs(target), _log_probs(draft), width=4, draft_width=width)
+            steps = [n for ids in texts for n in count(ids, gamma=4, num_steps=effort.num_beam_steps)]
+            rows.append({"beams": 4, "draft_beams": width, "gamma": 4, "steps_per_pass": mean(steps)})
+    finally:
+        target.close()
+        draft.close()
+    return rows
+
+
+def _log_probs(model: StreamedModel) -> LogProbs:
+    def log_probs(beams: Sequence[Beam]) -> Floats:
+        return np.stack([_last_row(model, beam) for beam in beams])
+
+    return log_probs
+
+
+def _last_row(model: StreamedModel, beam: Beam) -> Floats:
+    size = len(beam)
+    causal_TT, cache = torch.ones(size, size, dtype=torch.bool).tril(), KVCache(model.num_layers, size)
+    logits_1V = model.forward(torch.tensor(beam), torch.arange(size), causal_TT, cache, num_logits=1)
+    row_V: Floats = logits_1V[-1].double().log_softmax(-1).numpy()
+    return row_V
+
+
+@command("chains", "size quick")
+def main(bench: Bench) -> None:
+    """Chains beside the formulas of speculative decoding; eight minutes on two cores, under one with --quick."""
+    size, effort = bench.given("size"), QUICK if bench.quick else FULL
+    size = "500MB" if bench.quick and size == "2GB" else size
+    ram = max(LEAST_RAM_BYTES, parse_size(size, "--size") // 4)
+    setting, written = find_setting(None, None, size, str(ram), bench.screen), list[Written]()
+    ceiling, (prompts, names) = say_link(setting), bench.prompts(effort.num_prompts)
+    yields = measured_yields(effort, prompts, written)
+    times = measured_times(setting, effort, prompts[0], written)
+    proof = bench.prove(setting, written)
+    rows = [bench.row(row) for row in rows_of(yields, times)]
+    say_table(["T, gamma", "alpha", "+-", "tokens/pass", "expected", "gain", "expected"], map(_cells, rows))
+    beams = [bench.row(row) for row in beam_rows(effort, [one.prompt_ids for one in written[:2]])]
+    for row in beams:
+        print("beam search, {beams} beams, {draft_beams} of the draft: {steps_per_pass:.2f} steps a pass".format(**row))
+    settings = {**setting.as_dict(), "prompts": names, "rule": RULE}
+    bench.finish(rows + beams, settings=settings, ceiling={"bytes_per_s": ceiling}, proof=proof)
+
+
+def _cells(row: Row) -> list[str]:
+    alpha = row["alpha"]
+    error = alpha["standard_error"] or float("nan")
+    figures = ("tokens_per_pass", "predicted_tokens_per_pass", "gain", "predicted_gain")
+    known = [f"{alpha['mean']:.3f}", f"{error:.3f}", *(f"{row[name]:.2f}" for name in figures)]
+    return [f"{row['temperature']:g}, {row['gamma']}", *known]

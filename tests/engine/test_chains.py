@@ -1,0 +1,143 @@
+"""`chain:auto` and `lenience` of whole decoders: the same text, room for the longest chain, figures that add up."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import FAMILIES, save_pair, streaming_ram
+
+import offload
+from offload.config import Sampling
+from offload.engine.decoder import Decoder
+from offload.engine.request import Request
+from offload.errors import UserError
+from offload.planning.chains import ChainPolicy
+from offload.planning.cost_model import StepTime
+from offload.tree.spec import MAX_CHAIN
+
+PROMPT, NUM_NEW = [7, 11, 3, 42, 5], 60
+WARM: dict[str, Any] = {"temperature": 0.8, "seed": 3}
+HOW: dict[str, Any] = {"context": 160, "dtype": "float32", "threads": 1, "profile": "none"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"), noise=0.03)
+
+
+@pytest.fixture(autouse=True)
+def paper_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny draft costs as much as its target, and no chain would pay; here a step is a tenth of a sweep."""
+
+    def of(alpha: float, _costs: object, _traffic: object, most: int) -> ChainPolicy:
+        return ChainPolicy(alpha, tuple(StepTime(0.1 * gamma, 1.0, 0.0, 0.0) for gamma in range(most + 1)))
+
+    monkeypatch.setattr("offload.planning.tree_policy.ChainPolicy.of", of)
+
+
+@pytest.fixture(scope="module")
+def decoder(models: tuple[Path, Path]) -> Iterator[Decoder]:
+    with offload.load(*models, "1GiB", "chain:auto", "specinfer", **HOW) as decoder:
+        yield decoder
+
+
+def test_memory_has_room_for_the_longest_chain(models: tuple[Path, Path], decoder: Decoder) -> None:
+    assert decoder.plan.num_nodes == 1 + MAX_CHAIN and decoder.plan.distribution_bytes > 0
+    choice = decoder.tree_choice(Sampling())
+    assert choice.chains is not None and choice.chains.max_length == MAX_CHAIN > choice.shape.depth > 0
+    ram = streaming_ram(*models, context=160, num_nodes=9)
+    with offload.load(*models, ram, "chain:auto", **HOW) as small:
+        chains = small.tree_choice(Sampling()).chains
+        assert chains is not None and 8 <= chains.max_length == small.plan.num_nodes - 1
+        wanted = small.generate(PROMPT, max_new_tokens=NUM_NEW, tree="none").token_ids
+        assert small.generate(PROMPT, max_new_tokens=NUM_NEW).token_ids == wanted
+    with offload.load(*models, "1GiB", "chain:auto", **{**HOW, "context": 9}) as short:
+        chains = short.tree_choice(Sampling()).chains
+        assert chains is not None and chains.max_length == 8, "a chain must be less deep than the context"
+
+
+@pytest.mark.parametrize("sampling", [{}, WARM], ids=["greedy", "warm"])
+def test_lengths_follow_what_came_true_and_the_text_does_not_change(decoder: Decoder, sampling: dict[str, Any]) -> None:
+    """With `match`, where one seed gives one text."""
+    plain, found = (
+        decoder.generate(PROMPT, max_new_tokens=NUM_NEW, rule="match", tree=tree, **sampling) for tree in ("none", None)
+    )
+    assert found.token_ids == plain.token_ids and plain.stats.chain_lengths == []
+    stats, chains = found.stats, found.tree_choice.chains
+    assert chains is not None and len(set(stats.chain_lengths)) > 1
+    assert len(stats.chain_lengths) == len(stats.accepted_per_sweep) == stats.num_sweeps
+    assert stats.tree_depth == max(found.tree_choice.shape.depth, *stats.chain_lengths)
+    assert all(new <= 1 + length for new, length in zip(stats.accepted_per_sweep, stats.chain_lengths, strict=True))
+    assert stats.first_guess.mean is not None and 0 < stats.first_guess.mean < 1
+    worse = [b <= a for a, b in pairwise(stats.chain_lengths)]
+    assert any(worse), "one miss and the belief falls"
+
+
+def test_alpha_is_told_where_the_drafts_distribution_is_known(decoder: Decoder) -> None:
+    by_rule = {
+        (rule, bool(sampling)): decoder.generate(PROMPT, max_new_tokens=NUM_NEW, rule=rule, **sampling)
+        for rule in ("match", "topk", "specinfer", "sequoia")
+        for sampling in ({}, WARM)
+    }
+    for (rule, is_warm), found in by_rule.items():
+        told = found.as_dict()["stats"]
+        assert isinstance(told, dict) and told["first_guess"]["num_positions"] > 5
+        assert (told["alpha"] is None) == (rule == "match" and is_warm), "coupled draws keep no q"
+        if not is_warm:
+            assert told["alpha"]["mean"] * told["alpha"]["num_positions"] == pytest.approx(
+                found.stats.first_guess.total
+            )
+            assert found.stats.first_guess.total % 1 == 0
+    one, other = by_rule["specinfer", True].stats.first_guess, by_rule["sequoia", True].stats.first_guess
+    assert one.mean is not None and other.mean is not None and abs(one.mean - other.mean) < 0.2
+    assert 0 < one.total % 1 < 1, "an overlap is no count"
+
+
+def test_nothing_is_told_where_nothing_was_guessed(decoder: Decoder) -> None:
+    stats = decoder.generate(PROMPT, max_new_tokens=5, tree="none").as_dict()["stats"]
+    assert isinstance(stats, dict) and stats["alpha"] is None and stats["first_guess"]["mean"] is None
+
+
+def test_lenience_says_that_it_is_not_exact(models: tuple[Path, Path]) -> None:
+    ram = streaming_ram(*models, context=160, num_nodes=9)
+    texts = {}
+    for lenience in (1.0, 0.01):
+        with offload.load(*models, ram, "chain:6", lenience=lenience, invariant=True, **HOW) as decoder:
+            found = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
+            texts[lenience] = found.token_ids
+            told = found.as_dict()
+            is_told = any("NOT EXACT" in note and "0.01" in note for note in decoder.notes)
+            assert found.is_exact == told["is_exact"] == (not is_told) == (lenience == 1)
+            assert told.get("lenience", 1.0) == lenience and ("NOT exact" in repr(found)) == is_told
+            assert found.is_invariant == (lenience == 1 and decoder.invariance.multiple is not None)
+            plain = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, tree="none").token_ids
+            assert (plain == found.token_ids) == (lenience == 1)
+    assert texts[1.0] != texts[0.01]
+
+
+@pytest.mark.parametrize(
+    ("rule", "lenience", "sampling", "words"),
+    [
+        ("match", 0.5, WARM, "`lenience` 0.5 scales a ratio that `rule` match does not take.*`rule` sequoia"),
+        ("topk", 0.5, WARM, "`rule` topk does not take"),
+        *[("sequoia", wrong, {}, r"`lenience` must lie in \(0, 1\]") for wrong in (0, -1, 1.5, float("nan"))],
+        ("sequoia", "half", {}, "`lenience` must be a number"),
+    ],
+)
+@pytest.mark.usefixtures("_no_weights")
+def test_lenience_without_a_use_is_refused_early(
+    models: tuple[Path, Path], rule: str, lenience: float, sampling: dict[str, Any], words: str
+) -> None:
+    request = Request(PROMPT, Sampling(**sampling))
+    with pytest.raises(UserError, match=words):
+        offload.load(*models, "1GiB", "chain:3", rule, lenience=lenience, request=request, **HOW)
+
+
+def test_lenience_without_a_use_is_refused_at_every_run(models: tuple[Path, Path]) -> None:
+    with offload.load(*models, "1GiB", "chain:3", "sequoia", lenience=0.5, **HOW) as decoder:
+        assert not decoder.generate(PROMPT, max_new_tokens=9, **WARM).is_exact
+        assert not decoder.generate(PROMPT, max_new_tokens=9, rule="match").is_exact
+        with pytest.raises(UserError, match="`rule` match does not take"):
+            decoder.generate(PROMPT, max_new_tokens=9, rule="match", **WARM)
