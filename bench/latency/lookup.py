@@ -85,8 +85,9 @@ def dictate(decoders: Mapping[str, Decoder], found: Sequence[Prompt], effort: Ef
     steps: dict[str, list[list[Step]]] = {name: [] for name in ("none", *decoders)}
     for prompt, name in ((prompt, name) for prompt in found for name in steps):
         decoder = decoders.get(name) or next(iter(decoders.values()))
-        then_ids = decoder.encode(prompt.then, raw=True)[: effort.num_plain if name == "none" else None]
         shape = chain(0) if name == "none" else parse_tree(effort.trees[-1]).build()
+        num_tokens = (effort.num_plain if name == "none" else effort.num_tokens) + shape.depth + 1
+        then_ids = decoder.encode(prompt.then, raw=True)[:num_tokens]
         steps[name].append(list(dictated(decoder, encoded(decoder, prompt, PROMPT_TOKENS), then_ids, shape)))
     rows = [_dictated_row(name, texts) for name, texts in steps.items()]
     return [{**row, "speedup": row["decode_tokens_per_s"] / rows[0]["decode_tokens_per_s"]} for row in rows]
