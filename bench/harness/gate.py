@@ -27,12 +27,11 @@ from offload.engine.decoder import Decoder
 from offload.engine.load import load
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
-from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import chain
-from offload.tuning.audit import gaps_of, rounding
+from offload.tuning.audit import chain_logits, gaps_of, rounding
 from offload.verification.rules import find_rule
 
 MOST_SIGMAS = 5.0
@@ -123,9 +122,7 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
 
 
 def _resident_scores(model: StreamedModel, ids: list[int], start: int) -> Tensor:
-    causal_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    cache = KVCache(model.num_layers, len(ids))
-    return model.forward(torch.tensor(ids), torch.arange(len(ids)), causal_TT, cache)[start - 1 : -1]
+    return chain_logits(model, ids)[start - len(ids) - 1 : -1]
 
 
 def _streamed_scores(decoder: Decoder, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> Tensor:

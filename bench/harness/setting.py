@@ -16,6 +16,7 @@ from offload.bench.harness.gate import Proof, Written, prove, reference
 from offload.bench.harness.plain_reader import plain_rate
 from offload.bench.harness.synthetic import LLAMA_2_7B, LLAMA_2_70B, TINY, TINY_DRAFT, open_source, origin, sketch
 from offload.calibration.link import copy_bytes_per_s
+from offload.checkpoint.generation_config import start_tokens
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.cli.console import Console
@@ -23,6 +24,7 @@ from offload.cli.demo import PAIR, inflated_target
 from offload.config import parse_size, require
 from offload.engine.decoder import Decoder
 from offload.engine.load import load
+from offload.engine.request import with_start
 from offload.errors import UserError
 from offload.machine import available_ram_bytes
 from offload.memory.plan import MemoryPlan
@@ -92,8 +94,10 @@ class Setting(NamedTuple):
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """The gate; call it when all measuring is over and decoders are closed. Raises `UserError`."""
+        start = start_tokens(open_checkpoint(self.origin))
+        begun = [run._replace(prompt_ids=with_start(run.prompt_ids, start)) for run in written]
         with reference(self.origin, None if self.is_synthetic else self.draft, self.ram_bytes) as score:
-            return prove(written, score)
+            return prove(begun, score)
 
     def as_dict(self) -> dict[str, Any]:
         target_bytes = sum(path.stat().st_size for path in self.shards)

@@ -67,7 +67,7 @@ def same_for_all_trees(setting: Setting, prompt_ids: Sequence[int], dtype: str, 
     """How many ids are those of no tree; nothing is asked of a decoder that does not promise them."""
     with setting.open_streamed(_LARGEST, dtype=dtype, context=_CONTEXT) as decoder:
         texts = [decoder.generate(list(prompt_ids), max_new_tokens=num_new, tree=tree).token_ids for tree in TREES]
-        is_promised, reason = decoder.invariance.multiple is not None, decoder.invariance.reason
+        is_promised, reason = decoder.invariance.holds, decoder.invariance.reason
     num_same = sum(one == other for ids in texts for one, other in zip(ids, texts[0], strict=False))
     name = f"gate: {dtype}, ids of all trees are those of none{'' if is_promised else f' (not promised: {reason})'}"
     yield row(name, num_same, sum(map(len, texts)) if is_promised else None, 1.0, "tokens", promise="exact")

@@ -1,7 +1,7 @@
-"""Whether, and from how many rows on, this machine's arithmetic gives a row the same bits whatever stands beside it.
+"""Whether a row has the same bits on this machine whatever stands beside it.
 
-Nobody promises that: libraries choose by shape, type and processor how they add up. So one layer is run with its real
-weights, and whatever it multiplies is multiplied again with other rows beside it and on other numbers of threads.
+Nobody promises that. Row sizes of products are found by trial (`model/row_sizes.py`); here one layer is run with its
+real weights, once with all rows and in parts, and its activation functions are computed again for fewer rows.
 """
 
 from collections.abc import Sequence
@@ -12,34 +12,34 @@ import torch
 from torch import Tensor
 
 from offload.errors import UserError
-from offload.model.invariance import MAX_ROWS, InvariantRows, Work
+from offload.model.invariance import InvariantRows, Work
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 
-_MULTIPLES = (4, 8, 16, 32, 64)  # on a GPU every product has the same number of rows, there is time enough
 _NUM_ROWS = 72  # of the longest pass: of its first 64 positions the keys lie in a block that rows share
 _CUTS = ((1, 1, 5), (12,))  # other ways to take in the first rows, which then have these keys for themselves
-_NUM_COMPARED = 1 << 15  # numbers of each product: some kernels differ in one of 30,000
-# Multiples of rows that are computed again, of the rows of the text and of random ones.
-_FEW_PARTS, _MANY_PARTS = (1, 2, 3), (1, 1, 1, 1, 9, 30)
 _LENGTH_ROPES = ("dynamic", "longrope")
 
 
 class Invariance(NamedTuple):
     """What was found."""
 
-    multiple: int | None  # rows that products are padded to; None: results depend on the rows beside
-    reason: str = ""  # why not
+    thread_counts: tuple[int, ...] = ()  # with which it holds
+    reason: str = ""  # why it does not
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.thread_counts)
 
 
 class _DifferError(Exception):
     """Two ways to compute a row gave different bits; says of what."""
 
 
-def find_row_multiple(
+def make_invariant(
     model: StreamedModel, first_layer: np.ndarray, thread_counts: Sequence[int], context: int
 ) -> Invariance:
-    """Make `model` invariant with the smallest multiple of rows that holds here, or leave it as it was.
+    """Make `model` invariant, or leave it as it was where that does not hold here.
 
     Args:
         first_layer: the slab of layer 0, which is not bound yet; embeddings and head are.
@@ -47,29 +47,20 @@ def find_row_multiple(
         context: the longest text.
     """
     if _turns_by_length(model, context):
-        return Invariance(None, "its rotary embeddings depend on the length of the text")
-    found = Invariance(None)
+        return Invariance(reason="its rotary embeddings depend on the length of the text")
+    found = Invariance()
     model.bind_layer(0, first_layer)
     try:
         with model.cut_to(1):
-            found = _try_multiples(model, thread_counts)
+            _require_invariance(model, thread_counts)
+        found = Invariance(tuple(thread_counts))
+    except (_DifferError, UserError) as error:
+        found = Invariance(reason=str(error))
     finally:
         model.unbind_layer(0)
-        model.be_invariant(None if found.multiple is None else InvariantRows(found.multiple))
+        if not found.holds:
+            model.be_invariant(None)
     return found
-
-
-def _try_multiples(model: StreamedModel, thread_counts: Sequence[int]) -> Invariance:
-    reason = ""
-    for multiple in _MULTIPLES if model.place.type == "cpu" else (MAX_ROWS,):
-        try:
-            _require_invariance(model, multiple, thread_counts)
-            return Invariance(multiple)
-        except _DifferError as difference:
-            reason = str(difference)
-        except UserError as error:
-            return Invariance(None, str(error))
-    return Invariance(None, reason)
 
 
 def _turns_by_length(model: StreamedModel, context: int) -> bool:
@@ -84,14 +75,18 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
     )
 
 
-def _require_invariance(model: StreamedModel, multiple: int, thread_counts: Sequence[int]) -> None:
+def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> None:
     """Raises `_DifferError`."""
     most = getattr(model.meta_model.config, "max_position_embeddings", None) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
-    model.be_invariant(_CheckedRows(multiple, thread_counts))
+    rows = _CheckedRows(thread_counts)
+    model.be_invariant(rows)
     wanted_TV = _logits(model, token_T, (len(token_T),))
-    model.be_invariant(InvariantRows(multiple))
+    if rows.num_refused:
+        counts = ", ".join(map(str, thread_counts))
+        raise _DifferError(f"a product has other bits for each number of rows, with {counts} threads")
+    rows.is_checking = False
     for cut in _CUTS:
         if sum(cut) <= len(token_T):
             logits = _logits(model, token_T[: sum(cut)], cut)
@@ -111,41 +106,26 @@ def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int]) -> Tensor
 
 
 class _CheckedRows(InvariantRows):
-    """Computes everything again with fewer rows, elsewhere, beside others, and with every number of threads."""
+    """Computes activations again with fewer rows, beside others, and with every number of threads."""
 
-    def __init__(self, multiple: int, thread_counts: Sequence[int]) -> None:
-        super().__init__(multiple)
-        self._thread_counts, self._generator = thread_counts, torch.Generator().manual_seed(0)
+    is_checking = True
 
-    def call(self, work: Work, rows: Tensor) -> Tensor:
+    def activate(self, work: Work, rows: Tensor) -> Tensor:
         out = work(rows)
-        if not out.numel():
-            return out
-        self._compare(work, rows, out, _FEW_PARTS)
-        _require_equal(work(rows.roll(1, -2)), out.roll(1, -2), "one row further down")
-        width = out[..., 0, :].numel()
-        for _ in range(-(-_NUM_COMPARED // (width * MAX_ROWS))):
-            more = torch.randn(*rows.shape[:-2], MAX_ROWS, rows.shape[-1], generator=self._generator).to(rows)
-            self._compare(work, more, work(more), _MANY_PARTS)
-        before = torch.get_num_threads()
-        try:
-            for num_threads in set(self._thread_counts) - {before}:
-                torch.set_num_threads(num_threads)
-                _require_equal(work(rows), out, f"with {num_threads} threads")
-        finally:
-            torch.set_num_threads(before)
+        if self.is_checking and out.numel():
+            for part in (slice(1), slice(1, 5), slice(-3, None)):
+                _require_equal(work(rows[..., part, :]), out[..., part, :], "beside other rows")
+            before = torch.get_num_threads()
+            try:
+                for num_threads in {*self._thread_counts} - {before}:
+                    torch.set_num_threads(num_threads)
+                    _require_equal(work(rows), out, f"with {num_threads} threads")
+            finally:
+                torch.set_num_threads(before)
         return out
-
-    def _compare(self, work: Work, rows: Tensor, out: Tensor, parts: Sequence[int]) -> None:
-        """Parts of so many multiples of rows, spread over all."""
-        num_multiples = rows.shape[-2] // self.multiple
-        for index, part in enumerate(parts):
-            size = min(part, num_multiples) * self.multiple
-            lo = (num_multiples * self.multiple - size) * index // len(parts) // self.multiple * self.multiple
-            _require_equal(work(rows.narrow(-2, lo, size)), out.narrow(-2, lo, size), "beside other rows")
 
 
 def _require_equal(got: Tensor, wanted: Tensor, where: str) -> None:
     if not torch.equal(got, wanted):
         shape = "x".join(map(str, got.shape))
-        raise _DifferError(f"a product or activation of {shape} numbers has other bits {where}")
+        raise _DifferError(f"an activation of {shape} numbers has other bits {where}")

@@ -93,7 +93,7 @@ def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
 def _forward_s(model: StreamedModel, num_rows: int, num_layers: int) -> float:
     row_T, sees_TT = torch.arange(num_rows), torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
     with model.cut_to(num_layers):
-        cache = KVCache(max(1, num_layers), num_rows)
+        cache = model.new_cache(num_rows)
         # A number on the host is the sign that a device is done as well.
         return timed(lambda: float(model.forward(torch.zeros_like(row_T), row_T, sees_TT, cache)[-1, 0]))
 

@@ -1,10 +1,11 @@
-"""How a model suggests to sample, in the generation_config.json beside its weights: checked, as any stranger's file."""
+"""How a model suggests to write, in the generation_config.json beside its weights: checked, as any stranger's file."""
 
 import os
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.safetensors import is_hub_id, not_on_the_hub, read_json
+from offload.checkpoint.encoder_decoder import has_encoder
+from offload.checkpoint.safetensors import Checkpoint, is_hub_id, not_on_the_hub, read_json
 from offload.config import Sampling
 from offload.errors import UserError
 
@@ -28,6 +29,28 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
         return Sampling(**{"temperature": 1.0, **given}, seed=seed)
     except UserError as error:
         raise UserError(f"{model}: {_NAME}: {error}; mend the file, or leave it out with `greedy`") from None
+
+
+def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """As transformers finds them: what the generation config says goes before the model's."""
+    path = checkpoint.directory / _NAME
+    return {**checkpoint.config, **(read_json(path) if os.path.isfile(path) else {})}
+
+
+def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Ids that stand between the prompt that an encoder reads and the decoder's text; without one there are none.
+
+    Raises `UserError` where the files name no such id.
+    """
+    if not has_encoder(checkpoint.config):
+        return ()
+    settings = generation_settings(checkpoint)
+    named = settings.get("decoder_start_token_id")
+    start = settings.get("bos_token_id") if named is None else named
+    if type(start) is not int or start < 0:
+        where = f"{checkpoint.directory.name}: decoder_start_token_id must be a token id"
+        raise UserError(f"{where}, got {start!r:.80}: put it into {_NAME} (0 for T5)")
+    return (start,)
 
 
 def _read(model: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from offload.encoding.registry import ENCODINGS
 BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
 _PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
 _MAX_GAP_BYTES = 1 << 20  # reading over a small gap is cheaper than a second run
-_LAYER_NAME = re.compile(r"^(.*?\.)?layers\.(\d+)\.")
+_LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d+)\.")
 
 
 class Part(NamedTuple):
@@ -91,16 +91,20 @@ def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
     return _up(max(direct, scattered), BLOCK_BYTES)
 
 
-def group_by_layer(checkpoint: Checkpoint, num_layers: int) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
-    """Tensors of each decoder layer, and the rest, by name alone: for planning before any model is built."""
-    layers: list[list[TensorEntry]] = [[] for _ in range(num_layers)]
+def group_by_layer(
+    checkpoint: Checkpoint, num_layers: int, num_encoder_layers: int = 0
+) -> tuple[list[list[TensorEntry]], list[TensorEntry]]:
+    """Tensors of each decoder layer, then of each of an encoder, and the rest, by name alone: for planning."""
+    layers: list[list[TensorEntry]] = [[] for _ in range(num_layers + num_encoder_layers)]
+    own = {"encoder.block": layers[num_layers:]}
     rest = []
     for name, entry in checkpoint.tensors.items():
         match = _LAYER_NAME.match(name)
+        stack = layers[:num_layers] if match is None else own.get(match[1], layers[:num_layers])
         if match is None:
             rest.append(entry)
-        elif int(match[2]) < num_layers:
-            layers[int(match[2])].append(entry)
+        elif int(match[2]) < len(stack):
+            stack[int(match[2])].append(entry)
     return layers, rest
 
 

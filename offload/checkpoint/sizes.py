@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from offload.checkpoint.encoder_decoder import decoder_config, has_encoder
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.safetensors import Checkpoint, TensorEntry, compute_dtype_name
 from offload.encoding.base import Encoding
@@ -17,13 +18,14 @@ from offload.errors import UserError
 
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
 _PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
-_TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte)\.weight$")
+_TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$")
 _ROUTED_NAME = re.compile(r"\blayers\.\d+\..*\bexperts\.")  # not `shared_experts.`, which every row meets
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts", "max_position_embeddings",
-             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels")  # fmt: skip
+             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels",
+             "num_encoder_layers")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,36 +46,40 @@ class ModelShape:
     routed_weights: int = 0  # of these, what lies in experts that a router chooses among: a row meets its own few
     routed_bytes: int = 0  # of the layers
     routed_share: float = 1.0  # of the experts that one row meets, k / E
+    encoder_bytes: tuple[int, ...] = ()  # of layers that run once per prompt
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.layer_bytes) + self.rest_bytes
+        return sum(self.layer_bytes) + sum(self.encoder_bytes) + self.rest_bytes
 
 
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     """Sizes of a model that computes in `dtype`. Raises `UserError` where config.json lacks those of a decoder."""
     sizes = config_sizes(checkpoint)
-    num_layers = sizes["num_hidden_layers"]
+    num_layers, num_encoder_layers = sizes["num_hidden_layers"], sizes.get("num_encoder_layers", 0)
     # A config may claim any number: one layer more than there are tensors shows that it is wrong.
-    layers, rest = group_by_layer(checkpoint, min(num_layers, len(checkpoint.tensors) + 1))
+    counts = (min(count, len(checkpoint.tensors) + 1) for count in (num_layers, num_encoder_layers))
+    layers, rest = group_by_layer(checkpoint, *counts)
     empty = next((index for index, entries in enumerate(layers) if not entries), None)
     if empty is not None:
-        raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_layers}: {_LOOK}")
+        num_all = num_layers + num_encoder_layers
+        raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_all}: {_LOOK}")
     computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
     routed = [entry for name, entry in checkpoint.tensors.items() if _ROUTED_NAME.search(name)]
     item_bytes, (table, head) = computed.align_bytes, _table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
     return ModelShape(
-        layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers),
+        layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers[:num_layers]),
+        encoder_bytes=tuple(slab_bytes_bound(entries) for entries in layers[num_layers:]),
         rest_bytes=_rest_bytes(rest, computed),
         kv_bytes_per_token=(_projected_kv_width(checkpoint) or num_layers * _kv_width(sizes)) * item_bytes,
         row_bytes=_row_bytes(sizes, item_bytes),
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
         pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),
         vocab_size=sizes.get("vocab_size", 0),
-        cast_bytes=max(_cast_bytes(entries, computed) for entries in layers),
+        cast_bytes=max(_cast_bytes(entries, one) for entries in layers for one in _types_of(checkpoint, computed)),
         table_bytes=_rest_bytes(table, computed),
         head_bytes=_rest_bytes(head, computed),
-        num_weights=sum(math.prod(entry.shape) for entries in (*layers, head) for entry in entries),
+        num_weights=sum(math.prod(entry.shape) for entries in (*layers[:num_layers], head) for entry in entries),
         routed_weights=sum(math.prod(entry.shape) for entry in routed),
         routed_bytes=sum(entry.hi - entry.lo for entry in routed),
         routed_share=_routed_share(sizes),
@@ -83,7 +89,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
 def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The part of the config that describes the decoder of text."""
     part = checkpoint.config.get("text_config")
-    return part if isinstance(part, dict) else checkpoint.config
+    return part if isinstance(part, dict) else decoder_config(checkpoint.config)
 
 
 def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -144,8 +150,19 @@ def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:
     return item_bytes * (4 * width + 3 * feed_forward + 3 * heads_width) + 4 * 3 * width
 
 
+def _types_of(checkpoint: Checkpoint, computed: Encoding) -> set[Encoding]:
+    """What layers are turned into at most: transformers keeps some of T5 in float32 where float16 is asked for."""
+    is_mixed = has_encoder(checkpoint.config) and computed == PLAIN_OF["float16"]
+    return {computed, PLAIN_OF["float32"]} if is_mixed else {computed}
+
+
 def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) -> int:
-    """A mask for each kind of layer and the bits of the last one; where scores are capped, those of all heads."""
+    """A mask for each kind of layer and the bits of the last one; where scores are capped, those of all heads.
+
+    A bias by distance is looked up by whole numbers, masked, and laid out anew by the attention, for every head.
+    """
+    if has_encoder(config):
+        return 64 + sizes.get("num_attention_heads", 1) * (3 * item_bytes + 4)
     num_masks = 2 if config.get("sliding_window") else 1
     is_capped = bool(config.get("attn_logit_softcapping"))
     scores_bytes = sizes.get("num_attention_heads", 1) * (item_bytes + 8) if is_capped else 0

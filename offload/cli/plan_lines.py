@@ -126,6 +126,7 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     computing = [
         (f"{plan.num_resident} resident layers", plan.resident_bytes),
         (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
+        ("encoder", plan.encoder_bytes),
         ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
         ("draft with its cache", plan.draft_bytes),
         ("distributions of the draft's guesses", plan.distribution_bytes),

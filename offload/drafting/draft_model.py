@@ -30,6 +30,7 @@ class Draft:
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
         """Run the committed tokens that the cache lacks, the root last; returns the root's scores (1, V)."""
+        self._model.take_in(tokens, self._cache)
         missing = torch.tensor(tokens[self._cache.length :])
         assert len(missing), "the root is cached already, and its scores are gone"
         logits = torch.empty(0)
@@ -49,7 +50,8 @@ class Draft:
     def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
         """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many positions per pass."""
         self._cache.clear()
-        for chunk in torch.tensor(tokens[:-1]).split(_SCORED_CHUNK):
+        self._model.take_in(tokens, self._cache)
+        for chunk in torch.tensor(tokens[self._cache.length : -1]).split(_SCORED_CHUNK):
             lo = self._cache.length
             for row, logits_V in enumerate(self._run_committed(chunk, num_logits=len(chunk))):
                 if lo + row + 1 >= start:

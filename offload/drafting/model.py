@@ -33,7 +33,7 @@ class ModelDrafter:
 
     def new_state(self) -> KVCache:
         """An empty cache."""
-        return KVCache(self.model.num_layers, self._num_slots, self._gather, self.model.send)
+        return self.model.new_cache(self._num_slots, self._gather)
 
     def grow(
         self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: KVCache, guesses: Guesses = NO_GUESSES

@@ -3,14 +3,14 @@
 What reads no weights and what does are apart, so that everything that can be refused is refused in between.
 """
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
 
-from offload.checkpoint.safetensors import Checkpoint, read_json
+from offload.checkpoint.generation_config import generation_settings
+from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.vocabulary import other_vocabulary
 from offload.drafting.base import Drafter
 from offload.drafting.lookup import PassSeconds
@@ -23,6 +23,7 @@ from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
 from offload.model.cuda_graphs import use_graphs
+from offload.model.encoder_decoder import open_model
 from offload.model.weights import StreamedModel
 from offload.planning.options import LoadOptions
 from offload.streaming.device import Device
@@ -56,13 +57,13 @@ def open_pair(
 ) -> Pair:
     """Meta models with their tokenizer and the file reader. Raises `UserError` where the two do not fit each other."""
     place = _HOST if device is None else device.place
-    target = StreamedModel(files.target, options.dtype, place, has_host_table=device is not None)
+    target = open_model(files.target, options.dtype, place, has_host_table=device is not None)
     end_ids = _end_ids(files.target)
     resources.callback(target.close)
     notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]
     tokenizer, draft = load_tokenizer(files.target.directory), None
     if files.draft is not None:
-        draft = StreamedModel(files.draft, options.dtype, place)
+        draft = open_model(files.draft, options.dtype, place)
         resources.callback(draft.close)
         _check_vocabulary(tokenizer, files.draft, target, draft)
     store = open_source(
@@ -76,7 +77,7 @@ def read_pair(pair: Pair, on_bytes: Progress) -> None:
     """All of the draft, and of the target what lies around its layers."""
     layouts = [pair.target.rest_layout]
     if pair.draft is not None:
-        layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts]
+        layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts, *pair.draft.encoder_layouts]
     count = counter(sum(layout.slab_bytes for layout in layouts), on_bytes)
     if pair.draft is not None:
         draft = pair.draft.checkpoint
@@ -102,7 +103,7 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
     """A small model with all its weights in memory."""
-    model = StreamedModel(checkpoint, dtype, place)
+    model = open_model(checkpoint, dtype, place)
     _fill(model, DiskReader(checkpoint.shards, stamps=checkpoint.stamps))
     return model
 
@@ -112,7 +113,7 @@ def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] 
     try:
         model.bind_rest(store.fetch(model.rest_layout))
         count(model.rest_layout.slab_bytes)
-        for layer, layout in enumerate(model.layer_layouts):
+        for layer, layout in enumerate([*model.layer_layouts, *model.encoder_layouts]):
             model.bind_layer(layer, store.fetch(layout))
             count(layout.slab_bytes)
     finally:
@@ -132,10 +133,7 @@ def _check_vocabulary(
 
 def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
     """Tokens that end a sequence, as transformers finds them: the generation config first, then the model's."""
-    settings = checkpoint.config
-    if os.path.isfile(checkpoint.directory / "generation_config.json"):
-        settings = {**settings, **read_json(checkpoint.directory / "generation_config.json")}
-    named = settings.get("eos_token_id")
+    named = generation_settings(checkpoint).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int for token in ids):
         raise UserError(

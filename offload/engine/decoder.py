@@ -24,7 +24,7 @@ from offload.drafting.base import Drafter
 from offload.drafting.sources import NO_SOURCES, Sources
 from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
-from offload.engine.request import Prompt, Request, encode
+from offload.engine.request import Prompt, Request, encode, with_start
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, save_session
 from offload.engine.text import TextStream, Tokenizer
@@ -54,7 +54,7 @@ class Settled(NamedTuple):
     choice: KernelChoice = NO_KERNELS
     tokenizer: Tokenizer | None = None
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
-    invariance: Invariance = Invariance(None)
+    invariance: Invariance = Invariance()
     sources: Sources = NO_SOURCES
 
 
@@ -84,7 +84,8 @@ class Decoder:
          self.invariance, self.sources) = settled  # fmt: skip
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
-        self._vocab_size, self._turn, self._waiting = target.vocab_size, Turn(), ThreadWaiting()
+        self._vocab_size, self._start = target.vocab_size, target.start
+        self._turn, self._waiting = Turn(), ThreadWaiting()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
@@ -99,7 +100,7 @@ class Decoder:
         self, tokens: abc.Sequence[int], sampling: Sampling, *,
         rule: Rule | None = None, shape: Shape = _ROOT, limits: Limits = _UNLIMITED, keeps: bool = False,
     ) -> Sequence:  # fmt: skip
-        """A new sequence, with the prompt's tokens, overtakes the one before.
+        """A new sequence, with the prompt's tokens and the start that some models want, overtakes the one before.
 
         Args:
             rule, shape: those of the decoder, and no tree, where they are left out.
@@ -108,7 +109,7 @@ class Decoder:
         with self._turn.held():
             rule = rule or self.rule
             sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
-            sequence = Sequence(tokens, sampler, rule, shape, limits)
+            sequence = Sequence(with_start(tokens, self._start), sampler, rule, shape, limits)
             self._pool.lend(sequence, keeps=keeps)
             return sequence
 
@@ -214,16 +215,18 @@ class Decoder:
                 `invariance` they differ from the prompt's own by rounding.
         """
         request = Request(prompt, sampling, max_new_tokens, stop, raw)
-        is_longest = self.plan.has_longest_context
-        prompt_ids = request.ids(self.tokenizer, self._vocab_size, self.plan.context, is_longest=is_longest)
+        bounds = (self.plan.context, self.plan.has_longest_context)
+        prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         check_lenience(acceptance.lenience, acceptance.name, sampling)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         sequence.follow(choice.chains)
-        text = TextStream(self.tokenizer, prompt_ids, request.stops)
-        is_invariant = acceptance.is_exact and self.invariance.multiple is not None
+        sequence.stats.num_prompt_tokens = len(prompt_ids)
+        start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
+        text = TextStream(self.tokenizer, start_ids, request.stops)
+        is_invariant = acceptance.is_exact and self.invariance.holds
         setup = Setup(self.plan, choice, self.comparisons, is_invariant, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
 
@@ -248,8 +251,14 @@ class Decoder:
 
         `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
         """
+        self.require_sessions()
         with self._turn.held():
             save_session(Path(path), self._models, self._pool, self._arithmetic, messages, num_turns)
+
+    def require_sessions(self) -> None:
+        """Raises `UserError` where no text could be kept in a file."""
+        if self._start:
+            raise UserError("`session` keeps a text that goes on, a model with an encoder writes anew: leave it out")
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it shares with their text.
@@ -262,8 +271,10 @@ class Decoder:
     @property
     def _arithmetic(self) -> str:
         """What the bits of keys and values depend on here; empty where they depend on the rows beside as well."""
-        place, multiple = self.plan.device, self.invariance.multiple
-        return "" if multiple is None else f"{cpu_name()}, torch {torch.__version__}, {place}, rows by {multiple}"
+        if not self.invariance.holds:
+            return ""
+        counts = ", ".join(map(str, self.invariance.thread_counts))  # row sizes are those that hold with all of them
+        return f"{cpu_name()}, torch {torch.__version__}, {self.plan.device}, {counts} threads"
 
     def close(self) -> None:
         """Stop the readers, close the files, drop weights and buffers, once a step of another thread is over."""

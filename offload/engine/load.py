@@ -14,7 +14,7 @@ import torch
 
 from offload.calibration.copy_choice import choose_copies
 from offload.calibration.device_link import device_link_bytes_per_s
-from offload.calibration.invariance import Invariance, find_row_multiple
+from offload.calibration.invariance import Invariance, make_invariant
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
@@ -63,7 +63,7 @@ def load(
     link_limit: str | int | None = None,
     invariant: bool | None = None,
     lookup: bool | None = None,
-    lookup_length: str = "2:16",
+    lookup_length: str = "1:16",
     ngram: str | os.PathLike[str] | None = None,
     datastore: str | os.PathLike[str] | None = None,
     open_source: OpenSource = DiskReader,
@@ -132,8 +132,8 @@ def open_decoder(
         hooks.on_phase("building the models")
         pair = open_pair(files, options, device, resources, open_source)
         if request is not None and request.prompt is not None:
-            is_longest = plan_for(1).has_longest_context
-            request.ids(pair.tokenizer, pair.target.vocab_size, plan_for(1).context, is_longest=is_longest)
+            bounds = (plan_for(1).context, plan_for(1).has_longest_context)
+            request.ids(pair.tokenizer, pair.target.vocab_size, *bounds, start=pair.target.start)
         models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
         if request is not None and request.session is not None:
             check_session(Path(request.session), models)
@@ -180,14 +180,15 @@ def _thread_policy(fixed: int | None, pair: Pair, num_rows: int) -> ThreadPolicy
 def _make_invariant(is_wanted: bool | None, pair: Pair, plan: MemoryPlan, threads: ThreadPolicy) -> Invariance:
     """Let the target give every row the same bits, where that is wanted and where it can be had."""
     if is_wanted is False:
-        return Invariance(None, "it is not wanted")
+        return Invariance(reason="it is not wanted")
     if is_wanted is None and not plan.streamed_bytes:
-        return Invariance(None, "nothing is streamed, so that it would take time")
+        return Invariance(reason="nothing is streamed, so that it would take time")
     first_layer = pair.store.fetch(pair.target.layer_layouts[0])
-    torch.set_num_threads(threads.start.sweep.num_threads)
-    counts = thread_ladder(num_cores()) if pair.device is None else [torch.get_num_threads()]
-    invariance = find_row_multiple(pair.target, first_layer, counts, plan.context)
-    if invariance.multiple is None:
+    counts = [torch.get_num_threads()]
+    if pair.device is None:
+        counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
+    invariance = make_invariant(pair.target, first_layer, counts, plan.context)
+    if not invariance.holds:
         pair.notes.append(f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})")
     return invariance
 
@@ -226,6 +227,7 @@ def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: E
     sizes = [layout.slab_bytes for layout in model.layer_layouts]
     assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
     staying_bytes = sum(size for size, tier in zip(sizes, plan.tier_L, strict=True) if tier is not Tier.DISK)
-    layers = open_layers(pair.store, model.layer_layouts, plan, pair.device, resources)
+    staying_bytes += sum(layout.slab_bytes for layout in model.encoder_layouts) if plan.encoder_bytes else 0
+    layers = open_layers(pair.store, [*model.layer_layouts, *model.encoder_layouts], plan, pair.device, resources)
     layers.load_resident(counter(staying_bytes, on_bytes))
     return layers

@@ -44,22 +44,55 @@ class Request:
         num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
         require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")
 
-    def ids(self, tokenizer: Tokenizer | None, vocab_size: int, context: int, *, is_longest: bool = False) -> list[int]:
+    def ids(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        context: int,
+        is_longest: bool = False,
+        *,
+        start: tuple[int, ...] = (),
+    ) -> list[int]:
         """Token ids of the prompt. Raises `UserError` for bad requests, or where `context` positions do not suffice.
 
-        `is_longest`: the model allows no more of them.
+        Args:
+            is_longest: the model allows no more of them.
+            start: of a decoder whose prompt an encoder reads: prompt and new tokens have so many positions each.
         """
         self.check()
         if self.stops and tokenizer is None:
             raise UserError("`stop` is looked for in text, and this checkpoint has no tokenizer: leave it out")
+        if start and _are_messages(self.prompt):
+            raise UserError("a model with an encoder reads every prompt anew and cannot chat: use offload generate")
         num_new, ids = self.max_new_tokens, encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
-        if len(ids) + num_new > context:
+        if start:
+            _check_source(ids, start, num_new, context)
+        elif len(ids) + num_new > context:
             remedy = ", the longest that this model was made for: " if is_longest else ": raise `context`, "
             raise UserError(
                 f"a prompt of {len(ids)} tokens and {num_new} new ones exceed the context of "
                 f"{context}{remedy}shorten the prompt or lower `max_new_tokens`"
             )
         return ids
+
+
+def with_start(ids: Sequence[int], start: tuple[int, ...]) -> list[int]:
+    """A prompt, or one that was gone on from, with the start of the decoder's own text behind what an encoder reads."""
+    return [*ids, *(token for token in start if token not in ids)]
+
+
+def _check_source(ids: list[int], start: tuple[int, ...], num_new: int, context: int) -> None:
+    """Raises `UserError`."""
+    if start[0] in ids:
+        raise UserError(
+            f"a prompt must not contain the token {start[0]}, with which this model's own text begins: leave it out"
+        )
+    if len(ids) > context:
+        what = f"the encoder reads at most `context` tokens, {context}, got a prompt of {len(ids)}"
+        raise UserError(f"{what}: raise `context` or shorten the prompt")
+    if len(start) + num_new > context:
+        what = f"a start and {num_new} new tokens exceed the context of {context}"
+        raise UserError(f"{what}: raise `context` or lower `max_new_tokens`")
 
 
 def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *, raw: bool = False) -> list[int]:

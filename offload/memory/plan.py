@@ -51,6 +51,8 @@ class MemoryPlan:
     staging_bytes: int = 0  # that loading needs on the host beyond what the pinned allocator has room for
     num_host_slots: int = 0  # pinned read-ahead slots for layers that go from the disk to the GPU
     max_context: int | None = None  # that the model was made for; None where it does not say
+    source_tokens: int = 0  # of a prompt that an encoder may read; 0 without one
+    encoder_bytes: int = 0  # of its layers where they stay; else they pass through the slots, once per prompt
 
     @property
     def has_longest_context(self) -> bool:
@@ -112,7 +114,7 @@ class MemoryPlan:
     def fixed_bytes(self) -> int:
         """Everything but layers and slots, in the memory where layers are computed."""
         runtime_bytes = self.runtime_bytes if self.gpu_bytes is None else self.gpu_runtime_bytes
-        models_bytes = self.rest_bytes + self.draft_bytes + self.distribution_bytes
+        models_bytes = self.rest_bytes + self.encoder_bytes + self.draft_bytes + self.distribution_bytes
         return runtime_bytes + models_bytes + self.kv_bytes + self.activation_bytes
 
     @property
@@ -126,7 +128,7 @@ class MemoryPlan:
 
     def num_prompt_sweeps(self, num_tokens: int) -> int:
         """Sweeps that take in so many prompt tokens; the last of them scores the first tree."""
-        return max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
+        return 1 if self.source_tokens else max(1, -(-(num_tokens - 1) // self.max_prompt_rows))
 
     def num_layers_in(self, tier: Tier) -> int:
         """Layers of one tier."""
@@ -151,6 +153,7 @@ class MemoryPlan:
             "budgets": budgets,
             **{name: getattr(self, name) for name in (*sizes, "num_logits_rows", "context")},
             "embedding_and_head_bytes": self.rest_bytes,
+            **({"encoder_bytes": self.encoder_bytes} if self.source_tokens else {}),
             "host_embedding_bytes": self.table_bytes,
             "law_bytes": self.distribution_bytes,
             "resident_layers": layers[Tier.RESIDENT],
@@ -172,8 +175,9 @@ def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int)
 
 def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool) -> int:
     """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside those of prompts."""
-    kv_bytes = draft.kv_bytes_per_token * (context + num_nodes + MAX_PROMPT_ROWS)
-    weights_bytes = draft.num_bytes + draft.cast_bytes * len(draft.layer_bytes)
+    source_tokens = context if draft.encoder_bytes else 0
+    kv_bytes = draft.kv_bytes_per_token * (source_tokens + context + num_nodes + MAX_PROMPT_ROWS)
+    weights_bytes = draft.num_bytes + draft.cast_bytes * len((*draft.layer_bytes, *draft.encoder_bytes))
     pass_bytes = activation_bytes(draft, max(MAX_PROMPT_ROWS, num_nodes), num_nodes, context)
     return weights_bytes + kv_bytes + (2 if is_gpu else 1) * pass_bytes
 
@@ -191,4 +195,6 @@ def noise_bytes(vocab_size: int) -> int:
 def activation_bytes(shape: ModelShape, num_rows: int, num_logits: int, context: int) -> int:
     """Activations of the widest pass, its logits, and what it holds for every pair of a row and a position."""
     num_pairs = num_rows * (context + num_rows)
-    return shape.row_bytes * num_rows + shape.logits_row_bytes * num_logits + shape.pair_bytes * num_pairs
+    pass_bytes = shape.row_bytes * num_rows + shape.logits_row_bytes * num_logits + shape.pair_bytes * num_pairs
+    source_bytes = context * (shape.row_bytes + shape.pair_bytes * context) if shape.encoder_bytes else 0
+    return max(pass_bytes, source_bytes)  # an encoder takes in its prompt at once

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from offload.checkpoint.encoder_decoder import TRAINED_CONTEXT, has_encoder
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
 from offload.config import DTYPES, drafting_of, format_bytes, is_decimal, parse_size, require, whole_number
@@ -71,6 +72,7 @@ def plan_memory(
     """
     require_dtype(dtype)
     target, draft = files
+    _check_encoders(target, draft, device)
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
@@ -130,12 +132,13 @@ def make_plan(
         UserError: a place cannot hold two slots; names the least budget that works.
     """
     is_gpu = budgets.gpu_bytes is not None
+    source_tokens = context if target.encoder_bytes else 0
     rows, num_logits = min(MAX_PROMPT_ROWS, context), min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
     items = {
         "rest_bytes": target.head_bytes if is_gpu else target.rest_bytes,
         "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions else 0,
-        "kv_bytes": target.kv_bytes_per_token * (context + num_nodes + rows),
+        "kv_bytes": target.kv_bytes_per_token * (source_tokens + context + num_nodes + rows),
         "activation_bytes": PATH_SCRATCH_BYTES
         + activation_bytes(target, rows + num_nodes, num_logits, context)
         + target.cast_bytes
@@ -145,10 +148,11 @@ def make_plan(
     places = [_computing_place(budgets, items, target, context)]
     if is_gpu:
         places.append(_feeding_place(budgets, runtime_bytes + target.table_bytes, target, draft))
-    fillings = _fill_all(places, target.layer_bytes)
+    all_bytes, num_layers = (*target.layer_bytes, *target.encoder_bytes), len(target.layer_bytes)
+    fillings = _fill_all(places, all_bytes, num_layers)
     tier_of = {layer: tier for tier, filling in zip(Tier, fillings, strict=False) for layer in filling.layers}
-    tier_L = tuple(tier_of.get(layer, Tier.DISK) for layer in range(len(target.layer_bytes)))
-    slot_bytes = max(target.layer_bytes) if fillings[0].num_slots else 0
+    tier_L = tuple(tier_of.get(layer, Tier.DISK) for layer in range(num_layers))
+    slot_bytes = max(all_bytes) if fillings[0].num_slots else 0
     host = fillings[1] if is_gpu else _Filling(frozenset(), 0)
     hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
     return MemoryPlan(
@@ -159,21 +163,22 @@ def make_plan(
         table_bytes=target.table_bytes if is_gpu else 0,
         staging_bytes=max(0, places[1].passing_bytes - hosted_bytes) if is_gpu else 0,
         num_slots=fillings[0].num_slots, num_host_slots=host.num_slots, slot_bytes=slot_bytes,
-        layer_bytes=target.layer_bytes, tier_L=tier_L,
+        layer_bytes=target.layer_bytes, tier_L=tier_L, source_tokens=source_tokens,
+        encoder_bytes=0 if fillings[0].num_slots else sum(target.encoder_bytes),
         **items,
     )  # fmt: skip
 
 
-def _fill_all(places: Sequence[_Place], layer_bytes: Sequence[int]) -> list[_Filling]:
-    """Each place takes of the layers that those before it could not keep."""
+def _fill_all(places: Sequence[_Place], layer_bytes: Sequence[int], num_swept: int) -> list[_Filling]:
+    """Each place takes of the layers that those before it could not keep; behind the swept ones are an encoder's."""
     fillings, left = [], list(range(len(layer_bytes)))
     for place in places:
-        fillings.append(_fill(place, layer_bytes, left))
+        fillings.append(_fill(place, layer_bytes, left, num_swept))
         left = [layer for layer in left if layer not in fillings[-1].layers]
     return fillings
 
 
-def _fill(place: _Place, layer_bytes: Sequence[int], layers: Sequence[int]) -> _Filling:
+def _fill(place: _Place, layer_bytes: Sequence[int], layers: Sequence[int], num_swept: int) -> _Filling:
     room_bytes, slot_bytes = place.budget_bytes - place.fixed_bytes, max(layer_bytes)
     if room_bytes >= max(sum(layer_bytes[layer] for layer in layers), place.passing_bytes):
         return _Filling(frozenset(layers), 0)
@@ -181,7 +186,8 @@ def _fill(place: _Place, layer_bytes: Sequence[int], layers: Sequence[int]) -> _
     if room_bytes < least_bytes:
         raise place.refusal(least_bytes)
     num_slots = WANTED_SLOTS if room_bytes >= WANTED_SLOTS * slot_bytes else MIN_SLOTS
-    return _Filling(spread(layer_bytes, layers, room_bytes - num_slots * slot_bytes), num_slots)
+    swept = [layer for layer in layers if layer < num_swept]  # what passes once per prompt is the last to stay
+    return _Filling(spread(layer_bytes, swept, room_bytes - num_slots * slot_bytes), num_slots)
 
 
 def _computing_place(budgets: Budgets, items: dict[str, int], target: ModelShape, context: int) -> _Place:
@@ -275,10 +281,20 @@ def require_dtype(dtype: str) -> None:
     require(dtype in DTYPES, f"`dtype` must be one of {', '.join(DTYPES)}", repr(dtype), "try `dtype` auto")
 
 
+def _check_encoders(target: Checkpoint, draft: Checkpoint | None, device: str) -> None:
+    if draft is not None and has_encoder(target.config) != has_encoder(draft.config):
+        kinds = [str(one.config.get("model_type")) for one in (target, draft)]
+        what = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"
+        raise UserError(f"{what}: choose a smaller model of the target's family")
+    if has_encoder(target.config) and device != "cpu":
+        raise UserError(f"models with an encoder are computed by the CPU, `device` is {device}: give `device` cpu")
+
+
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:
     limit = _longest_context(checkpoint)
     if context is None:
-        return min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+        usual = TRAINED_CONTEXT if has_encoder(checkpoint.config) else DEFAULT_CONTEXT
+        return min(limit or usual, usual)
     require_positions(context)
     if limit and context > limit:
         is_turn = _turning_point(checkpoint) is not None

@@ -20,7 +20,7 @@ from offload.errors import UserError
 from offload.kernels.tree_attention import Sight, is_supported, pack_bits, seen_columns, unpack_bits
 from offload.model.path_attention import PathRows, ScoreTerms, path_attention
 
-NAME = "offload_tree"
+NAME, BIASED = "offload_tree", "offload_tree_biased"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
 Attend = Callable[..., Tensor]  # the kernel of tree attention or its reference
 _CALCULATE_WITH_MASKS = ("doge",)  # families whose layers add to their mask before they pass it on
@@ -153,4 +153,20 @@ def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:
     return mask.reshape(mask.shape[0], mask.shape[1] // group, group * mask.shape[2], mask.shape[3])
 
 
+def biased_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    position_bias: Tensor,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """The same for families whose `position_bias`, (1, H, T, S), is known to go by position and not by row."""
+    mask = position_bias if attention_mask is None else position_bias + attention_mask
+    return folded_attention(module, query, key, value, mask, **more)
+
+
 AttentionInterface.register(NAME, folded_attention)
+AttentionInterface.register(BIASED, biased_attention)

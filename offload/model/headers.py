@@ -53,6 +53,9 @@ def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(known.config))
         model = build_meta_model(replace(known, directory=folder), getattr(torch, dtype))
-    own = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    # transformers calls T5's head tied whatever its config says, and unties it where the file has one of its own.
+    has_own_head = known.config.get("tie_word_embeddings") is False
+    tied = set(model.all_tied_weights_keys) - ({"lm_head.weight"} if has_own_head else set())
+    own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     stored = revert_weight_conversion(model, own)
     return {name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in stored.items()}

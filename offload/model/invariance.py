@@ -1,12 +1,12 @@
 """Products and activation functions whose result for a row does not depend on the rows beside it.
 
 Matrix libraries take other ways for a few rows than for many, and torch rounds the last numbers of a thread's share of
-an activation function differently. So within `InvariantRows` the rows of a product are padded to a multiple, which is
-found by trial on this machine (`calibration/invariance.py`), and threads share elementwise work in whole vectors.
+an activation function differently. So within `InvariantRows` a product is made in parts whose sizes are found by trial
+(`row_sizes.py`), the last one padded, and threads share elementwise work in whole vectors.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-MAX_ROWS = 256  # of one product
+from offload.model.row_sizes import LADDER, Multiply, RowSizes, find_sizes, parts_of
+
 Work = Callable[[Tensor], Tensor]
+_FOUND: dict[Any, RowSizes] = {}  # by product: measured once, since what a library does with a shape stays what it is
 _VECTOR = 64  # numbers: no processor that torch knows handles more at once
 # torch shares elementwise work among threads by 32768 numbers (at::internal::GRAIN_SIZE), gelu evenly from 16384 on.
 _GRAIN, _LEAST_SHARED = 32768, 16384
@@ -28,16 +30,20 @@ _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid,
 
 
 class InvariantRows(TorchFunctionMode):
-    """While it is entered, every product has a multiple of `multiple` rows, whatever model code asks for it.
+    """While it is entered, every product has rows of sizes that give the same bits, whatever model code asks for it.
 
-    Products of more than `MAX_ROWS` rows are made in parts, since libraries change their ways again with many rows.
+    Args:
+        thread_counts: that products may be computed with.
+
+    Attributes:
+        num_refused: products whose rows have other bits with every number of rows.
     """
 
-    def __init__(self, multiple: int) -> None:
+    def __init__(self, thread_counts: Sequence[int]) -> None:
         super().__init__()
-        self.multiple = multiple
+        self.num_refused, self._thread_counts = 0, tuple(thread_counts)
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
-        self._own |= {product: partial(self._matmul, product) for product in _PRODUCTS}
+        self._own |= {product: partial(self.multiply, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,41 +53,54 @@ class InvariantRows(TorchFunctionMode):
         num_columns = weight.shape[0]
         left, weight = _widened(input), _widened(_lengthened(weight))
         bias = None if bias is None else _widened(bias)
-        out = self.by_rows(lambda rows: functional.linear(rows, weight, bias), left, is_stack=False)
-        return out[..., :num_columns]
+        multiply = functional.linear
+        sizes = self._sizes_of(multiply, weight, bias)
+        rows = left.reshape(-1, left.shape[-1])
+        out = in_parts(lambda part: multiply(part, weight, bias), rows, sizes)[:, :num_columns]
+        return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
-    def _matmul(self, product: Callable[[Tensor, Tensor], Tensor], *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def multiply(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """By `matmul` or what is like it; of a stack the rows are those of each factor in it."""
         left, right = (*args, *kwargs.values())
         if left.ndim < 2 or right.ndim < 2:
             return product(left, right)
-        num_columns = right.shape[-1]
+        num_columns, is_stack = right.shape[-1], right.ndim > 2
         left, right = _widened(left), _widened(_lengthened(right))
-        return self.by_rows(lambda rows: product(rows, right), left, is_stack=right.ndim > 2)[..., :num_columns]
-
-    def by_rows(self, work: Work, left: Tensor, *, is_stack: bool) -> Tensor:
-        """`work` on padded rows, which are all numbers of a factor but those of its last dimension.
-
-        Of a stack the rows are those of each factor in it, the last dimension but one.
-        """
-        rows = left if is_stack else left.reshape(-1, left.shape[-1])
-        num_rows = rows.shape[-2]
-        if num_rows % self.multiple:
-            rows = pad(rows, (0, 0, 0, -num_rows % self.multiple))
-        parts = [self.call(work, part) for part in rows.split(self._most, -2)]
-        out = (parts[0] if len(parts) == 1 else torch.cat(parts, -2))[..., :num_rows, :]
+        rows = left if is_stack or left.ndim == 2 else left.reshape(-1, left.shape[-1])
+        out = in_parts(lambda part: product(part, right), rows, self._sizes_of(product, right))[..., :num_columns]
         return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
-    def call(self, work: Work, rows: Tensor) -> Tensor:
-        """What is done with a part of the rows; a check looks at it here."""
-        return work(rows)
-
-    @property
-    def _most(self) -> int:
-        return max(self.multiple, MAX_ROWS // self.multiple * self.multiple)
+    def _sizes_of(self, product: Callable[..., Tensor], factor: Tensor, bias: Tensor | None = None) -> RowSizes:
+        """Found when a factor of this shape first comes."""
+        is_transposed = product not in _PRODUCTS
+        what = (product, factor.shape[-2:], factor.stride()[-2:], factor.dtype, factor.device, factor.ndim > 2)
+        key = (*what, bias is None, self._thread_counts)
+        if key not in _FOUND:
+            more = () if bias is None else (torch.zeros_like(bias),)
+            trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
+            _FOUND[key] = find_sizes(trial, factor, self._thread_counts, is_transposed=is_transposed)
+        self.num_refused += not _FOUND[key]
+        return _FOUND[key] or LADDER[-1:]
 
     def _activate(self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         work = lambda part: in_whole_vectors(function, part, *args, **kwargs)  # noqa: E731
-        return self.call(work, numbers) if numbers.ndim > 1 else work(numbers)
+        return self.activate(work, numbers) if numbers.ndim > 1 else work(numbers)
+
+    def activate(self, work: Work, rows: Tensor) -> Tensor:
+        """What is done with rows one by one; a check looks at it here."""
+        return work(rows)
+
+
+def in_parts(work: Work, rows: Tensor, sizes: RowSizes) -> Tensor:
+    """`work` on rows, the last dimension but one, in parts of these sizes; zeros stand behind the last ones."""
+    num_rows, parts = rows.shape[-2], parts_of(rows.shape[-2], sizes)
+    if not parts:
+        return work(rows)
+    if len(parts) == 1:
+        missing = parts[0] - num_rows
+        return work(pad(rows, (0, 0, 0, missing)))[..., :num_rows, :] if missing else work(rows)
+    rows = pad(rows, (0, 0, 0, sum(parts) - num_rows)) if sum(parts) > num_rows else rows
+    return torch.cat([work(part) for part in rows.split(parts, -2)], -2)[..., :num_rows, :]
 
 
 def _widened(numbers: Tensor) -> Tensor:

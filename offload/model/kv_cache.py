@@ -22,6 +22,7 @@ class _Window:
 
     def __init__(self) -> None:
         self.lo = 0
+        self.num_elsewhere = 0  # committed positions, the first ones, that have no slots here
         self.is_fixed = False
         self.slot_T: Tensor | None = None  # of a recorded pass: where its rows go, read anew at each replay
         self.extent = 0  # ... and how many slots it looks at
@@ -50,7 +51,8 @@ class _SlotLayer(DynamicLayer):
             self.keys.index_copy_(2, self._window.slot_T, key_states)
             self.values.index_copy_(2, self._window.slot_T, value_states)
             return self.keys[:, :, : self._window.extent], self.values[:, :, : self._window.extent]
-        lo, hi = self._window.lo, self._window.lo + key_states.shape[2]
+        lo = self._window.lo - self._window.num_elsewhere
+        hi = lo + key_states.shape[2]
         self.keys[:, :, lo:hi] = key_states
         self.values[:, :, lo:hi] = value_states
         return self.keys[:, :, :hi], self.values[:, :, :hi]
@@ -81,7 +83,8 @@ class KVCache(Cache):
     def place(self, num_uncommitted: int, num_rows: int) -> None:
         """Let the next forward pass write `num_rows` rows behind `num_uncommitted` rows that are not committed yet."""
         self._window.lo = self.length + num_uncommitted
-        assert self._window.lo + num_rows <= self.num_slots, f"{num_rows} rows do not fit behind {self._window.lo}"
+        last = self._window.lo - self._window.num_elsewhere + num_rows
+        assert last <= self.num_slots, f"{num_rows} rows do not fit behind {self._window.lo}"
 
     def fix(self) -> None:
         """From the first pass on keep one slot more, for rows that are padding, and zeros in slots not written yet.
@@ -108,7 +111,8 @@ class KVCache(Cache):
             filled = [layer for layer in self._slot_layers if layer.is_initialized]
             row_A = torch.tensor(rows)
             row_A = row_A.to(filled[0].keys.device) if self._send is None else self._send(row_A)
-            self._gather([buffer for layer in filled for buffer in (layer.keys, layer.values)], self.length, row_A)
+            lo = self.length - self._window.num_elsewhere
+            self._gather([buffer for layer in filled for buffer in (layer.keys, layer.values)], lo, row_A)
         self.length += len(rows)
         self._window.lo = self.length
 

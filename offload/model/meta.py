@@ -14,8 +14,9 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from offload.checkpoint.encoder_decoder import ENCODER_DECODERS
 from offload.checkpoint.safetensors import NOT_TEXT_ALONE, TEXT_INSIDE, Checkpoint, unsupported
 from offload.config import require
 from offload.errors import UserError, reason
@@ -34,25 +35,44 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         whole = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
         config = whole.get_text_config(decoder=True)
     if whole.is_encoder_decoder:
-        raise _unsupported(checkpoint, "encoder-decoder models")
+        return _encoder_decoder(checkpoint, whole, dtype)
     if config is not whole:
         if whole.model_type not in TEXT_INSIDE:
             raise _unsupported(checkpoint, NOT_TEXT_ALONE)
         config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)
-    for flag, value in _OUTPUT_FLAGS.items():
-        setattr(config, flag, value)
     with _refusing(checkpoint):
-        meta_model = _instantiate(config, dtype)
+        meta_model = _instantiate(AutoModelForCausalLM, config, dtype)
         decoder = meta_model.get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
     if any(".layers." in f".{name}" for pair in meta_model.all_tied_weights_keys.items() for name in pair):
         raise _unsupported(checkpoint, "layers that share weights")
-    meta_model.eval().requires_grad_(False)
     with _refusing(checkpoint):
         _try_out(meta_model, dtype)
     return meta_model
+
+
+def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
+    """The layers of the decoder, and of an encoder where there is one."""
+    parts = [meta_model.get_decoder(), *([meta_model.get_encoder()] if meta_model.config.is_encoder_decoder else [])]
+    return [getattr(part, _stack_name(meta_model)) for part in parts]
+
+
+@contextmanager
+def cut_stack(meta_model: PreTrainedModel, num_layers: int) -> Iterator[None]:
+    """Meanwhile the decoder has its first layers only."""
+    decoder, name = meta_model.get_decoder(), _stack_name(meta_model)
+    layers = getattr(decoder, name)
+    setattr(decoder, name, layers[:num_layers])
+    try:
+        yield
+    finally:
+        setattr(decoder, name, layers)
+
+
+def _stack_name(meta_model: PreTrainedModel) -> str:
+    return "block" if meta_model.config.is_encoder_decoder else "layers"
 
 
 def attention_windows(config: Any, num_layers: int) -> list[int | None]:
@@ -92,14 +112,16 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _instantiate(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    for flag, value in _OUTPUT_FLAGS.items():
+        setattr(config, flag, value)
     with init_empty_weights(), _EmptyOnMeta():
-        meta_model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        meta_model = family.from_config(config, dtype=dtype, trust_remote_code=False)
     _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
     # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would go uncapped.
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
     meta_model.set_attn_implementation("eager" if is_capped or not meta_model._supports_sdpa else attention.NAME)
-    return meta_model
+    return meta_model.eval().requires_grad_(False)
 
 
 def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -108,12 +130,12 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
         raise ValueError("the scale of its attention is no real number")
     meta = torch.device("meta")
     rows, trial = torch.zeros(1, 2, dtype=torch.long, device=meta), _cut_copy(meta_model).to(meta)
+    cache, mask = KVCache(len(_kinds(meta_model)), 2), torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta)
+    more = {"position_ids": rows, "use_cache": True, "past_key_values": cache, "attention_mask": mask}
+    more = {"decoder_input_ids": rows} if meta_model.config.is_encoder_decoder else more
     try:
         with torch.inference_mode():
-            logits = trial(
-                input_ids=rows, position_ids=rows, use_cache=True, past_key_values=KVCache(len(_kinds(meta_model)), 2),
-                attention_mask=torch.zeros(1, 1, 2, 2, dtype=dtype, device=meta),
-            ).logits  # fmt: skip
+            logits = trial(input_ids=rows, **more).logits
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():  # what looks at numbers cannot be tried without them
             raise
@@ -124,13 +146,9 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
     """A copy, whose rotary embeddings may note what they like, up to the first layer of the last kind."""
-    decoder, kinds = meta_model.get_decoder(), _kinds(meta_model)
-    layers = decoder.layers
-    decoder.layers = layers[: max(map(kinds.index, kinds)) + 1]
-    try:
+    kinds = _kinds(meta_model)
+    with cut_stack(meta_model, max(map(kinds.index, kinds)) + 1):
         trial = copy.deepcopy(meta_model)
-    finally:
-        decoder.layers = layers
     for name, module in trial.named_modules():
         if name.endswith(".experts"):  # their fused products want types and processors that the real ones are not of
             module.forward = lambda hidden, *_, **__: hidden
@@ -141,7 +159,7 @@ def _kinds(meta_model: PreTrainedModel) -> list[tuple[object, ...]]:
     """What tells one layer from another."""
     return [
         tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-        for layer in meta_model.get_decoder().layers
+        for layer in layer_stacks(meta_model)[0]
     ]
 
 
@@ -151,6 +169,17 @@ def _keep_in_float32(meta_model: PreTrainedModel, patterns: Iterable[str]) -> No
     for name, tensor in meta_model.state_dict(keep_vars=True).items():
         if any(pattern.search(name) for pattern in kept):
             tensor.data = tensor.data.float()
+
+
+def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """T5 alone: its decoder knows positions by their distances, which a tree's path has as any text has them."""
+    if config.model_type not in ENCODER_DECODERS:
+        raise _unsupported(checkpoint, f"of encoder-decoder models {' and '.join(ENCODER_DECODERS)} are known")
+    with _refusing(checkpoint):
+        meta_model = _instantiate(AutoModelForSeq2SeqLM, config, dtype)
+        meta_model.set_attn_implementation(attention.BIASED)
+        _try_out(meta_model, dtype)
+        return meta_model
 
 
 def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:

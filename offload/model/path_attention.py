@@ -20,10 +20,13 @@ from torch.nn.functional import pad
 
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model.invariance import InvariantRows
+from offload.model.row_sizes import MAX_ROWS
 
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 BLOCK = 64  # keys whose products are summed by one matrix product
-SCRATCH_BYTES = PATH_SCRATCH_BYTES // 2  # of scores at once, and half of that each of keys and of gathered values
+_SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once
+_TILE_BYTES = PATH_SCRATCH_BYTES // 4  # of scores at once
+_GATHER_BYTES = PATH_SCRATCH_BYTES // 16  # of values at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +59,11 @@ class ScoreTerms:
     scaling: float
     cap: float | None = None  # scores are cap * tanh(score / cap)
     sink_H: Tensor | None = None  # a score per head that takes weight and has no value
+
+    def of(self, some: slice, num_groups: int) -> "ScoreTerms":
+        """Those of the heads of some groups."""
+        sink_H = None if self.sink_H is None else self.sink_H.unflatten(0, (num_groups, -1))[some].flatten()
+        return ScoreTerms(self.scaling, self.cap, sink_H)
 
 
 def path_rows(
@@ -91,19 +99,23 @@ def path_rows(
 def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
     """Attention, (T, H, K) in the type of the queries; families may run the last T rows of the pass alone.
 
-    H is a multiple of G, head h belongs to key/value head h // (H / G); values may be of another width.
+    H is a multiple of G, head h belongs to key/value head h // (H / G); values may be of another width. Few groups are
+    computed at once, so that their scores stay in a processor's cache.
     """
-    (num_heads, num_rows, width), num_groups = query_HTK.shape, key_GSK.shape[0]
-    query_GITK = query_HTK.reshape(num_groups, num_heads // num_groups, num_rows, width)
+    num_groups, num_rows = len(key_GSK), query_HTK.shape[1]
+    query_GTIK = query_HTK.unflatten(0, (num_groups, -1)).transpose(1, 2)
     first = len(rows.seen_T) - num_rows  # row of the pass that is the first here
-    num_keys = rows.base + rows.column_TL.shape[1]
-    step = max(1, SCRATCH_BYTES // (4 * num_heads * num_keys))
-    out_GITV = query_HTK.new_empty(*query_GITK.shape[:3], value_GSK.shape[2])
-    for lo, hi in _pieces(first, rows.num_early, len(rows.seen_T), step):
-        queries = query_GITK[:, :, lo - first : hi - first].float()
-        piece = _Piece(rows, lo, hi, terms)
-        out_GITV[:, :, lo - first : hi - first] = piece.attend(queries, key_GSK, value_GSK)
-    return out_GITV.reshape(num_heads, num_rows, -1).transpose(0, 1)
+    row_bytes = 4 * query_GTIK.shape[2] * (rows.base + rows.column_TL.shape[1])  # of the scores of a group
+    out_GTIV = query_HTK.new_empty(*query_GTIK.shape[:3], value_GSK.shape[2])
+    most = max(1, min(_TILE_BYTES // row_bytes, MAX_ROWS // query_GTIK.shape[2]))  # of which products have one part
+    for lo, hi in _pieces(first, rows.num_early, len(rows.seen_T), most):
+        step = max(1, _TILE_BYTES // ((hi - lo) * row_bytes))
+        for group in range(0, num_groups, step):
+            some = slice(group, group + step)
+            piece = _Piece(rows, lo, hi, terms.of(some, num_groups))
+            queries = query_GTIK[some, lo - first : hi - first].float()
+            out_GTIV[some, lo - first : hi - first] = piece.attend(queries, key_GSK[some], value_GSK[some])
+    return out_GTIV.transpose(0, 1).flatten(1, 2)
 
 
 def _pieces(first: int, num_early: int, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
@@ -125,102 +137,100 @@ class _Piece:
         num_own = -(-(self._most - rows.base) // BLOCK) * BLOCK if lo >= rows.num_early else 0
         self._column_TL = rows.column_TL[lo - rows.num_early : hi - rows.num_early, :num_own] if num_own else None
 
-    def attend(self, query_GITK: Tensor, key_GSK: Tensor, value_GSK: Tensor) -> Tensor:
-        """Weighted means (G, I, T, V) of the values, float32; queries are those of I heads for each of G."""
-        query_GITK = query_GITK * self._terms.scaling
-        parts = [
-            self._shared_scores(query_GITK, key_GSK),
-            self._own_scores(query_GITK, key_GSK),
-            self._sinks(query_GITK),
-        ]
-        peak_GIT1 = reduce(torch.maximum, (part.amax(3, keepdim=True) for part in parts if part.shape[3]))
-        shared_GITS, own_GITL, sink_GITs = (part.sub_(peak_GIT1).exp_() for part in parts)
-        total_GIT1 = sink_GITs.sum(3, keepdim=True)
-        sum_GITV = query_GITK.new_zeros(*query_GITK.shape[:3], value_GSK.shape[2])
-        for lo in range(0, shared_GITS.shape[3], BLOCK):
-            weight_GITB = shared_GITS[..., lo : lo + BLOCK]
-            sum_GITV += self._product(weight_GITB, value_GSK[:, self._lo + lo : self._lo + lo + BLOCK].float())
-            total_GIT1 += weight_GITB.sum(3, keepdim=True)
-        value_UGV = value_GSK[:, self._rows.base :].transpose(0, 1).float().contiguous()
-        for lo in range(0, own_GITL.shape[3], BLOCK):
-            weight_GITB = own_GITL[..., lo : lo + BLOCK]
-            self._add_own(sum_GITV, weight_GITB, value_UGV, lo)
-            total_GIT1 += weight_GITB.sum(3, keepdim=True)
-        return sum_GITV.div_(total_GIT1)
+    def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSK: Tensor) -> Tensor:
+        """Weighted means (G, T, I, V) of the values, float32; queries are those of I heads for each of G."""
+        query_GTIK = query_GTIK * self._terms.scaling
+        shared = [self._shared_scores(query_GTIK, key_GSK, lo) for lo in range(self._lo, self._hi, _SPAN)]
+        own_GTIL, sink_GTIs = self._own_scores(query_GTIK, key_GSK), self._sinks(query_GTIK)
+        parts = [part for part in (*shared, own_GTIL, sink_GTIs) if part.shape[3]]
+        peak_GTI1 = reduce(torch.maximum, (part.amax(3, keepdim=True) for part in parts))
+        for part in parts:
+            part.sub_(peak_GTI1).exp_()
+        total_GTI1 = sink_GTIs.sum(3, keepdim=True)
+        sum_GTIV = query_GTIK.new_zeros(*query_GTIK.shape[:3], value_GSK.shape[2])
+        lo = self._lo
+        for weight_GTIB in (block for part in shared for block in part.split(BLOCK, 3)):
+            sum_GTIV += self._product(weight_GTIB, value_GSK[:, lo : lo + BLOCK].float())
+            total_GTI1 += weight_GTIB.sum(3, keepdim=True)
+            lo += BLOCK
+        value_GUV = value_GSK[:, self._rows.base :].float()
+        for index, weight_GTIB in enumerate(own_GTIL.split(BLOCK, 3) if own_GTIL.shape[3] else ()):
+            self._add_own(sum_GTIV, weight_GTIB.contiguous(), value_GUV, index * BLOCK)
+            total_GTI1 += weight_GTIB.sum(3, keepdim=True)
+        return sum_GTIV.div_(total_GTI1)
 
-    def _add_own(self, sum_GITV: Tensor, weight_GITB: Tensor, value_UGV: Tensor, lo: int) -> None:
-        """One block of which each row has keys of its own: a product for every row, in which its heads are the rows."""
+    def _add_own(self, sum_GTIV: Tensor, weight_GTIB: Tensor, value_GUV: Tensor, lo: int) -> None:
+        """One block of which each row has keys of its own: a product for every row, in which its heads are the rows.
+
+        The gathered values of few rows and one group fit into a processor's cache.
+        """
         assert self._column_TL is not None, "late rows have columns"
-        column_TB, group = self._column_TL[:, lo : lo + BLOCK] - self._rows.base, weight_GITB.shape[1]
-        num_padded = group + -group % self._rows.invariant.multiple
-        step = max(1, SCRATCH_BYTES // (8 * BLOCK * (value_UGV[0].numel() + num_padded)))
+        column_TB = self._column_TL[:, lo : lo + BLOCK] - self._rows.base
+        step = max(1, _GATHER_BYTES // (4 * BLOCK * value_GUV.shape[2]))
+        kept = value_GUV.new_empty(min(step, len(column_TB)) * BLOCK, value_GUV.shape[2])  # fresh memory is slow
         for first in range(0, len(column_TB), step):
-            columns = column_TB[first : first + step]
-            value_TBGV = value_UGV.index_select(0, columns.flatten()).unflatten(0, columns.shape)
-            for index, weight_ITB in enumerate(weight_GITB[:, :, first : first + step]):
-                own_TIV = self._times(weight_ITB.transpose(0, 1), value_TBGV[:, :, index])
-                sum_GITV[index, :, first : first + step] += own_TIV.transpose(0, 1)
+            some, columns = slice(first, first + step), column_TB[first : first + step]
+            out = kept[: columns.numel()]
+            for sum_TIV, weight_TIB, value_UV in zip(sum_GTIV, weight_GTIB, value_GUV, strict=True):
+                value_TBV = torch.index_select(value_UV, 0, columns.flatten(), out=out).unflatten(0, columns.shape)
+                sum_TIV[some] += self._times(weight_TIB[some], value_TBV)
 
-    def _shared_scores(self, query_GITK: Tensor, key_GSK: Tensor) -> Tensor:
-        score_GITS = self._capped(self._times_keys(query_GITK, key_GSK[:, self._lo : self._hi]))
-        if self._least < self._hi:
-            self._hide(score_GITS[..., self._least - self._lo :], self._least)
+    def _shared_scores(self, query_GTIK: Tensor, key_GSK: Tensor, lo: int) -> Tensor:
+        """Of the span that begins there."""
+        hi = min(lo + _SPAN, self._hi)
+        score_GTIS = self._capped(self._times_keys(query_GTIK, key_GSK[:, lo:hi]))
+        if self._least < hi:
+            self._hide(score_GTIS[..., max(0, self._least - lo) :], max(lo, self._least))
         if self._rows.window is not None:
-            self._hide_old(score_GITS, self._lo)
-        return score_GITS
+            self._hide_old(score_GTIS, lo)
+        return score_GTIS
 
-    def _own_scores(self, query_GITK: Tensor, key_GSK: Tensor) -> Tensor:
+    def _own_scores(self, query_GTIK: Tensor, key_GSK: Tensor) -> Tensor:
         if self._column_TL is None:
-            return query_GITK.new_empty(*query_GITK.shape[:3], 0)
+            return query_GTIK.new_empty(*query_GTIK.shape[:3], 0)
         base = self._rows.base
-        score_GITU = self._times_keys(query_GITK, key_GSK[:, base:])
-        score_GITL = score_GITU.gather(3, (self._column_TL - base).expand(*score_GITU.shape[:2], -1, -1))
-        score_GITL = self._capped(score_GITL)
-        self._hide(score_GITL, base)
+        parts = [self._times_keys(query_GTIK, part_GSK) for part_GSK in key_GSK[:, base:].split(_SPAN, 1)]
+        score_GTIU = parts[0] if len(parts) == 1 else torch.cat(parts, 3)
+        score_GTIL = score_GTIU.gather(3, (self._column_TL - base)[:, None].expand(*score_GTIU.shape[:3], -1))
+        score_GTIL = self._capped(score_GTIL)
+        self._hide(score_GTIL, base)
         if self._rows.window is not None:
-            self._hide_old(score_GITL, base)
-        return score_GITL
+            self._hide_old(score_GTIL, base)
+        return score_GTIL
 
-    def _hide(self, score_GITS: Tensor, first: int) -> None:
+    def _hide(self, score_GTIS: Tensor, first: int) -> None:
         """What lies behind a row; the first column is that of position `first`."""
-        position_S = torch.arange(first, first + score_GITS.shape[3], device=score_GITS.device)
-        score_GITS.masked_fill_(position_S >= self._seen_T[:, None], -torch.inf)
+        position_S = torch.arange(first, first + score_GTIS.shape[3], device=score_GTIS.device)
+        score_GTIS.masked_fill_(position_S >= self._seen_T[:, None, None], -torch.inf)
 
-    def _hide_old(self, score_GITS: Tensor, first: int) -> None:
+    def _hide_old(self, score_GTIS: Tensor, first: int) -> None:
         """What a row's window does not reach."""
-        position_S = torch.arange(first, first + score_GITS.shape[3], device=score_GITS.device)
+        position_S = torch.arange(first, first + score_GTIS.shape[3], device=score_GTIS.device)
         assert self._rows.window is not None, "there is a window"
-        score_GITS.masked_fill_(position_S < self._seen_T[:, None] - self._rows.window, -torch.inf)
+        score_GTIS.masked_fill_(position_S < self._seen_T[:, None, None] - self._rows.window, -torch.inf)
 
-    def _capped(self, score_GITS: Tensor) -> Tensor:
+    def _capped(self, score_GTIS: Tensor) -> Tensor:
         cap = self._terms.cap
-        return score_GITS if cap is None else score_GITS.div_(cap).tanh_().mul_(cap)
+        return score_GTIS if cap is None else score_GTIS.div_(cap).tanh_().mul_(cap)
 
-    def _times_keys(self, query_GITK: Tensor, key_GSK: Tensor) -> Tensor:
+    def _times_keys(self, query_GTIK: Tensor, key_GSK: Tensor) -> Tensor:
         """Each score is a product of its own, so columns may lie anywhere; in whole blocks all the same."""
-        num_keys, step = (
-            key_GSK.shape[1],
-            max(BLOCK, SCRATCH_BYTES // (8 * key_GSK.shape[0] * key_GSK.shape[2]) // BLOCK * BLOCK),
-        )
-        parts = [
-            self._product(query_GITK, _padded(part_GSK.float(), BLOCK).transpose(1, 2))
-            for part_GSK in key_GSK.split(step, 1)
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 3))[..., :num_keys]
+        keys = _padded(key_GSK.float(), BLOCK).transpose(1, 2)
+        return self._product(query_GTIK, keys)[..., : key_GSK.shape[1]]
 
-    def _product(self, left_GITS: Tensor, right_GSV: Tensor) -> Tensor:
-        """(G, I, T, V); the rows of all heads of a group are those of one product."""
-        return self._times(left_GITS.flatten(1, 2), right_GSV).unflatten(1, left_GITS.shape[1:3])
+    def _product(self, left_GTIS: Tensor, right_GSV: Tensor) -> Tensor:
+        """(G, T, I, V); the rows of all heads of a group are those of one product."""
+        return self._times(left_GTIS.flatten(1, 2), right_GSV).unflatten(1, left_GTIS.shape[1:3])
 
     def _times(self, left: Tensor, right: Tensor) -> Tensor:
-        return self._rows.invariant.by_rows(lambda rows: torch.bmm(rows, right), left, is_stack=True)
+        return self._rows.invariant.multiply(torch.bmm, left, right)
 
-    def _sinks(self, query_GITK: Tensor) -> Tensor:
+    def _sinks(self, query_GTIK: Tensor) -> Tensor:
         """A column of scores where the family has sinks, else none."""
-        shape = query_GITK.shape[:3]
+        shape = query_GTIK.shape[:3]
         if self._terms.sink_H is None:
-            return query_GITK.new_empty(*shape, 0)
-        return self._terms.sink_H.float().reshape(*shape[:2], 1, 1).repeat(1, 1, shape[2], 1)
+            return query_GTIK.new_empty(*shape, 0)
+        return self._terms.sink_H.float().reshape(shape[0], 1, shape[2], 1).repeat(1, shape[1], 1, 1)
 
 
 def _padded(rows: Tensor, multiple: int) -> Tensor:

@@ -43,7 +43,7 @@ class Target:
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
-        self._last_position, self._max_logits = plan.context - 1, plan.num_logits_rows
+        self._last_position, self._max_logits = plan.source_tokens + plan.context - 1, plan.num_logits_rows
         self._cache_slots, self._gather = plan.cache_slots, kernels.kv_commit
         self._device, self._on_layer = device, on_layer
         model.stream_layers(stream.acquire, self._release)
@@ -54,18 +54,24 @@ class Target:
         return self._model.vocab_size
 
     @property
+    def start(self) -> tuple[int, ...]:
+        """Ids that stand between a prompt and the new text."""
+        return self._model.start
+
+    @property
     def send(self) -> Callable[[Tensor], Tensor]:
         return self._model.send
 
     def new_cache(self) -> KVCache:
         """An empty one, for one sequence."""
-        return KVCache(self._model.num_layers, self._cache_slots, self._gather, self._model.send)
+        return self._model.new_cache(self._cache_slots, self._gather)
 
     def score(self, tree: TokenTree, tokens: Sequence[int], cache: KVCache) -> Logits:
         """Logits after every node, from one sweep; they are valid until the next.
 
         The root is the last of `tokens`, the committed ids; those that the cache lacks are taken in as well.
         """
+        self._model.take_in(tokens, cache, self.stream.begin_prompt)
         pending = torch.tensor(tokens[cache.length : -1], dtype=torch.long)
         while len(pending) > self._max_rows:
             self._sweep(pending[: self._max_rows], _causal(self._max_rows), torch.arange(self._max_rows), 1, cache)
@@ -98,7 +104,8 @@ class Target:
 
     def _release(self, layer: int) -> None:
         self.stream.release(layer)
-        self._on_layer()
+        if layer < self._model.num_layers:  # others are no part of a sweep
+            self._on_layer()
 
 
 def _causal(num_rows: int) -> Tensor:

@@ -4,7 +4,7 @@ The model is built without storage. A decoder layer's parameters become views of
 taken away right after; embeddings, final norm and head are bound once. So what is computed is what transformers does.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -17,11 +17,12 @@ from offload.checkpoint.layout import SlabLayout, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
+from offload.kernels.kv_commit import kv_commit_reference
 from offload.model import attention
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
-from offload.model.meta import attention_windows, build_meta_model
+from offload.model.meta import attention_windows, build_meta_model, cut_stack, layer_stacks
 from offload.model.path_attention import PathRows, path_rows
 from offload.sampling.logits import Logits
 
@@ -49,9 +50,13 @@ class StreamedModel:
 
     Attributes:
         layer_layouts: one slab per decoder layer; `rest_layout`: embeddings, final norm, head.
+        encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of the decoder.
         dtype: in which it computes; `place`: where.
         vocab_size: V, width of the logits.
+        start: ids that stand between a prompt and the new text; an encoder has read the prompt.
     """
+
+    start: tuple[int, ...] = ()
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
@@ -61,8 +66,9 @@ class StreamedModel:
         self._table_place = _HOST if has_host_table else place
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
         self.meta_model = build_meta_model(checkpoint, self.dtype)
-        self._layers: nn.ModuleList = self.meta_model.get_decoder().layers
-        self._tables = _tables(self.meta_model, self._layers) if has_host_table else []
+        self._layers, *others = layer_stacks(self.meta_model)
+        blocks = self._blocks = [block for stack in (self._layers, *others) for block in stack]
+        self._tables = _tables(self.meta_model, blocks) if has_host_table else []
         self._move_buffers()
         self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
@@ -72,17 +78,18 @@ class StreamedModel:
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
-        prefix = next(name for name, module in self.meta_model.named_modules() if module is self._layers)
-        prefixes = [f"{prefix}.{index}." for index in range(len(self._layers))]
+        names = {module: name for name, module in self.meta_model.named_modules()}
+        prefixes = tuple(f"{names[block]}." for block in blocks)
         places = _places(self.meta_model)
         wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
         stored, shared = sources_of_parameters(checkpoint, self.meta_model, wanted)
-        assert not any(name.startswith(f"{prefix}.") for name in (*shared, *shared.values())), "layers share weights"
-        rest = {name: value for name, value in stored.items() if not name.startswith(f"{prefix}.")}
+        assert not any(name.startswith(prefixes) for name in (*shared, *shared.values())), "layers share weights"
+        rest = {name: value for name, value in stored.items() if not name.startswith(prefixes)}
         self._layer_places = [_below(places, own) for own in prefixes]
         self._rest_places = [(name, places[name]) for name in rest]
         self._rest_places += [(source, places[name]) for name, source in shared.items()]
-        self.layer_layouts = [slab_layout(_below(stored, own)) for own in prefixes]
+        self._layouts = [slab_layout(_below(stored, own)) for own in prefixes]
+        self.layer_layouts, self.encoder_layouts = self._layouts[: self.num_layers], self._layouts[self.num_layers :]
         self.rest_layout = slab_layout(rest)
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks = [
@@ -119,7 +126,7 @@ class StreamedModel:
         Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):
-            views = self._views_of(layer, torch.from_numpy(slab[self.layer_layouts[layer].sent]).to(self.place))
+            views = self._views_of(layer, torch.from_numpy(slab[self._layouts[layer].sent]).to(self.place))
         else:
             key = (layer, slab.data_ptr())
             views = self._views[key] = self._views.get(key) or self._views_of(layer, slab)
@@ -127,7 +134,7 @@ class StreamedModel:
             place.table[place.key] = views[name].to(place.empty.dtype)
 
     def _views_of(self, layer: int, sent: Tensor) -> dict[str, Tensor]:
-        layout = self.layer_layouts[layer]
+        layout = self._layouts[layer]
         return {name: _view(sent, layout, name) for name in self._layer_places[layer]}
 
     def unbind_layer(self, layer: int) -> None:
@@ -138,16 +145,12 @@ class StreamedModel:
     @contextmanager
     def cut_to(self, num_layers: int) -> Iterator[None]:
         """Meanwhile the decoder has its first layers only, so that one of them can be timed without the others."""
-        decoder = self.meta_model.get_decoder()
-        decoder.layers = self._layers[:num_layers]
-        try:
+        with cut_stack(self.meta_model, num_layers):
             yield
-        finally:
-            decoder.layers = self._layers
 
     def stream_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
         """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._blocks):
             self._hooks.append(layer.register_forward_pre_hook(partial(self._bind_from, acquire, index)))
             self._hooks.append(layer.register_forward_hook(partial(self._give_back, release, index), always_call=True))
 
@@ -178,7 +181,7 @@ class StreamedModel:
         num_rows, num_uncommitted = ancestor_TU.shape
         cache.place(num_uncommitted - num_rows, num_rows)
         position_U = self.send(position_U)
-        masks = self._paths(ancestor_TU, cache.length) or self._build_masks(position_U, ancestor_TU, cache.length)
+        masks = self._paths(ancestor_TU, cache.length) or self._build_masks(position_U, ancestor_TU, cache)
         return self.run(token_T, position_U[-num_rows:], masks, cache, num_logits=num_logits)
 
     @torch.inference_mode()
@@ -219,7 +222,7 @@ class StreamedModel:
         try:
             nothing = torch.zeros(1, hi - lo, dtype=torch.long, device=self._table_place)
             with self._invariant or nullcontext():
-                return self.meta_model(input_ids=nothing, logits_to_keep=hi - lo).logits[0]
+                return self._call(nothing, logits_to_keep=hi - lo).logits[0]
         finally:
             del decoder.forward
 
@@ -230,8 +233,8 @@ class StreamedModel:
         """
         self._masks, first = masks, masks[self._windows[0]]
         with self._invariant or nullcontext():
-            out = self.meta_model(
-                input_ids=(token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
+            out = self._call(
+                (token_T.to(_HOST) if self._table_place == _HOST else self.send(token_T))[None],
                 attention_mask=first if isinstance(first, Tensor) else None,  # layers get their own from `_give_mask`
                 position_ids=position_T[None],
                 past_key_values=cache,
@@ -239,6 +242,20 @@ class StreamedModel:
                 logits_to_keep=num_logits,
             )
         return out.logits[0, -num_logits:]  # some families score every row whatever they are asked; -0 is all of them
+
+    def _call(self, token_1T: Tensor, **more: Any) -> Any:
+        """transformers' own forward pass."""
+        return self.meta_model(input_ids=token_1T, **more)
+
+    def new_cache(self, num_slots: int, gather: Callable[..., None] = kv_commit_reference) -> KVCache:
+        """An empty one, for one text."""
+        return KVCache(self.num_layers, num_slots, gather, self.send)
+
+    def take_in(self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None) -> None:
+        """Let `cache` have what an encoder makes of the text's prompt; other models have none, and read it in passes.
+
+        `begin` is called before the encoder's layers run.
+        """
 
     def be_invariant(self, rows: InvariantRows | None) -> None:
         """From now on a row's numbers do not depend on other rows; with None they are computed in the quickest way.
@@ -283,8 +300,9 @@ class StreamedModel:
         what, rows = (num_prefix, ancestor_TU), self._invariant
         return {window: path_rows(*what, window, rows, self.send) for window in self.windows}
 
-    def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, num_prefix: int) -> Masks:
+    def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
+        num_prefix = cache.length
         ancestor_TU = self.send(ancestor_TU)
         is_plain = ancestor_TU.shape == (1, 1) and self.meta_model.config._attn_implementation == attention.NAME
         what = (num_prefix, position_U, ancestor_TU)
@@ -337,9 +355,9 @@ def _places(meta_model: nn.Module) -> dict[str, _Place]:
     return places
 
 
-def _tables(meta_model: nn.Module, layers: nn.ModuleList) -> list[nn.Embedding]:
+def _tables(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
     """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
-    inside = set(layers.modules())
+    inside = {module for layer in layers for module in layer.modules()}
     return [module for module in meta_model.modules() if isinstance(module, nn.Embedding) and module not in inside]
 
 

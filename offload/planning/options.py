@@ -31,7 +31,7 @@ class LoadOptions:
     link_limit: str | int | None = None
     invariant: bool | None = None
     lookup: bool | None = None
-    lookup_length: str = "2:16"
+    lookup_length: str = "1:16"
     ngram: str | os.PathLike[str] | None = None
     datastore: str | os.PathLike[str] | None = None
     lenience: float = 1.0

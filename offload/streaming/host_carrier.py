@@ -16,15 +16,23 @@ from offload.streaming.timeline import Spans
 class HostCarrier:
     """Brings layers to where they are computed with: here, host memory.
 
-    The layers `resident` stay, others are `streamed` through slots; events of the `device` that computes order both.
+    The layers `resident` stay, others are `streamed` through slots in every sweep, but for those that come `once` for a
+    prompt; events of the `device` that computes order both.
     """
 
     def __init__(
-        self, source: ByteSource, layouts: Sequence[SlabLayout], resident: Iterable[int], device: Device
+        self,
+        source: ByteSource,
+        layouts: Sequence[SlabLayout],
+        resident: Iterable[int],
+        device: Device,
+        once: Sequence[int] = (),
     ) -> None:
         self.source, self.layouts, self.device, self.spans = source, layouts, device, Spans(device)
         self.resident = {layer: device.allocate(layouts[layer].slab_bytes) for layer in resident}
-        self.streamed = [layer for layer in range(len(layouts)) if layer not in self.resident]
+        passing = [layer for layer in range(len(layouts)) if layer not in self.resident]
+        self.streamed = [layer for layer in passing if layer not in once]
+        self.once = [layer for layer in passing if layer in once]
 
     @property
     def note(self) -> str | None:

@@ -35,8 +35,9 @@ class Layers:
 
     def __init__(self, carrier: HostCarrier, num_slots: int) -> None:
         self.carrier, self._device, self._spans = carrier, carrier.device, carrier.spans
-        slot_bytes = max((carrier.layouts[n].slab_bytes for n in carrier.streamed), default=0)
-        slots = [self._device.allocate(slot_bytes) for _ in range(num_slots if carrier.streamed else 0)]
+        passing = [*carrier.streamed, *carrier.once]
+        slot_bytes = max((carrier.layouts[n].slab_bytes for n in passing), default=0)
+        slots = [self._device.allocate(slot_bytes) for _ in range(num_slots if passing else 0)]
         self.stage = Stage(carrier.carry, carrier.streamed, slots)
         self.poison_released = False  # tests fill slots with NaN as soon as they are free
         self.bytes_read = 0  # of layers that were handed out and do not stay
@@ -80,6 +81,12 @@ class Layers:
             self.stop()
             self._start()
 
+    def begin_prompt(self) -> None:
+        """Make the layers that a prompt passes once the next to arrive; those of a sweep follow."""
+        if self.carrier.once:
+            self.stop()
+            self._start(self.carrier.once)
+
     def acquire(self, layer: int) -> Tensor:
         """The weights of `layer`, first one first, for what is enqueued until its release. Raises `ReadError`."""
         device = self._device
@@ -118,9 +125,9 @@ class Layers:
         self.stage.slots.clear()
         self.carrier.close()
 
-    def _start(self) -> None:
+    def _start(self, once: Sequence[int] = ()) -> None:
         self.carrier.start()
-        self.stage.start(self._device.record(self._device.compute))  # an abandoned sweep may still read the slots
+        self.stage.start(self._device.record(self._device.compute), once)  # an abandoned sweep may still read the slots
 
 
 def open_layers(
@@ -128,8 +135,10 @@ def open_layers(
 ) -> Layers:
     """Layers as the plan places them, on the CPU where `device` is None; nothing read yet. `resources` closes them."""
     if device is None:
+        encoder = range(len(plan.tier_L), len(layouts))
         stays = [layer for layer, is_resident in enumerate(plan.is_resident) if is_resident]
-        carrier = HostCarrier(source, layouts, stays, HostDevice())
+        stays += encoder if plan.encoder_bytes else []
+        carrier = HostCarrier(source, layouts, stays, HostDevice(), encoder)
     else:
         if device.place.type == "cuda":
             torch.cuda.empty_cache()  # slots will not fit into what was left behind by measuring

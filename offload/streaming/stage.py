@@ -8,9 +8,9 @@ Invariant: a block is moved into a slot only after the one before it was release
 is complete or bound to complete before the event that is handed out with it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -60,13 +60,13 @@ class Stage:
     @property
     def is_at_start(self) -> bool:
         """Whether the first block is the next to arrive, all slots are on their way, and none has failed."""
-        is_whole = len(self._transfers) == len(self.slots)
+        is_whole = len(self._transfers) == (len(self.slots) if self._blocks else 0)
         is_first = not self._transfers or self._transfers[0].block == self._blocks[0]
         return is_whole and is_first and not any(map(_has_failed, self._transfers))
 
-    def start(self, free: Event = None) -> None:
-        """Begin with the first block, all slots empty once `free` is reached."""
-        self._order = cycle(self._blocks) if self._is_cycle else iter(self._blocks)
+    def start(self, free: Event = None, once: Iterable[int] = ()) -> None:
+        """Begin with the blocks `once`, which do not come again, then with the first; slots are empty after `free`."""
+        self._order = chain(once, cycle(self._blocks) if self._is_cycle else self._blocks)
         for slot in self.slots:
             self._fill(slot, free)
 

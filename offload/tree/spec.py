@@ -133,7 +133,7 @@ def tree_to_fill(text: str, rule: str, *, has_draft: bool, has_sources: bool = F
 class MatchLength(NamedTuple):
     """How many of its last tokens a text must share with what it is guessed to go on like."""
 
-    least: int = 2
+    least: int = 1
     most: int = 16
 
 
@@ -142,5 +142,5 @@ def parse_match_length(text: str) -> MatchLength:
     found = re.fullmatch(r"(\d{1,3}):(\d{1,3})", str(text), re.ASCII)
     length = MatchLength(*map(int, found.groups())) if found else MatchLength(0, 0)
     rule = f"`lookup_length` must be LEAST:MOST, two numbers from 1 to {MOST_MATCHED}"
-    require(1 <= length.least <= length.most <= MOST_MATCHED, rule, repr(text), "such as `lookup_length` 2:16")
+    require(1 <= length.least <= length.most <= MOST_MATCHED, rule, repr(text), "such as `lookup_length` 1:16")
     return length

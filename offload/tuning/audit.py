@@ -14,7 +14,7 @@ from torch import Tensor
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Sampling
 from offload.engine.build import resident_model
-from offload.model.kv_cache import KVCache
+from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
 
 BF16_NOISE = 0.15  # of logits around 10 in size: two steps of bf16, 2^-7 of the value each
@@ -31,14 +31,20 @@ def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sa
     `model` is a folder of a checkpoint that fits into memory; for an inflated target the one it was made from.
     """
     reference = resident_model(open_checkpoint(model), "float32")
-    ids = torch.tensor([*prompt_ids, *new_ids])
-    causal_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
-    cache = KVCache(reference.num_layers, len(ids))
     try:
-        logits_TV = reference.forward(ids, torch.arange(len(ids)), causal_TT, cache)
+        logits_TV = chain_logits(reference, [*prompt_ids, *new_ids])
     finally:
         reference.close()
-    return gaps_of(logits_TV[len(prompt_ids) - 1 : -1], len(prompt_ids), new_ids, sampling)
+    return gaps_of(logits_TV[-len(new_ids) - 1 : -1], len(prompt_ids), new_ids, sampling)
+
+
+def chain_logits(model: StreamedModel, ids: list[int]) -> Tensor:
+    """Scores (T, V) after each of these ids in one pass of a resident model, but for those that an encoder reads."""
+    cache = model.new_cache(len(ids))
+    model.take_in(ids, cache)
+    token_T = torch.tensor(ids[cache.length :])
+    sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
+    return model.forward(token_T, torch.arange(len(token_T)) + cache.length, sees_TT, cache)
 
 
 def gaps_of(logits_TV: Tensor, position: int, new_ids: Sequence[int], sampling: Sampling) -> list[float]:

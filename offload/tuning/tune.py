@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
@@ -158,6 +159,9 @@ def choice_from(profile: Profile, files: Files, room: Room) -> TreeChoice:
 
 def largest_that_fits(room: Room, files: Files, sizes: Sequence[int]) -> tuple[Room, int]:
     """The room with the context of a tune, and the first of `sizes`, in nodes, that it holds. Raises `UserError`."""
+    kind = files.target.config.get("model_type")
+    is_alone = not has_encoder(files.target.config)
+    require(is_alone, "texts to tune by must go on, a model with an encoder writes anew", kind, "name a `tree` instead")
     room = replace(room, context=min(_CONTEXT, config_sizes(files.target).get("max_position_embeddings", _CONTEXT)))
     for size in sizes[:-1]:
         if room.traffic(files, size) is not None:

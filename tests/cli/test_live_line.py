@@ -110,7 +110,7 @@ main.main()
 
 @pytest.mark.parametrize("num_columns", [80, 30])
 def test_a_run_in_a_terminal_tells_its_phases_and_leaves_the_text(num_columns: int, ender: Path) -> None:
-    limit = ("--link-limit", "400KB")
+    limit = ("--link-limit", "2MB")
     seen = record("generate", *settings(ender), *limit, "-p", PROMPT, num_columns=num_columns)
     assert seen.code == 0
     for phase in ("importing torch", "reading headers", "building the models", "reading draft", "reading the prompt"):

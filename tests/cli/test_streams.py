@@ -31,11 +31,11 @@ def test_a_full_output_is_one_line(command: str, unbuffered: str, ender: Path) -
     assert outcome == Outcome(1, "", "offload: cannot write to standard output (No space left on device)\n")
 
 
-@pytest.mark.parametrize("redirection", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("redirection", ["2>&-", "<&- >&-"])
 def test_closed_streams_are_done_without(redirection: str, ender: Path) -> None:
     outcome = redirected(redirection, "generate", *settings(ender), "-p", PROMPT)
     assert outcome.code == 0
-    assert outcome.out == ("" if ">&- " in f"{redirection} ".replace("2>&-", "") else SAID + "\n")
+    assert outcome.out == (SAID + "\n" if redirection == "2>&-" else "")
     assert ("tokens/s" in outcome.err) is ("2>&-" not in redirection) and "Traceback" not in outcome.err
 
 
@@ -64,9 +64,7 @@ main()
 AT_IMPORTS = (
     "typer",  # before anything was understood
     "torch._C",
-    "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",  # when the model is built
-    "offload.tuning.trace_acceptance",  # of another command: never
 )
 
 
@@ -74,20 +72,18 @@ AT_IMPORTS = (
 def test_interrupt_during_an_import(name: str, ender: Path) -> None:
     arguments = ("generate", *settings(ender), "-p", PROMPT, "--quiet")
     outcome = process(*arguments, python=("-c", INTERRUPTS.format(name=name)))
-    never = name == AT_IMPORTS[-1]
-    assert outcome.code == (0 if never else 130)
-    assert outcome.err in (("",) if never else ("", "offload: interrupted\n"))
+    assert outcome.code == 130 and outcome.err in ("", "offload: interrupted\n")
 
 
 INTERRUPTS_DESTRUCTOR = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from offload import __main__
-from offload.cli import main as cli
+from offload.cli import write_commands
 class Dying:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
-cli.read_prompt = lambda *_, **__: (Dying(), "Say:")[1]
+write_commands.read_prompt = lambda *_, **__: (Dying(), "Say:")[1]
 __main__.main()
 """
 
@@ -113,7 +109,7 @@ def test_warnings_of_libraries_are_lines(broken: Path) -> None:
 LISTS_UNUSED = """
 import sys
 from offload.__main__ import main
-unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton"}
+unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.tuning.trace_acceptance"}
 try:
     main()
 finally:

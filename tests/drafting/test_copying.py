@@ -60,7 +60,7 @@ def test_little_text(tokens: list[int]) -> None:
 
 
 def test_a_cut_text_is_another() -> None:
-    state, tokens = Copying(MatchLength()).new_state(), [1, 2, 3, 1, 2]
+    state, tokens = Copying(MatchLength(2, 16)).new_state(), [1, 2, 3, 1, 2]
     assert said(tokens, state=state)[2] == {(3, 1.0)}
     state.clear(2)
     assert said([1, 2, 4, 1, 2], state=state)[2] == {(4, 1.0)}, "what was cut is forgotten"

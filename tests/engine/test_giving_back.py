@@ -69,7 +69,7 @@ def test_a_reader_may_collect_a_decoder(looper: Path) -> None:
     reader.join(60)
     assert not reader.is_alive()
     for thread in threading.enumerate():
-        if thread.name.startswith("offload-"):
+        if thread.name.startswith("offload-read"):  # a line or an idle team of another test stays
             thread.join(60)
     assert num_readers() == 0
 

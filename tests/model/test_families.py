@@ -185,8 +185,8 @@ REFUSED = {  # "|" where older transformers call a kind of layer otherwise
     "bloom": "no layers.i. with rotary positions",
     "falcon": "no layers.i. with rotary positions",
     "rwkv": "no layers.i. with rotary positions",
-    "t5": "encoder-decoder models",
-    "bart": "encoder-decoder models",
+    "umt5": "of encoder-decoder models t5 and mt5 are known",
+    "bart": "of encoder-decoder models t5 and mt5 are known",
     "llava": "of models with more than text, gemma3 and mistral3 are known",
     "paligemma": "of models with more than text, gemma3 and mistral3 are known",
 }

@@ -16,7 +16,7 @@ from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
 from torch.nn import functional
 
-from offload.calibration.invariance import find_row_multiple
+from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import path_attention
@@ -45,14 +45,14 @@ def invariant_model(family: str, dtype: str, base: Path) -> StreamedModel:
     source = DiskReader(checkpoint.shards, rate_limit_bytes_per_s=None)
     try:
         streamed.bind_rest(source.fetch(streamed.rest_layout))
-        found = find_row_multiple(streamed, source.fetch(streamed.layer_layouts[0]), (1,), NUM_TOKENS)
+        found = make_invariant(streamed, source.fetch(streamed.layer_layouts[0]), (1,), NUM_TOKENS)
     finally:
         source.close()
         streamed.close()
-    if found.multiple is None:
+    if not found.holds:
         pytest.skip(f"this processor: {found.reason}")
     model = resident_model(checkpoint, dtype)
-    model.be_invariant(InvariantRows(found.multiple))
+    model.be_invariant(InvariantRows(found.thread_counts))
     return model
 
 
@@ -164,10 +164,11 @@ def test_path_attention_is_attention(
     )
     sink_H = torch.randn(6, generator=chance) if has_sink else None
     terms = ScoreTerms(0.3, cap, sink_H)
-    rows = path_rows(num_prefix, ancestors(topology), window, InvariantRows(4))
+    rows = path_rows(num_prefix, ancestors(topology), window, InvariantRows([1]))
     got = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
     with monkeypatch.context() as patch:
-        patch.setattr(path_attention, "SCRATCH_BYTES", 4096)
+        patch.setattr(path_attention, "_TILE_BYTES", 4096)
+        patch.setattr(path_attention, "_GATHER_BYTES", 4096)
         in_pieces = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
     torch.testing.assert_close(in_pieces, got, atol=1e-6, rtol=1e-6)
     key_HSK, value_HSV = (states.double().repeat_interleave(3, 0) for states in (key_GSK, value_GSV))
@@ -211,6 +212,6 @@ def test_threads_share_activations_in_whole_vectors(name: str) -> None:
 def test_a_refused_check_leaves_the_model_as_it_was(family: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = resident_model(open_checkpoint(checkpoint_of(family, base)), "float32")
     wanted = score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19))
-    model.be_invariant(InvariantRows(4))
+    model.be_invariant(InvariantRows([1]))
     model.be_invariant(None)
     assert torch.equal(score(model, KVCache(model.num_layers, 30), TEXT[:20], chain(19)), wanted)

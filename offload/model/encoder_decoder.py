@@ -1,0 +1,133 @@
+"""T5 over streamed weights: an encoder reads the prompt once, and every sweep is one over the decoder's layers.
+
+A text's tokens are its prompt, one start token, and what the decoder writes. The cache counts all of them: the encoder
+takes in those of the prompt, and their keys and values, computed by the first sweep, lie in transformers' own cache of
+cross-attention. Scores get a bias by distance, which transformers counts in rows; a node of a tree has the position of
+its depth, so the bias is given from outside, with the tree's mask added. Invariant: what a cache holds belongs to the
+very prompt that it names.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from offload.checkpoint.encoder_decoder import has_encoder
+from offload.checkpoint.generation_config import start_tokens
+from offload.checkpoint.safetensors import Checkpoint
+from offload.config import require
+from offload.errors import UserError
+from offload.kernels.kv_commit import kv_commit_reference
+from offload.model.attention import tree_mask
+from offload.model.kv_cache import KVCache
+from offload.model.weights import Masks, StreamedModel
+
+_HOST = torch.device("cpu")
+
+
+class SourceCache(KVCache):
+    """That of a decoder behind an encoder; its first positions are those of the prompt, which has no slots here.
+
+    Attributes:
+        source: ids of the prompt that the encoder has read.
+        hidden_1SD: what it has made of them; of no prompt one row of zeros, with which passes can be timed.
+        cross: keys and values of cross-attention, of the layers that have met them.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype, place: torch.device, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self._nothing_11D = torch.zeros(1, 1, width, dtype=dtype, device=place)
+        self.read([], self._nothing_11D)
+
+    def read(self, source: list[int], hidden_1SD: Tensor) -> None:
+        """Begin a text whose prompt the encoder has turned into `hidden_1SD`."""
+        self.source, self.hidden_1SD = source, hidden_1SD
+        self.cross = DynamicCache()
+        self._window.num_elsewhere = self.length = self._window.lo = len(source)
+
+    def clear(self, num_kept: int = 0) -> None:
+        """Forget the text but for its first positions; of a prompt all or nothing, since its end changes all of it."""
+        if num_kept < len(self.source):
+            self.read([], self._nothing_11D)
+        super().clear(num_kept)
+
+
+class EncoderDecoderModel(StreamedModel):
+    """A `StreamedModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
+    ) -> None:
+        super().__init__(checkpoint, dtype, place, has_host_table=has_host_table)
+        self.start = start_tokens(checkpoint)
+        self._distance_TS, self._num_scored = torch.empty(0, 0), 0
+        first: Any = self._layers[0]
+        self._hooks += [
+            first.layer[0].SelfAttention.register_forward_pre_hook(self._give_bias, with_kwargs=True),
+            self.meta_model.get_output_embeddings().register_forward_pre_hook(self._keep_scored),
+        ]
+
+    def new_cache(self, num_slots: int, gather: Callable[..., None] = kv_commit_reference) -> SourceCache:
+        """An empty one, for one text; its slots are of the decoder's positions."""
+        width = self.meta_model.config.d_model
+        return SourceCache(width, self.dtype, self.place, self.num_layers, num_slots, gather, self.send)
+
+    @torch.inference_mode()
+    def take_in(self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None) -> None:
+        """Run the encoder over the tokens before the first start, unless `cache` is of these very ones."""
+        assert isinstance(cache, SourceCache), "a cache of this model's"
+        start = self.start[0]
+        require(start in tokens, f"a text must have the start of its decoder, {start}", tokens[-8:], "add it")
+        source = list(tokens[: tokens.index(start)])
+        if source == cache.source:
+            return
+        cache.clear()
+        begin()
+        source_1S = torch.tensor([source]).clamp(max=self.vocab_size - 1)  # a target may have ids that its draft lacks
+        cache.read(source, self.meta_model.get_encoder()(input_ids=source_1S).last_hidden_state)
+
+    def be_invariant(self, rows: object) -> None:
+        """Raises `UserError` where anything is wished for: rows are never added up by position here."""
+        if rows is not None:
+            raise UserError(f"{self.meta_model.config.model_type} models add a bias to their scores")
+
+    def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **more: Any) -> Any:
+        cache, self._num_scored = more.get("past_key_values"), logits_to_keep
+        hidden_1SD = torch.empty(0) if cache is None else cache.hidden_1SD
+        both = None if cache is None else EncoderDecoderCache(cache, cache.cross)
+        return self.meta_model(
+            decoder_input_ids=token_1T, encoder_outputs=(hidden_1SD,), past_key_values=both, use_cache=True
+        )
+
+    def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
+        """Of the decoder's own positions; and how far each of them lies from each row."""
+        assert isinstance(cache, SourceCache), "a cache of this model's"
+        num_source, ancestor_TU = len(cache.source), self.send(ancestor_TU)
+        position_S = torch.cat([torch.arange(num_source, cache.length, device=position_U.device), position_U])
+        self._distance_TS = position_S - position_U[-len(ancestor_TU) :, None]
+        mask = tree_mask(cache.length - num_source, position_U, ancestor_TU, None, self.dtype)
+        return dict.fromkeys(self.windows, mask)
+
+    def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return args, kwargs  # it is part of the bias, which the first layer hands on to all others
+
+    def _give_bias(self, first: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """As `T5Attention.compute_bias`, but by position; the first layer alone has the table, and is bound by now."""
+        sizes = (first.relative_attention_num_buckets, first.relative_attention_max_distance)
+        bucket_TS = first._relative_position_bucket(self._distance_TS, False, *sizes)
+        bias_1HTS = first.relative_attention_bias(bucket_TS).permute(2, 0, 1)[None]
+        return args, {**kwargs, "position_bias": bias_1HTS + self._masks[None]}
+
+    def _keep_scored(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """T5 would score every row."""
+        return (args[0][:, -self._num_scored :], *args[1:])
+
+
+def open_model(
+    checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
+) -> StreamedModel:
+    """A model without its weights: of decoders alone, or with an encoder. Raises `UserError` for what does not run."""
+    kind = EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel
+    return kind(checkpoint, dtype, place, has_host_table=has_host_table)

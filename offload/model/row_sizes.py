@@ -1,0 +1,125 @@
+"""With how many rows a product gives a row the same bits: found by trial, since libraries promise nothing.
+
+A library chooses by shape, type, processor and threads how it adds up, and in 16 bits one order shows in one of 30,000
+numbers alone. So a product is tried on numbers whose sums cancel: what is left of each is rounding, and nearly every
+number tells which order it was added up in. What differs with the threads, or by where a row stands, is never used.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_ROWS = 256  # of one product
+LADDER = (4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_ROWS)
+_CALL_ROWS = 48  # a product costs about what so many more rows would, however few it has
+_STEP_ROWS = (1, 64, MAX_ROWS)  # of steps without a tree, with one of the usual size, and with a large one
+_LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
+_MOST_BYTES = 16 << 20  # of results, and of factors that are made up: larger ones have numbers enough to tell
+_FACTORS = 5  # of a stack that are tried, and one alone
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+RowSizes = tuple[int, ...]
+Multiply = Callable[[Tensor, Tensor], Tensor]  # rows (..., T, K) by the second factor: a weight or its transpose
+
+
+def find_sizes(multiply: Multiply, factor: Tensor, thread_counts: Sequence[int], *, is_transposed: bool) -> RowSizes:
+    """Numbers of rows that give the same bits with every number of threads; empty where there are none.
+
+    Of several such sets the one that is cheapest for trees of usual sizes. `factor` is (N, K) as that of `linear` where
+    `is_transposed`, else (K, N) or a stack of such.
+    """
+    rows, like = _trial_numbers(factor, is_transposed=is_transposed)
+    ladder = _ladder(multiply(rows[..., :1, :], like))
+    outs: list[Tensor] = []  # that differ, each from the product with the most rows
+    kinds = {size: set[int]() for size in ladder}
+    before, counts = torch.get_num_threads(), sorted({*thread_counts})
+    try:
+        for num_threads in counts:
+            torch.set_num_threads(num_threads)
+            for size in reversed(ladder):
+                out = multiply(rows[..., :size, :], like)
+                kinds[size].add(_kind_of(out, outs))
+                if num_threads == counts[0] and (like is not factor or size == ladder[-1]):  # large ones take long
+                    moved = multiply(rows[..., 1 : size + 1, :], like)
+                    kinds[size] |= set() if _same(moved[..., :-1, :], out[..., 1:, :]) else {-1}
+                if like.ndim > 2:
+                    kinds[size] |= set() if _same(multiply(rows[:1, :size], like[:1]), out[:1]) else {-1}
+    finally:
+        torch.set_num_threads(before)
+    same = (tuple(size for size in ladder if kinds[size] == {kind}) for kind in range(len(outs)))
+    enough = [sizes for sizes in same if sizes and sizes[-1] >= min(_LEAST_ROWS, ladder[-1])]
+    return min(enough, key=_cost_in_steps, default=())
+
+
+def _cost_in_steps(sizes: RowSizes) -> float:
+    return sum(sum(_CALL_ROWS + size for size in parts_of(num, sizes)) / (_CALL_ROWS + num) for num in _STEP_ROWS)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Compared on one thread: `torch.equal` would wait for all of them, many times over."""
+    if one.device.type != "cpu":
+        return torch.equal(one, other)
+    bits = _BITS[one.element_size()]
+    return np.array_equal(one.view(bits).numpy(), other.view(bits).numpy())
+
+
+def _ladder(one: Tensor) -> RowSizes:
+    """Sizes to try, by the result for one row; on a GPU there is time enough for the most rows."""
+    sizes = tuple(size for size in LADDER if size * one.nbytes <= _MOST_BYTES) or LADDER[:1]
+    return sizes if one.device.type == "cpu" else sizes[-1:]
+
+
+def _kind_of(out: Tensor, outs: list[Tensor]) -> int:
+    """Which of them has the same rows; it is added where none has."""
+    for kind, other in enumerate(outs):
+        if _same(out, other[..., : out.shape[-2], :]):
+            return kind
+    outs.append(out)
+    return len(outs) - 1
+
+
+def parts_of(num_rows: int, sizes: RowSizes) -> list[int]:
+    """In which of the sizes to make a product of so many rows, the last of which may be padded."""
+    num_most, rest = divmod(num_rows, sizes[-1])
+    return [sizes[-1]] * num_most + (_cheapest(rest, sizes)[1] if rest else [])
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(num_rows: int, sizes: RowSizes) -> tuple[int, list[int]]:
+    if num_rows <= 0:
+        return 0, []
+    choices = []
+    for size in sizes[: next(i for i, size in enumerate(sizes) if size >= num_rows) + 1]:
+        rest_cost, rest = _cheapest(num_rows - size, sizes)
+        choices.append((_CALL_ROWS + size + rest_cost, [size, *rest]))
+    return min(choices)
+
+
+def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tensor]:
+    """Rows and a factor like this one in all but its numbers: of every sum the second half undoes the first."""
+    num_columns, width = factor.shape[-2:] if is_transposed else (factor.shape[-1], factor.shape[-2])
+    chance = torch.Generator().manual_seed(0)
+    if num_columns * width * factor.element_size() > _MOST_BYTES and factor.ndim == 2:
+        return torch.randn(MAX_ROWS + 1, width, generator=chance).to(factor), factor
+    order = torch.randperm(width // 2, generator=chance)
+    halves = [
+        torch.randn(num + width // 2, generator=chance).to(factor).unfold(0, width // 2, 1)[:num]
+        for num in (MAX_ROWS + 1, num_columns)
+    ]
+    odd = width % 2
+    rows = torch.cat([halves[0], halves[0][:, order], halves[0].new_zeros(MAX_ROWS + 1, odd)], 1)
+    columns = torch.cat([halves[1], -halves[1][:, order], halves[1].new_zeros(num_columns, odd)], 1)
+    stack = (min(_FACTORS, factor.shape[:-2].numel()),) if factor.ndim > 2 else ()
+    like = _strided_like(factor, stack).copy_(columns if is_transposed else columns.mT)
+    return rows.expand(*stack, -1, -1).contiguous(), like
+
+
+def _strided_like(factor: Tensor, stack: tuple[int, ...]) -> Tensor:
+    """An empty factor, or a stack of such, whose numbers lie as far from each other."""
+    shape, stride = factor.shape[-2:], factor.stride()[-2:]
+    if 0 in stride:
+        return factor.new_empty(*stack, *shape)
+    num_spanned = 1 + sum((num - 1) * step for num, step in zip(shape, stride, strict=True))
+    return factor.new_empty(*stack, num_spanned).as_strided((*stack, *shape), (*[num_spanned] * len(stack), *stride))

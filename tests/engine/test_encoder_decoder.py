@@ -1,0 +1,224 @@
+"""T5, end to end: streamed decoding with any tree emits what transformers emits, prompt after prompt."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_t5 import LAYOUTS, START, VOCAB_SIZE, build, reference, save, save_pair, streaming_ram
+from tables import p_value
+from tiny import FAMILIES, save_tokenizer
+from tiny import build as build_decoder
+from tiny import save as save_decoder
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+
+import offload
+from offload.engine.decoder import Decoder
+from offload.model.encoder_decoder import EncoderDecoderModel, SourceCache
+
+TREES = ("none", "8x3", "32x8", "chain:6", "sequences:4x4", "grown:32x8")
+NUM_NEW, CONTEXT = 62, 96
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist() for length in (1, 90, 13)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair("v1.1", tmp_path_factory.mktemp("t5"))
+
+
+@pytest.fixture
+def decoder(pair: tuple[Path, Path]) -> Iterator[Decoder]:
+    """Everything streamed."""
+    ram = streaming_ram(*pair, context=CONTEXT, num_nodes=32)
+    with offload.load(*pair, ram=ram, context=CONTEXT, tree="32x8", threads=1) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_ids_equal_transformers(layout: str, tmp_path: Path) -> None:
+    target, draft = save_pair(layout, tmp_path)
+    ram = streaming_ram(target, draft, context=CONTEXT, num_nodes=32)
+    with offload.load(target, draft, ram=ram, context=CONTEXT, tree="32x8", threads=1) as decoder:
+        assert (decoder.plan.num_slots, decoder.plan.num_resident, decoder.plan.encoder_bytes) == (3, 0, 0)
+        yields, seen = [], set[int]()
+        every = TREES if layout != "mt5" else TREES[:2]
+        for prompt, trees in zip(prompts(), (TREES[2:3], every, TREES[1:2]), strict=True):
+            wanted = reference(target, prompt, NUM_NEW)
+            seen |= set(wanted)
+            for tree in trees:
+                got = decoder.generate(prompt, max_new_tokens=NUM_NEW, tree=tree)
+                assert got.token_ids == wanted, f"{tree}, prompt of {len(prompt)}"
+                assert got.stats.num_prompt_tokens == len(prompt)
+                yields.append(got.stats.tokens_per_sweep)
+    assert len(seen) > 15, "texts that say little tell little"
+    assert max(yields) > 1.5, "the draft never agreed: acceptance was not exercised"
+    assert min(yields) == 1, "the tree-less run must take one sweep a token"
+
+
+def test_same_seed_same_ids_for_every_tree_and_memory(pair: tuple[Path, Path], decoder: Decoder) -> None:
+    sampling = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 24}
+    with offload.load(pair[0], ram="1GiB", context=CONTEXT, threads=1) as alone:
+        assert alone.plan.encoder_bytes, "the encoder stays where everything does"
+        wanted = [alone.generate(prompts()[2], seed=seed, **sampling).token_ids for seed in range(2)]
+    assert wanted[0] != wanted[1], "seeds must matter"
+    for seed, trees in enumerate((TREES, TREES[2:3])):
+        for tree in trees:
+            got = decoder.generate(prompts()[2], seed=seed, tree=tree, **sampling)
+            assert got.token_ids == wanted[seed], f"seed {seed}, {tree}"
+
+
+def test_a_prompt_moves_the_encoder_once_and_a_sweep_the_decoder(decoder: Decoder) -> None:
+    stream, asked = decoder.target.stream, list[int]()
+    carry = stream.stage._carry
+    stream.stage._carry = lambda layer, *more: (asked.append(layer), carry(layer, *more))[1]
+    got = decoder.generate(prompts()[1], max_new_tokens=6, tree="none")
+    sweeps = [0, 1, 2, 3] * 6
+    assert asked[: 3 + len(sweeps)] == [4, 5, 6, *sweeps], "and what follows is read ahead"
+    assert got.stats.bytes_streamed == 5 * decoder.plan.streamed_bytes
+
+
+def test_what_a_prompt_shares_with_the_one_before_is_kept_or_read_anew(decoder: Decoder) -> None:
+    """A longer prompt that begins alike is another one to an encoder, to its first token even."""
+    first, longer = prompts()[1], [*prompts()[1], 5, 6]
+    runs = [(first, False), (first, True), (longer, True), (first[:-1], True)]
+    for prompt, continues in runs:
+        wanted = decoder.generate(prompt, max_new_tokens=12, tree="8x3").token_ids
+        decoder.generate(first, max_new_tokens=12)
+        run = decoder.run(prompt, offload.Sampling(), max_new_tokens=12, tree="8x3", continues=continues)
+        assert list(run) and run.result().token_ids == wanted
+        is_same = continues and prompt == first
+        assert run.sequence.stats.num_kept_tokens >= len(first) if is_same else True
+
+
+@pytest.mark.parametrize("at", [1, 4])  # of the layers of the first sweep
+def test_a_prompt_that_was_cut_short_goes_on(at: int, pair: tuple[Path, Path]) -> None:
+    class Enough(Exception):  # noqa: N818
+        pass
+
+    left = [at]
+
+    def on_layer() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Enough
+
+    ram = streaming_ram(*pair, context=CONTEXT, num_nodes=32)
+    with offload.load(*pair, ram=ram, context=CONTEXT, tree="32x8", threads=1, on_layer=on_layer) as decoder:
+        run = decoder.run(prompts()[1], offload.Sampling(), max_new_tokens=20)
+        with pytest.raises(Enough):
+            list(run)
+        assert list(run) and run.result().token_ids == decoder.generate(prompts()[1], max_new_tokens=20).token_ids
+
+
+def test_a_bias_by_row_is_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers counts: node 5 of a tree would lie five positions behind its root."""
+    wanted = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree="none").token_ids
+    right = EncoderDecoderModel._build_masks
+
+    def by_row(model: EncoderDecoderModel, position_U: Tensor, ancestor_TU: Tensor, cache: SourceCache) -> object:
+        masks = right(model, position_U, ancestor_TU, cache)
+        num_rows, num_columns = model._distance_TS.shape
+        first_row = num_columns - num_rows
+        model._distance_TS = torch.arange(num_columns) - torch.arange(first_row, num_columns)[:, None]
+        return masks
+
+    monkeypatch.setattr(EncoderDecoderModel, "_build_masks", by_row)
+    assert decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids == wanted[:8]
+    assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree="32x8").token_ids != wanted
+
+
+def test_keys_of_the_prompt_before_are_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = decoder.generate(prompts()[1], max_new_tokens=16, tree="none").token_ids
+    right = SourceCache.read
+
+    def keep(cache: SourceCache, source: list[int], hidden_1SD: Tensor) -> None:
+        crossed = cache.cross
+        right(cache, source, hidden_1SD)
+        cache.cross = crossed
+
+    decoder.generate(prompts()[2], max_new_tokens=2, tree="none")
+    monkeypatch.setattr(SourceCache, "read", keep)
+    assert decoder.generate(prompts()[1], max_new_tokens=16, tree="none").token_ids != wanted
+
+
+def test_what_the_encoder_and_the_decoder_have_no_room_for_is_refused(decoder: Decoder) -> None:
+    decoder.generate([2] * CONTEXT, max_new_tokens=1)
+    with pytest.raises(offload.UserError, match=f"at most `context` tokens, {CONTEXT}, got a prompt of {CONTEXT + 1}"):
+        decoder.generate([2] * (CONTEXT + 1), max_new_tokens=1)
+    with pytest.raises(
+        offload.UserError, match=f"{CONTEXT} new tokens exceed the context of {CONTEXT}: raise `context`"
+    ):
+        decoder.generate([2], max_new_tokens=CONTEXT)
+    with pytest.raises(offload.UserError, match=f"must not contain the token {START}, .*: leave it out"):
+        decoder.generate([2, START, 3])
+    with pytest.raises(offload.UserError, match="reads every prompt anew and cannot chat: use offload generate"):
+        decoder.generate([{"role": "user", "content": "Hello"}])
+
+
+def test_sessions_are_refused(decoder: Decoder, tmp_path: Path) -> None:
+    decoder.generate(prompts()[2], max_new_tokens=2)
+    with pytest.raises(offload.UserError, match="`session` keeps a text that goes on"):
+        decoder.save_session(tmp_path / "a.session")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_what_does_not_go_with_an_encoder_is_refused_early(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    alone = save_decoder(build_decoder(FAMILIES["llama"]()), tmp_path / "llama")
+    with pytest.raises(offload.UserError, match="must both have an encoder or none, got t5 and llama"):
+        offload.load(pair[0], alone)
+    with pytest.raises(offload.UserError, match="must both have an encoder or none, got llama and t5"):
+        offload.load(alone, pair[1])
+    nameless = save(build("v1.0"), tmp_path / "nameless", "v1.0")
+    (nameless / "generation_config.json").unlink()
+    with pytest.raises(offload.UserError, match="decoder_start_token_id must be a token id, got None"):
+        offload.load(nameless)
+
+
+def test_text_has_no_sentinels_and_ends_where_the_model_ends_it(tmp_path: Path) -> None:
+    """A head is wider than its tokenizer, whose entries beyond the text are special."""
+    target = save(build("v1.1", vocab_size=VOCAB_SIZE + 9), tmp_path, "v1.1")
+    tokenizer = save_tokenizer(target)
+    with offload.load(target, ram="1GiB", context=CONTEXT, threads=1) as decoder:
+        prompt = decoder.encode("Translate: one two three")
+        ids = decoder.generate("Translate: one two three", max_new_tokens=40).token_ids
+        assert ids == reference(target, prompt, 40)
+        end = next(token for index, token in enumerate(ids) if index > 5 and token not in ids[:index])
+    assert tokenizer.decode(ids, skip_special_tokens=True), "there is text to compare"
+    settings = target / "generation_config.json"
+    settings.write_text(settings.read_text().replace("{", f'{{"eos_token_id": {end}, ', 1))
+    with offload.load(target, ram="1GiB", context=CONTEXT, threads=1) as decoder:
+        got = decoder.generate("Translate: one two three", max_new_tokens=40)
+    assert got.finish_reason == "stop" and got.token_ids == ids[: ids.index(end) + 1]
+    assert got.text == tokenizer.decode(got.token_ids[:-1], skip_special_tokens=True)
+
+
+def test_a_ratio_rule_draws_from_the_model(tmp_path: Path) -> None:
+    """Of the first two tokens, which one sweep accepts as a path; the law of another prompt is told apart."""
+    target, draft = save_pair("v1.1", tmp_path, noise=0.3, vocab_size=12)
+    model, (prompt, other) = AutoModelForSeq2SeqLM.from_pretrained(target), ([5, 3, 7, 2], [4, 4, 9])
+    count_VV = np.zeros((12, 12))
+    with offload.load(target, draft, ram="1GiB", context=16, tree="6x3", rule="sequoia", threads=1) as decoder:
+        for seed in range(250):
+            sampling = offload.Sampling(temperature=1.5, seed=seed)
+            run = decoder.run(prompt, sampling, max_new_tokens=2, continues=True)
+            assert list(run) is not None
+            count_VV[tuple(run.result().token_ids)] += 1
+    right, wrong = (law_of_two(model, ids, temperature=1.5) for ids in (prompt, other))
+    assert p_value(count_VV, right) > 1e-3
+    assert p_value(count_VV, wrong) < 1e-6
+
+
+@torch.inference_mode()
+def law_of_two(model: PreTrainedModel, prompt: list[int], temperature: float) -> np.ndarray:
+    """Chances (V, V) of the first two tokens."""
+    begun_VT = torch.stack([torch.full((12,), START), torch.arange(12)], dim=1)
+    logits_VTV = model(input_ids=torch.tensor([prompt] * 12), decoder_input_ids=begun_VT).logits
+    probs_VTV = (logits_VTV / temperature).double().softmax(-1)
+    return (probs_VTV[0, 0, :, None] * probs_VTV[:, 1]).numpy()
