@@ -48,7 +48,7 @@ _WANTED = {  # of tokens per sweep: which text and sources, beside which, at lea
     ("copy, dictated", "draft+lookup", "draft"): 1.5,
 }  # fmt: skip
 _MOST_SLOWER, _MOST_RETRIEVAL_S = 1.02, 1e-3
-_ASKED, _LENGTH = Asked(63, 10), "2:16"  # REST's
+_ASKED, _LENGTH = Asked(63, 10), "1:16"  # REST's tree and continuation; as by default
 
 
 @dataclass(frozen=True, slots=True)

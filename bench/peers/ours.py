@@ -22,7 +22,6 @@ class Ours:
         ram_bytes = free_bytes(order) - _MARGIN_BYTES
         how: dict[str, Any] = {"device": "cpu", "context": 1024}  # the others have no device either
         draft = None if "lookup" in order.options else order.draft
-        how |= {} if draft else {"lookup_length": "1:16"}  # the others match on a single token, too
         self._decoder = load(order.target, draft, ram=ram_bytes, tree=order.options["tree"], **how)
 
     def use_threads(self, count: int) -> None:
