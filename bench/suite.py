@@ -22,6 +22,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 COMMANDS = {  # name: file, what it answers
     "passes": ("latency.passes", "seconds of a forward of target and draft against its rows, beside link and memory"),
     "decode": ("latency.decode", "tokens per second and latencies: prompts x temperatures x trees x rules"),
+    "lookup": ("latency.lookup", "guesses without a model: copies, a datastore, counts; alone and beside a draft"),
     "gate": ("latency.exact", "whether every tree writes the ids of transformers, every layer streamed"),
     "main-job": ("latency.main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
     "prediction": ("latency.prediction", "what the plan promises beside what the paper measured on an L40"),
@@ -29,6 +30,7 @@ COMMANDS = {  # name: file, what it answers
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
     "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
     "choice": ("studies.choice", "whether the tree of --tree auto is the best one, really streamed"),
+    "retrieval": ("studies.retrieval", "tokens per sweep by nodes, continuation and match of retrieval (REST)"),
     "chains": ("studies.chains", "what chains of guesses yield beside the formulas of speculative decoding"),
     "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
 }

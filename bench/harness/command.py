@@ -40,7 +40,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {  # name: how it is given, default
     "device": _flag(str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"),
     "gpu_mem": (flags.GpuMem, None),
     "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
-    "source": _flag(list[str] | None, "code or a text or .jsonl file; several", "--prompts", metavar="SET"),
+    "source": _flag(list[str] | None, "code, copy, or a text or .jsonl file; several", "--prompts", metavar="SET"),
     "quick": _flag(bool, "up to four minutes on two cores, larger errors", "--quick", default=False),
     "rows_file": _flag(Path | None, "append each row when it is known, one JSON object a line", "--rows", **_TO_WRITE),
     "json_file": _flag(Path | None, "store the result", "--json", **_TO_WRITE),

@@ -1,12 +1,16 @@
 """Prompts: code that every machine has and the packaged pair has not seen, or files of the user's.
 
-`code` is beginnings of standard library files. A text file is one prompt; `.jsonl` has one a line: Spec-Bench and
-MT-Bench (`turns`), `prompt` or `text`. Invariant: the same machine gives the same prompts in the same order.
+`code` is beginnings of standard library files, `copy` functions of them that are begun again under another name, with
+another argument. A text file is one prompt; `.jsonl` has one a line: Spec-Bench and MT-Bench (`turns`), `prompt` or
+`text`. Invariant: the same machine gives the same prompts in the same order.
 """
 
+import ast
 import hashlib
 import json
+import re
 import sysconfig
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +18,12 @@ from typing import Any, NamedTuple
 from offload.engine.decoder import Decoder
 from offload.errors import UserError
 
-CODE = "code"
+CODE, COPY = "code", "copy"
 _HELD_OUT_PERCENT = 3
 _CHARS = 1200  # of a text: more than enough for 128 tokens
 _LEAST_BYTES, _MOST_BYTES = 4000, 60_000  # of a file: shorter ones are stubs, longer ones tables
+_ALL = slice(None)
+_COPIED_CHARS = range(800, 1500)  # of a function: some 250 to 400 tokens
 
 
 class Prompt(NamedTuple):
@@ -26,29 +32,36 @@ class Prompt(NamedTuple):
     name: str  # unique within a bench, such as code/argparse.py
     text: str
     is_chat: bool = False  # a question: it belongs into a chat template where the model has one
+    then: str = ""  # of a copy: how it goes on where the text is done as it was begun
 
 
-def prompts(sources: Iterable[str], num_each: int) -> list[Prompt]:
+def prompts(sources: Iterable[str], num_each: int, part: slice = _ALL) -> list[Prompt]:
     """`num_each` prompts from every source, spread evenly over what it has; fewer where it has fewer.
 
+    Args:
+        part: of each source, so that what was tuned on one half can be reported on the other.
+
     Raises:
-        UserError: a source that is neither `code` nor a file, has no text, or cannot be read.
+        UserError: a source that is neither `code` nor `copy` nor a file, has no text, or cannot be read.
     """
-    found = [prompt for source in sources for prompt in _spread(_texts(source), num_each)]
-    return [prompt._replace(text=prompt.text[:_CHARS]) for prompt in found]
+    found = [prompt for source in sources for prompt in _spread(_texts(source)[part], num_each)]
+    return [prompt if prompt.then else prompt._replace(text=prompt.text[:_CHARS]) for prompt in found]
 
 
 def encoded(decoder: Decoder, prompt: Prompt, num_tokens: int) -> list[int]:
-    """Token ids: a text cut to `num_tokens`, a question whole where a chat template surrounds it."""
+    """Token ids: a text cut to `num_tokens`; a copy whole, and a question where a chat template surrounds it."""
     if prompt.is_chat and decoder.tokenizer is not None and decoder.tokenizer.chat_template:
         return decoder.encode(prompt.text)
-    return decoder.encode(prompt.text, raw=True)[:num_tokens]
+    ids = decoder.encode(prompt.text, raw=True)
+    return ids if prompt.then else ids[:num_tokens]
 
 
 def _texts(source: str) -> list[Prompt]:
     if source == CODE:
         files = [path for path in held_out_files() if _LEAST_BYTES < path.stat().st_size < _MOST_BYTES]
         texts = [Prompt(f"code/{path.name}", read_source(path)) for path in files]
+    elif source == COPY:
+        texts = [copy for path in held_out_files() for copy in _copies(path)]
     else:
         texts = list(_from_file(Path(source)))
     if not texts:
@@ -56,12 +69,32 @@ def _texts(source: str) -> list[Prompt]:
     return list({prompt.text: prompt for prompt in texts}.values())
 
 
+def _copies(path: Path) -> Iterator[Prompt]:
+    """Of the functions of a file that are neither short nor long: each whole, with the head of the edited copy."""
+    lines = read_source(path).splitlines(keepends=True)
+    try:
+        nodes = list(ast.walk(ast.parse("".join(lines))))
+    except SyntaxError:  # a few test files are meant to be wrong
+        return
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and node.args.args:
+            text = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+            if len(text) in _COPIED_CHARS:
+                edited, argument = text.replace(node.name, f"{node.name}_again"), node.args.args[-1].arg
+                if argument not in ("self", "cls"):
+                    edited = re.sub(rf"\b{argument}\b", f"new_{argument}", edited)
+                head, _, then = edited.partition("\n")
+                yield Prompt(f"{COPY}/{path.name}:{node.lineno}", f"{text}\n\n{head}\n", then=then)
+
+
 def _from_file(path: Path) -> Iterator[Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"--prompts must be {CODE} or a file, cannot read {path} ({reason}): name another") from None
+        raise UserError(
+            f"--prompts must be {CODE}, {COPY} or a file, cannot read {path} ({reason}): name another"
+        ) from None
     if path.suffix != ".jsonl":
         yield from [Prompt(path.name, text)] if text.strip() else []
         return

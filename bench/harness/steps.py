@@ -4,7 +4,8 @@ Invariant: what a pass emits is the target's own greedy token, so every pass tha
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,11 @@ from offload.config import Sampling
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.planning.cost_model import Curve
+from offload.sampling.logits import Rows
+from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, Shape, best_first, chain
+from offload.verification.walk import Acceptance
 
 _DEPTH = 24
 _BURSTS = (1, 2, 4, 8, 16, 24)  # tokens that a sweep may yield
@@ -80,6 +84,35 @@ def step_times(
         if index > 1:
             seconds.append(time.perf_counter() - started)
     return seconds, Written(list(prompt_ids), text.new_ids, Sampling(), decoder.rule.name)
+
+
+class Step(NamedTuple):
+    """One step behind the prompt's."""
+
+    seconds: float
+    num_tokens: int
+
+
+def dictated(decoder: Decoder, prompt_ids: Sequence[int], then_ids: Sequence[int], shape: Shape) -> Iterator[Step]:
+    """Steps of a target that is told what to write: it scores every tree, and what it prefers is not heeded.
+
+    None of them can reach the end of what is known: each is whole then, and their mean is not biased (Wald).
+    """
+    told, rule = [*prompt_ids, *then_ids], decoder.rule
+
+    def verify(tree: TokenTree, logits_NV: Rows, sampler: Sampler, root_position: int) -> Acceptance:
+        rule.verify(tree, logits_NV, sampler, root_position)  # for its time
+        nodes, then = [0], told[root_position + 1 :]
+        while (child := tree.child(nodes[-1], then[len(nodes) - 1])) is not None:
+            nodes.append(child)
+        return Acceptance(nodes, then[: len(nodes)])
+
+    text = decoder.begin(prompt_ids, Sampling(), rule=replace(rule, verify=verify), shape=shape)
+    while len(text.tokens) + shape.depth < len(told):
+        is_first, started = not text.new_ids, time.perf_counter()
+        num_tokens = len(decoder.step(text))
+        if not is_first:
+            yield Step(time.perf_counter() - started, num_tokens)
 
 
 def record_steps(decoder: Decoder, prompt_ids: Sequence[int], tree: str, num_steps: int) -> tuple[Timeline, list[int]]:

@@ -11,11 +11,12 @@ Invariant: nothing is printed before every token of every run was proved.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -47,6 +48,7 @@ class Case(NamedTuple):
     temperature: float
     rule: str
     tree: str
+    sources: str = ""  # what guesses, where that is compared
 
     @property
     def is_plain(self) -> bool:
@@ -55,7 +57,8 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.tree if self.is_plain else f"T={self.temperature:g} {self.rule} {self.tree}"
+        told = f"T={self.temperature:g} {self.rule} {self.tree} {self.sources}".rstrip()
+        return self.tree if self.is_plain else told
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +117,24 @@ class Measured(NamedTuple):
 def measure(
     setting: Setting, decoder: Decoder, effort: Effort, found: Sequence[Prompt], *,
     note: Callable[[Row], Any] = bool, tell: Tell = say_nothing, trace: bool = False,
+    others: Mapping[str, Decoder] = MappingProxyType({}),
 ) -> Measured:  # fmt: skip
     """All runs, prompt by prompt.
 
     Args:
         note: hears of every run when it is over, before its tokens are proved.
+        others: decoders of the cases that name their sources.
     """
     cases, runs, written, events = effort.cases(), list[Timed](), list[Written](), list[Event]()
     first_ids = encoded(decoder, found[0], PROMPT_TOKENS)
     for case in cases[:1] if setting.opened is None else cases:  # a device records the widths of each tree
-        timed_run(decoder, first_ids, case, 2, seed=0)
+        timed_run(others.get(case.sources, decoder), first_ids, case, 2, seed=0)
     ceilings = [setting.ceiling(decoder.plan)]
     for seed, prompt in enumerate(found):
         ids = encoded(decoder, prompt, PROMPT_TOKENS)
         for case in cases:
             num_tokens = effort.num_plain if case.is_plain else effort.num_tokens
-            bursts, result = timed_run(decoder, ids, case, num_tokens, seed=seed)
+            bursts, result = timed_run(others.get(case.sources, decoder), ids, case, num_tokens, seed=seed)
             ceilings.append(setting.ceiling(decoder.plan))
             # A run that got more than the readings beside it shows what the link gave meanwhile.
             ceiling = max(mean(ceilings[-2:]), result.stats.link_bytes_per_s)

@@ -1,6 +1,7 @@
 """`transformers` beyond memory: layers that accelerate loads from disk for every pass, or the mapped file as it is.
 
-Options: `weights` is `disk` or `mmap`; `assistant` is None or settings of an assistant model, {} for its defaults.
+Options: `weights` is `disk` or `mmap`; `assistant` is None or settings of an assistant model, {} for its defaults;
+`lookup` is `prompt_lookup_num_tokens` in place of one.
 """
 
 from typing import Any
@@ -22,6 +23,8 @@ class Transformers:
         room = {"device_map": "auto", "max_memory": {"cpu": free_bytes(order) - _LAYER_ROOM_BYTES}} if is_disk else {}
         self._model = AutoModelForCausalLM.from_pretrained(order.target, dtype=torch.bfloat16, **room)
         self._options: dict[str, Any] = {}
+        if "lookup" in order.options:
+            self._options["prompt_lookup_num_tokens"] = order.options["lookup"]
         if order.options["assistant"] is not None:
             assistant = AutoModelForCausalLM.from_pretrained(order.draft, dtype=torch.bfloat16)
             assistant.generation_config.update(**order.options["assistant"])

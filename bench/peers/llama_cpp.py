@@ -1,4 +1,7 @@
-"""llama.cpp through llama-cpp-python, on the mapped GGUF; option `draft_tokens` is the draft's n-max, 0 without one."""
+"""llama.cpp through llama-cpp-python, on the mapped GGUF.
+
+Option `draft_tokens` is the draft's n-max, 0 without one; `lookup` how many tokens its prompt lookup guesses instead.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -7,11 +10,11 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from llama_cpp.llama_speculative import LlamaDraftModel
+from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
 from offload.bench.peers.child import Emit, Order
 
-_CONTEXT = 512
+_CONTEXT = 1024
 _GREEDY = {"temp": 0.0, "top_k": 1, "repeat_penalty": 1.0}
 
 
@@ -20,11 +23,13 @@ class LlamaCpp:
 
     def __init__(self, order: Order) -> None:
         num_drafted = order.options["draft_tokens"]
-        self._draft = _Draft(order.draft, num_drafted) if num_drafted else None
+        self._draft: _Draft | _Lookup | None = _Draft(order.draft, num_drafted) if num_drafted else None
+        if "lookup" in order.options:
+            self._draft = _Lookup(num_pred_tokens=order.options["lookup"])
         self._model = _open(order.target, self._draft)
 
     def use_threads(self, count: int) -> None:
-        for model in (self._model, *([self._draft.model] if self._draft else [])):
+        for model in (self._model, *([self._draft.model] if isinstance(self._draft, _Draft) else [])):
             llama_cpp.llama_set_n_threads(model.ctx, count, count)
 
     def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
@@ -56,6 +61,17 @@ class _Draft(LlamaDraftModel):
         self.before()
         tokens = self.model.generate([int(token) for token in input_ids], **_GREEDY)
         return np.fromiter(islice(tokens, self._num_tokens), dtype=np.intc)
+
+
+class _Lookup(LlamaPromptLookupDecoding):
+    """Copies what followed on the last tokens before."""
+
+    before: Callable[[], None]  # as above
+
+    def __call__(self, input_ids: np.ndarray, /, **more: Any) -> np.ndarray:
+        self.before()
+        found: np.ndarray = super().__call__(input_ids, **more)
+        return found
 
 
 def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:

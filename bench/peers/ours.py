@@ -1,4 +1,4 @@
-"""Our own decoder as one of the compared programs; option `tree` is that of `--tree`."""
+"""Our own decoder as one of the compared programs; option `tree` is that of `--tree`, `lookup` leaves the draft out."""
 
 from itertools import takewhile
 from time import perf_counter
@@ -20,8 +20,9 @@ class Ours:
     def __init__(self, order: Order) -> None:
         _ = torch.__version__, transformers.AutoModelForCausalLM  # imported lazily: now, so that it is counted
         ram_bytes = free_bytes(order) - _MARGIN_BYTES
-        how: dict[str, Any] = {"device": "cpu", "context": 512}  # the others have no device either
-        self._decoder = load(order.target, order.draft, ram=ram_bytes, tree=order.options["tree"], **how)
+        how: dict[str, Any] = {"device": "cpu", "context": 1024}  # the others have no device either
+        draft = None if "lookup" in order.options else order.draft
+        self._decoder = load(order.target, draft, ram=ram_bytes, tree=order.options["tree"], **how)
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

@@ -1,5 +1,7 @@
 """The same model, prompts and memory for other programs: how many times more tokens per second ours gives.
 
+With `--lookup` nobody has a draft: copies of the text itself, and what counts is tokens per pass.
+
 Every program runs in a process and a memory group of its own, whose cap counts the page cache too, greedily and on the
 same prompts; slow ones get fewer of them and fewer new tokens, as the table says. Each may use the better of one and
 two threads; ours chooses for itself. Ours is measured first and last, because disks drift. No speed is printed for
@@ -31,7 +33,8 @@ from offload.errors import UserError
 
 OURS, QUICK_LIMIT_S, FULL_LIMIT_S = "ours", 60.0, 240.0
 _ROOM_FOR_NEW = 300  # of the context of 512, beside the prompt and the longest burst
-_ONE_BY_ONE, _DRAFTED = (8, 2), (20, 6)  # (new tokens, prompts)
+_ONE_BY_ONE, _DRAFTED, _COPIED = (8, 2), (20, 6), (48, 6)  # (new tokens, prompts)
+_LOOKUP_TOKENS = 10  # that others guess: as their documentation has it
 _TUNED = {"num_assistant_tokens": 16, "num_assistant_tokens_schedule": "constant",
           "assistant_confidence_threshold": 0.0}  # fmt: skip
 
@@ -45,8 +48,13 @@ class Program(NamedTuple):
     needs: tuple[str, ...]  # what the interpreter must be able to import
     num_tokens: int  # new ones per prompt; four times as many without --quick
     num_prompts: int
-    wanted: float | None = None  # at least: our tokens per second / theirs
+    wanted: float | None = None  # at least: our figure / theirs
+    figure: str = "tokens_per_s"
     threads: tuple[int, ...] = (1, 2)
+
+    def of_lookup(self) -> "Program":
+        """The same without a draft."""
+        return self._replace(options={**self.options, "lookup": _LOOKUP_TOKENS}, figure="tokens_per_pass")
 
 
 def _ours(tree: str, size: tuple[int, int], wanted: float | None) -> Program:
@@ -74,6 +82,13 @@ PROGRAMS: dict[str, Program] = {
     "mmap-tuned": _transformers("the mmap, assistant tuned", _DRAFTED, 3, weights="mmap", assistant=_TUNED),
     "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 8),
     "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 16", 16, _DRAFTED, 2.5),
+}
+
+
+LOOKUPS = {
+    OURS: _ours("dynamic:64x16", _COPIED, None).of_lookup(),
+    "mmap": _transformers("transformers, prompt lookup", _COPIED, 1.3, weights="mmap").of_lookup(),
+    "llama": _llama_cpp("llama.cpp, prompt lookup", 0, _COPIED, 1.3).of_lookup(),
 }
 
 
@@ -106,7 +121,8 @@ def compare(
     rows = [_row(name, programs[name], outcome) for name, outcome in outcomes.items()]
     for row in rows[1:] if "tokens_per_s" in rows[0] else ():
         if "tokens_per_s" in row:
-            wanted, row["ratio"] = programs[row["peer"]].wanted, rows[0]["tokens_per_s"] / row["tokens_per_s"]
+            wanted, figure = programs[row["peer"]].wanted, programs[row["peer"]].figure
+            row["ratio"] = rows[0][figure] / row[figure]
             row |= {} if wanted is None else {"wanted": wanted, "is_met": row["ratio"] >= wanted}
     return rows
 
@@ -182,31 +198,41 @@ Cap = Annotated[str, typer.Option(metavar="SIZE", help="memory of each process, 
 Python = Annotated[str | None, typer.Option(metavar="FILE", help="an interpreter that has what this one lacks")]
 
 
-@command(*("peers", "size quick compare"), examples=["offload bench peers --quick --peer mmap --python others/python"])
-def main(bench: Bench, peer: Peers = None, cap: Cap = "1.2GB", python: Python = None) -> None:
+Lookup = Annotated[bool, typer.Option("--lookup", help="without a draft: tokens per pass of copies, half the prompts")]
+
+
+@command(
+    *("peers", "size source quick compare"), examples=["offload bench peers --quick --peer mmap --python others/python"]
+)
+def main(
+    bench: Bench, peer: Peers = None, cap: Cap = "1.2GB", python: Python = None, lookup: Lookup = False
+) -> None:  # fmt: skip
     """How many times more tokens per second than other programs, with the same files, prompts and memory?"""
-    one_of(peer or (), PROGRAMS, "--peer")
+    known = LOOKUPS if lookup else PROGRAMS
+    one_of(peer or (), known, "--peer")
     if python is not None and shutil.which(python) is None:
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
     cap_bytes, found = parse_size(cap, "--cap"), find_setting(None, None, bench.given("size"), None, bench.screen)
     tokenizer = load_tokenizer(found.origin)
     assert tokenizer is not None and found.draft is not None, "the packaged pair has both"
-    texts = prompts(["code"], max(program.num_prompts for program in PROGRAMS.values()))
-    ids = [encode_prompt(tokenizer, prompt.text, raw=True)[:PROMPT_TOKENS] for prompt in texts]
+    num_prompts, part = max(one.num_prompts for one in known.values()), slice(1, None, 2) if lookup else slice(None)
+    texts = prompts(bench.given("source") or ["code"], num_prompts, part)
+    ids = [encode_prompt(tokenizer, one.text, raw=True)[: None if one.then else PROMPT_TOKENS] for one in texts]
     pythons = (sys.executable, *([python] if python else []))
     setting = Setting(found.target, found.draft, found.origin, cache_folder(), ids, cap_bytes, pythons, bench.quick)
-    settings = {**found.as_dict(), "ram_bytes": cap_bytes, "num_prompt_tokens": PROMPT_TOKENS}
-    bench.check_same(found._replace(ram_bytes=cap_bytes))
-    ceiling, programs = say_link(found), PROGRAMS
+    settings = {**found.as_dict(), "ram_bytes": cap_bytes, "num_prompt_tokens": PROMPT_TOKENS, "lookup": lookup}
+    bench.check_same(found._replace(ram_bytes=cap_bytes), lookup=lookup)
+    ceiling, programs = say_link(found), known
     if settings["target_bytes"] <= cap_bytes:
         print("the target fits into --cap: no ratio was promised for that")
-        programs = {name: program._replace(wanted=None) for name, program in PROGRAMS.items()}
+        timed = "tokens_per_s"  # passes are as many wherever the weights lie
+        programs = {name: one._replace(wanted=None) if one.figure == timed else one for name, one in known.items()}
 
     def say(row: Row) -> None:
         print(f"{row['peer']}: {row.get('reason') or '{:.2f} tokens/s'.format(row['tokens_per_s'])}", file=sys.stderr)
         bench.row(row)
 
-    rows = compare(peer or list(PROGRAMS), programs, setting, say)
+    rows = compare(peer or list(known), programs, setting, say)
     head, *lines = table(rows)
     say_table(head, lines)
     bench.finish(rows, settings=settings, ceiling={"bytes_per_s": ceiling}, guards=guards_of(rows))

@@ -97,7 +97,7 @@ def test_files_of_the_users(tmp_path: Path) -> None:
     questions.write_text('{"turns": []}')
     with pytest.raises(UserError, match=r"mt_bench.jsonl:1 has no question"):
         prompts([str(questions)], 1)
-    with pytest.raises(UserError, match=r"code or a file, cannot read cods \(No such file"):
+    with pytest.raises(UserError, match=r"code, copy or a file, cannot read cods \(No such file"):
         prompts(["cods"], 1)
 
 

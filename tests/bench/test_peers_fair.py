@@ -15,7 +15,7 @@ from planted_peer import NUM_NEW, PROMPT, order, plant
 
 from offload.bench.peers import child, peers, run
 from offload.bench.peers.child import Order, follow
-from offload.bench.peers.peers import OURS, PROGRAMS, Program, Setting, measure
+from offload.bench.peers.peers import LOOKUPS, OURS, PROGRAMS, Program, Setting, measure
 from offload.bench.peers.run import Outcome, gguf_file, run_child
 from offload.cli.demo import PAIR
 from offload.config import Sampling
@@ -66,6 +66,19 @@ def test_all_programs_get_the_same_files_prompts_memory_and_time(
         assert given.num_tokens <= orders[OURS].num_tokens and len(given.prompts) <= len(orders[OURS].prompts)
     for name in ("disk-tuned", "mmap-tuned", "llama-draft"):
         assert orders[name].num_tokens == orders[OURS].num_tokens and orders[name].prompts == orders[OURS].prompts
+
+
+def test_without_drafts_both_take_the_same_texts_and_write_the_same() -> None:
+    """In this process: a word that comes again and again is copied by both, so passes are fewer than tokens."""
+    texts = {}
+    for name in (OURS, "mmap"):
+        program = LOOKUPS[name]
+        wish = order(program.module, options=program.options, prompts=[[*PROMPT, *PROMPT[:9]]], num_tokens=24)
+        (run_of,) = follow(wish)["runs"]
+        texts[name] = run_of.token_ids[:24]
+        assert len(run_of.bursts) < len(run_of.token_ids), name
+    assert texts[OURS] == texts["mmap"]
+    assert {program.figure for program in LOOKUPS.values()} == {"tokens_per_pass"}
 
 
 def test_tokens_are_proved_each_behind_its_own_prompt(

@@ -1,0 +1,118 @@
+"""Guesses without a model on the bench, as small as it gets: dictated texts, halves of prompts, stores, commands."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import Outcome, shell
+
+from offload.bench.harness import command as commands
+from offload.bench.harness import setting, stores
+from offload.bench.harness.picture import sweeps_of
+from offload.bench.harness.prompts import COPY, held_out_files, prompts
+from offload.bench.harness.setting import resident_pair
+from offload.bench.harness.steps import dictated
+from offload.bench.latency import decode, lookup
+from offload.bench.studies import retrieval
+from offload.tree.topology import DynamicShape, chain
+
+LIBRARY = stores._files()
+LEAST = ["--quick", "--size", "60MB", "--num-prompts", "1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A store of a few files, a small target, little effort."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(stores, "_files", lambda: LIBRARY[:6])
+        for module in (setting, commands):
+            patch.setattr(module, "CEILING_BYTES", 20_000_000)
+        patch.setattr(lookup, "QUICK", {**lookup.QUICK, "num_tokens": 8, "num_plain": 2, "num_pairs": 2})
+        patch.setattr(retrieval, "SWEEPS", {"c": (4, 8), "n_max": (2,)})
+        patch.setattr(retrieval, "_NUM_NEW", 24)
+        yield
+
+
+def result_of(outcome: Outcome) -> dict[str, Any]:
+    assert outcome.code == 0, outcome.err
+    assert "gate: " in outcome.out
+    found: dict[str, Any] = json.loads(outcome.out.splitlines()[-1])
+    return found
+
+
+def test_copies_are_begun_again_and_halves_share_none() -> None:
+    halves = [prompts([COPY], 5, slice(first, None, 2)) for first in (0, 1)]
+    names = [prompt.name for half in halves for prompt in half]
+    assert len(set(names)) == 10
+    for prompt in halves[0]:
+        name = prompt.text.partition("def ")[2].partition("(")[0]
+        assert prompt.text.rstrip("\n").rpartition("\n")[2].startswith(f"def {name}_again(") and prompt.then.strip()
+
+
+def test_what_is_dictated_is_written_whatever_the_target_prefers() -> None:
+    then_ids = [5, 6, 7, 8, 9] * 12
+    with resident_pair(None)._replace(draft=None).open("dynamic:16x8", lookup=True, context=256) as decoder:
+        steps = list(dictated(decoder, [1, 2, 3], then_ids, DynamicShape(16, 8)))
+        ones = list(islice(dictated(decoder, [1, 2, 3], then_ids, chain(0)), 4))
+    assert [step.num_tokens for step in ones] == [1] * 4
+    counts = [step.num_tokens for step in steps]
+    assert counts[:2] == [1, 1] and counts[-1] == 9, "nothing repeats at first, then all of the depth and one more"
+    assert len(then_ids) - 8 <= 1 + sum(counts) <= len(then_ids) and all(step.seconds > 0 for step in steps)
+
+
+def test_lookup_measures_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_PERMUTED_TOKENS", 50_000)
+    few = [
+        "--size",
+        "60MB",
+        "--num-prompts",
+        "1",
+        "--sources",
+        "store",
+        "--sources",
+        "draft",
+        "--sources",
+        "draft+store",
+    ]
+    result = result_of(shell("bench", "lookup", "--quick", *few, "--store", tmp_path / "large.store"))
+    rows = {row["name"]: row for row in result["rows"]}
+    for texts in ("code", "copy", "copy, dictated"):
+        assert rows[f"{texts}: none"]["tokens_per_sweep"] == 1
+        assert rows[f"{texts}: draft+store"]["speedup"] > 0
+        other = rows[f"{texts}: draft"]["tokens_per_sweep"]
+        assert (
+            rows[f"{texts}: draft+store / draft"]["value"] == rows[f"{texts}: draft+store"]["tokens_per_sweep"] / other
+        )
+    assert rows["nothing repeats: s/token, lookup / none"]["samples"]
+    (large,) = (row for row in rows.values() if row["name"].startswith("retrieval from"))
+    assert "in random order" in large["made_of"] and 0 < large["value"] <= large["p95_s"] <= large["most_s"]
+
+
+def test_no_figure_of_guesses_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode.measure
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        measured = right(*arguments, **options)
+        measured.written[0].new_ids[0] = 17
+        return measured
+
+    monkeypatch.setattr(decode, "measure", wrong)
+    outcome = shell("bench", "lookup", *LEAST, "--sources", "lookup")
+    assert outcome.code == 2 and "no speed is worth printing" in outcome.err and "tokens/sweep" not in outcome.out
+
+
+def test_sweeps_of_retrieval_and_their_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = result_of(shell("bench", "retrieval", "--quick", "--picture", tmp_path / "rest.png"))
+    assert [row["name"] for row in result["rows"]] == ["c=4", "c=8", "n_max=2"]
+    assert all(1 <= row["tokens_per_sweep"] <= 11 for row in result["rows"])
+    assert (tmp_path / "rest.png").read_bytes().startswith(b"\x89PNG")
+    figure = sweeps_of(result["rows"], result["settings"])
+    assert [place.get_xlabel() for place in figure.axes] == ["c", "n_max"]
+
+
+def test_stores_hold_no_prompt() -> None:
+    assert len(LIBRARY) > 100 and not set(LIBRARY) & set(held_out_files())
