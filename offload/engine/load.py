@@ -85,10 +85,7 @@ def load(
         threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
             are streamed, since the arithmetic then waits for the link anyway. See `Decoder.invariance`.
-        lookup: guess that the text goes on as it did before; default: without a draft, and with one where `tree` is
-            `auto` and may be shaped by it. `lookup_length`: the least and most of its last tokens that must agree.
-        ngram, datastore: guess what follows on a token in a text file or a store, on several in a store; `offload
-            datastore build` makes one. Beside a draft all of them compete for the nodes of one tree.
+        lookup, lookup_length, ngram, datastore: guesses without a model, see `LoadOptions.looks_up`, docs/lookup.md.
         open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it slows the target's to.
         on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.

@@ -198,9 +198,14 @@ class Trees:
     def _nodes_to_spare(self) -> int:
         """Of a tree of guesses, which may find none: as many as have room at next to no cost."""
         alone = self.traffic_of(1)
-        most_bytes = 0 if alone is None else alone.streamed_bytes * _SPARE_TRAFFIC
-        sizes = ((size, self.traffic_of(size)) for size in reversed(SIZES) if size <= LOOKUP_NODES)
-        return next((size for size, traffic in sizes if traffic and traffic.streamed_bytes <= most_bytes), 1)
+        if alone is None:
+            return 1
+        most_bytes = alone.streamed_bytes * _SPARE_TRAFFIC
+        for size in reversed([size for size in SIZES if size <= LOOKUP_NODES]):
+            traffic = self.traffic_of(size)
+            if traffic and traffic.streamed_bytes <= most_bytes and traffic.slots_bytes >= alone.slots_bytes:
+                return size
+        return 1
 
     def nodes_to_plan(self, sampling: Sampling, rule: str) -> int:
         """Of the largest tree that runs with these settings will take: of `chain:auto` its longest chain."""

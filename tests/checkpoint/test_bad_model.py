@@ -39,7 +39,6 @@ def test_broken_draft_is_refused(sound: Path, broken: Path) -> None:
 _SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 STRANGERS = {
     "gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 4},
-    "t5": {"num_layers": 2, "d_model": 64},
     "bart": {"hidden_size": 64, "num_hidden_layers": 4},
     "bert": _SIZES,
     "mamba": _SIZES,

@@ -73,7 +73,7 @@ def test_every_line_tells_dynamic_from_static(label: str) -> None:
 def test_what_runs_is_told_in_two_lines() -> None:
     best = predicted("dynamic:64x8")
     choice = TreeChoice(best.shape, "measured", 4.0, (best,))
-    decoder: Any = SimpleNamespace(plan=planned(), notes=[])
+    decoder: Any = SimpleNamespace(plan=planned(), notes=[], sources="")
     names = Names.of("/models/Llama-70B/", "someone/Llama-1B")
     assert opening_lines(names, decoder, choice, is_decimal=True).splitlines() == [
         "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a sweep from disk",

@@ -30,6 +30,7 @@ from offload.model.weights import StreamedModel
 from offload.planning import room
 from offload.sampling.logits import Logits, chunk_with
 from offload.sampling.sampler import Sampler
+from offload.tree.proposals import Draw, Offer
 from offload.tree.token_tree import TokenTree, ancestors
 from offload.tree.topology import best_first, chain
 from offload.verification.match import match
@@ -194,12 +195,13 @@ class Agreeing(TokenTree):
         return node + 1 if node + 1 < self.num_nodes else None
 
     def offers(self, node: int) -> Any:
-        return range(node + 1, min(node + 2, self.num_nodes))
+        children = range(node + 1, min(node + 2, self.num_nodes))
+        return (Offer(child, self.tokens[child], Draw.POINT_MASS, None) for child in children)
 
 
 def by_ratio(tree: TokenTree, logits: Logits, sampler: Sampler, root_position: int) -> Acceptance:
     """What the ratio rules do, with children that always win."""
-    return walk(tree, logits, sampler, lambda target_V, offers: (Trial(child, 1.0, target_V) for child in offers))
+    return walk(tree, logits, sampler, lambda target_V, offers: (Trial(one.child, 1.0, target_V) for one in offers))
 
 
 FILTERED = {"temperature": 1.0, "top_p": 0.9, "top_k": 900}

@@ -228,7 +228,7 @@ def test_weights_begin_where_wide_loads_can(
 
     views_of = StreamedModel._views_of
     monkeypatch.setattr(StreamedModel, "_views_of", watch)
-    with offload.load(target, context=64, threads=1, invariant=False, **BUDGETS) as decoder:
+    with offload.load(target, tree="none", context=64, threads=1, invariant=False, **BUDGETS) as decoder:
         decoder.generate([5, 6, 7], max_new_tokens=3)
         layouts = decoder.target.stream.carrier.layouts
     assert {layout.slab_bytes - layout.sent.stop for layout in layouts} == {0}

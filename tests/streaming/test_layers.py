@@ -283,7 +283,7 @@ def tiny_target(directory: Path) -> tuple[Path, int]:
 
 def test_a_sweep_moves_the_bytes_of_the_plan(tmp_path: Path) -> None:
     target, ram = tiny_target(tmp_path)
-    with offload.load(target, ram=ram, context=128, threads=1) as decoder:
+    with offload.load(target, ram=ram, context=128, threads=1, tree="none") as decoder:
         plan, stream = decoder.plan, decoder.target.stream
         assert plan.num_slots == 3 and plan.num_resident == 0
         num_runs = sum(len(layout.pieces) for layout in stream.carrier.layouts)
@@ -355,7 +355,7 @@ def logits_of_a_generation(target: Path, ram: int, monkeypatch: pytest.MonkeyPat
         seen.append(forward(self, token_T, position_U, ancestor_TU, cache, **how))
         return seen[-1]
 
-    with offload.load(target, ram=ram, context=128, threads=1, invariant=False) as decoder:
+    with offload.load(target, ram=ram, context=128, threads=1, invariant=False, tree="none") as decoder:
         monkeypatch.setattr(StreamedModel, "forward", watch)
         decoder.target.stream.poison_released = True
         decoder.generate([5, 6, 7], max_new_tokens=12)

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from offload.config import RULES, Drafting, Sampling
 from offload.drafting.model import ModelDrafter
 from offload.memory.plan import DRAW_BYTES
 from offload.memory.planner import Budgets, make_plan, model_shape
+from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw, Proposals
 from offload.tree.token_tree import TokenTree
@@ -135,6 +137,12 @@ class BigramModel:
 
     num_layers, vocab_size, send = 1, 4, None
     logits_VV = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+
+    def new_cache(self, num_slots: int, gather: Any) -> KVCache:
+        return KVCache(self.num_layers, num_slots, gather)
+
+    def take_in(self, *_: object) -> None:
+        """There is no encoder."""
 
     def forward(self, token_T: Tensor, *_: object, num_logits: int = 0) -> Tensor:
         return self.logits_VV[token_T][-num_logits:]
