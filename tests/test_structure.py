@@ -244,3 +244,9 @@ def imported_names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module or ''}.{alias.name}" for alias in node.names]
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def test_every_file_of_tests_has_a_name_of_its_own() -> None:
+    """Their folders are no packages: of two modules with one name pytest imports the first for both, and stops."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    assert sorted(names) == sorted(set(names))
