@@ -62,14 +62,11 @@ def load(
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
     invariant: bool | None = None,
-    lookup: bool | None = None,
-    lookup_length: str = "1:16",
-    ngram: str | os.PathLike[str] | None = None,
-    datastore: str | os.PathLike[str] | None = None,
+    lookup: bool | None = None, lookup_length: str = "1:16",
+    ngram: str | os.PathLike[str] | None = None, datastore: str | os.PathLike[str] | None = None,
     open_source: OpenSource = DiskReader,
-    on_bytes: Progress = lambda done, total: None,
-    on_layer: Callable[[], None] = lambda: None,
-) -> Decoder:
+    on_bytes: Progress = lambda done, total: None, on_layer: Callable[[], None] = lambda: None,
+) -> Decoder:  # fmt: skip
     """Open a model that need not fit into memory.
 
     Args:
