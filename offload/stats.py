@@ -67,7 +67,7 @@ class Stats:
     chain_lengths: list[int] = field(default_factory=list)  # of `chain:auto`: guesses before each sweep
     accepted_per_sweep: list[int] = field(default_factory=list)  # new tokens of each sweep after the prompt's
     first_guess: Estimate = field(default_factory=Estimate)  # chance that a node's first guess is accepted
-    is_draft_known: bool = True  # whether verification knew what guesses came from, so that this is alpha
+    is_draft_known: bool = True  # whether a draft made guesses of which verification knew q: then this is alpha
 
     def __repr__(self) -> str:
         return (
@@ -97,7 +97,7 @@ class Stats:
 
     @property
     def alpha(self) -> Estimate | None:
-        """E[sum of min(p, q)] over the positions that were verified; None where none was, or nobody kept q."""
+        """E[sum of min(p, q)] over the positions that were verified; None where none was, or no draft's q was kept."""
         return self.first_guess if self.is_draft_known and self.first_guess.count else None
 
     @property

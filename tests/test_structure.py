@@ -121,6 +121,12 @@ def test_rule_holds(rule: Rule) -> None:
     assert not breaches, "\n" + "\n".join(breaches)
 
 
+def test_every_file_of_tests_has_a_name_of_its_own() -> None:
+    """Their folders are no packages: of two modules with one name pytest imports the first for both, and stops."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_folder_is_read() -> None:
     assert {path.parts[0] for path, _ in sources()} == set(FOLDERS)
 

@@ -23,13 +23,13 @@ from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting, find_setting, resident_pair
+from offload.bench.studies.beams import Beam, Floats, LogProbs, beam_steps_per_run
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.demo import PAIR
 from offload.config import Sampling, parse_size
 from offload.engine.build import resident_model
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
-from offload.planning.beams import Beam, Floats, LogProbs, beam_steps_per_run
 from offload.planning.chains import tokens_per_run, wall_clock_gain
 from offload.stats import Estimate
 from offload.tree.topology import chain

@@ -82,7 +82,7 @@ def calibrate(
             drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
             sampler = Sampler(settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels)
             torch.set_num_threads(threads.start.draft.num_threads)
-            prompt = [0] * _PROMPT_TOKENS + list(draft.start)
+            prompt = [int(0 in draft.start)] * _PROMPT_TOKENS + list(draft.start)  # a start would end it
             draft_step_s = draft_curve(drafter, sampler, prompt, drafter.new_state())
         trees.costs = Costs(
             compute_s=compute_s, draft_step_s=draft_step_s, verify_s=0.0, link_bytes_per_s=trees.link_bytes_per_s

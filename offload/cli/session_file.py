@@ -44,8 +44,6 @@ def begun_text(decoder: "Decoder", path: Path | None, text: str) -> "Prompt":
 @contextmanager
 def kept_text(decoder: "Decoder", run: "Run", path: Path | None, console: "Console") -> Iterator[None]:
     """However the run ends, its text is kept in this file; one without a new token leaves the file as it is."""
-    if path is not None:
-        decoder.require_sessions()
     try:
         yield
     finally:

@@ -80,7 +80,7 @@ def generate(
             from offload.cli.text_run import write_text
             from offload.engine.request import Request
 
-            request = Request(text or None, sampling, max_tokens, stop, raw, found)
+            request = Request(text or None, sampling, max_tokens, stop, raw, found, is_kept=session is not None)
             write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
 
 

@@ -129,6 +129,9 @@ def _check_vocabulary(
         same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
     if not same:
         raise other_vocabulary(draft.directory.name, target.vocab_size, drafter.vocab_size)
+    if target.start != drafter.start:
+        what = f"{draft.directory.name}: decoder_start_token_id must be the target's, {target.start[0]}"
+        raise UserError(f"{what}, got {drafter.start[0]}: take another draft, or mend its generation_config.json")
 
 
 def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:

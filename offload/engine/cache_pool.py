@@ -7,10 +7,10 @@ from offload.engine.sequence import Caches, Sequence
 
 
 class CachePool:
-    """Lends one set of caches to one sequence at a time."""
+    """Lends one set of caches to one sequence at a time; `start` is what texts have behind what an encoder reads."""
 
-    def __init__(self, caches: Caches) -> None:
-        self.caches = caches
+    def __init__(self, caches: Caches, start: tuple[int, ...] = ()) -> None:
+        self.caches, self._start = caches, start
         self._holder: Sequence | None = None
         self._returned: list[int] = []
 
@@ -22,10 +22,16 @@ class CachePool:
     def lend(self, sequence: Sequence, *, keeps: bool) -> None:
         """From whichever sequence had the caches; `keeps` what was computed for the tokens that both begin with."""
         before = self.take_back()
-        self.caches.clear(num_shared(before, sequence.tokens[:-1]) if keeps else 0)
+        self.caches.clear(self._num_to_keep(before, sequence.tokens) if keeps else 0)
         sequence.hold(self.caches)
         sequence.stats.num_kept_tokens = self.caches.target.length
         self._holder = sequence
+
+    def _num_to_keep(self, before: list[int], tokens: list[int]) -> int:
+        """Of the tokens but for the last; of another prompt to an encoder none, though it begin alike."""
+        num = num_shared(before, tokens)
+        is_other = any(one not in tokens[:num] for one in self._start)
+        return 0 if is_other else min(num, len(tokens) - 1)
 
     def take_back(self) -> list[int]:
         """No sequence has the caches; returns the tokens of the last that had."""

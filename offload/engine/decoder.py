@@ -26,7 +26,7 @@ from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.request import Prompt, Request, encode, with_start
 from offload.engine.sequence import Caches, Limits, Sequence
-from offload.engine.session import Models, Session, load_session, save_session
+from offload.engine.session import Models, Session, load_session, require_sessions, save_session
 from offload.engine.text import TextStream, Tokenizer
 from offload.engine.turn import Turn
 from offload.errors import UserError
@@ -88,7 +88,7 @@ class Decoder:
         self._turn, self._waiting = Turn(), ThreadWaiting()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
-        self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()))
+        self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()), self._start)
         self.notes = [*notes, *([target.stream.note] if target.stream.note and self.plan.num_slots else [])]
 
     def __repr__(self) -> str:
@@ -109,7 +109,8 @@ class Decoder:
         with self._turn.held():
             rule = rule or self.rule
             sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
-            sequence = Sequence(with_start(tokens, self._start), sampler, rule, shape, limits)
+            begun, has_draft = with_start(tokens, self._start), self._trees.has_draft
+            sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
             return sequence
 
@@ -141,7 +142,7 @@ class Decoder:
         self.target.commit(accepted.nodes, tokens, caches.target)
         self.drafter.commit(drafted, accepted.nodes, accepted.tokens, sampler, caches.draft)
         counted = sequence.accept(accepted.tokens)
-        sequence.stats.first_guess.add(accepted.guesses)
+        sequence.stats.first_guess.add(accepted.guesses[: len(counted)])
         sequence.stats.add_step(
             draft_s=grown - started,
             sweep_s=scored - grown,
@@ -251,14 +252,9 @@ class Decoder:
 
         `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
         """
-        self.require_sessions()
+        require_sessions(self._start)
         with self._turn.held():
             save_session(Path(path), self._models, self._pool, self._arithmetic, messages, num_turns)
-
-    def require_sessions(self) -> None:
-        """Raises `UserError` where no text could be kept in a file."""
-        if self._start:
-            raise UserError("`session` keeps a text that goes on, a model with an encoder writes anew: leave it out")
 
     def load_session(self, path: str | os.PathLike[str]) -> Session:
         """Have the keys and values of a file: the next `run(..., continues=True)` keeps what it shares with their text.

@@ -24,7 +24,7 @@ from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
-from offload.engine.session import Models, check_session
+from offload.engine.session import Models, check_session, require_sessions
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
@@ -62,14 +62,11 @@ def load(
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
     invariant: bool | None = None,
-    lookup: bool | None = None,
-    lookup_length: str = "1:16",
-    ngram: str | os.PathLike[str] | None = None,
-    datastore: str | os.PathLike[str] | None = None,
+    lookup: bool | None = None, lookup_length: str = "1:16",
+    ngram: str | os.PathLike[str] | None = None, datastore: str | os.PathLike[str] | None = None,
     open_source: OpenSource = DiskReader,
-    on_bytes: Progress = lambda done, total: None,
-    on_layer: Callable[[], None] = lambda: None,
-) -> Decoder:
+    on_bytes: Progress = lambda done, total: None, on_layer: Callable[[], None] = lambda: None,
+) -> Decoder:  # fmt: skip
     """Open a model that need not fit into memory.
 
     Args:
@@ -128,12 +125,9 @@ def open_decoder(
     with ExitStack() as resources:
         hooks.on_phase("building the models")
         pair = open_pair(files, options, device, resources, open_source)
-        if request is not None and request.prompt is not None:
-            bounds = (plan_for(1).context, plan_for(1).has_longest_context)
-            request.ids(pair.tokenizer, pair.target.vocab_size, *bounds, start=pair.target.start)
         models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
-        if request is not None and request.session is not None:
-            check_session(Path(request.session), models)
+        if request is not None:
+            _check_request(request, pair, models)
         sources = open_sources(options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None)
         _pick_copies(pair, plan_for(1), resources)
         hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
@@ -152,6 +146,17 @@ def open_decoder(
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, choice.kernels, sources, trees.pass_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
+
+
+def _check_request(request: Request, pair: Pair, models: Models) -> None:
+    """Raises `UserError` for one that these models cannot serve."""
+    target, bounds = pair.target, (models.context, models.has_longest_context)
+    if request.prompt is not None:
+        request.ids(pair.tokenizer, target.vocab_size, *bounds, start=target.start)
+    if request.is_kept or request.session is not None:
+        require_sessions(target.start)
+    if request.session is not None:
+        check_session(Path(request.session), models)
 
 
 def _plan_tree(

@@ -26,6 +26,7 @@ class Request:
     stop: str | Sequence[str] | None = None  # strings that end the text; they are not part of it
     raw: bool = False  # leave the chat template out, into which text is put where a model has one
     session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
+    is_kept: bool = False  # its text will be kept in such a file
 
     @property
     def stops(self) -> tuple[str, ...]:

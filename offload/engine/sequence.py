@@ -47,7 +47,11 @@ class Sequence:
         stats: of its steps since the shape was set.
     """
 
-    def __init__(self, tokens: Iterable[int], sampler: Sampler, rule: Rule, shape: Shape, limits: Limits) -> None:
+    def __init__(
+        self, tokens: Iterable[int], sampler: Sampler, rule: Rule, shape: Shape, limits: Limits,
+        *, has_draft: bool = True,
+    ) -> None:  # fmt: skip
+        self._has_draft = has_draft
         self.tokens, self.sampler, self.rule, self.limits = list(tokens), sampler, rule, limits
         self.num_prompt_tokens = len(self.tokens)
         self._caches: Caches | None = None
@@ -59,7 +63,8 @@ class Sequence:
         self.shape, self.stats = shape, Stats(num_prompt_tokens=self.num_prompt_tokens)
         self.stats.tree_num_nodes, self.stats.tree_depth = shape.num_nodes, shape.depth
         self.stats.is_tree_dynamic = isinstance(shape, DynamicShape)
-        self.stats.is_draft_known = self.sampler.is_greedy or self.sampler.drafting is not Drafting.COUPLED
+        is_known = self.sampler.is_greedy or self.sampler.drafting is not Drafting.COUPLED
+        self.stats.is_draft_known = is_known and self._has_draft
         return self.stats
 
     def follow(self, chains: ChainPolicy | None) -> None:

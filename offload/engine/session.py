@@ -103,6 +103,12 @@ def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -
     return session
 
 
+def require_sessions(start: tuple[int, ...]) -> None:
+    """Raises `UserError` where no text could be kept in a file: behind an encoder, with such a start, none goes on."""
+    if start:
+        raise UserError("`session` keeps a text that goes on, a model with an encoder writes anew: leave it out")
+
+
 def check_session(path: Path, models: Models) -> Session:
     """What a file holds, proved by its header to fit these models. Raises `UserError`; nothing is filled."""
     with _opened(path) as file:

@@ -7,7 +7,8 @@ its depth, so the bias is given from outside, with the tree's mask added. Invari
 very prompt that it names.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,14 +39,24 @@ class SourceCache(KVCache):
 
     def __init__(self, width: int, dtype: torch.dtype, place: torch.device, *sizes: Any) -> None:
         super().__init__(*sizes)
+        self._is_under_way = False
         self._nothing_11D = torch.zeros(1, 1, width, dtype=dtype, device=place)
         self.read([], self._nothing_11D)
 
     def read(self, source: list[int], hidden_1SD: Tensor) -> None:
         """Begin a text whose prompt the encoder has turned into `hidden_1SD`."""
-        self.source, self.hidden_1SD = source, hidden_1SD
-        self.cross = DynamicCache()
+        self.hidden_1SD, self.cross = hidden_1SD, DynamicCache()
         self._window.num_elsewhere = self.length = self._window.lo = len(source)
+        self.source = source  # last: whoever finds it finds all of it
+
+    @contextmanager
+    def passing(self) -> Iterator[EncoderDecoderCache]:
+        """Both caches for one pass. After one that was cut short keys may lack their values: all are made anew."""
+        if self._is_under_way:
+            self.cross = DynamicCache()
+        self._is_under_way = True
+        yield EncoderDecoderCache(self, self.cross)
+        self._is_under_way = False  # not so where the pass has failed
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text but for its first positions; of a prompt all or nothing, since its end changes all of it."""
@@ -62,6 +73,8 @@ class EncoderDecoderModel(StreamedModel):
     ) -> None:
         super().__init__(checkpoint, dtype, place, has_host_table=has_host_table)
         self.start = start_tokens(checkpoint)
+        rule = f"{checkpoint.directory.name}: decoder_start_token_id must be less than {self.vocab_size}"
+        require(self.start[0] < self.vocab_size, rule, self.start[0], "mend generation_config.json")
         self._distance_TS, self._num_scored = torch.empty(0, 0), 0
         first: Any = self._layers[0]
         self._hooks += [
@@ -81,6 +94,7 @@ class EncoderDecoderModel(StreamedModel):
         start = self.start[0]
         require(start in tokens, f"a text must have the start of its decoder, {start}", tokens[-8:], "add it")
         source = list(tokens[: tokens.index(start)])
+        require(bool(source), "a prompt must have a token before the decoder's start", tokens[:8], "give one")
         if source == cache.source:
             return
         cache.clear()
@@ -96,10 +110,10 @@ class EncoderDecoderModel(StreamedModel):
     def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **more: Any) -> Any:
         cache, self._num_scored = more.get("past_key_values"), logits_to_keep
         hidden_1SD = torch.empty(0) if cache is None else cache.hidden_1SD
-        both = None if cache is None else EncoderDecoderCache(cache, cache.cross)
-        return self.meta_model(
-            decoder_input_ids=token_1T, encoder_outputs=(hidden_1SD,), past_key_values=both, use_cache=True
-        )
+        with nullcontext() if cache is None else cache.passing() as both:
+            return self.meta_model(
+                decoder_input_ids=token_1T, encoder_outputs=(hidden_1SD,), past_key_values=both, use_cache=True
+            )
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """Of the decoder's own positions; and how far each of them lies from each row."""

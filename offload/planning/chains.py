@@ -52,12 +52,7 @@ def best_length(alpha: float, max_length: int, relative_time: Callable[[int], fl
 
 def acceptance(p_V: Floats, q_V: Floats, lenience: float = 1.0) -> float:
     """The chance that a draw from q is accepted: the sum of min(p / l, q), where l = 1 is exact (section A.5)."""
-    return float(np.minimum(p_V / lenience, q_V).sum())
-
-
-def divergence(p_V: Floats, q_V: Floats) -> float:
-    """D_LK (Definition 3.2): the sum of |p - M| for M halfway between both; 1 - `acceptance` by Lemma 3.3."""
-    return float(np.abs(p_V - (p_V + q_V) / 2).sum())
+    return min(1.0, float(np.minimum(p_V / lenience, q_V).sum()))  # by rounding it may be more
 
 
 @dataclass(frozen=True, slots=True)

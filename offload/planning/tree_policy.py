@@ -20,10 +20,8 @@ from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES,
 from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, chain, check_acceptance, isotonic
 
 AUTO_MAX_NODES = 512  # of a chosen tree whose size was not measured
-LOOKUP_NODES, LOOKUP_DEPTH = (
-    64,
-    32,
-)  # at most, of guesses alone: 64 as REST has (2311.08252, section 4); copies may be long
+LOOKUP_NODES = 64  # at most, of guesses alone, as REST has (2311.08252, section 4)
+LOOKUP_DEPTH = 32  # ... and copies may be long
 _SPARE_TRAFFIC = 1.01  # of a sweep with room for guesses over one without
 NUM_SHOWN = 5
 

@@ -61,7 +61,7 @@ class Stage:
     def is_at_start(self) -> bool:
         """Whether the first block is the next to arrive, all slots are on their way, and none has failed."""
         is_whole = len(self._transfers) == (len(self.slots) if self._blocks else 0)
-        is_first = not self._transfers or self._transfers[0].block == self._blocks[0]
+        is_first = not self._blocks or not self._transfers or self._transfers[0].block == self._blocks[0]
         return is_whole and is_first and not any(map(_has_failed, self._transfers))
 
     def start(self, free: Event = None, once: Iterable[int] = ()) -> None:

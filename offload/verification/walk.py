@@ -5,7 +5,8 @@ none is. The walk tosses the coins, in float64 on the host, on the few rows that
 per node and step, the root's for the token that ends the walk.
 
 On its way it notes how alike p and q are: for the first child of a node, a draw from q, the chance of acceptance is
-sum of min(p, q), and Leviathan et al.'s alpha (2211.17192, Corollary 3.6) is the mean of that.
+sum of min(p, q), and Leviathan et al.'s alpha (2211.17192, Corollary 3.6) is the mean of that. Guesses that no draft
+made, but were grafted onto its tree, are left out.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ class Acceptance(NamedTuple):
 
     nodes: list[int]  # the accepted path, root first: rows whose keys and values are kept
     tokens: list[int]  # new tokens: those of the accepted nodes after the root, then one more drawn from the target
-    guesses: Sequence[float] = ()  # for every node of the path with children: the chance that its first is accepted
+    guesses: Sequence[float] = ()  # for nodes of the path with children: the chance that the first one is accepted
 
 
 class Trial(NamedTuple):
@@ -50,7 +51,7 @@ def walk(tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials, *, 
         residual_V = sampler.host_distribution(logits_NV[nodes[-1]])
         offers = tree.offers(nodes[-1])
         first = list(islice(offers, 1))
-        guesses += (_chance(residual_V, offer, lenience) for offer in first)
+        guesses += (_chance(residual_V, offer, lenience) for offer in first if _is_of_draft(tree, offer))
         for child, chance, remainder_V in trials(residual_V, chain(first, offers)):
             if coin_N[child] < chance / lenience:
                 nodes.append(child)
@@ -59,6 +60,11 @@ def walk(tree: TokenTree, logits_NV: Rows, sampler: Sampler, trials: Trials, *, 
         else:
             last = pick(residual_V, coin_N[0])
             return Acceptance(nodes, [*(tree.tokens[node] for node in nodes[1:]), last], guesses)
+
+
+def _is_of_draft(tree: TokenTree, offer: Offer) -> bool:
+    """Beside tokens that a draft has drawn, a point mass is a guess of others."""
+    return tree.proposals is None or offer.probs_V is not None
 
 
 def _chance(target_V: Floats, offer: Offer, lenience: float) -> float:

@@ -1,6 +1,7 @@
 """T5, end to end: streamed decoding with any tree emits what transformers emits, prompt after prompt."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,15 @@ from tiny import build as build_decoder
 from tiny import save as save_decoder
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 import offload
 from offload.engine.decoder import Decoder
+from offload.engine.request import Request
 from offload.model.encoder_decoder import EncoderDecoderModel, SourceCache
 
 TREES = ("none", "8x3", "32x8", "chain:6", "sequences:4x4", "grown:32x8")
-NUM_NEW, CONTEXT = 62, 96
+CONTEXT = 96
 
 
 def prompts() -> list[list[int]]:
@@ -47,12 +50,12 @@ def test_greedy_ids_equal_transformers(layout: str, tmp_path: Path) -> None:
     with offload.load(target, draft, ram=ram, context=CONTEXT, tree="32x8", threads=1) as decoder:
         assert (decoder.plan.num_slots, decoder.plan.num_resident, decoder.plan.encoder_bytes) == (3, 0, 0)
         yields, seen = [], set[int]()
-        every = TREES if layout != "mt5" else TREES[:2]
-        for prompt, trees in zip(prompts(), (TREES[2:3], every, TREES[1:2]), strict=True):
-            wanted = reference(target, prompt, NUM_NEW)
+        every = TREES[::2] if layout == "v1.1" else TREES[:3:2]
+        for prompt, trees, num_new in zip(prompts(), (TREES[2:3], every, TREES[1:2]), (12, 24, 12), strict=True):
+            wanted = reference(target, prompt, num_new)
             seen |= set(wanted)
             for tree in trees:
-                got = decoder.generate(prompt, max_new_tokens=NUM_NEW, tree=tree)
+                got = decoder.generate(prompt, max_new_tokens=num_new, tree=tree)
                 assert got.token_ids == wanted, f"{tree}, prompt of {len(prompt)}"
                 assert got.stats.num_prompt_tokens == len(prompt)
                 yields.append(got.stats.tokens_per_sweep)
@@ -62,12 +65,12 @@ def test_greedy_ids_equal_transformers(layout: str, tmp_path: Path) -> None:
 
 
 def test_same_seed_same_ids_for_every_tree_and_memory(pair: tuple[Path, Path], decoder: Decoder) -> None:
-    sampling = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 24}
+    sampling = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 16}
     with offload.load(pair[0], ram="1GiB", context=CONTEXT, threads=1) as alone:
         assert alone.plan.encoder_bytes, "the encoder stays where everything does"
         wanted = [alone.generate(prompts()[2], seed=seed, **sampling).token_ids for seed in range(2)]
     assert wanted[0] != wanted[1], "seeds must matter"
-    for seed, trees in enumerate((TREES, TREES[2:3])):
+    for seed, trees in enumerate((TREES[1:], TREES[2:3])):
         for tree in trees:
             got = decoder.generate(prompts()[2], seed=seed, tree=tree, **sampling)
             assert got.token_ids == wanted[seed], f"seed {seed}, {tree}"
@@ -88,12 +91,12 @@ def test_what_a_prompt_shares_with_the_one_before_is_kept_or_read_anew(decoder: 
     first, longer = prompts()[1], [*prompts()[1], 5, 6]
     runs = [(first, False), (first, True), (longer, True), (first[:-1], True)]
     for prompt, continues in runs:
-        wanted = decoder.generate(prompt, max_new_tokens=12, tree="8x3").token_ids
-        decoder.generate(first, max_new_tokens=12)
-        run = decoder.run(prompt, offload.Sampling(), max_new_tokens=12, tree="8x3", continues=continues)
+        wanted = decoder.generate(prompt, max_new_tokens=5, tree="8x3").token_ids
+        decoder.generate(first, max_new_tokens=5)
+        run = decoder.run(prompt, offload.Sampling(), max_new_tokens=5, tree="8x3", continues=continues)
         assert list(run) and run.result().token_ids == wanted
         is_same = continues and prompt == first
-        assert run.sequence.stats.num_kept_tokens >= len(first) if is_same else True
+        assert run.sequence.stats.num_kept_tokens == (len(first) if is_same else 0)
 
 
 @pytest.mark.parametrize("at", [1, 4])  # of the layers of the first sweep
@@ -116,9 +119,53 @@ def test_a_prompt_that_was_cut_short_goes_on(at: int, pair: tuple[Path, Path]) -
         assert list(run) and run.result().token_ids == decoder.generate(prompts()[1], max_new_tokens=20).token_ids
 
 
+def in_the_encoder(decoder: Decoder, _: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        hook.remove()
+        raise KeyboardInterrupt
+
+    hook = decoder.target._model.meta_model.get_encoder().block[1].register_forward_pre_hook(interrupt)
+
+
+def between_keys_and_values(_: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what an encoder has made goes into layers of transformers' own, first that of the draft's four."""
+    right, left = DynamicLayer.update, [6]
+
+    def update(layer: DynamicLayer, key: Tensor, value: Tensor, *more: object) -> object:
+        left[0] -= 1
+        got = right(layer, key, value, *more)
+        if left[0] == 0:
+            layer.values = value[:, :, :0]
+            raise KeyboardInterrupt
+        return got
+
+    monkeypatch.setattr(DynamicLayer, "update", update)
+
+
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("cut", [in_the_encoder, between_keys_and_values])
+def test_an_interrupt_leaves_no_half_of_a_prompt(
+    cut: Callable[..., None], continues: bool, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = decoder.generate(prompts()[2], max_new_tokens=8).token_ids
+    decoder.generate(prompts()[1], max_new_tokens=1)
+    cut(decoder, monkeypatch)
+    run = decoder.run(prompts()[2], offload.Sampling(), max_new_tokens=8)
+    with pytest.raises(KeyboardInterrupt):
+        list(run)
+    if continues:
+        run = decoder.run(prompts()[2], offload.Sampling(), max_new_tokens=8, continues=True)
+    assert list(run) and run.result().token_ids == wanted
+
+
+def test_a_prompt_of_nothing_is_refused(decoder: Decoder) -> None:
+    with pytest.raises(offload.UserError, match="a prompt must have a token"):
+        decoder.step(decoder.begin([], offload.Sampling()))
+
+
 def test_a_bias_by_row_is_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers counts: node 5 of a tree would lie five positions behind its root."""
-    wanted = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree="none").token_ids
+    wanted = decoder.generate(prompts()[1], max_new_tokens=24, tree="none").token_ids
     right = EncoderDecoderModel._build_masks
 
     def by_row(model: EncoderDecoderModel, position_U: Tensor, ancestor_TU: Tensor, cache: SourceCache) -> object:
@@ -130,7 +177,7 @@ def test_a_bias_by_row_is_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(EncoderDecoderModel, "_build_masks", by_row)
     assert decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids == wanted[:8]
-    assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree="32x8").token_ids != wanted
+    assert decoder.generate(prompts()[1], max_new_tokens=24, tree="32x8").token_ids != wanted
 
 
 def test_keys_of_the_prompt_before_are_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +213,40 @@ def test_sessions_are_refused(decoder: Decoder, tmp_path: Path) -> None:
     with pytest.raises(offload.UserError, match="`session` keeps a text that goes on"):
         decoder.save_session(tmp_path / "a.session")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_what_cannot_go_on_is_refused_early(pair: tuple[Path, Path]) -> None:
+    for request, words in (
+        (Request(prompts()[2], is_kept=True), "`session` keeps a text that goes on"),
+        (Request([{"role": "user", "content": "Hello"}]), "cannot chat: use offload generate"),
+    ):
+        with pytest.raises(offload.UserError, match=words):
+            offload.load(pair[0], request=request)
+
+
+def begun_with(start: int, model: Path) -> None:
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder_start_token_id": start}))
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_starts_must_be_of_the_vocabulary_and_the_same(tmp_path: Path) -> None:
+    target, draft = save_pair("v1.1", tmp_path)
+    begun_with(1, draft)
+    with pytest.raises(offload.UserError, match=r"draft: decoder_start_token_id must be the target's, 0, got 1: "):
+        offload.load(target, draft)
+    begun_with(VOCAB_SIZE, target)
+    with pytest.raises(offload.UserError, match=f"must be less than {VOCAB_SIZE}, got {VOCAB_SIZE}: mend"):
+        offload.load(target)
+
+
+def test_a_draft_is_timed_behind_a_prompt(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, right = set[int](), SourceCache.read
+    monkeypatch.setattr(SourceCache, "read", lambda cache, source, hidden: (
+        sources.add(len(source)), right(cache, source, hidden)))  # fmt: skip
+    with offload.load(*pair, ram="1GiB", context=CONTEXT, threads=1):
+        assert max(sources) > 8
 
 
 @pytest.mark.usefixtures("_no_weights")
@@ -205,7 +286,7 @@ def test_a_ratio_rule_draws_from_the_model(tmp_path: Path) -> None:
     model, (prompt, other) = AutoModelForSeq2SeqLM.from_pretrained(target), ([5, 3, 7, 2], [4, 4, 9])
     count_VV = np.zeros((12, 12))
     with offload.load(target, draft, ram="1GiB", context=16, tree="6x3", rule="sequoia", threads=1) as decoder:
-        for seed in range(250):
+        for seed in range(130):
             sampling = offload.Sampling(temperature=1.5, seed=seed)
             run = decoder.run(prompt, sampling, max_new_tokens=2, continues=True)
             assert list(run) is not None

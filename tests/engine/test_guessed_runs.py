@@ -80,6 +80,8 @@ def test_every_rule_takes_guesses(rule: str, wanted: Any) -> None:
     with load(PAIR / "target", ram="1GiB", rule=rule, tree="dynamic:64x16") as decoder:
         assert ids(decoder) == wanted[0]
         drawn = [ids(decoder, temperature=0.9, seed=seed) for seed in (1, 1, 2)]
+        stats = decoder.generate(PROMPT, max_new_tokens=NUM_NEW, raw=True, temperature=0.9, seed=1).stats
+        assert stats.first_guess.count and stats.alpha is None, "there is no draft for it to tell of"
         assert drawn[0] == drawn[1] != drawn[2]
 
 

@@ -27,6 +27,7 @@ from offload.streaming.host_carrier import HostCarrier
 from offload.streaming.host_device import HostDevice
 from offload.streaming.layers import Layers
 from offload.streaming.source import ByteSource, finish
+from offload.streaming.stage import Stage
 
 NUM_LAYERS = 5
 LAYOUTS = [SlabLayout((), {"w": Placed("F32", (4,), 0)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_LAYERS)]
@@ -136,6 +137,16 @@ def test_a_layer_is_handed_out_only_when_it_has_arrived() -> None:
     assert (stream.acquire(1) == 1).all()
     assert stream.stall_s - stalled_s < 0.1, "layer 1 had arrived already"
     timer.join()
+
+
+def test_a_stage_may_have_blocks_that_come_once_alone() -> None:
+    stage = Stage(lambda *_: [], [], [torch.empty(1)] * 2)
+    stage.start(None, [5, 6])
+    assert not stage.is_at_start, "they stand before it"
+    for block in (5, 6):
+        stage.acquire(block)
+        stage.release(block)
+    assert stage.is_at_start
 
 
 def test_layers_out_of_order_are_our_own_bug() -> None:

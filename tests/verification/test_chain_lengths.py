@@ -13,6 +13,9 @@ import torch
 from tables import ROOT, VOCAB_SIZE, TableSampler, distributions, grow, p_value, pair
 
 from offload.config import Drafting, Sampling
+from offload.drafting.base import Drafted
+from offload.drafting.guesses import Guess, Place
+from offload.drafting.hybrid import graft
 from offload.planning.chains import ChainPolicy
 from offload.sampling.sampler import Sampler
 from offload.stats import Estimate
@@ -147,3 +150,20 @@ def test_a_point_mass_has_the_targets_chance_of_its_token() -> None:
     tree = TokenTree(chain(1), torch.tensor([ROOT, 3]))
     found = find_rule("sequoia").verify(tree, target_VV[tree.token_N], sampler, 0)
     assert list(found.guesses) == pytest.approx([distributions(target_VV, WARM)[ROOT, 3]], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", RATIO_RULES)
+def test_a_guess_beside_drawn_tokens_is_no_part_of_alpha(name: str) -> None:
+    """The root's child was drawn, that child's own was grafted: of both only the first counts."""
+    target_VV, draft_VV = pair("good")
+    rule, sizes, nowhere = find_rule(name), set[int](), Place(0, ())
+    sampler = Sampler(WARM, VOCAB_SIZE, rule.drafting)
+    for root in range(VOCAB_SIZE):
+        (drawn,) = grow(draft_VV, chain(1), torch.tensor([root]), sampler)
+        for token in range(VOCAB_SIZE):
+            path = Guess(-1, drawn.tokens[1], 1, 0.9, nowhere), Guess(0, token, 2, 0.9, nowhere)
+            tree = graft(Drafted(drawn, {}, {}), path, 3).tree
+            found = rule.verify(tree, target_VV[tree.token_N], sampler, 0)
+            sizes.add(len(found.nodes))
+            assert len(found.guesses) == 1
+    assert max(sizes) > 1, "some walks came to the guess"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from offload.planning.beams import Beam, Floats, LogProbs, beam_steps_per_run, extended
+from offload.bench.studies.beams import Beam, Floats, LogProbs, beam_steps_per_run, extended
 
 VOCAB_SIZE, WIDTH, STEPS = 12, 3, 60
 

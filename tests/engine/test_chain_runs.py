@@ -95,6 +95,12 @@ def test_alpha_is_told_where_the_drafts_distribution_is_known(decoder: Decoder) 
     assert 0 < one.total % 1 < 1, "an overlap is no count"
 
 
+def test_guesses_behind_the_end_of_a_text_are_not_counted(models: tuple[Path, Path]) -> None:
+    with offload.load(models[0], models[0], "1GiB", "chain:6", **HOW) as decoder:
+        stats = decoder.generate(PROMPT, max_new_tokens=3).stats
+    assert stats.first_guess.total == stats.first_guess.count == 3, "a model agrees with itself"
+
+
 def test_nothing_is_told_where_nothing_was_guessed(decoder: Decoder) -> None:
     stats = decoder.generate(PROMPT, max_new_tokens=5, tree="none").as_dict()["stats"]
     assert isinstance(stats, dict) and stats["alpha"] is None and stats["first_guess"]["mean"] is None
