@@ -18,7 +18,7 @@ _CALL_ROWS = 48  # a product costs about what so many more rows would, however f
 _STEP_ROWS = (1, 64, MAX_ROWS)  # of steps without a tree, with one of the usual size, and with a large one
 _LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
 _MOST_BYTES = 16 << 20  # of results, and of factors that are made up: larger ones have numbers enough to tell
-_FACTORS = 5  # of a stack that are tried, and one alone
+_FACTORS = 5  # of any stack that are tried, and one alone
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 RowSizes = tuple[int, ...]
 Multiply = Callable[[Tensor, Tensor], Tensor]  # rows (..., T, K) by the second factor: a weight or its transpose
@@ -111,7 +111,7 @@ def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tens
     odd = width % 2
     rows = torch.cat([halves[0], halves[0][:, order], halves[0].new_zeros(MAX_ROWS + 1, odd)], 1)
     columns = torch.cat([halves[1], -halves[1][:, order], halves[1].new_zeros(num_columns, odd)], 1)
-    stack = (min(_FACTORS, factor.shape[:-2].numel()),) if factor.ndim > 2 else ()
+    stack = (_FACTORS,) if factor.ndim > 2 else ()
     like = _strided_like(factor, stack).copy_(columns if is_transposed else columns.mT)
     return rows.expand(*stack, -1, -1).contiguous(), like
 
