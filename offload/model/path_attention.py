@@ -115,6 +115,14 @@ def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: 
     return out_GTIV.transpose(0, 1).flatten(1, 2)
 
 
+def try_scores(key_GSK: Tensor) -> None:
+    """Let what makes products try all those that scores of longer texts are, for heads as wide as these."""
+    width = key_GSK.shape[2]
+    for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
+        key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
+        torch.bmm(key_1SK[:, :1], key_1SK.transpose(1, 2))
+
+
 def _pieces(first: int, num_early: int, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
     """Rows in pieces that are early or late as a whole."""
     for lo, hi in ((first, num_early), (max(first, num_early), num_rows)):
