@@ -2,7 +2,7 @@
 
 A sum of floating-point numbers depends on their order, and the keys of a tree's path lie at scattered columns. So keys
 are taken by their position on the path, in blocks of 64: products within a block are always of the same shape, and
-blocks are added up one after another in float32.
+blocks are added up one after another in float32. Who calls this has entered `InvariantRows`, which makes the products.
 
     [0, base) full blocks that lie in order for every row   [base, ...) a row's own path, gathered block by block
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.memory.plan import PATH_SCRATCH_BYTES
-from offload.model.invariance import InvariantRows
 from offload.model.row_sizes import MAX_ROWS
 
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
@@ -40,7 +39,6 @@ class PathRows:
         num_early: rows whose paths end before `base`.
         column_TL: of the others, the columns of positions base, base + 1, ...; L is a multiple of 64.
         window: a row sees keys less than this many positions back.
-        invariant: makes products that are the same for every number of rows.
     """
 
     length_T: Tensor
@@ -49,7 +47,6 @@ class PathRows:
     num_early: int
     column_TL: Tensor
     window: int | None
-    invariant: InvariantRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +67,6 @@ def path_rows(
     num_prefix: int,
     ancestor_TU: Tensor,
     window: int | None,
-    invariant: InvariantRows,
     send: Callable[[Tensor], Tensor] = _STAY,
 ) -> PathRows:
     """Rows that are the last T of U uncommitted ones behind P committed ones.
@@ -93,7 +89,7 @@ def path_rows(
     column_TL = torch.where(position_L < num_prefix, position_L, path_TU[:, nth_L] + num_prefix)
     is_seen_TL = position_L < length_T[num_early:, None]
     column_TL = torch.where(is_seen_TL, column_TL, (own_T + num_prefix)[:, None])  # any that holds numbers
-    return PathRows(length_T, send(length_T), base, num_early, send(column_TL), window, invariant)
+    return PathRows(length_T, send(length_T), base, num_early, send(column_TL), window)
 
 
 def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
@@ -105,7 +101,8 @@ def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: 
     num_groups, num_rows = len(key_GSK), query_HTK.shape[1]
     query_GTIK = query_HTK.unflatten(0, (num_groups, -1)).transpose(1, 2)
     first = len(rows.seen_T) - num_rows  # row of the pass that is the first here
-    row_bytes = 4 * query_GTIK.shape[2] * (rows.base + rows.column_TL.shape[1])  # of the scores of a group
+    num_kept = rows.column_TL.shape[1] + 2 * (key_GSK.shape[1] - rows.base)  # of scores by path, and twice by column
+    row_bytes = 4 * query_GTIK.shape[2] * (rows.base + num_kept)  # of the scores of a group
     out_GTIV = query_HTK.new_empty(*query_GTIK.shape[:3], value_GSK.shape[2])
     most = max(1, min(_TILE_BYTES // row_bytes, MAX_ROWS // query_GTIK.shape[2]))  # of which products have one part
     for lo, hi in _pieces(first, rows.num_early, len(rows.seen_T), most):
@@ -116,6 +113,14 @@ def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: 
             queries = query_GTIK[some, lo - first : hi - first].float()
             out_GTIV[some, lo - first : hi - first] = piece.attend(queries, key_GSK[some], value_GSK[some])
     return out_GTIV.transpose(0, 1).flatten(1, 2)
+
+
+def try_scores(key_GSK: Tensor) -> None:
+    """Let what makes products try all those that scores of longer texts are, for heads as wide as these."""
+    width = key_GSK.shape[2]
+    for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
+        key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
+        torch.bmm(key_1SK[:, :1], key_1SK.transpose(1, 2))
 
 
 def _pieces(first: int, num_early: int, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
@@ -173,7 +178,7 @@ class _Piece:
             out = kept[: columns.numel()]
             for sum_TIV, weight_TIB, value_UV in zip(sum_GTIV, weight_GTIB, value_GUV, strict=True):
                 value_TBV = torch.index_select(value_UV, 0, columns.flatten(), out=out).unflatten(0, columns.shape)
-                sum_TIV[some] += self._times(weight_TIB[some], value_TBV)
+                sum_TIV[some] += torch.bmm(weight_TIB[some], value_TBV)
 
     def _shared_scores(self, query_GTIK: Tensor, key_GSK: Tensor, lo: int) -> Tensor:
         """Of the span that begins there."""
@@ -220,10 +225,7 @@ class _Piece:
 
     def _product(self, left_GTIS: Tensor, right_GSV: Tensor) -> Tensor:
         """(G, T, I, V); the rows of all heads of a group are those of one product."""
-        return self._times(left_GTIS.flatten(1, 2), right_GSV).unflatten(1, left_GTIS.shape[1:3])
-
-    def _times(self, left: Tensor, right: Tensor) -> Tensor:
-        return self._rows.invariant.multiply(torch.bmm, left, right)
+        return torch.bmm(left_GTIS.flatten(1, 2), right_GSV).unflatten(1, left_GTIS.shape[1:3])
 
     def _sinks(self, query_GTIK: Tensor) -> Tensor:
         """A column of scores where the family has sinks, else none."""

@@ -15,14 +15,17 @@ from test_tree_rows import checkpoint_of
 from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
+from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
 from offload.model.invariance import InvariantRows, in_whole_vectors
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import PathRows, ScoreTerms, path_rows
+from offload.model.row_sizes import find_sizes
 from offload.model.weights import StreamedModel
 from offload.streaming.disk import DiskReader
 from offload.tree.token_tree import ancestors
@@ -164,7 +167,7 @@ def test_path_attention_is_attention(
     )
     sink_H = torch.randn(6, generator=chance) if has_sink else None
     terms = ScoreTerms(0.3, cap, sink_H)
-    rows = path_rows(num_prefix, ancestors(topology), window, InvariantRows([1]))
+    rows = path_rows(num_prefix, ancestors(topology), window)
     got = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
     with monkeypatch.context() as patch:
         patch.setattr(path_attention, "_TILE_BYTES", 4096)
@@ -183,6 +186,45 @@ def test_path_attention_is_attention(
     sink_HT1 = sink_HT1.double().expand(-1, num_rows, -1)
     weight_HTS = torch.cat([score_HTS, sink_HT1], 2).softmax(2)[..., :-1]
     torch.testing.assert_close(got.double(), (weight_HTS @ value_HSV).transpose(0, 1), atol=2e-5, rtol=2e-5)
+
+
+class _Largest(TorchFunctionMode):
+    """Bytes of the largest result."""
+
+    num_bytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.num_bytes = max(self.num_bytes, out.nbytes if isinstance(out, Tensor) else 0)
+        return out
+
+
+def test_scores_of_a_wide_tree_stay_in_their_tile() -> None:
+    ancestor_UU = torch.eye(768, dtype=torch.bool)
+    ancestor_UU[:, 0] = True
+    rows = path_rows(70, ancestor_UU, None)
+    states = torch.ones(16, 838, 16)
+    with _Largest() as largest:
+        path_attention.path_attention(states[:, 70:], states, states, rows, ScoreTerms(1.0))
+    assert largest.num_bytes <= PATH_SCRATCH_BYTES // 4
+
+
+def test_products_are_tried_without_those_that_hold_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of what the mode makes would find that everything is the same."""
+    depths = []
+
+    def noting(*args: Any, **more: Any) -> tuple[int, ...]:
+        depths.append(torch._C._len_torch_function_stack())
+        return find_sizes(*args, **more)
+
+    monkeypatch.setattr("offload.model.invariance.find_sizes", noting)
+    rows = path_rows(70, torch.ones(9, 9, dtype=torch.bool).tril(), None)
+    states, left = torch.ones(2, 79, 16), torch.ones(3, 64)
+    with InvariantRows([1]):
+        path_attention.path_attention(states[:, 70:], states, states, rows, ScoreTerms(1.0))
+        functional.linear(left, torch.ones(64, 64))
+        left @ torch.ones(64, 64)
+    assert set(depths) == {0} and len(depths) == 3, "scores and values, of one shape; a linear one; a plain one"
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu of tanh", "sigmoid", "tanh"])
