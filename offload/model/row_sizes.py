@@ -119,7 +119,7 @@ def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tens
     chance = torch.Generator().manual_seed(0)
     if num_columns * width * factor.element_size() > _MOST_BYTES and factor.ndim == 2:
         return _cancelling_rows(factor if is_transposed else factor.mT, chance), factor
-    order = torch.randperm(width // 2, generator=chance)
+    order = torch.randperm(width // 2, generator=chance).to(factor.device)
     halves = [
         torch.randn(num + width // 2, generator=chance).to(factor).unfold(0, width // 2, 1)[:num]
         for num in (MAX_ROWS + 1, num_columns)
