@@ -14,6 +14,7 @@ from torch import Tensor
 from offload.errors import UserError
 from offload.model.invariance import InvariantRows, Work
 from offload.model.kv_cache import KVCache
+from offload.model.path_attention import try_scores
 from offload.model.weights import StreamedModel
 
 _NUM_ROWS = 72  # of the longest pass: of its first 64 positions the keys lie in a block that rows share
@@ -26,10 +27,12 @@ class Invariance(NamedTuple):
 
     thread_counts: tuple[int, ...] = ()  # with which it holds
     reason: str = ""  # why it does not
+    rows: InvariantRows | None = None  # that make it so; they refuse a product where no number of rows helps
 
     @property
     def holds(self) -> bool:
-        return bool(self.thread_counts)
+        """So far: a later layer may have a product that is refused."""
+        return self.rows is not None and not self.rows.num_refused
 
 
 class _DifferError(Exception):
@@ -52,8 +55,8 @@ def make_invariant(
     model.bind_layer(0, first_layer)
     try:
         with model.cut_to(1):
-            _require_invariance(model, thread_counts)
-        found = Invariance(tuple(thread_counts))
+            rows = _require_invariance(model, thread_counts)
+        found = Invariance(tuple(thread_counts), rows=rows)
     except (_DifferError, UserError) as error:
         found = Invariance(reason=str(error))
     finally:
@@ -75,28 +78,31 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
     )
 
 
-def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> None:
-    """Raises `_DifferError`."""
+def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> InvariantRows:
+    """What makes it so from now on. Raises `_DifferError`."""
     most = getattr(model.meta_model.config, "max_position_embeddings", None) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
     rows = _CheckedRows(thread_counts)
     model.be_invariant(rows)
-    wanted_TV = _logits(model, token_T, (len(token_T),))
+    cache = KVCache(1, len(token_T))
+    wanted_TV = _logits(model, token_T, (len(token_T),), cache)
+    try_scores(rows, cache.layers[0].keys[0])
     if rows.num_refused:
         counts = ", ".join(map(str, thread_counts))
         raise _DifferError(f"a product has other bits for each number of rows, with {counts} threads")
     rows.is_checking = False
     for cut in _CUTS:
         if sum(cut) <= len(token_T):
-            logits = _logits(model, token_T[: sum(cut)], cut)
+            logits = _logits(model, token_T[: sum(cut)], cut, KVCache(1, sum(cut)))
             if not torch.equal(logits, wanted_TV[: len(logits)]):
                 raise _DifferError("a layer gives other bits when a text is taken in at once than in parts")
+    return rows
 
 
-def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int]) -> Tensor:
+def _logits(model: StreamedModel, token_T: Tensor, cut: Sequence[int], cache: KVCache) -> Tensor:
     """Scores of all rows of a chain, taken in by passes of so many rows."""
-    cache, parts = KVCache(1, len(token_T)), []
+    parts = []
     for part_T in token_T.split(list(cut)):
         position_T = torch.arange(len(part_T)) + cache.length
         sees_TT = torch.ones(len(part_T), len(part_T), dtype=torch.bool).tril()

@@ -226,8 +226,7 @@ class Decoder:
         sequence.stats.num_prompt_tokens = len(prompt_ids)
         start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
         text = TextStream(self.tokenizer, start_ids, request.stops)
-        is_invariant = acceptance.is_exact and self.invariance.holds
-        setup = Setup(self.plan, choice, self.comparisons, is_invariant, acceptance.lenience)
+        setup = Setup(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_comparison import Outcome, rows_of
 from offload.config import Sampling
 from offload.engine.sequence import Sequence
@@ -29,7 +30,7 @@ class Setup(NamedTuple):
     plan: MemoryPlan
     tree_choice: TreeChoice
     comparisons: tuple[Outcome, ...]  # of kernels, where it runs on a GPU
-    is_invariant: bool  # whether the text is bit for bit that of every other tree
+    invariance: Invariance  # whether tokens have the same bits with every tree
     lenience: float = 1.0  # with less the text is not the target's
 
 
@@ -121,7 +122,11 @@ class Run:
             sampling=self.sequence.sampler.sampling,
             rule=self.sequence.rule.name,
             stats=stats,
-            **self._setup._asdict(),
+            plan=self._setup.plan,
+            tree_choice=self._setup.tree_choice,
+            comparisons=self._setup.comparisons,
+            is_invariant=self._setup.invariance.holds and self._setup.lenience == 1,
+            lenience=self._setup.lenience,
         )
 
     def _go_on(self, started: float) -> str:

@@ -144,7 +144,7 @@ def open_decoder(
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
-        invariance = _make_invariant(options.invariant, pair, plan_for(trees.most_nodes), threads)
+        invariance = _make_invariant(options, pair, plan_for(trees.most_nodes), threads, hooks.on_phase)
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
         plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
         hooks.on_phase("reading layers that stay")
@@ -177,17 +177,22 @@ def _thread_policy(fixed: int | None, pair: Pair, num_rows: int) -> ThreadPolicy
     return ThreadPolicy([count], Modes(Mode(count), Mode(count)))
 
 
-def _make_invariant(is_wanted: bool | None, pair: Pair, plan: MemoryPlan, threads: ThreadPolicy) -> Invariance:
+def _make_invariant(
+    options: LoadOptions, pair: Pair, plan: MemoryPlan, threads: ThreadPolicy, on_phase: Callable[[str], None]
+) -> Invariance:
     """Let the target give every row the same bits, where that is wanted and where it can be had."""
-    if is_wanted is False:
+    if options.invariant is False:
         return Invariance(reason="it is not wanted")
-    if is_wanted is None and not plan.streamed_bytes:
+    if options.invariant is None and not plan.streamed_bytes:
         return Invariance(reason="nothing is streamed, so that it would take time")
+    on_phase("trying how sums are rounded")
     first_layer = pair.store.fetch(pair.target.layer_layouts[0])
     counts = [torch.get_num_threads()]
     if pair.device is None:
         counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
     invariance = make_invariant(pair.target, first_layer, counts, plan.context)
+    if not invariance.holds and options.threads is not None and len(counts) > 1:  # it may hold with these alone
+        invariance = make_invariant(pair.target, first_layer, [options.threads], plan.context)
     if not invariance.holds:
         pair.notes.append(f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})")
     return invariance

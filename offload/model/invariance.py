@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from offload.model.row_sizes import LADDER, Multiply, RowSizes, find_sizes, parts_of
 
 Work = Callable[[Tensor], Tensor]
-_FOUND: dict[Any, RowSizes] = {}  # by product: measured once, since what a library does with a shape stays what it is
 _VECTOR = 64  # numbers: no processor that torch knows handles more at once
 # torch shares elementwise work among threads by 32768 numbers (at::internal::GRAIN_SIZE), gelu evenly from 16384 on.
 _GRAIN, _LEAST_SHARED = 32768, 16384
@@ -42,6 +41,7 @@ class InvariantRows(TorchFunctionMode):
     def __init__(self, thread_counts: Sequence[int]) -> None:
         super().__init__()
         self.num_refused, self._thread_counts = 0, tuple(thread_counts)
+        self._found: dict[Any, RowSizes] = {}  # by product: what a library does with a shape stays what it is
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
         self._own |= {product: partial(self.multiply, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
@@ -74,13 +74,13 @@ class InvariantRows(TorchFunctionMode):
         """Found when a factor of this shape first comes."""
         is_transposed = product not in _PRODUCTS
         what = (product, factor.shape[-2:], factor.stride()[-2:], factor.dtype, factor.device, factor.ndim > 2)
-        key = (*what, bias is None, self._thread_counts)
-        if key not in _FOUND:
+        key = (*what, bias is None)
+        if key not in self._found:
             more = () if bias is None else (torch.zeros_like(bias),)
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
-            _FOUND[key] = find_sizes(trial, factor, self._thread_counts, is_transposed=is_transposed)
-        self.num_refused += not _FOUND[key]
-        return _FOUND[key] or LADDER[-1:]
+            self._found[key] = find_sizes(trial, factor, self._thread_counts, is_transposed=is_transposed)
+        self.num_refused += not self._found[key]
+        return self._found[key] or LADDER[-1:]
 
     def _activate(self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         work = lambda part: in_whole_vectors(function, part, *args, **kwargs)  # noqa: E731

@@ -40,7 +40,7 @@ class PathRows:
         num_early: rows whose paths end before `base`.
         column_TL: of the others, the columns of positions base, base + 1, ...; L is a multiple of 64.
         window: a row sees keys less than this many positions back.
-        invariant: makes products that are the same for every number of rows.
+        invariant: makes products that are the same for every number of rows; not entered, or it would try its own.
     """
 
     length_T: Tensor
@@ -105,7 +105,8 @@ def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: 
     num_groups, num_rows = len(key_GSK), query_HTK.shape[1]
     query_GTIK = query_HTK.unflatten(0, (num_groups, -1)).transpose(1, 2)
     first = len(rows.seen_T) - num_rows  # row of the pass that is the first here
-    row_bytes = 4 * query_GTIK.shape[2] * (rows.base + rows.column_TL.shape[1])  # of the scores of a group
+    num_kept = rows.column_TL.shape[1] + 2 * (key_GSK.shape[1] - rows.base)  # of scores by path, and twice by column
+    row_bytes = 4 * query_GTIK.shape[2] * (rows.base + num_kept)  # of the scores of a group
     out_GTIV = query_HTK.new_empty(*query_GTIK.shape[:3], value_GSK.shape[2])
     most = max(1, min(_TILE_BYTES // row_bytes, MAX_ROWS // query_GTIK.shape[2]))  # of which products have one part
     for lo, hi in _pieces(first, rows.num_early, len(rows.seen_T), most):
@@ -116,6 +117,14 @@ def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: 
             queries = query_GTIK[some, lo - first : hi - first].float()
             out_GTIV[some, lo - first : hi - first] = piece.attend(queries, key_GSK[some], value_GSK[some])
     return out_GTIV.transpose(0, 1).flatten(1, 2)
+
+
+def try_scores(invariant: InvariantRows, key_GSK: Tensor) -> None:
+    """Let it try all products that scores of longer texts are, for heads as wide as these."""
+    width = key_GSK.shape[2]
+    for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
+        key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
+        invariant.multiply(torch.bmm, key_1SK[:, :1], key_1SK.transpose(1, 2))
 
 
 def _pieces(first: int, num_early: int, num_rows: int, step: int) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """With how many rows a product gives a row the same bits: found by trial, since libraries promise nothing.
 
 A library chooses by shape, type, processor and threads how it adds up, and in 16 bits one order shows in one of 30,000
-numbers alone. So a product is tried on numbers whose sums cancel: what is left of each is rounding, and nearly every
+numbers alone. So a product is tried on numbers whose sums cancel: what is left of each is rounding, and many a
 number tells which order it was added up in. What differs with the threads, or by where a row stands, is never used.
 """
 
@@ -17,8 +17,11 @@ LADDER = (4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_ROWS)
 _CALL_ROWS = 48  # a product costs about what so many more rows would, however few it has
 _STEP_ROWS = (1, 64, MAX_ROWS)  # of steps without a tree, with one of the usual size, and with a large one
 _LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
-_MOST_BYTES = 16 << 20  # of results, and of factors that are made up: larger ones have numbers enough to tell
-_FACTORS = 5  # of a stack that are tried, and one alone
+_MOST_BYTES = 16 << 20  # of results, and of factors that are made up: larger ones are tried themselves
+_LARGE = (4, 32, 64, MAX_ROWS)  # sizes to try with these, since each takes long
+_NUM_CANCELLING = 64  # columns of these whose sums cancel
+_MOST_KINDS, _OTHER = 3, -1  # of results that differ are kept, and any more
+_FACTORS = 5  # of any stack that are tried, and one alone
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 RowSizes = tuple[int, ...]
 Multiply = Callable[[Tensor, Tensor], Tensor]  # rows (..., T, K) by the second factor: a weight or its transpose
@@ -31,26 +34,37 @@ def find_sizes(multiply: Multiply, factor: Tensor, thread_counts: Sequence[int],
     `is_transposed`, else (K, N) or a stack of such.
     """
     rows, like = _trial_numbers(factor, is_transposed=is_transposed)
-    ladder = _ladder(multiply(rows[..., :1, :], like))
+    ladder = _ladder(multiply(rows[..., :1, :], like), _LARGE if like is factor else LADDER)
     outs: list[Tensor] = []  # that differ, each from the product with the most rows
     kinds = {size: set[int]() for size in ladder}
-    before, counts = torch.get_num_threads(), sorted({*thread_counts})
+    before = torch.get_num_threads()
     try:
-        for num_threads in counts:
+        for num_threads in sorted({*thread_counts}):
             torch.set_num_threads(num_threads)
             for size in reversed(ladder):
                 out = multiply(rows[..., :size, :], like)
                 kinds[size].add(_kind_of(out, outs))
-                if num_threads == counts[0] and (like is not factor or size == ladder[-1]):  # large ones take long
-                    moved = multiply(rows[..., 1 : size + 1, :], like)
-                    kinds[size] |= set() if _same(moved[..., :-1, :], out[..., 1:, :]) else {-1}
                 if like.ndim > 2:
-                    kinds[size] |= set() if _same(multiply(rows[:1, :size], like[:1]), out[:1]) else {-1}
+                    kinds[size] |= set() if _same(multiply(rows[:1, :size], like[:1]), out[:1]) else {_OTHER}
+        torch.set_num_threads(min(thread_counts))
+        same = {kind: tuple(size for size in ladder if kinds[size] == {kind}) for kind in range(len(outs))}
+        for kind in sorted(filter(same.get, same), key=lambda kind: _cost_in_steps(same[kind])):
+            sizes = _that_hold_elsewhere(lambda moved: multiply(moved, like), rows, outs[kind], same[kind])
+            if sizes and sizes[-1] >= min(_LEAST_ROWS, ladder[-1]):
+                return sizes
     finally:
         torch.set_num_threads(before)
-    same = (tuple(size for size in ladder if kinds[size] == {kind}) for kind in range(len(outs)))
-    enough = [sizes for sizes in same if sizes and sizes[-1] >= min(_LEAST_ROWS, ladder[-1])]
-    return min(enough, key=_cost_in_steps, default=())
+    return ()
+
+
+def _that_hold_elsewhere(work: Callable[[Tensor], Tensor], rows: Tensor, out: Tensor, sizes: RowSizes) -> RowSizes:
+    """Those up to the largest whose rows are the same one place further; smaller ones agree with it place by place."""
+    while sizes:
+        moved = work(rows[..., 1 : sizes[-1] + 1, :])
+        if _same(moved[..., :-1, :], out[..., 1 : sizes[-1], :]):
+            break
+        sizes = sizes[:-1]
+    return sizes
 
 
 def _cost_in_steps(sizes: RowSizes) -> float:
@@ -65,17 +79,19 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return np.array_equal(one.view(bits).numpy(), other.view(bits).numpy())
 
 
-def _ladder(one: Tensor) -> RowSizes:
-    """Sizes to try, by the result for one row; on a GPU there is time enough for the most rows."""
-    sizes = tuple(size for size in LADDER if size * one.nbytes <= _MOST_BYTES) or LADDER[:1]
+def _ladder(one: Tensor, sizes: RowSizes) -> RowSizes:
+    """Those of the sizes to try, by the result for one row; on a GPU there is time enough for the most rows."""
+    sizes = tuple(size for size in sizes if size * one.nbytes <= _MOST_BYTES) or sizes[:1]
     return sizes if one.device.type == "cpu" else sizes[-1:]
 
 
 def _kind_of(out: Tensor, outs: list[Tensor]) -> int:
-    """Which of them has the same rows; it is added where none has."""
+    """Which of them has the same rows; it is added where none has, and while they are few."""
     for kind, other in enumerate(outs):
         if _same(out, other[..., : out.shape[-2], :]):
             return kind
+    if len(outs) == _MOST_KINDS:
+        return _OTHER
     outs.append(out)
     return len(outs) - 1
 
@@ -102,7 +118,7 @@ def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tens
     num_columns, width = factor.shape[-2:] if is_transposed else (factor.shape[-1], factor.shape[-2])
     chance = torch.Generator().manual_seed(0)
     if num_columns * width * factor.element_size() > _MOST_BYTES and factor.ndim == 2:
-        return torch.randn(MAX_ROWS + 1, width, generator=chance).to(factor), factor
+        return _cancelling_rows(factor if is_transposed else factor.mT, chance), factor
     order = torch.randperm(width // 2, generator=chance)
     halves = [
         torch.randn(num + width // 2, generator=chance).to(factor).unfold(0, width // 2, 1)[:num]
@@ -111,9 +127,24 @@ def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tens
     odd = width % 2
     rows = torch.cat([halves[0], halves[0][:, order], halves[0].new_zeros(MAX_ROWS + 1, odd)], 1)
     columns = torch.cat([halves[1], -halves[1][:, order], halves[1].new_zeros(num_columns, odd)], 1)
-    stack = (min(_FACTORS, factor.shape[:-2].numel()),) if factor.ndim > 2 else ()
+    stack = (_FACTORS,) if factor.ndim > 2 else ()
     like = _strided_like(factor, stack).copy_(columns if is_transposed else columns.mT)
     return rows.expand(*stack, -1, -1).contiguous(), like
+
+
+def _cancelling_rows(factor_NK: Tensor, chance: torch.Generator) -> Tensor:
+    """Rows whose products with some columns of a factor all but vanish, since the second half undoes the first.
+
+    They do so by least squares; what rounding to the factor's type leaves is small beside what is added up.
+    """
+    num_columns, width = factor_NK.shape
+    num_some = min(_NUM_CANCELLING, num_columns, width // 8)
+    some_SK = factor_NK[:: num_columns // num_some][:num_some].double().cpu().nan_to_num(0, 0, 0)
+    first_SK, second_SK = some_SK.tensor_split(2, 1)
+    start = torch.randn(MAX_ROWS + 1, first_SK.shape[1], generator=chance).to(factor_NK.dtype)
+    inverse_SS = torch.linalg.pinv(second_SK @ second_SK.T, hermitian=True)  # some columns may be alike, or nothing
+    rest = -(start.double() @ first_SK.T @ inverse_SS) @ second_SK
+    return torch.cat([start, rest.to(start)], 1).to(factor_NK)
 
 
 def _strided_like(factor: Tensor, stack: tuple[int, ...]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.nn import functional
 import offload
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Sampling
 from offload.model.invariance import InvariantRows
+from offload.model.row_sizes import find_sizes
 from offload.model.weights import StreamedModel
 from offload.streaming.disk import DiskReader
 
@@ -91,6 +94,39 @@ def test_one_unpadded_product_is_seen(target: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(InvariantRows, "_linear", planted)
     invariance = found(target)
     assert not invariance.holds and "than in parts" in invariance.reason
+
+
+def test_scores_of_longer_texts_are_tried_at_load(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planted(multiply: Any, factor: Tensor, *args: Any, **more: Any) -> tuple[int, ...]:
+        return () if factor.ndim > 2 and factor.shape[-1] == 512 else find_sizes(multiply, factor, *args, **more)
+
+    monkeypatch.setattr("offload.model.invariance.find_sizes", planted)
+    invariance = found(target)
+    assert not invariance.holds and "each number of rows" in invariance.reason
+
+
+def test_nothing_is_tried_while_a_text_grows(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything claimed once a product was refused all the same."""
+    with offload.load(target, context=500, threads=1, invariant=True, dtype="bfloat16") as decoder:
+        if not decoder.invariance.holds:
+            pytest.skip(f"this processor: {decoder.invariance.reason}")
+        monkeypatch.setattr("offload.model.invariance.find_sizes", lambda *_, **__: ())
+        prompt = [5 + num % 90 for num in range(470)]
+        assert decoder.generate(prompt, max_new_tokens=2).is_invariant
+        assert decoder.generate(prompt, max_new_tokens=2, tree="none").is_invariant
+        run = decoder.run(prompt[:4], Sampling(), max_new_tokens=2)
+        decoder.invariance.rows.num_refused += 1
+        list(run)
+        assert not run.result().is_invariant and not decoder._arithmetic
+
+
+def test_threads_that_are_named_may_hold_alone(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, threads_differ)
+    monkeypatch.setattr("offload.engine.load.num_cores", lambda: 2)
+    with offload.load(target, context=64, threads=1, invariant=True) as decoder:
+        if not found(target).holds:
+            pytest.skip(f"this processor: {decoder.invariance.reason}")
+        assert decoder.invariance.thread_counts == (1,) and not decoder.notes
 
 
 def test_rotary_embeddings_that_depend_on_the_length_are_refused(tmp_path: Path) -> None:

@@ -15,14 +15,17 @@ from test_tree_rows import checkpoint_of
 from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
+from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
 from offload.model.invariance import InvariantRows, in_whole_vectors
 from offload.model.kv_cache import KVCache
 from offload.model.path_attention import PathRows, ScoreTerms, path_rows
+from offload.model.row_sizes import find_sizes
 from offload.model.weights import StreamedModel
 from offload.streaming.disk import DiskReader
 from offload.tree.token_tree import ancestors
@@ -183,6 +186,45 @@ def test_path_attention_is_attention(
     sink_HT1 = sink_HT1.double().expand(-1, num_rows, -1)
     weight_HTS = torch.cat([score_HTS, sink_HT1], 2).softmax(2)[..., :-1]
     torch.testing.assert_close(got.double(), (weight_HTS @ value_HSV).transpose(0, 1), atol=2e-5, rtol=2e-5)
+
+
+class _Largest(TorchFunctionMode):
+    """Bytes of the largest result."""
+
+    num_bytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.num_bytes = max(self.num_bytes, out.nbytes if isinstance(out, Tensor) else 0)
+        return out
+
+
+def test_scores_of_a_wide_tree_stay_in_their_tile() -> None:
+    ancestor_UU = torch.eye(768, dtype=torch.bool)
+    ancestor_UU[:, 0] = True
+    rows = path_rows(70, ancestor_UU, None, InvariantRows([1]))
+    states = torch.ones(16, 838, 16)
+    with _Largest() as largest:
+        path_attention.path_attention(states[:, 70:], states, states, rows, ScoreTerms(1.0))
+    assert largest.num_bytes <= PATH_SCRATCH_BYTES // 4
+
+
+def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model's own pass: a trial of what the mode makes would find that everything is the same."""
+    begun, ended = [], []
+
+    def noting(multiply: Any, factor: Tensor, *args: Any, **more: Any) -> tuple[int, ...]:
+        assert len(begun) == len(ended), "a trial within a trial"
+        begun.append(factor.ndim)
+        sizes = find_sizes(multiply, factor, *args, **more)
+        ended.append(factor.ndim)
+        return sizes
+
+    monkeypatch.setattr("offload.model.invariance.find_sizes", noting)
+    model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "float32")
+    model.be_invariant(InvariantRows([1]))
+    taken_in(model, CUTS[0])
+    assert set(begun) == {2, 3}
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu of tanh", "sigmoid", "tanh"])

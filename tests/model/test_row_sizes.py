@@ -92,6 +92,33 @@ def test_large_factors_are_tried_themselves() -> None:
     assert factors == {weight.data_ptr()}
 
 
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_large_factors_in_16_bits_tell_two_orders(is_transposed: bool) -> None:
+    """Of random numbers 4 rows of 192 columns tell nothing; weights may be nothing, or alike."""
+    weight = 0.02 * torch.randn(192, 45_000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[3], weight[6] = 0, weight[9]
+
+    def summed(rows: Tensor, factor: Tensor) -> Tensor:
+        """On one thread in float64, so that the order is what is told to it."""
+        rows_K, factor_NK = rows.double(), (factor if is_transposed else factor.T).double()
+        middle = 40_000 if len(rows) <= 48 else 5_000
+        parts = [rows_K[:, part] @ factor_NK[:, part].T for part in (slice(middle), slice(middle, None))]
+        return (parts[0].float() + parts[1].float()).to(rows.dtype)
+
+    factor = weight if is_transposed else weight.T
+    assert find_sizes(summed, factor, (1,), is_transposed=is_transposed) == (64, 256)
+
+
+def test_more_orders_than_are_kept() -> None:
+    """Each size its own, so that none but the largest is used alone; three results are kept."""
+
+    def summed(rows: Tensor, factor: Tensor) -> Tensor:
+        middle = 1 + len(rows) % 61
+        return (exact(rows[:, :middle], factor[:, :middle]) + exact(rows[:, middle:], factor[:, middle:])).to(rows)
+
+    assert len(sizes_of(summed)) == 1
+
+
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "parts"),
     [(1, (4, 256), [4]), (5, (4, 256), [4, 4]), (0, (4,), []), (300, (48, 256), [256, 48]), (64, (32, 192), [32, 32]),
