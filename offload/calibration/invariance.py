@@ -87,8 +87,7 @@ def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> I
     model.be_invariant(rows)
     cache = KVCache(1, len(token_T))
     wanted_TV = _logits(model, token_T, (len(token_T),), cache)
-    with rows:
-        try_scores(cache.layers[0].keys[0])
+    try_scores(rows, cache.layers[0].keys[0])
     if rows.num_refused:
         counts = ", ".join(map(str, thread_counts))
         raise _DifferError(f"a product has other bits for each number of rows, with {counts} threads")

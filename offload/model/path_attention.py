@@ -2,7 +2,7 @@
 
 A sum of floating-point numbers depends on their order, and the keys of a tree's path lie at scattered columns. So keys
 are taken by their position on the path, in blocks of 64: products within a block are always of the same shape, and
-blocks are added up one after another in float32. Who calls this has entered `InvariantRows`, which makes the products.
+blocks are added up one after another in float32.
 
     [0, base) full blocks that lie in order for every row   [base, ...) a row's own path, gathered block by block
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.memory.plan import PATH_SCRATCH_BYTES
+from offload.model.invariance import InvariantRows
 from offload.model.row_sizes import MAX_ROWS
 
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
@@ -39,6 +40,7 @@ class PathRows:
         num_early: rows whose paths end before `base`.
         column_TL: of the others, the columns of positions base, base + 1, ...; L is a multiple of 64.
         window: a row sees keys less than this many positions back.
+        invariant: makes products that are the same for every number of rows; not entered, or it would try its own.
     """
 
     length_T: Tensor
@@ -47,6 +49,7 @@ class PathRows:
     num_early: int
     column_TL: Tensor
     window: int | None
+    invariant: InvariantRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +70,7 @@ def path_rows(
     num_prefix: int,
     ancestor_TU: Tensor,
     window: int | None,
+    invariant: InvariantRows,
     send: Callable[[Tensor], Tensor] = _STAY,
 ) -> PathRows:
     """Rows that are the last T of U uncommitted ones behind P committed ones.
@@ -89,7 +93,7 @@ def path_rows(
     column_TL = torch.where(position_L < num_prefix, position_L, path_TU[:, nth_L] + num_prefix)
     is_seen_TL = position_L < length_T[num_early:, None]
     column_TL = torch.where(is_seen_TL, column_TL, (own_T + num_prefix)[:, None])  # any that holds numbers
-    return PathRows(length_T, send(length_T), base, num_early, send(column_TL), window)
+    return PathRows(length_T, send(length_T), base, num_early, send(column_TL), window, invariant)
 
 
 def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
@@ -115,12 +119,12 @@ def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: 
     return out_GTIV.transpose(0, 1).flatten(1, 2)
 
 
-def try_scores(key_GSK: Tensor) -> None:
-    """Let what makes products try all those that scores of longer texts are, for heads as wide as these."""
+def try_scores(invariant: InvariantRows, key_GSK: Tensor) -> None:
+    """Let it try all products that scores of longer texts are, for heads as wide as these."""
     width = key_GSK.shape[2]
     for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
         key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
-        torch.bmm(key_1SK[:, :1], key_1SK.transpose(1, 2))
+        invariant.multiply(torch.bmm, key_1SK[:, :1], key_1SK.transpose(1, 2))
 
 
 def _pieces(first: int, num_early: int, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
@@ -178,7 +182,7 @@ class _Piece:
             out = kept[: columns.numel()]
             for sum_TIV, weight_TIB, value_UV in zip(sum_GTIV, weight_GTIB, value_GUV, strict=True):
                 value_TBV = torch.index_select(value_UV, 0, columns.flatten(), out=out).unflatten(0, columns.shape)
-                sum_TIV[some] += torch.bmm(weight_TIB[some], value_TBV)
+                sum_TIV[some] += self._times(weight_TIB[some], value_TBV)
 
     def _shared_scores(self, query_GTIK: Tensor, key_GSK: Tensor, lo: int) -> Tensor:
         """Of the span that begins there."""
@@ -225,7 +229,10 @@ class _Piece:
 
     def _product(self, left_GTIS: Tensor, right_GSV: Tensor) -> Tensor:
         """(G, T, I, V); the rows of all heads of a group are those of one product."""
-        return torch.bmm(left_GTIS.flatten(1, 2), right_GSV).unflatten(1, left_GTIS.shape[1:3])
+        return self._times(left_GTIS.flatten(1, 2), right_GSV).unflatten(1, left_GTIS.shape[1:3])
+
+    def _times(self, left: Tensor, right: Tensor) -> Tensor:
+        return self._rows.invariant.multiply(torch.bmm, left, right)
 
     def _sinks(self, query_GTIK: Tensor) -> Tensor:
         """A column of scores where the family has sinks, else none."""

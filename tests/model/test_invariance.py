@@ -167,7 +167,7 @@ def test_path_attention_is_attention(
     )
     sink_H = torch.randn(6, generator=chance) if has_sink else None
     terms = ScoreTerms(0.3, cap, sink_H)
-    rows = path_rows(num_prefix, ancestors(topology), window)
+    rows = path_rows(num_prefix, ancestors(topology), window, InvariantRows([1]))
     got = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
     with monkeypatch.context() as patch:
         patch.setattr(path_attention, "_TILE_BYTES", 4096)
@@ -202,29 +202,29 @@ class _Largest(TorchFunctionMode):
 def test_scores_of_a_wide_tree_stay_in_their_tile() -> None:
     ancestor_UU = torch.eye(768, dtype=torch.bool)
     ancestor_UU[:, 0] = True
-    rows = path_rows(70, ancestor_UU, None)
+    rows = path_rows(70, ancestor_UU, None, InvariantRows([1]))
     states = torch.ones(16, 838, 16)
     with _Largest() as largest:
         path_attention.path_attention(states[:, 70:], states, states, rows, ScoreTerms(1.0))
     assert largest.num_bytes <= PATH_SCRATCH_BYTES // 4
 
 
-def test_products_are_tried_without_those_that_hold_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial of what the mode makes would find that everything is the same."""
-    depths = []
+def test_products_of_attention_are_tried_bare(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model's own pass: a trial of what the mode makes would find that everything is the same."""
+    begun, ended = [], []
 
-    def noting(*args: Any, **more: Any) -> tuple[int, ...]:
-        depths.append(torch._C._len_torch_function_stack())
-        return find_sizes(*args, **more)
+    def noting(multiply: Any, factor: Tensor, *args: Any, **more: Any) -> tuple[int, ...]:
+        assert len(begun) == len(ended), "a trial within a trial"
+        begun.append(factor.ndim)
+        sizes = find_sizes(multiply, factor, *args, **more)
+        ended.append(factor.ndim)
+        return sizes
 
     monkeypatch.setattr("offload.model.invariance.find_sizes", noting)
-    rows = path_rows(70, torch.ones(9, 9, dtype=torch.bool).tril(), None)
-    states, left = torch.ones(2, 79, 16), torch.ones(3, 64)
-    with InvariantRows([1]):
-        path_attention.path_attention(states[:, 70:], states, states, rows, ScoreTerms(1.0))
-        functional.linear(left, torch.ones(64, 64))
-        left @ torch.ones(64, 64)
-    assert set(depths) == {0} and len(depths) == 3, "scores and values, of one shape; a linear one; a plain one"
+    model = resident_model(open_checkpoint(checkpoint_of("llama", base)), "float32")
+    model.be_invariant(InvariantRows([1]))
+    taken_in(model, CUTS[0])
+    assert set(begun) == {2, 3}
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu of tanh", "sigmoid", "tanh"])
