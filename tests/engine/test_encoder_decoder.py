@@ -65,12 +65,12 @@ def test_greedy_ids_equal_transformers(layout: str, tmp_path: Path) -> None:
 
 
 def test_same_seed_same_ids_for_every_tree_and_memory(pair: tuple[Path, Path], decoder: Decoder) -> None:
-    sampling = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 16}
+    sampling = {"temperature": 0.8, "top_p": 0.95, "max_new_tokens": 12}
     with offload.load(pair[0], ram="1GiB", context=CONTEXT, threads=1) as alone:
         assert alone.plan.encoder_bytes, "the encoder stays where everything does"
         wanted = [alone.generate(prompts()[2], seed=seed, **sampling).token_ids for seed in range(2)]
     assert wanted[0] != wanted[1], "seeds must matter"
-    for seed, trees in enumerate((TREES[1:], TREES[2:3])):
+    for seed, trees in enumerate((TREES[1::2], TREES[2:3])):
         for tree in trees:
             got = decoder.generate(prompts()[2], seed=seed, tree=tree, **sampling)
             assert got.token_ids == wanted[seed], f"seed {seed}, {tree}"
@@ -113,10 +113,10 @@ def test_a_prompt_that_was_cut_short_goes_on(at: int, pair: tuple[Path, Path]) -
 
     ram = streaming_ram(*pair, context=CONTEXT, num_nodes=32)
     with offload.load(*pair, ram=ram, context=CONTEXT, tree="32x8", threads=1, on_layer=on_layer) as decoder:
-        run = decoder.run(prompts()[1], offload.Sampling(), max_new_tokens=20)
+        run = decoder.run(prompts()[1], offload.Sampling(), max_new_tokens=8)
         with pytest.raises(Enough):
             list(run)
-        assert list(run) and run.result().token_ids == decoder.generate(prompts()[1], max_new_tokens=20).token_ids
+        assert list(run) and run.result().token_ids == decoder.generate(prompts()[1], max_new_tokens=8).token_ids
 
 
 def in_the_encoder(decoder: Decoder, _: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_a_bias_by_row_is_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPat
 
 
 def test_keys_of_the_prompt_before_are_caught(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = decoder.generate(prompts()[1], max_new_tokens=16, tree="none").token_ids
+    wanted = decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids
     right = SourceCache.read
 
     def keep(cache: SourceCache, source: list[int], hidden_1SD: Tensor) -> None:
@@ -191,7 +191,7 @@ def test_keys_of_the_prompt_before_are_caught(decoder: Decoder, monkeypatch: pyt
 
     decoder.generate(prompts()[2], max_new_tokens=2, tree="none")
     monkeypatch.setattr(SourceCache, "read", keep)
-    assert decoder.generate(prompts()[1], max_new_tokens=16, tree="none").token_ids != wanted
+    assert decoder.generate(prompts()[1], max_new_tokens=8, tree="none").token_ids != wanted
 
 
 def test_what_the_encoder_and_the_decoder_have_no_room_for_is_refused(decoder: Decoder) -> None:
