@@ -43,7 +43,7 @@ class InvariantRows(TorchFunctionMode):
         self.num_refused, self._thread_counts = 0, tuple(thread_counts)
         self._found: dict[Any, RowSizes] = {}  # by product: what a library does with a shape stays what it is
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
-        self._own |= {product: partial(self._multiply, product) for product in _PRODUCTS}
+        self._own |= {product: partial(self.multiply, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +59,7 @@ class InvariantRows(TorchFunctionMode):
         out = in_parts(lambda part: multiply(part, weight, bias), rows, sizes)[:, :num_columns]
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
-    def _multiply(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    def multiply(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """By `matmul` or what is like it; of a stack the rows are those of each factor in it."""
         left, right = (*args, *kwargs.values())
         if left.ndim < 2 or right.ndim < 2:

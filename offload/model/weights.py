@@ -297,7 +297,8 @@ class StreamedModel:
         """What rows see by position on their paths, for each window, where rows are to be invariant."""
         if self._invariant is None:
             return {}
-        return {window: path_rows(num_prefix, ancestor_TU, window, self.send) for window in self.windows}
+        what, rows = (num_prefix, ancestor_TU), self._invariant
+        return {window: path_rows(*what, window, rows, self.send) for window in self.windows}
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
