@@ -64,7 +64,8 @@ class Comparison(NamedTuple):
 
 def demo_options(ram: str | int, tree: str, **options: Any) -> LoadOptions:
     """How the demo loads: on the CPU, since any GPU would hold the target, and nothing would stream."""
-    return LoadOptions(ram=ram, tree=tree, context=_CONTEXT, device="cpu", **options)
+    looks_up = True if parse_tree(tree).kind in ("best", "dynamic") else None
+    return LoadOptions(ram=ram, tree=tree, context=_CONTEXT, device="cpu", lookup=looks_up, **options)
 
 
 def budget(size_bytes: int, ram: str | None, tree: str, rule: str) -> str | int:

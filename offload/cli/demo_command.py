@@ -51,9 +51,7 @@ def demo(
         from offload.engine.request import Request
 
         request = Request(run.PROMPT if prompt is None else read_prompt(prompt, None), sampling, max_tokens, raw=True)
-        options = run.demo_options(
-            run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=link_limit, lookup=True
-        )
+        options = run.demo_options(run.budget(size_bytes, ram, tree, rule), tree, rule=rule, link_limit=link_limit)
         run.check(request)
         target = run.inflated_target(size_bytes, partial(console.bytes_landed, label="making the target"))
         with run.open_demo(target, options, console, request) as decoder:
