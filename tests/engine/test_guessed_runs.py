@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_t5
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
@@ -100,6 +101,17 @@ def test_what_was_not_guessed_teaches_nothing(draft: Path | None, wanted: Any) -
             texts.append(ids(decoder, tree=tree))
         assert [repr(trust) for trust in decoder.drafter._trusts._known.values()] == before
     assert texts == [wanted[0]] * 4
+
+
+def test_behind_an_encoder_its_text_is_copied_too(tmp_path: Path) -> None:
+    """The prompt of a T5, which repeats itself, and what the decoder writes; alone and beside a draft."""
+    prompt, budget = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7], {"ram": "1GiB", "context": 128, "threads": 1}
+    target, draft = small_t5.save_pair("v1.1", tmp_path)
+    texts = []
+    for options in ({"tree": "none"}, {"tree": "dynamic:32x8"}, {"draft": draft, "tree": "32x8", "lookup": True}):
+        with offload.load(target, device="cpu", profile="none", **options, **budget) as decoder:
+            texts.append(decoder.generate(prompt, max_new_tokens=32).token_ids)
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_without_a_draft_the_text_is_looked_up_by_itself(wanted: Any) -> None:
