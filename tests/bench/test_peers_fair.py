@@ -20,6 +20,7 @@ from offload.bench.peers.run import Outcome, gguf_file, run_child
 from offload.cli.demo import PAIR
 from offload.config import Sampling
 from offload.engine.load import load
+from offload.machine import rss_bytes
 from offload.tuning.audit import draw_gaps, rounding
 
 OTHER = list(range(900, 950))
@@ -73,7 +74,8 @@ def test_without_drafts_both_take_the_same_texts_and_write_the_same() -> None:
     texts = {}
     for name in (OURS, "mmap"):
         program = LOOKUPS[name]
-        wish = order(program.module, options=program.options, prompts=[[*PROMPT, *PROMPT[:9]]], num_tokens=24)
+        what = {"prompts": [[*PROMPT, *PROMPT[:9]]], "num_tokens": 24, "cap_bytes": rss_bytes() + (1 << 30)}
+        wish = order(program.module, options=program.options, **what)
         (run_of,) = follow(wish)["runs"]
         texts[name] = run_of.token_ids[:24]
         assert len(run_of.bursts) < len(run_of.token_ids), name

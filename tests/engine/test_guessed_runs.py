@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, tokenizer = tmp_path_factory.mktemp("store") / "code", load_tokenizer(PAIR / "target")
     encode = lambda texts: [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # noqa: E731
     build(
-        path, [SOURCE[:6000], SOURCE[7000:9000]], Coder("demo", tokenizer.get_vocab(), encode), 1 << 30, lambda *_: None
+        path, [SOURCE[:6000], SOURCE[7000:9000]], Coder("demo", tokenizer.get_vocab(), encode), 1 << 32, lambda *_: None
     )
     return path
 
@@ -155,7 +155,7 @@ def test_a_session_of_a_draft_with_guesses_is_whole(tmp_path: Path, wanted: Any)
 def other_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("other") / "code"
     build(
-        path, ["ab"], Coder("other", {"a": 0, "b": 1}, lambda texts: [[0, 1] for _ in texts]), 1 << 30, lambda *_: None
+        path, ["ab"], Coder("other", {"a": 0, "b": 1}, lambda texts: [[0, 1] for _ in texts]), 1 << 32, lambda *_: None
     )
     return path
 
