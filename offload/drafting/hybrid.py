@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from offload.drafting.base import Drafted
-from offload.drafting.guesses import NO_GUESSES, Guess, Judged
+from offload.drafting.guesses import Guess, Judged
 from offload.drafting.model import ModelDrafter
 from offload.drafting.sources import Asked, Sources, SourcesState
 from offload.drafting.trust import Trusts, sureness
@@ -51,7 +51,6 @@ class HybridDrafter:
         """A tree of at most as many nodes as the shape has, and as deep."""
         asked = Asked(shape.num_nodes - 1, shape.depth)
         if not asked.num_nodes:
-            state.sources.said = NO_GUESSES
             return self._model.grow(shape, tokens, sampler, state.cache)
         guesses = self._sources.ask(tokens, asked, self._trusts.of(sampler), state.sources)
         if isinstance(shape, DynamicShape):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from offload.drafting.base import Drafted
-from offload.drafting.guesses import NO_GUESSES, Guess, Guesses
+from offload.drafting.guesses import Guess, Guesses
 from offload.drafting.sources import Asked, Sources, SourcesState
 from offload.drafting.trust import Trusts
 from offload.sampling.sampler import Sampler
@@ -36,7 +36,6 @@ class LookupDrafter:
         """A tree below `tokens[-1]`: within bounds as large as pays, or as much of a shape as guesses fill."""
         asked = Asked(shape.num_nodes - 1, shape.depth)
         if not asked.num_nodes:
-            state.said = NO_GUESSES
             return Drafted(as_tree([], tokens[-1]), {}, {})
         guesses = self._sources.ask(tokens, asked, self._trusts.of(sampler), state)
         if isinstance(shape, DynamicShape):

@@ -34,7 +34,7 @@ class SourcesState:
         self.states, self.said = states, NO_GUESSES
 
     def clear(self, num_kept: int = 0) -> None:
-        """Forget the text but for its first tokens, and what was guessed behind them."""
+        """Forget the text but for its first tokens, and what was guessed behind them: every step begins so."""
         self.said = NO_GUESSES
         for state in self.states:
             state.clear(num_kept)
