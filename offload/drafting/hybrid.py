@@ -20,7 +20,15 @@ from offload.model.kv_cache import KVCache
 from offload.sampling.sampler import Sampler
 from offload.tree.proposals import Draw, Proposals
 from offload.tree.token_tree import TokenTree
-from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, Topology, in_level_order, level_order
+from offload.tree.topology import (
+    DEFAULT_ACCEPTANCE,
+    DynamicShape,
+    Shape,
+    Topology,
+    in_level_order,
+    level_order,
+    path_chances,
+)
 
 _STEPS = 8  # a static tree gives up so many parts at the most less one: each size has a schedule, and few are kept
 
@@ -115,11 +123,7 @@ def _rearranged(drafted: Drafted, parents: Sequence[int], tokens: Sequence[int])
 
 def _without_least(shape: Topology, found: Sequence[Guess]) -> Topology:
     """The shape less its least likely nodes, as many as there are likelier guesses, in a few steps."""
-    p_K = np.zeros(max(len(DEFAULT_ACCEPTANCE), int(shape.rank_N.max()) + 1))
-    p_K[: len(DEFAULT_ACCEPTANCE)] = DEFAULT_ACCEPTANCE
-    score_N = np.ones(shape.num_nodes)
-    for level in shape.levels[1:]:
-        score_N[level] = score_N[shape.parent_N[level]] * p_K[shape.rank_N[level]]
+    score_N = path_chances(shape, np.array(DEFAULT_ACCEPTANCE))
     falling_N, chances = np.sort(score_N)[::-1], [guess.chance for guess in found]
     num_likelier = next((n for n, chance in enumerate(chances) if chance <= falling_N[-1 - n]), len(chances))
     step = -(-shape.num_nodes // _STEPS)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from offload.planning.cost_model import Costs, Prediction, Traffic, step_time
 from offload.planning.traces import (
     NUM_FOLDS,
@@ -30,8 +28,8 @@ from offload.tree.topology import (
     Floats,
     Found,
     Topology,
-    expected_tokens,
     grow_order,
+    path_chances,
     tree_of,
 )
 
@@ -74,9 +72,7 @@ class Forest:
         """G of a tree that no trace had a part in making."""
         if self._folds:
             return tokens_per_sweep(topology, self.traces)
-        p_K = np.zeros(max(self.p_K.size, int(topology.rank_N.max()) + 1))
-        p_K[: self.p_K.size] = self.p_K
-        return expected_tokens(topology, p_K)
+        return float(path_chances(topology, self.p_K).sum())
 
     @cached_property
     def _gain(self) -> Callable[[int, int], float]:

@@ -141,10 +141,17 @@ def expected_tokens(topology: Topology, p: AcceptanceVector) -> float:
     p_K, top_rank = check_acceptance(p), int(topology.rank_N.max())
     rule = f"the acceptance vector must reach the tree's highest rank, {top_rank}"
     require(top_rank < p_K.size, rule, f"{p_K.size} entries", "append zeros for ranks that are never accepted")
+    return float(path_chances(topology, p_K).sum())
+
+
+def path_chances(topology: Topology, p_K: Floats) -> Floats:
+    """(N,) the chance that a sweep reaches each node; ranks beyond `p_K` are never accepted."""
+    chance_K = np.zeros(max(p_K.size, int(topology.rank_N.max()) + 1))
+    chance_K[: p_K.size] = p_K
     score_N = np.ones(topology.num_nodes)
     for level in topology.levels[1:]:
-        score_N[level] = score_N[topology.parent_N[level]] * p_K[topology.rank_N[level]]
-    return float(score_N.sum())
+        score_N[level] = score_N[topology.parent_N[level]] * chance_K[topology.rank_N[level]]
+    return score_N
 
 
 class Found(NamedTuple):
