@@ -1,0 +1,42 @@
+"""How messages and activations get from rank to rank; who carries them is chosen at start."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from offload.ranks.messages import Channel, Message
+
+
+class RankError(RuntimeError):
+    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told."""
+
+
+class Transport(Protocol):
+    """One rank's way to all others. Every method but `close` raises `RankError` where a peer is lost.
+
+    Attributes:
+        rank: this one's number; 0 is the head.
+        num_ranks: how many there are.
+    """
+
+    rank: int
+    num_ranks: int
+
+    def send(self, to: int, channel: Channel, message: Message) -> None:
+        """Returns at once; what is sent to oneself arrives as well. A payload must not be written to any more."""
+
+    def receive(self, source: int, channel: Channel) -> Message:
+        """The next message, waited for as long as a user may be idle."""
+
+    def poll(self, source: int, channel: Channel) -> Message | None:
+        """The next message, if it has arrived."""
+
+    def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
+        """The source's rows on every rank; others give a tensor of the same shape and type, which may be filled."""
+
+    def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
+        """The columns of all ranks side by side; this one's are `part_TR`, rank r has `widths[r]` of them."""
+
+    def close(self) -> None:
+        """Tell the others that this rank has ended, and let go."""
