@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.errors import UserError
+from offload.errors import RankError, UserError
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.part import ModelPart
@@ -21,7 +21,7 @@ from offload.model.target import Target
 from offload.ranks.exchange import Exchange
 from offload.ranks.interrupt import delayed_interrupt
 from offload.ranks.messages import Channel, Kind, Message
-from offload.ranks.transport import RankError, Transport
+from offload.ranks.transport import Transport
 from offload.sampling.logits import Logits
 from offload.streaming.layers import Layers
 

@@ -60,7 +60,7 @@ def test_more_ranks_than_heads_and_fused_matrices_are_cut_by_rows_alone(checkpoi
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_experts_are_refused(checkpoints: dict[str, Checkpoint], family: str) -> None:
-    with pytest.raises(UserError, match="layers cannot be shared, .* cannot be cut by rows: run it on one rank"):
+    with pytest.raises(UserError, match=r"layers cannot be shared, .* cannot be cut by rows: run it on one rank"):
         share_layers(checkpoints[family], (0.5, 0.5))
 
 
