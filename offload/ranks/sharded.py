@@ -6,7 +6,7 @@ rank runs every pass to its end, since a gather that one of them misses cannot b
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,9 @@ class ShardedTarget(Target):
         return _HeadCache(self._tell, self._model.num_layers, self._cache_slots, self._gather, self._model.send)
 
     def stop(self) -> None:
-        """No pass follows: the other ranks end."""
-        self._tell(Message(Kind.STOP))
+        """No pass follows: the other ranks end, as far as they have not."""
+        with suppress(RankError, UserError):
+            self._tell(Message(Kind.STOP))
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
         if self._is_broken:
