@@ -9,7 +9,15 @@ from offload.ranks.messages import Channel, Message
 
 
 class RankError(RuntimeError):
-    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told."""
+    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told.
+
+    Attributes:
+        is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
+    """
+
+    def __init__(self, line: str, *, is_head_told: bool = False) -> None:
+        super().__init__(line)
+        self.is_head_told = is_head_told
 
 
 class Transport(Protocol):
@@ -38,5 +46,10 @@ class Transport(Protocol):
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks side by side; this one's are `part_TR`, rank r has `widths[r]` of them."""
 
-    def close(self) -> None:
-        """Tell the others that this rank has ended, and let go."""
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
+        """Tell the others that this rank has ended, and let go.
+
+        Args:
+            reason: why, where it has failed; others then raise `RankError`, or `UserError` with it.
+            is_refusal: what failed is what a user can mend.
+        """
