@@ -43,6 +43,16 @@ def require_place(environment: Mapping[str, str] = os.environ) -> Place:
     return place
 
 
+def own_value(text: str, flag: str, place: Place | None) -> str:
+    """Of a list with one value per rank this rank's; one value is for all. Raises `UserError` for another length."""
+    values = text.split(",")
+    if place is None or len(values) == 1:
+        return text
+    rule = f"{flag} must have one value, or one for each of {place.num_ranks} ranks"
+    require(len(values) == place.num_ranks, rule, text, "the first is rank 0's")
+    return values[place.rank]
+
+
 def _number(environment: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
     text = environment.get(name, "" if otherwise is None else str(otherwise))
     require(text.isascii() and text.isdigit() and len(text) < 10, f"{name} must be a whole number", repr(text), START)
