@@ -61,7 +61,7 @@ class InMemory(Transport):
         assert [part.shape[-1] for part in parts] == list(widths), "widths are not those of the parts"
         return torch.cat(parts, -1)
 
-    def close(self) -> None:
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
         self._hub.barrier.abort()
 
     def _box(self, source: int, to: int, channel: Channel) -> "queue.Queue[tuple[float, Message]]":

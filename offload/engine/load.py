@@ -32,7 +32,6 @@ from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
-from offload.model.target import Target
 from offload.planning.cost_model import Curve
 from offload.planning.options import LoadOptions
 from offload.planning.room import Room

@@ -34,5 +34,10 @@ class Transport(Protocol):
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks side by side; this one's are `part_TR`, rank r has `widths[r]` of them."""
 
-    def close(self) -> None:
-        """Tell the others that this rank has ended, and let go."""
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
+        """Tell the others that this rank has ended, and let go.
+
+        Args:
+            reason: why, where it has failed; others then raise `RankError`, or `UserError` with it.
+            is_refusal: what failed is what a user can mend.
+        """

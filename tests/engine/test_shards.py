@@ -14,7 +14,6 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
 import offload
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
-from offload.errors import RunError, UserError
 from offload.planning.options import LoadOptions
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
