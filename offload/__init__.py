@@ -6,7 +6,8 @@ with offload.load("path/to/target", "path/to/draft", ram="8GiB") as decoder:
     print(decoder.generate("def main():", max_new_tokens=64).text)
 
 `load` gives a `Decoder`, whose `generate` gives a `Generation` and whose `stream` gives pieces of text; a `Chat` is a
-conversation with it. `UserError` is raised for what can be mended, in one line, and `ReadError` where the disk fails.
+conversation with it. `UserError` is raised for what can be mended, in one line, and `RunError` where something
+fails under way: a `ReadError` where that is the disk, a `RankError` where it is another rank.
 """
 
 import os
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from offload.engine.generation import Generation
     from offload.engine.load import load
     from offload.engine.request import Request
-    from offload.errors import ReadError, UserError
+    from offload.errors import RankError, ReadError, RunError, UserError
     from offload.memory.plan import MemoryPlan
 
-__all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "ReadError", "Request", "Sampling", "UserError", "load"]
+__all__ = ["Chat", "Decoder", "Generation", "MemoryPlan", "RankError", "ReadError", "Request", "RunError", "Sampling",
+           "UserError", "load"]  # fmt: skip
 __version__ = "0.1.0"
 
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
@@ -35,8 +37,10 @@ _HOMES = {
     "Decoder": "engine.decoder",
     "Generation": "engine.generation",
     "MemoryPlan": "memory.plan",
+    "RankError": "errors",
     "ReadError": "errors",
     "Request": "engine.request",
+    "RunError": "errors",
     "Sampling": "config",
     "UserError": "errors",
     "load": "engine.load",

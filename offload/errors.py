@@ -10,11 +10,19 @@ class UserError(ValueError):
         super().__init__(_one_line(message))
 
 
-class ReadError(OSError):
-    """The disk failed while a run was under way; what was generated until then is kept."""
+class RunError(OSError):
+    """Something failed while a run was under way; what was generated until then is kept."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message))
+
+
+class ReadError(RunError):
+    """The disk failed."""
+
+
+class RankError(RunError):
+    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told."""
 
 
 def ensure(holds: bool, rule: str) -> None:

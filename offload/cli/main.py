@@ -16,7 +16,7 @@ from offload.cli.app import app
 from offload.cli.console import error_line
 from offload.cli.live_line import fitted
 from offload.cli.own_defaults import OwnDefaults, own_defaults
-from offload.errors import ReadError, UserError
+from offload.errors import RunError, UserError
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _NO_DEVICE_MEMORY = (
@@ -44,7 +44,7 @@ def main() -> None:
         sys.exit(finished.exit_code)
     except UserError as error:
         _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR)
-    except ReadError as error:
+    except RunError as error:
         _fail(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)

@@ -8,7 +8,7 @@ from offload.cli.session_file import begun_text, kept_text
 from offload.engine.generation import Run
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.errors import ReadError, UserError
+from offload.errors import RunError, UserError
 from offload.machine import rss_bytes
 from offload.planning.options import LoadOptions
 
@@ -17,7 +17,7 @@ def write_text(
     model: str, draft: str | None, options: LoadOptions, console: Console, request: Request, *,
     note: str, session: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Load a model, and write what is asked for. Raises `UserError` and `ReadError`.
+    """Load a model, and write what is asked for. Raises `UserError` and `RunError`.
 
     Args:
         note: for the user, about the sampling.
@@ -46,7 +46,7 @@ def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -
         for piece in run:
             if not as_json:
                 console.text(piece)
-    except (KeyboardInterrupt, ReadError, UserError) as error:
+    except (KeyboardInterrupt, RunError, UserError) as error:
         failure = error
     result = run.result()
     console.text((json.dumps(result.as_dict()) if as_json else result.text[console.num_written :]) + "\n")

@@ -6,6 +6,7 @@ keys and values: a recurrent state cannot be rolled back to the accepted path.
 
 import copy
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -94,6 +95,7 @@ def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+_ONE_AT_A_TIME = threading.Lock()  # accelerate changes how all modules, of whatever thread, are made meanwhile
 _MAX_WINDOW, _MAX_LABELS = 1 << 31, 1 << 20
 _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # of torch and of transformers
 
@@ -115,7 +117,7 @@ class _EmptyOnMeta(TorchFunctionMode):
 def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     for flag, value in _OUTPUT_FLAGS.items():
         setattr(config, flag, value)
-    with init_empty_weights(), _EmptyOnMeta():
+    with _ONE_AT_A_TIME, init_empty_weights(), _EmptyOnMeta():
         meta_model = family.from_config(config, dtype=dtype, trust_remote_code=False)
     _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
     # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would go uncapped.

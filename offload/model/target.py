@@ -99,8 +99,11 @@ class Target:
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
         self.stream.begin_sweep()
-        position_T = (offset_T + cache.length).clamp(max=self._last_position)
+        position_T = self._positions(offset_T, cache)
         return self._model.score(token_T, position_T, sees_TT, cache, num_logits=num_logits, max_rows=self._max_logits)
+
+    def _positions(self, offset_T: Tensor, cache: KVCache) -> Tensor:
+        return (offset_T + cache.length).clamp(max=self._last_position)
 
     def _release(self, layer: int) -> None:
         self.stream.release(layer)

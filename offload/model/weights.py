@@ -47,6 +47,7 @@ class StreamedModel:
 
     Args:
         has_host_table: embedding tables stay in host memory; the few rows that a pass needs are sent.
+        adapt: changes the model before its weights are looked for.
 
     Attributes:
         layer_layouts: one slab per decoder layer; `rest_layout`: embeddings, final norm, head.
@@ -59,13 +60,15 @@ class StreamedModel:
     start: tuple[int, ...] = ()
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
-    ) -> None:
+        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST,
+        *, has_host_table: bool = False, adapt: Callable[[nn.Module], None] = lambda meta_model: None,
+    ) -> None:  # fmt: skip
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
         self.checkpoint, self.place = checkpoint, place
         self._table_place = _HOST if has_host_table else place
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
         self.meta_model = build_meta_model(checkpoint, self.dtype)
+        adapt(self.meta_model)
         self._layers, *others = layer_stacks(self.meta_model)
         blocks = self._blocks = [block for stack in (self._layers, *others) for block in stack]
         self._tables = _tables(self.meta_model, blocks) if has_host_table else []

@@ -8,10 +8,6 @@ from torch import Tensor
 from offload.ranks.messages import Channel, Message
 
 
-class RankError(RuntimeError):
-    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told."""
-
-
 class Transport(Protocol):
     """One rank's way to all others. Every method but `close` raises `RankError` where a peer is lost.
 

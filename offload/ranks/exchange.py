@@ -1,0 +1,100 @@
+"""Brings together what ranks compute of one pass, and cuts a model to what one of them computes.
+
+Invariant: outside of a pass nobody is waited for: the columns of other ranks are then zeros, so that one rank's share
+can be timed, and tried out, alone.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from offload.model.meta import layer_stacks
+from offload.ranks.sharding import Role, Sharding
+from offload.ranks.transport import Transport
+
+
+class Exchange:
+    """One rank's part in the passes of a shared model.
+
+    Attributes:
+        seconds: that this rank has spent in exchanges, waiting for slower ones included.
+        num_bytes: of its own that others were sent.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._is_open = transport, False
+        self.seconds, self.num_bytes = 0.0, 0
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Meanwhile all ranks run the same pass."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def share(self, rows: Tensor) -> Tensor:
+        """The head's rows, on every rank."""
+        return self._timed(self._transport.broadcast, rows) if self._is_open else rows
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """The columns of all ranks, of which `part`, (..., widths[rank]), has this one's."""
+        before = sum(widths[: self._transport.rank])
+        if not self._is_open:
+            return pad(part, (before, sum(widths) - before - part.shape[-1]))
+        self.num_bytes += part.nbytes * (len(widths) - 1)
+        whole = self._timed(self._transport.gather, part.flatten(0, -2), widths)
+        return whole.unflatten(0, part.shape[:-1])
+
+    def _timed(self, exchange: Callable[..., Tensor], *args: Any) -> Tensor:
+        started = time.perf_counter()
+        try:
+            return exchange(*args)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:
+    """Let every layer of a model without storage compute one rank's rows, and gather where others are needed."""
+    layers = layer_stacks(meta_model)[0]
+    layers[0].register_forward_pre_hook(partial(_share_input, exchange), with_kwargs=True)
+    for layer in layers:
+        for name, matrix in sharding.matrices.items():
+            module = layer.get_submodule(name)
+            assert isinstance(module, nn.Linear), f"{name} is no matrix product"
+            _cut(module, matrix.rows_R[rank].count)
+            if matrix.role is Role.JOINED:
+                widths = sharding.input_widths(name)
+                module.register_forward_pre_hook(partial(_gather_input, exchange, widths))
+            if matrix.role is not Role.OWN:
+                module.register_forward_hook(partial(_gather_output, exchange, sharding.widths(name)))
+
+
+def _cut(module: nn.Linear, num_rows: int) -> None:
+    module.out_features = num_rows
+    for key, whole in module._parameters.items():
+        if whole is not None:
+            part = torch.empty(num_rows, *whole.shape[1:], dtype=whole.dtype, device="meta")
+            module._parameters[key] = nn.Parameter(part, requires_grad=False)
+
+
+def _share_input(exchange: Exchange, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """What the head has made of its tokens is where every rank begins."""
+    if args:
+        return (exchange.share(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": exchange.share(kwargs["hidden_states"])}
+
+
+def _gather_input(exchange: Exchange, widths: Sequence[int], _: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (exchange.gather(args[0], widths),)
+
+
+def _gather_output(exchange: Exchange, widths: Sequence[int], _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    return exchange.gather(output, widths)

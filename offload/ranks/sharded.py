@@ -1,0 +1,129 @@
+"""One target on many ranks, each with some rows of every matrix: the head's side of a pass, and that of the others.
+
+The head decides everything and tells the others three things, in the order in which it does them itself: what its cache
+forgets, what it commits, and which rows come next. Embeddings, head and draft are the head's alone. Invariant: every
+rank runs every pass to its end, since a gather that one of them misses cannot be resumed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.errors import RankError, UserError
+from offload.memory.plan import MemoryPlan
+from offload.model.kv_cache import KVCache
+from offload.model.part import ModelPart
+from offload.model.target import Target
+from offload.ranks.exchange import Exchange
+from offload.ranks.interrupt import delayed_interrupt
+from offload.ranks.messages import Channel, Kind, Message
+from offload.ranks.transport import Transport
+from offload.sampling.logits import Logits
+from offload.streaming.layers import Layers
+
+Tell = Callable[[Message], None]
+
+
+class ShardedTarget(Target):
+    """The head's: a target whose model was cut, see `cut_model`. Others run `serve_shard`."""
+
+    def __init__(
+        self, *args: Any, transport: Transport, exchange: Exchange,
+        on_layer: Callable[[], None] = lambda: None, **more: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(*args, on_layer=self._hear_layer, **more)
+        self._transport, self._exchange, self._listener, self._is_broken = transport, exchange, on_layer, False
+        self._held_back: BaseException | None = None
+
+    def new_cache(self) -> KVCache:
+        """An empty one, which all other ranks follow."""
+        return _HeadCache(self._tell, self._model.num_layers, self._cache_slots, self._gather, self._model.send)
+
+    def stop(self) -> None:
+        """No pass follows: the other ranks end."""
+        self._tell(Message(Kind.STOP))
+
+    def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
+        if self._is_broken:
+            raise RankError("a pass of all ranks was cut short: load the model again")
+        position_T = self._positions(offset_T, cache)
+        with delayed_interrupt(), self._whole_pass():
+            self._tell(Message(Kind.RUN, position_T.tolist(), _packed(sees_TT)))
+            with self._exchange.opened():
+                logits = super()._sweep(token_T, sees_TT, offset_T, num_logits, cache)
+        return logits
+
+    @contextmanager
+    def _whole_pass(self) -> Iterator[None]:
+        """What a listener raises is raised when the pass is over; what fails within it ends all later ones."""
+        self._is_broken, self._held_back = True, None
+        yield
+        self._is_broken = False
+        if self._held_back is not None:
+            raise self._held_back
+
+    def _hear_layer(self) -> None:
+        try:
+            if self._held_back is None:
+                self._listener()
+        except BaseException as error:
+            self._held_back = error
+
+    def _tell(self, message: Message) -> None:
+        for rank in range(1, self._transport.num_ranks):
+            self._transport.send(rank, Channel.DATA, message)
+
+
+class _HeadCache(KVCache):
+    """Tells the other ranks what becomes of its rows."""
+
+    def __init__(self, tell: Tell, *args: Any) -> None:
+        super().__init__(*args)
+        self._tell = tell
+
+    def commit(self, rows: Sequence[int], kept: Sequence[int] = ()) -> None:
+        super().commit(rows, kept)
+        self._tell(Message(Kind.COMMIT, [len(rows), *rows, *kept]))
+
+    def clear(self, num_kept: int = 0) -> None:
+        if num_kept < self.length:
+            self._tell(Message(Kind.RESET, [num_kept]))
+        super().clear(num_kept)
+
+    def refill(self, *_: Any) -> None:
+        raise UserError("sessions keep keys and values of one rank, and there are several: leave `ranks` out")
+
+
+def serve_shard(model: ModelPart, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange) -> None:
+    """Follow the head until it ends. Raises `RankError` where it is lost, `ReadError` where the disk fails."""
+    cache = model.new_cache(plan.cache_slots)
+    model.stream_layers(stream.acquire, stream.release)
+    while (order := transport.receive(0, Channel.DATA)).kind is not Kind.STOP:
+        if order.kind is Kind.RESET:
+            cache.clear(order.numbers[0])
+        elif order.kind is Kind.COMMIT:
+            num_path = order.numbers[0]
+            cache.commit(order.numbers[1 : 1 + num_path], order.numbers[1 + num_path :])
+        else:
+            assert order.kind is Kind.RUN and order.payload is not None, f"{order.kind.name} is no order"
+            stream.begin_sweep()
+            with exchange.opened():
+                _follow(model, torch.tensor(order.numbers), _unpacked(order.payload, len(order.numbers)), cache)
+
+
+def _follow(model: ModelPart, position_T: Tensor, sees_TT: Tensor, cache: KVCache) -> None:
+    width = int(model.meta_model.config.hidden_size)
+    hidden_TD = torch.zeros(len(position_T), width, dtype=model.dtype, device=model.place)  # the head shares its own
+    model.forward_hidden(hidden_TD, position_T, sees_TT, cache)
+
+
+def _packed(sees_TT: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(sees_TT.numpy(), axis=1))
+
+
+def _unpacked(bits: Tensor, num_rows: int) -> Tensor:
+    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=num_rows).astype(bool))

@@ -1,0 +1,137 @@
+"""How the matrices of every layer are shared among ranks: whole rows, so that each product is made in one place.
+
+    q k v, gate up   a rank's own heads and features; their outputs stay where they are
+    o, down          take the outputs of all ranks, gathered; each rank has some rows of the result, gathered again
+
+That is four gathers a layer. Families that cannot be cut by heads, or are to be cut among more ranks than they have
+key/value heads, have every product gathered at once, and attention on every rank. Either way each number is one row
+times one column on one rank: sums are never split. Invariant: every row of every matrix belongs to exactly one rank.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from offload.checkpoint.encoder_decoder import has_encoder
+from offload.checkpoint.rows import Rows, cut_rows, layer_tensors
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.sizes import config_sizes, head_dim
+from offload.errors import UserError
+
+_STEP, _MANY = 16, 4  # rows that a share of a matrix is a multiple of, where a rank has so many times that many
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
+
+
+class Role(Enum):
+    """What becomes of a product's rows on other ranks."""
+
+    OWN = 0  # they stay there
+    JOINED = 1  # its input is gathered, and its output
+    GATHERED = 2  # its output is gathered
+
+
+class Matrix(NamedTuple):
+    """One matrix of every layer."""
+
+    role: Role
+    rows_R: tuple[Rows, ...]  # of each rank
+
+
+class Sharding(NamedTuple):
+    """Who has which rows; `matrices` by name within a layer."""
+
+    matrices: dict[str, Matrix]
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether a rank computes attention, and keeps keys and values, for its own heads alone."""
+        return any(matrix.role is Role.OWN for matrix in self.matrices.values())
+
+    def checkpoint_of(self, rank: int, checkpoint: Checkpoint) -> Checkpoint:
+        """What one rank reads of the layers."""
+        return cut_rows(checkpoint, {name: matrix.rows_R[rank] for name, matrix in self.matrices.items()})
+
+    def widths(self, name: str) -> list[int]:
+        """Numbers in a row of this matrix's output, rank by rank."""
+        return [rows.count for rows in self.matrices[name].rows_R]
+
+    def input_widths(self, name: str) -> list[int]:
+        """The same for the gathered input of a joined matrix: outputs of values' heads, or of features."""
+        return self.widths(_FEED_FORWARD[1] if name in _FEED_FORWARD else _ATTENTION[0])
+
+
+def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding:
+    """Shares of about these sizes, which add up to 1.
+
+    Raises `UserError` for families whose layers cannot be cut, and where a rank would get nothing.
+    """
+    where, shapes = checkpoint.directory.name, layer_tensors(checkpoint)
+    stems = {name.removesuffix(".weight"): sizes for name, sizes in shapes.items() if name.endswith(".weight")}
+    matrices = {stem: sizes for stem, sizes in stems.items() if any(len(shape) > 1 for shape in sizes)}
+    odd = next((stem for stem, sizes in matrices.items() if len(sizes) > 1 or len(next(iter(sizes))) != 2), None)
+    odd = odd or next((stem for stem in stems if any(word in f"{stem}." for word in _EXPERTS)), None)
+    if has_encoder(checkpoint.config) or odd or not matrices:
+        what = f"{odd} cannot be cut by rows" if odd else "it has an encoder"
+        raise UserError(f"{where}: layers cannot be shared, {what}: run it on one rank, or as stages")
+    rows = {stem: next(iter(sizes))[0] for stem, sizes in matrices.items()}
+    if _has_heads(checkpoint, shapes) and len(fractions) <= config_sizes(checkpoint).get("num_key_value_heads", 0):
+        return _by_heads(checkpoint, rows, fractions)
+    return Sharding({stem: Matrix(Role.GATHERED, split_rows(rows[stem], fractions)) for stem in rows})
+
+
+def split_rows(num_rows: int, fractions: Sequence[float], step: int = _STEP) -> tuple[Rows, ...]:
+    """Whole steps, or of small matrices rows, one at least for every rank, as near to the fractions as these allow.
+
+    Raises `UserError` where there are fewer rows than ranks.
+    """
+    num_ranks = len(fractions)
+    if num_rows < num_ranks:
+        raise UserError(f"a matrix of {num_rows} rows cannot be shared by {num_ranks} ranks: take fewer ranks")
+    step = step if num_rows >= _MANY * step * num_ranks else 1
+    num_steps = math.ceil(num_rows / step)
+    ends, before = list[int](), 0.0
+    for rank, fraction in enumerate(fractions):
+        before += fraction
+        least, most = (ends[-1] if ends else 0) + 1, num_steps - (num_ranks - 1 - rank)
+        ends.append(min(max(round(before * num_steps), least), most))
+    ends[-1] = num_steps
+    return tuple(
+        Rows(lo * step, min(hi * step, num_rows)) for lo, hi in zip([0, *ends[:-1]], ends, strict=True)
+    )
+
+
+def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) -> bool:
+    """Whether layers are those of Llama: heads and features can be computed apart, and norms do not span them."""
+    sizes = config_sizes(checkpoint)
+    num_heads, num_groups, width = sizes.get("num_attention_heads", 0), sizes.get("num_key_value_heads"), head_dim(sizes)
+    matrices = {name.removesuffix(".weight"): next(iter(found)) for name, found in shapes.items()
+                if name.endswith(".weight") and len(next(iter(found))) == 2}  # fmt: skip
+    if set(matrices) != {*_ATTENTION, *_FEED_FORWARD} or num_groups is None:
+        return False
+    expected = {"q": num_heads * width, "k": num_groups * width, "v": num_groups * width}
+    of_heads = all(matrices[f"self_attn.{key}_proj"][0] == rows for key, rows in expected.items())
+    biases = {f"{stem}.bias" for stem in matrices}
+    others = [shape for name, found in shapes.items() if name not in biases for shape in found if len(shape) == 1]
+    return of_heads and all(shape in ((sizes["hidden_size"],), (width,)) for shape in others)
+
+
+def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[float]) -> Sharding:
+    """Whole key/value heads with their query heads; features and results even out what these leave uneven."""
+    sizes = config_sizes(checkpoint)
+    groups_R = split_rows(sizes["num_key_value_heads"], fractions, 1)
+    of_group = sum(rows[stem] for stem in _ATTENTION[:3]) * sizes["hidden_size"] / sizes["num_key_value_heads"]
+    others = rows["self_attn.o_proj"] * rows["self_attn.q_proj"] + 3 * rows["mlp.up_proj"] * sizes["hidden_size"]
+    whole = others + of_group * sizes["num_key_value_heads"]
+    left = [max(0.0, fraction * whole - of_group * groups.count)
+            for fraction, groups in zip(fractions, groups_R, strict=True)]  # fmt: skip
+    finer = [one / sum(left) for one in left] if sum(left) else fractions
+    matrices = {stem: Matrix(Role.OWN, split_rows(rows[stem], finer)) for stem in _FEED_FORWARD[:2]}
+    for stem in _ATTENTION[:3]:
+        each = rows[stem] // sizes["num_key_value_heads"]
+        matrices[stem] = Matrix(Role.OWN, tuple(Rows(lo * each, hi * each) for lo, hi in groups_R))
+    for stem in (_ATTENTION[3], _FEED_FORWARD[2]):
+        matrices[stem] = Matrix(Role.JOINED, split_rows(rows[stem], finer))
+    return Sharding(matrices)
