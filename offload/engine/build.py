@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.safetensors import Checkpoint
@@ -53,11 +54,15 @@ class Pair(NamedTuple):
 
 
 def open_pair(
-    files: Files, options: LoadOptions, device: Device | None, resources: ExitStack, open_source: OpenSource
-) -> Pair:
-    """Meta models with their tokenizer and the file reader. Raises `UserError` where the two do not fit each other."""
+    files: Files, options: LoadOptions, device: Device | None, resources: ExitStack, open_source: OpenSource,
+    adapt: Callable[[nn.Module], None] = lambda meta_model: None,
+) -> Pair:  # fmt: skip
+    """Meta models with their tokenizer and the file reader; `adapt` may change the target's before it has weights.
+
+    Raises `UserError` where the two do not fit each other.
+    """
     place = _HOST if device is None else device.place
-    target = open_model(files.target, options.dtype, place, has_host_table=device is not None)
+    target = open_model(files.target, options.dtype, place, has_host_table=device is not None, adapt=adapt)
     end_ids = _end_ids(files.target)
     resources.callback(target.close)
     notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]

@@ -6,6 +6,7 @@ What can be refused is refused before the first weight is read; what was open wh
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from operator import le
 from pathlib import Path
@@ -25,14 +26,18 @@ from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
+from offload.engine.shards import Given, join_shards
+from offload.engine.team import Team
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
 from offload.model.target import Target
+from offload.planning.cost_model import Curve
 from offload.planning.options import LoadOptions
 from offload.planning.room import Room
 from offload.planning.tree_policy import Trees
+from offload.ranks.transport import Transport
 from offload.streaming.device import CudaDevice, Device, open_device
 from offload.streaming.disk import DiskReader
 from offload.streaming.layers import Layers, open_layers
@@ -107,9 +112,12 @@ def load(
 def open_decoder(
     model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, options: LoadOptions,
     request: Request | None = None, *, device: Device | None = None, open_source: OpenSource = DiskReader,
-    hooks: Hooks = _NOBODY,
+    hooks: Hooks = _NOBODY, transport: Transport | None = None,
 ) -> Decoder:  # fmt: skip
-    """`load` with its options in one piece; `device` is one that is open. Raises what `load` raises."""
+    """`load` with its options in one piece; `device` is open, `transport` leads to the other ranks of `options.ranks`.
+
+    Raises what `load` raises.
+    """
     spec = options.tree_spec(has_draft=draft is not None)
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
@@ -118,13 +126,18 @@ def open_decoder(
     room = Room.of(options, str(device.place) if device else None)
     names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.is_chosen else spec.num_nodes
     hooks.on_phase("reading headers")
-    files = Files(*fetch(names, lambda *headers: room.plan(Files(*headers), least_nodes), hooks.on_phase))
-    plan_for = partial(room.plan, files)
-    trees = trees_of(files, options, room, device=device.name if device else "cpu")
-    trees.check(settings.sampling, options.rule)
     with ExitStack() as resources:
+        refuse = (lambda *headers: room.plan(Files(*headers), least_nodes)) if options.ranks is None else _accept
+        files = Files(*fetch(names, refuse, hooks.on_phase))
+        team = Team()
+        if options.ranks is not None:
+            team = join_shards(Given(files, options, room, device, open_source, hooks), resources, transport)
+            files = team.own(files)
+        plan_for = partial(room.plan, files)
+        trees = trees_of(files, options, room, device=device.name if device else "cpu")
+        trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
-        pair = open_pair(files, options, device, resources, open_source)
+        pair = open_pair(files, options, device, resources, open_source, team.adapt)
         models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
         if request is not None:
             _check_request(request, pair, models)
@@ -137,15 +150,21 @@ def open_decoder(
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = _make_invariant(options, pair, plan_for(trees.most_nodes), threads, hooks.on_phase)
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
-        plan = _plan_tree(trees, pair, settings, plan_for, threads, choice.kernels)
+        kernels = choice.kernels
+        plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels, team.exchange_s)
+        team.settle(plan)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
-        target = Target(pair.target, stream, plan, device=device, kernels=choice.kernels, on_layer=hooks.on_layer)
+        target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         pair.notes.extend([] if rule.is_exact else [not_exact_line(rule)])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
-        drafter = pair.drafter(plan, choice.kernels, sources, trees.pass_s)
+        drafter = pair.drafter(plan, kernels, sources, trees.pass_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
+
+
+def _accept(*_: object) -> None:
+    """Headers of what several ranks share: what each of them has room for is settled later."""
 
 
 def _check_request(request: Request, pair: Pair, models: Models) -> None:
@@ -160,12 +179,15 @@ def _check_request(request: Request, pair: Pair, models: Models) -> None:
 
 
 def _plan_tree(
-    trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, threads: ThreadPolicy, kernels: KernelSet
-) -> MemoryPlan:
+    trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, threads: ThreadPolicy, kernels: KernelSet,
+    exchange_s: Curve,
+) -> MemoryPlan:  # fmt: skip
     """Settle the tree, and with it the memory plan."""
     if trees.wish.is_chosen:
         link = None if pair.device is None else partial(_link_to_device, pair, plan_for(1))
         calibrate(trees, pair.target, pair.draft, pair.store, settings, threads, link=link, kernels=kernels)
+        if trees.costs is not None:
+            trees.costs = replace(trees.costs, compute_s=trees.costs.compute_s.plus(exchange_s))
     plan = plan_for(trees.nodes_to_plan(settings.sampling, settings.rule))
     trees.settle(plan)
     return plan

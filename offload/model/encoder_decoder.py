@@ -139,9 +139,6 @@ class EncoderDecoderModel(StreamedModel):
         return (args[0][:, -self._num_scored :], *args[1:])
 
 
-def open_model(
-    checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
-) -> StreamedModel:
-    """A model without its weights: of decoders alone, or with an encoder. Raises `UserError` for what does not run."""
-    kind = EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel
-    return kind(checkpoint, dtype, place, has_host_table=has_host_table)
+def open_model(checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any) -> StreamedModel:
+    """A `StreamedModel` of these arguments, or one with an encoder. Raises `UserError` for what does not run."""
+    return (EncoderDecoderModel if has_encoder(checkpoint.config) else StreamedModel)(checkpoint, dtype, place, **more)

@@ -48,6 +48,11 @@ class Curve:
         slope = (y1 - y0) / (x1 - x0)
         return y1 + slope * (size - x1) if size <= x1 else y1 + max(0.0, slope) * (size - x1)
 
+    def plus(self, other: "Curve") -> "Curve":
+        """What both take one after the other."""
+        sizes = tuple(sorted({*self.sizes, *other.sizes}))
+        return Curve(sizes, tuple(self.at(size) + other.at(size) for size in sizes))
+
 
 NOTHING = Curve((1,), (0.0,))  # of what takes no time, or is not known to
 

@@ -62,9 +62,13 @@ class Exchange:
 
 
 def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:
-    """Let every layer of a model without storage compute one rank's rows, and gather where others are needed."""
+    """Let every layer of a model without storage compute one rank's rows, and gather where others are needed.
+
+    What goes into the first layer of the head's, others ask `Exchange.share` for.
+    """
     layers = layer_stacks(meta_model)[0]
-    layers[0].register_forward_pre_hook(partial(_share_input, exchange), with_kwargs=True)
+    if rank == 0:
+        layers[0].register_forward_pre_hook(partial(_share_input, exchange), with_kwargs=True)
     for layer in layers:
         for name, matrix in sharding.matrices.items():
             module = layer.get_submodule(name)
@@ -86,7 +90,6 @@ def _cut(module: nn.Linear, num_rows: int) -> None:
 
 
 def _share_input(exchange: Exchange, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """What the head has made of its tokens is where every rank begins."""
     if args:
         return (exchange.share(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": exchange.share(kwargs["hidden_states"])}

@@ -33,6 +33,7 @@ class Kind(IntEnum):
     ACCEPT = 7  # tokens that were accepted
     STOP = 8  # the end
     ERROR = 9  # why a rank has failed
+    WORD = 10  # anything small, as JSON
 
 
 class Message(NamedTuple):

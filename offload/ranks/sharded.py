@@ -16,10 +16,10 @@ from torch import Tensor
 from offload.errors import RankError, UserError
 from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
-from offload.model.part import ModelPart
+from offload.model.section import SectionModel
 from offload.model.target import Target
 from offload.ranks.exchange import Exchange
-from offload.ranks.interrupt import delayed_interrupt
+from offload.ranks.interrupts import held_back
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.transport import Transport
 from offload.sampling.logits import Logits
@@ -51,7 +51,7 @@ class ShardedTarget(Target):
         if self._is_broken:
             raise RankError("a pass of all ranks was cut short: load the model again")
         position_T = self._positions(offset_T, cache)
-        with delayed_interrupt(), self._whole_pass():
+        with held_back(), self._whole_pass():
             self._tell(Message(Kind.RUN, position_T.tolist(), _packed(sees_TT)))
             with self._exchange.opened():
                 logits = super()._sweep(token_T, sees_TT, offset_T, num_logits, cache)
@@ -98,7 +98,7 @@ class _HeadCache(KVCache):
         raise UserError("sessions keep keys and values of one rank, and there are several: leave `ranks` out")
 
 
-def serve_shard(model: ModelPart, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange) -> None:
+def serve_shard(model: SectionModel, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange) -> None:
     """Follow the head until it ends. Raises `RankError` where it is lost, `ReadError` where the disk fails."""
     cache = model.new_cache(plan.cache_slots)
     model.stream_layers(stream.acquire, stream.release)
@@ -111,14 +111,11 @@ def serve_shard(model: ModelPart, stream: Layers, plan: MemoryPlan, transport: T
         else:
             assert order.kind is Kind.RUN and order.payload is not None, f"{order.kind.name} is no order"
             stream.begin_sweep()
+            position_T = torch.tensor(order.numbers)
+            sees_TT = _unpacked(order.payload, len(position_T))
             with exchange.opened():
-                _follow(model, torch.tensor(order.numbers), _unpacked(order.payload, len(order.numbers)), cache)
-
-
-def _follow(model: ModelPart, position_T: Tensor, sees_TT: Tensor, cache: KVCache) -> None:
-    width = int(model.meta_model.config.hidden_size)
-    hidden_TD = torch.zeros(len(position_T), width, dtype=model.dtype, device=model.place)  # the head shares its own
-    model.forward_hidden(hidden_TD, position_T, sees_TT, cache)
+                hidden_TD = exchange.share(torch.empty(len(position_T), model.width, dtype=model.dtype))
+                model.forward(hidden_TD.to(model.place), position_T, sees_TT, cache)
 
 
 def _packed(sees_TT: Tensor) -> Tensor:

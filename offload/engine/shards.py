@@ -1,0 +1,171 @@
+"""One target on many ranks: what they agree on before a weight is read, and loading on those that follow the head.
+
+Shares come from what each rank has measured of itself. Whatever one rank must refuse ends all of them, with its line.
+"""
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.calibration.link import link_bytes_per_s
+from offload.calibration.quick import timed
+from offload.calibration.startup import pick_threads
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.section import Section, checkpoint_of
+from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.config import parse_size
+from offload.engine.hooks import Hooks
+from offload.engine.team import Team
+from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import Files
+from offload.model.section import SectionModel
+from offload.planning.cost_model import Curve
+from offload.planning.options import LoadOptions
+from offload.planning.place import require_place
+from offload.planning.room import Room
+from offload.planning.shares import Load, RankCapacity, shard_fractions
+from offload.ranks.agreement import agree_on, hear_head, tell_all
+from offload.ranks.exchange import Exchange, cut_model
+from offload.ranks.join import headers_digest, joined
+from offload.ranks.sharded import ShardedTarget, serve_shard
+from offload.ranks.sharding import Role, Sharding, share_layers
+from offload.ranks.transport import Transport
+from offload.streaming.device import Device
+from offload.streaming.layers import open_layers
+from offload.streaming.source import OpenSource
+
+_ROOMY = 1 << 60
+_TYPICAL_NODES = 64
+_TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
+
+
+class Given(NamedTuple):
+    """What a rank was told to load, and with what."""
+
+    files: Files
+    options: LoadOptions
+    room: Room
+    device: Device | None
+    open_source: OpenSource
+    hooks: Hooks
+
+
+class Shards(Team):
+    """The head of several ranks, each of which has some rows of every matrix."""
+
+    is_alone = False
+
+    def __init__(self, transport: Transport, sharding: Sharding, exchange: Exchange, exchange_s: Curve) -> None:
+        self.transport, self.sharding, self.exchange, self.exchange_s = transport, sharding, exchange, exchange_s
+
+    def own(self, files: Files) -> Files:
+        return files._replace(target=self.sharding.checkpoint_of(self.transport.rank, files.target))
+
+    def adapt(self, meta_model: Any) -> None:
+        cut_model(meta_model, self.sharding, self.exchange, self.transport.rank)
+
+    def settle(self, plan: MemoryPlan) -> None:
+        hear_head(self.transport, [plan.num_nodes, plan.context])
+        agree_on(self.transport, None)
+
+    def target(self, *args: Any, **more: Any) -> ShardedTarget:
+        agree_on(self.transport, None)  # all have loaded
+        return ShardedTarget(*args, transport=self.transport, exchange=self.exchange, **more)
+
+
+def join_shards(given: Given, resources: ExitStack, transport: Transport | None = None) -> Shards:
+    """The head's view, once all have agreed. On any other rank: follow the head to its end, then raise `SystemExit`.
+
+    Args:
+        transport: to the others; None meets them where torchrun's environment says.
+
+    Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
+    """
+    if transport is None:
+        target = given.files.target
+        content = json.dumps([target.config, target.tensors], sort_keys=True).encode()
+        place, digest = require_place(), headers_digest([content])
+        meeting = resources.enter_context(joined(place, digest, given.options.shared_text, target.shards))
+        transport = meeting.transport
+    shards = _share(given, transport)
+    if transport.rank:
+        _follow(shards, given, resources)
+        raise SystemExit(0)
+    return shards
+
+
+def _share(given: Given, transport: Transport) -> Shards:
+    files, dtype = given.files, given.options.dtype
+    even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
+    tell_all(transport, None)  # links are measured at one time: they may be the same
+    capacities = [RankCapacity(*one) for one in tell_all(transport, _capacity(given, even, transport.rank))]
+    shape = model_shape(files.target, dtype)
+    kv_bytes = replace(given.room, ram=_ROOMY).plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
+    fractions = hear_head(transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes)))
+    sharding, exchange = share_layers(files.target, fractions), Exchange(transport)
+    number = getattr(torch, compute_dtype_name(files.target, dtype))
+    pass_s = [len(shape.layer_bytes) * _layer_s(exchange, sharding, transport.rank, torch.zeros(num_rows, 1, dtype=number))
+              for num_rows in _TIMED_ROWS]  # fmt: skip
+    return Shards(transport, sharding, exchange, Curve(_TIMED_ROWS, tuple(pass_s)))
+
+
+def _capacity(given: Given, sharding: Sharding, rank: int) -> RankCapacity:
+    """What this rank has for layers, were its share this one, and what its disk gives while all others read as well."""
+    room, files = given.room, given.files
+    own = replace(room, ram=_ROOMY).plan(_files_of(files, sharding, rank), _TYPICAL_NODES)
+    budget_bytes = parse_size(room.ram if room.gpu is None else room.gpu, "`ram`")
+    held_bytes = own.fixed_bytes - (own.kv_bytes if sharding.has_own_heads else 0)
+    link = link_bytes_per_s(files.target.shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
+    return RankCapacity(budget_bytes - held_bytes, link)
+
+
+def _files_of(files: Files, sharding: Sharding, rank: int) -> Files:
+    """What a rank reads; embeddings, head and draft are the head's."""
+    own = sharding.checkpoint_of(rank, files.target)
+    return Files(own, files.draft) if rank == 0 else Files(checkpoint_of(own, _layers_alone(own)))
+
+
+def _layers_alone(checkpoint: Checkpoint) -> Section:
+    return Section(0, config_sizes(checkpoint)["num_hidden_layers"], has_table=False, has_head=False)
+
+
+def _layer_s(exchange: Exchange, sharding: Sharding, rank: int, column: torch.Tensor) -> float:
+    """Seconds that the gathers of one layer take for so many rows."""
+
+    def gather_all() -> None:
+        for name, matrix in sharding.matrices.items():
+            widths = [sharding.input_widths(name)] if matrix.role is Role.JOINED else []
+            for each in [*widths, *([] if matrix.role is Role.OWN else [sharding.widths(name)])]:
+                exchange.gather(column.expand(-1, each[rank]).contiguous(), each)
+
+    with exchange.opened():
+        return median(timed(gather_all) for _ in range(_NUM_TIMES))
+
+
+def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
+    """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
+    transport, options = shards.transport, given.options
+    num_nodes, context = hear_head(transport)
+    files, plan, refusal = _files_of(given.files, shards.sharding, transport.rank), None, None
+    try:
+        plan = replace(given.room, context=context).plan(files, num_nodes)
+    except UserError as error:
+        refusal = str(error)
+    agree_on(transport, refusal)
+    assert plan is not None, "it was agreed on"
+    own, device = shards.own(given.files).target, given.device
+    place = torch.device("cpu") if device is None else device.place
+    model = SectionModel(own, _layers_alone(own), options.dtype, place, adapt=shards.adapt)
+    resources.callback(model.close)
+    store = given.open_source(own.shards, stamps=own.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s)
+    resources.callback(store.close)
+    torch.set_num_threads(options.threads or pick_threads(model, None).start.sweep.num_threads)
+    stream = open_layers(store, model.layer_layouts, plan, device, resources)
+    stream.load_resident()
+    agree_on(transport, None)
+    serve_shard(model, stream, plan, transport, shards.exchange)

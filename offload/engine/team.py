@@ -1,0 +1,29 @@
+"""The processes that run one target together, as loading asks them; here: one process by itself."""
+
+from typing import Any
+
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import Files
+from offload.model.target import Target
+from offload.planning.cost_model import NOTHING, Curve
+
+
+class Team:
+    """A process that has all of the target."""
+
+    exchange_s: Curve = NOTHING  # what a pass takes beside computing, against its rows
+    is_alone = True
+
+    def own(self, files: Files) -> Files:
+        """What of the checkpoints this process reads."""
+        return files
+
+    def adapt(self, meta_model: Any) -> None:
+        """Cut the model to what this process computes."""
+
+    def settle(self, plan: MemoryPlan) -> None:
+        """Let the others load what the plan leaves to them. Raises `UserError` where one of them cannot."""
+
+    def target(self, *args: Any, **more: Any) -> Target:
+        """A `Target` of these arguments, which speaks for all."""
+        return Target(*args, **more)

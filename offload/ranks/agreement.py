@@ -1,0 +1,45 @@
+"""What ranks settle between joining and the first pass: everybody says something small, and everybody hears it all."""
+
+import json
+from typing import Any
+
+import torch
+
+from offload.errors import UserError
+from offload.ranks.messages import Channel, Kind, Message
+from offload.ranks.transport import Transport
+
+_HEAD = 0
+
+
+def tell_all(transport: Transport, value: Any) -> list[Any]:
+    """The values of all ranks, in their order; each is anything that JSON has. Returns when the last has spoken."""
+    ranks = range(transport.num_ranks)
+    if transport.rank != _HEAD:
+        transport.send(_HEAD, Channel.DATA, _word(value))
+        return list(_read(transport.receive(_HEAD, Channel.DATA)))
+    values = [value if rank == _HEAD else _read(transport.receive(rank, Channel.DATA)) for rank in ranks]
+    for rank in ranks[1:]:
+        transport.send(rank, Channel.DATA, _word(values))
+    return values
+
+
+def hear_head(transport: Transport, value: Any = None) -> Any:
+    """What the head says, on every rank."""
+    return tell_all(transport, value)[_HEAD]
+
+
+def agree_on(transport: Transport, refusal: str | None) -> None:
+    """Go on where no rank has anything against it. Raises `UserError` on all of them where one has, saying which."""
+    for rank, line in enumerate(tell_all(transport, refusal)):
+        if line is not None:
+            raise UserError(f"rank {rank}: {line}")
+
+
+def _word(value: Any) -> Message:
+    return Message(Kind.WORD, payload=torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))
+
+
+def _read(message: Message) -> Any:
+    assert message.kind is Kind.WORD and message.payload is not None, f"{message.kind.name} is no word"
+    return json.loads(bytes(message.payload.tolist()))
