@@ -1,7 +1,8 @@
 """What ranks send each other in one pass, and how long that takes on a network.
 
 Ranks with shares of every layer gather what each has computed: a rank sends its own columns to all others. Ranks with
-layers of their own hand rows on to the next. The two ways of a cable are used at once, as a switch allows. No torch, no clock. Invariant: bytes are those of the tensors; messages' headers come on top.
+layers of their own hand rows on to the next. The two ways of a cable are used at once, as a switch allows. No torch, no
+clock. Invariant: bytes are those of the tensors; messages' headers come on top.
 """
 
 from collections.abc import Sequence

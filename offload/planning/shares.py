@@ -134,17 +134,13 @@ def _best_cut(
     for rank in range(num_ranks):
         most = num_layers - (num_ranks - 1 - rank)
         ends = range(rank + 1 if most < num_layers else num_layers, most + 1)
-        best = {
-            hi: min(
-                (
-                    (join(spent, cost(rank, range(lo, hi))), (*stages, range(lo, hi)))
-                    for lo, (spent, stages) in best.items()
-                    if lo < hi
-                ),
-                key=itemgetter(0),
-            )
-            for hi in ends
-        }
+        cuts: dict[int, tuple[Cost, tuple[range, ...]]] = {}
+        for hi in ends:
+            tried = [
+                (join(best[lo][0], cost(rank, range(lo, hi))), (*best[lo][1], range(lo, hi))) for lo in best if lo < hi
+            ]
+            cuts[hi] = min(tried, key=itemgetter(0))
+        best = cuts
     return best[num_layers]
 
 
