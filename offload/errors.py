@@ -22,7 +22,15 @@ class ReadError(RunError):
 
 
 class RankError(RunError):
-    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told."""
+    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told.
+
+    Attributes:
+        is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
+    """
+
+    def __init__(self, message: str, *, is_head_told: bool = False) -> None:
+        super().__init__(message)
+        self.is_head_told = is_head_told
 
 
 def ensure(holds: bool, rule: str) -> None:

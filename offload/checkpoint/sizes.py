@@ -66,7 +66,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_all}: {_LOOK}")
     computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
     routed = [entry for name, entry in checkpoint.tensors.items() if _ROUTED_NAME.search(name)]
-    item_bytes, (table, head) = computed.align_bytes, _table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
+    item_bytes, (table, head) = computed.align_bytes, table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
     return ModelShape(
         layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers[:num_layers]),
         encoder_bytes=tuple(slab_bytes_bound(entries) for entries in layers[num_layers:]),
@@ -113,14 +113,19 @@ def head_dim(sizes: dict[str, int]) -> int:
     return sizes.get("head_dim") or sizes.get("kv_channels") or usual
 
 
-def _table_and_head(
+def table_and_head(
     checkpoint: Checkpoint, rest: list[TensorEntry], vocab_size: int
 ) -> tuple[list[TensorEntry], list[TensorEntry]]:
-    """The embedding tables, and what is needed behind the layers: without a head of its own the first table as well."""
+    """The embedding tables, and what is needed behind the layers: without a head of its own the first table as well.
+
+    Nothing is needed behind the layers of a section that has not even a norm there.
+    """
     named = {name: entry for name, entry in checkpoint.tensors.items() if _TABLE_NAME.search(name) and entry in rest}
     tables = list(named.values())
     others = [entry for entry in rest if entry not in tables]
-    is_tied = not any(entry.shape[:1] >= (max(vocab_size, 1),) and len(entry.shape) == 2 for entry in others)
+    is_tied = bool(others) and not any(
+        entry.shape[:1] >= (max(vocab_size, 1),) and len(entry.shape) == 2 for entry in others
+    )
     as_head = [entry for name, entry in named.items() if _PER_LAYER not in name] if is_tied else []
     return tables, others + as_head
 

@@ -39,7 +39,7 @@ from offload.streaming.device import Device
 from offload.streaming.layers import open_layers
 from offload.streaming.source import OpenSource
 
-_ROOMY = 1 << 60
+_ROOMY = 1 << 50
 _TYPICAL_NODES = 64
 _TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
 

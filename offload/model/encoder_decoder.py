@@ -46,7 +46,8 @@ class SourceCache(KVCache):
     def read(self, source: list[int], hidden_1SD: Tensor) -> None:
         """Begin a text whose prompt the encoder has turned into `hidden_1SD`."""
         self.hidden_1SD, self.cross = hidden_1SD, DynamicCache()
-        self._window.num_elsewhere = self.length = self._window.lo = len(source)
+        self._window.num_elsewhere = len(source)
+        self._end_at(len(source))
         self.source = source  # last: whoever finds it finds all of it
 
     @contextmanager

@@ -1,9 +1,10 @@
 """Keys and values of every layer in buffers of fixed size, with one place where the length changes.
 
-    [0, length) committed   [window_lo, window_lo + T) rows of the running forward pass
+    [0, length) committed   [length, length + U) not committed, in the order in which they were run or kept
 
-A forward pass only writes behind the committed positions; `commit` gathers the rows of the accepted path and moves the
-length. A pass that is abandoned half-way therefore leaves nothing behind.
+A forward pass only writes behind the committed positions; `commit` gathers the rows of the accepted path, moves the
+length, and behind it the rows that are kept for a later commit. Where nothing is kept, the next pass writes over what
+is not committed: one that is abandoned half-way therefore leaves nothing behind.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,18 +79,28 @@ class KVCache(Cache):
         self._slot_layers = [_SlotLayer(self._window, num_slots) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
         self.num_slots = num_slots
-        self.length = 0
+        self.length = self._num_placed = 0
+
+    @property
+    def num_uncommitted(self) -> int:
+        """U, rows behind the committed ones: what the last commit has kept, and the passes since then."""
+        return self._num_placed
 
     def place(self, num_uncommitted: int, num_rows: int) -> None:
-        """Let the next forward pass write `num_rows` rows behind `num_uncommitted` rows that are not committed yet."""
+        """Let the next forward pass write `num_rows` rows behind `num_uncommitted` rows that are not committed yet.
+
+        A pass that was placed and does not run leaves rows of whatever was there before; see `fix`.
+        """
         self._window.lo = self.length + num_uncommitted
         last = self._window.lo - self._window.num_elsewhere + num_rows
         assert last <= self.num_slots, f"{num_rows} rows do not fit behind {self._window.lo}"
+        self._num_placed = num_uncommitted + num_rows
 
     def fix(self) -> None:
         """From the first pass on keep one slot more, for rows that are padding, and zeros in slots not written yet.
 
-        A recorded pass looks at those; its mask gives them no weight, but no weight times NaN is NaN.
+        A recorded pass looks at those, and so does one behind rows that were placed and never run; its mask gives them
+        no weight, but no weight times NaN is NaN.
         """
         assert not self._slot_layers[0].is_initialized or self._window.is_fixed, "too late: passes have been run"
         self._window.is_fixed = True
@@ -104,17 +115,20 @@ class KVCache(Cache):
             self._window.slot_T = None
 
     @torch.inference_mode()
-    def commit(self, rows: Sequence[int]) -> None:
-        """Keep these uncommitted rows, in this order, as the next positions; everything else is forgotten."""
-        if list(rows) != list(range(len(rows))):
-            # In some families the last layers share the keys and values of earlier ones and have none of their own.
-            filled = [layer for layer in self._slot_layers if layer.is_initialized]
+    def commit(self, path: Sequence[int], kept: Sequence[int] = ()) -> None:
+        """Make the uncommitted rows `path` the next positions, and let `kept` follow, uncommitted, in these orders.
+
+        Rows are counted from the committed length; everything else is forgotten.
+        """
+        rows = [*path, *kept]
+        # In some families the last layers share the keys and values of earlier ones and have none of their own.
+        filled = [layer for layer in self._slot_layers if layer.is_initialized]
+        if filled and rows != list(range(len(rows))):
             row_A = torch.tensor(rows)
             row_A = row_A.to(filled[0].keys.device) if self._send is None else self._send(row_A)
             lo = self.length - self._window.num_elsewhere
             self._gather([buffer for layer in filled for buffer in (layer.keys, layer.values)], lo, row_A)
-        self.length += len(rows)
-        self._window.lo = self.length
+        self._end_at(self.length + len(path), len(kept))
 
     def states(self, most: int) -> dict[int, tuple[Tensor, Tensor]]:
         """By layer the keys and values of at most so many committed positions, (1, G, P, K) each: views."""
@@ -131,8 +145,12 @@ class KVCache(Cache):
             if not layer.is_initialized:
                 layer.lazy_initialization(send(keys[:, :, :1]), send(values[:, :, :1]))
             layer.keys[:, :, :length], layer.values[:, :, :length] = keys, values
-        self.length = self._window.lo = length
+        self._end_at(length)
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the sequence but for its first positions."""
-        self.length = self._window.lo = min(num_kept, self.length)
+        self._end_at(min(num_kept, self.length))
+
+    def _end_at(self, length: int, num_uncommitted: int = 0) -> None:
+        self.length, self._num_placed = length, num_uncommitted
+        self._window.lo = length + num_uncommitted

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from offload.checkpoint.encoder_decoder import ENCODER_DECODERS
 from offload.checkpoint.safetensors import NOT_TEXT_ALONE, TEXT_INSIDE, Checkpoint, unsupported
+from offload.checkpoint.section import Section
 from offload.config import require
 from offload.errors import UserError, reason
 from offload.model import attention
@@ -72,6 +73,24 @@ def cut_stack(meta_model: PreTrainedModel, num_layers: int) -> Iterator[None]:
         setattr(decoder, name, layers)
 
 
+def keep_section(checkpoint: Checkpoint, meta_model: PreTrainedModel, section: Section) -> None:
+    """Leave the decoder these layers alone, for good; their caches are numbered from 0 on. Raises `UserError`."""
+    config, decoder = meta_model.config, meta_model.get_decoder()
+    for name, what in _INSEPARABLE.items():
+        if getattr(config, name, None):
+            raise UserError(
+                f"{checkpoint.directory.name}: model type {config.model_type} cannot be divided by layers ({what}): "
+                "let one rank have all of it"
+            )
+    layers, kinds = decoder.layers[section.first : section.last], getattr(config, "layer_types", None)
+    for module in layers.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx -= section.first
+    decoder.layers, config.num_hidden_layers = layers, len(layers)
+    if kinds:
+        config.layer_types = kinds[section.first : section.last]
+
+
 def _stack_name(meta_model: PreTrainedModel) -> str:
     return "block" if meta_model.config.is_encoder_decoder else "layers"
 
@@ -94,6 +113,11 @@ def _refusing(checkpoint: Checkpoint) -> Iterator[None]:
         raise _unsupported(checkpoint, reason(error)) from None
 
 
+_INSEPARABLE = {
+    "is_encoder_decoder": "its encoder is run by whoever has the prompt",
+    "num_kv_shared_layers": "layers that share keys and values of others",
+    "hidden_size_per_layer_input": "inputs of their own for every layer",
+}
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _ONE_AT_A_TIME = threading.Lock()  # accelerate changes how all modules, of whatever thread, are made meanwhile
 _MAX_WINDOW, _MAX_LABELS = 1 << 31, 1 << 20

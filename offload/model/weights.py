@@ -4,42 +4,34 @@ The model is built without storage. A decoder layer's parameters become views of
 taken away right after; embeddings, final norm and head are bound once. So what is computed is what transformers does.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.layout import SlabLayout, slab_layout
+from offload.checkpoint.layout import slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
-from offload.encoding.registry import ENCODINGS
+from offload.checkpoint.section import Section
 from offload.errors import UserError
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.model import attention
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
-from offload.model.meta import attention_windows, build_meta_model, cut_stack, layer_stacks
+from offload.model.meta import attention_windows, build_meta_model, cut_stack, keep_section, layer_stacks
 from offload.model.path_attention import PathRows, path_rows
+from offload.model.places import below, parameter_places, tables_around, view_of
 from offload.sampling.logits import Logits
 
-Value = TypeVar("Value")
 Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
 Masks = Mapping[int | None, Tensor | attention.TreeRows | PathRows | None]  # by window; None where nothing is masked
 # token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
-
-
-class _Place(NamedTuple):
-    """Where one parameter (or saved buffer) hangs, and what stands there while nothing is streamed."""
-
-    table: dict[str, Tensor | None]
-    key: str
-    empty: Tensor
 
 
 class StreamedModel:
@@ -48,6 +40,7 @@ class StreamedModel:
     Args:
         has_host_table: embedding tables stay in host memory; the few rows that a pass needs are sent.
         adapt: changes the model before its weights are looked for.
+        section: of the checkpoint's layers, and of what lies around them; None is the whole. See `SectionModel`.
 
     Attributes:
         layer_layouts: one slab per decoder layer; `rest_layout`: embeddings, final norm, head.
@@ -60,8 +53,9 @@ class StreamedModel:
     start: tuple[int, ...] = ()
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST,
-        *, has_host_table: bool = False, adapt: Callable[[nn.Module], None] = lambda meta_model: None,
+        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *,
+        has_host_table: bool = False, section: Section | None = None,
+        adapt: Callable[[nn.Module], None] = lambda meta_model: None,
     ) -> None:  # fmt: skip
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
         self.checkpoint, self.place = checkpoint, place
@@ -69,9 +63,21 @@ class StreamedModel:
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
         self.meta_model = build_meta_model(checkpoint, self.dtype)
         adapt(self.meta_model)
+        names = {module: f"{name}." for name, module in self.meta_model.named_modules()}
+        inside = tuple(names[block] for stack in layer_stacks(self.meta_model) for block in stack)
+        places = parameter_places(self.meta_model)
+        wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
+        stored, shared = sources_of_parameters(checkpoint, self.meta_model, wanted)
+        assert not any(name.startswith(inside) for name in (*shared, *shared.values())), "layers share weights"
+        source_of = {name: name for name in stored if not name.startswith(inside)} | shared
+        if section is not None:
+            keep_section(checkpoint, self.meta_model, section)
+            ids = names[self.meta_model.get_input_embeddings()]
+            held = {name: section.has_table if name.startswith(ids) else section.has_head for name in source_of}
+            source_of = {name: source for name, source in source_of.items() if held[name]}
         self._layers, *others = layer_stacks(self.meta_model)
         blocks = self._blocks = [block for stack in (self._layers, *others) for block in stack]
-        self._tables = _tables(self.meta_model, blocks) if has_host_table else []
+        self._tables = tables_around(self.meta_model, blocks) if has_host_table else []
         self._move_buffers()
         self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
@@ -81,19 +87,11 @@ class StreamedModel:
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
-        names = {module: name for name, module in self.meta_model.named_modules()}
-        prefixes = tuple(f"{names[block]}." for block in blocks)
-        places = _places(self.meta_model)
-        wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
-        stored, shared = sources_of_parameters(checkpoint, self.meta_model, wanted)
-        assert not any(name.startswith(prefixes) for name in (*shared, *shared.values())), "layers share weights"
-        rest = {name: value for name, value in stored.items() if not name.startswith(prefixes)}
-        self._layer_places = [_below(places, own) for own in prefixes]
-        self._rest_places = [(name, places[name]) for name in rest]
-        self._rest_places += [(source, places[name]) for name, source in shared.items()]
-        self._layouts = [slab_layout(_below(stored, own)) for own in prefixes]
+        self._layer_places = [below(places, names[block]) for block in blocks]
+        self._rest_places = [(source, places[name]) for name, source in source_of.items()]
+        self._layouts = [slab_layout(below(stored, names[block])) for block in blocks]
         self.layer_layouts, self.encoder_layouts = self._layouts[: self.num_layers], self._layouts[self.num_layers :]
-        self.rest_layout = slab_layout(rest)
+        self.rest_layout = slab_layout({source: stored[source] for source in source_of.values()})
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks = [
             layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
@@ -111,7 +109,7 @@ class StreamedModel:
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""
         flat = torch.from_numpy(slab[self.rest_layout.sent])
-        weights = {name: _view(flat, self.rest_layout, name) for name in self.rest_layout.parameters}
+        weights = {name: view_of(flat, self.rest_layout, name) for name in self.rest_layout.parameters}
         weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
         sent: dict[tuple[str, bool], Tensor] = {}
         for source, place in self._rest_places:
@@ -138,7 +136,7 @@ class StreamedModel:
 
     def _views_of(self, layer: int, sent: Tensor) -> dict[str, Tensor]:
         layout = self._layouts[layer]
-        return {name: _view(sent, layout, name) for name in self._layer_places[layer]}
+        return {name: view_of(sent, layout, name) for name in self._layer_places[layer]}
 
     def unbind_layer(self, layer: int) -> None:
         """Let go of the slab that a layer's parameters are views of."""
@@ -155,7 +153,9 @@ class StreamedModel:
         """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
         for index, layer in enumerate(self._blocks):
             self._hooks.append(layer.register_forward_pre_hook(partial(self._bind_from, acquire, index)))
-            self._hooks.append(layer.register_forward_hook(partial(self._give_back, release, index), always_call=True))
+            self._hooks.append(
+                layer.register_forward_hook(partial(self._give_back, release, index), always_call=True, prepend=True)
+            )
 
     def close(self) -> None:
         """Take the hooks off: they refer back to this model, and such a cycle would hold its weights for longer."""
@@ -344,32 +344,3 @@ class StreamedModel:
     def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """The meta model's own type for `name`: the compute type but for what a family insists on keeping in fp32."""
         return next((place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype)
-
-
-def _places(meta_model: nn.Module) -> dict[str, _Place]:
-    places = {}
-    for prefix, module in meta_model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        saved = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
-        for table, held in ((module._parameters, module._parameters), (module._buffers, saved)):
-            places.update(
-                {f"{dot}{key}": _Place(table, key, value) for key, value in held.items() if value is not None}
-            )
-    return places
-
-
-def _tables(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
-    """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
-    inside = {module for layer in layers for module in layer.modules()}
-    return [module for module in meta_model.modules() if isinstance(module, nn.Embedding) and module not in inside]
-
-
-def _below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
-    return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
-
-
-def _view(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
-    dtype, shape, slab_lo = layout.parameters[name]
-    lo = slab_lo - layout.lead_bytes
-    flat = sent[lo : lo + layout.parameters[name].num_bytes]
-    return ENCODINGS[dtype].decode(flat, shape)

@@ -1,6 +1,6 @@
 """The cache: what a commit keeps, where the length moves, and trees on it against the plain model of transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -13,13 +13,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.kv_commit import kv_commit_reference
+from offload.kernels.jit import HAS_TRITON
+from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.tree.token_tree import ancestors
 from offload.tree.topology import Topology
 
 NUM_LAYERS, NUM_SLOTS, NUM_HEADS, WIDTH = 2, 40, 3, 4
+Gather = Callable[..., None]
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
 
 def rows_of(numbers: Sequence[int], layer: int) -> Tensor:
@@ -75,6 +78,95 @@ def test_rows_moved_one_after_the_other_would_show() -> None:
         cache.commit([3, 0, 1])
         with pytest.raises(AssertionError):
             assert committed(cache) == [3, 0, 1]
+
+
+def rows_behind(cache: KVCache, num_rows: int) -> list[int]:
+    """The numbers of the first rows that are not committed."""
+    return (-cache.layers[1].values[0, 0, cache.length :, 0] - 1000).int().tolist()[:num_rows]
+
+
+def play(seed: int, gather: Gather = kv_commit_reference) -> None:
+    """Runs in flight: rows come behind those that were kept, and commits keep some of them in any order."""
+    rng, cache = np.random.default_rng(seed), KVCache(NUM_LAYERS, 400, gather)
+    text, waiting = list[int](), list[int]()
+    for step in range(8):
+        for run in range(int(rng.integers(0, 3))):
+            numbers = [100 * step + 10 * run + index for index in range(int(rng.integers(1, 10)))]
+            write(cache, numbers, num_uncommitted=cache.num_uncommitted)
+            waiting += numbers
+        chosen = rng.permutation(len(waiting))[: int(rng.integers(0, len(waiting) + 1))].tolist()
+        num_path = int(rng.integers(0, min(6, len(chosen)) + 1))
+        cache.commit(chosen[:num_path], chosen[num_path:])
+        text += [waiting[row] for row in chosen[:num_path]]
+        waiting = [waiting[row] for row in chosen[num_path:]]
+        assert cache.length == len(text) and cache.num_uncommitted == len(waiting)
+        if text + waiting:
+            assert committed(cache) == text and rows_behind(cache, len(waiting)) == waiting
+    assert len(text) > 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_that_are_kept_wait_behind_what_is_committed(seed: int) -> None:
+    play(seed)
+
+
+def test_what_is_kept_in_another_order_would_show() -> None:
+    """Planted: rows that are sorted, and kept rows that are forgotten."""
+
+    def ascending(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
+        kv_commit_reference(buffers, length, row_A.sort().values)
+
+    def first_alone(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> None:
+        kv_commit_reference(buffers, length, row_A[:1])
+
+    for wrong in (ascending, first_alone):
+        with pytest.raises(AssertionError):
+            for seed in range(5):
+                play(seed, wrong)
+
+
+@pytest.mark.parametrize("num_rows", [256, 300])
+@pytest.mark.parametrize("gather", [kv_commit_reference, pytest.param(kv_commit_kernel, marks=needs_triton)])
+def test_many_rows_are_read_before_any_is_written(num_rows: int, gather: Gather) -> None:
+    """Path and kept rows together, backwards: each lies where another one goes."""
+    cache = KVCache(NUM_LAYERS, 400, gather)
+    write(cache, range(num_rows))
+    rows = list(reversed(range(num_rows)))
+    cache.commit(rows[:100], rows[100:])
+    assert committed(cache) == rows[:100] and rows_behind(cache, num_rows - 100) == rows[100:]
+
+
+def test_whoever_keeps_nothing_starts_behind_the_committed_rows() -> None:
+    cache = KVCache(NUM_LAYERS, NUM_SLOTS)
+    write(cache, [1, 2, 3])
+    cache.commit([1], [2])
+    assert (cache.num_uncommitted, cache.get_seq_length()) == (1, 2)
+    write(cache, [8, 9], num_uncommitted=1)
+    cache.commit([0, 2])
+    assert committed(cache) == [2, 3, 9] and cache.num_uncommitted == 0
+    write(cache, [4, 5])
+    cache.commit([], [1])
+    cache.clear(2)
+    assert committed(cache) == [2, 3] and cache.num_uncommitted == 0
+    states = [(index, keys.clone(), values.clone()) for index, (keys, values) in cache.states(9).items()]
+    write(cache, [6])
+    cache.refill(states, 2)
+    assert committed(cache) == [2, 3] and cache.num_uncommitted == 0
+
+
+def test_a_row_that_never_ran_is_counted_and_holds_numbers() -> None:
+    """A run that is cancelled: those behind it stand where they would, and no weight times NaN is NaN."""
+    cache = KVCache(NUM_LAYERS, NUM_SLOTS)
+    cache.fix()
+    cache.place(0, 3)
+    cache.commit([], [2, 0, 1])
+    assert cache.num_uncommitted == 3, "although no layer has run yet"
+    write(cache, [7], num_uncommitted=3)
+    cache.place(4, 2)
+    write(cache, [8], num_uncommitted=6)
+    assert torch.isfinite(cache.layers[0].keys).all()
+    cache.commit([3, 6])
+    assert committed(cache) == [7, 8]
 
 
 def test_passes_over_one_tree_stand_behind_each_other() -> None:

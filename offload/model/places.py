@@ -1,0 +1,52 @@
+"""Where the parameters of a meta model hang, and how they become views of a slab.
+
+Invariant: a view is as wide as its parameter and lies inside of the slab, whichever part of it was sent.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from offload.checkpoint.layout import SlabLayout
+from offload.encoding.registry import ENCODINGS
+
+Value = TypeVar("Value")
+
+
+class Place(NamedTuple):
+    """Where one parameter (or saved buffer) hangs, and what stands there while nothing is streamed."""
+
+    table: dict[str, Tensor | None]
+    key: str
+    empty: Tensor
+
+
+def parameter_places(meta_model: nn.Module) -> dict[str, Place]:
+    """Of every parameter and saved buffer, by its name."""
+    places = {}
+    for prefix, module in meta_model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        saved = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for table, held in ((module._parameters, module._parameters), (module._buffers, saved)):
+            places.update({f"{dot}{key}": Place(table, key, value) for key, value in held.items() if value is not None})
+    return places
+
+
+def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Embedding]:
+    """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
+    inside = {module for layer in layers for module in layer.modules()}
+    return [module for module in meta_model.modules() if isinstance(module, nn.Embedding) and module not in inside]
+
+
+def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    """What carries names with this prefix, by the names without it."""
+    return {name.removeprefix(prefix): value for name, value in mapping.items() if name.startswith(prefix)}
+
+
+def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
+    """A parameter's numbers in what was sent of a slab."""
+    dtype, shape, slab_lo = layout.parameters[name]
+    lo = slab_lo - layout.lead_bytes
+    flat = sent[lo : lo + layout.parameters[name].num_bytes]
+    return ENCODINGS[dtype].decode(flat, shape)

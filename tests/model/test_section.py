@@ -1,0 +1,213 @@
+"""Sections of a model, one after another: to the bit what the whole computes, and nothing held that is another's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_t5
+import torch
+from test_families import config_of, tiny_model
+from tiny import FAMILIES, VOCAB_SIZE, build, save
+from torch import Tensor
+
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.section import Section, checkpoint_of
+from offload.engine.build import resident_model
+from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import least_budget, plan_memory
+from offload.model.kv_cache import KVCache
+from offload.model.section import SectionModel
+from offload.model.weights import StreamedModel
+from offload.streaming.disk import DiskReader
+from offload.streaming.layers import Layers, open_layers
+
+FAMILY_NAMES = ["llama", "llama-tied", "qwen3-sliding", "gemma3", "mistral-sliding", "phi3"]
+SIZES = {"dtype": "auto", "context": 64, "num_nodes": 32}
+
+
+def sections(*cuts: int) -> list[Section]:
+    """Between these layers, of which the first is 0 and the last the number of layers."""
+    return [Section(first, last, first == 0, last == cuts[-1]) for first, last in pairwise(cuts)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """By family; each is written once."""
+    kept: dict[str, Checkpoint] = {}
+
+    def of(family: str) -> Checkpoint:
+        if family not in kept:
+            kept[family] = open_checkpoint(save(build(FAMILIES[family]()), tmp_path_factory.mktemp(family)))
+        return kept[family]
+
+    return of
+
+
+def plan_of(checkpoint: Checkpoint, section: Section, ram: int = 1 << 40) -> MemoryPlan:
+    return plan_memory((checkpoint_of(checkpoint, section), None), ram=ram, **SIZES)
+
+
+@contextmanager
+def opened(checkpoint: Checkpoint, section: Section, *, is_streamed: bool) -> Iterator[tuple[SectionModel, Layers]]:
+    """A section with its weights, all of them there or as many layers in slots as can be."""
+    with ExitStack() as resources:
+        model = SectionModel(checkpoint, section)
+        resources.callback(model.close)
+        source = DiskReader(checkpoint.shards, stamps=checkpoint.stamps)
+        resources.callback(source.close)
+        least = least_budget(lambda ram: plan_of(checkpoint, section, ram)) if is_streamed else 1 << 40
+        plan = plan_of(checkpoint, section, least)
+        model.bind_rest(source.fetch(model.rest_layout))
+        stream = open_layers(source, model.layer_layouts, plan, None, resources)
+        stream.load_resident()
+        model.stream_layers(stream.acquire, stream.release)
+        assert [layout.slab_bytes for layout in model.layer_layouts] <= list(plan.layer_bytes)
+        assert model.rest_layout.slab_bytes <= plan.rest_bytes
+        yield model, stream
+
+
+Pass = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # ids, positions of all uncommitted rows, sight, num_logits
+
+
+def play(run: Pass, caches: Sequence[KVCache], seed: int = 0) -> list[Tensor]:
+    """A prompt longer than any window, then trees behind rows that wait, committed in part; what each pass gives."""
+    rng, given = np.random.default_rng(seed), []
+    causal_TT = torch.ones(40, 40, dtype=torch.bool).tril()
+    given.append(run(torch.from_numpy(rng.integers(3, VOCAB_SIZE, 40)), torch.arange(40), causal_TT, 1))
+    for cache in caches:
+        cache.commit(range(40))
+    position_U, sees_UU = torch.empty(0, dtype=torch.long), torch.empty(0, 0, dtype=torch.bool)
+    for _ in range(4):
+        for width in (1, 5):  # each row sees one before it, and what that one sees
+            old = len(position_U)
+            position_U = torch.cat([position_U, torch.zeros(width, dtype=torch.long)])
+            sees_UU = torch.nn.functional.pad(sees_UU, (0, width, 0, width)) | torch.eye(old + width, dtype=torch.bool)
+            for row in range(old, old + width):
+                sees_UU[row] |= sees_UU[rng.integers(0, row)] if row else False
+            position_U[old:] = caches[0].length + sees_UU[old:].sum(1) - 1
+            token_T = torch.from_numpy(rng.integers(3, VOCAB_SIZE, width))
+            given.append(run(token_T, position_U, sees_UU[old:], 0))
+        path = sees_UU[int(rng.integers(1, len(position_U)))].nonzero()[:, 0]
+        kept = [row for row in range(len(position_U)) if row not in path.tolist() and sees_UU[row, path].all()]
+        for cache in caches:
+            cache.commit(path.tolist(), kept)
+        position_U, sees_UU = position_U[kept], sees_UU[kept][:, kept]
+    return given
+
+
+def run_whole(model: StreamedModel) -> list[Tensor]:
+    cache = model.new_cache(160)
+    return play(lambda *rows: model.forward(*rows[:3], cache, num_logits=rows[3]), [cache])
+
+
+def run_parts(parts: Sequence[tuple[SectionModel, Layers]]) -> list[Tensor]:
+    caches = [model.new_cache(160) for model, _ in parts]
+
+    def run(rows: Tensor, position_U: Tensor, sees_TU: Tensor, num_logits: int) -> Tensor:
+        for (model, stream), cache in zip(parts, caches, strict=True):
+            stream.begin_sweep()
+            stream.poison_released = True
+            rows = model.forward(
+                rows, position_U, sees_TU, cache, num_logits=num_logits if model.section.has_head else 0
+            )
+        return rows
+
+    given = play(run, caches)
+    for (model, _), cache in zip(parts, caches, strict=True):
+        assert len(cache.layers) == model.num_layers == sum(layer.is_initialized for layer in cache.layers)
+    return given
+
+
+@pytest.mark.parametrize("cuts", [(0, 4), (0, 1, 4), (0, 1, 3, 4)], ids=str)
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["resident", "streamed"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_sections_compute_what_the_whole_computes(
+    family: str, is_streamed: bool, cuts: Sequence[int], checkpoints: Callable[[str], Checkpoint]
+) -> None:
+    checkpoint = checkpoints(family)
+    wanted = run_whole(resident_model(checkpoint, "auto"))
+    with ExitStack() as resources:
+        parts = [resources.enter_context(opened(checkpoint, one, is_streamed=is_streamed)) for one in sections(*cuts)]
+        got = run_parts(parts)
+    assert all(map(torch.equal, got, wanted)) and len(got) == 9
+
+
+def test_all_layers_without_table_and_head(checkpoints: Callable[[str], Checkpoint]) -> None:
+    """Hidden states go in and come out: those that stand before and behind the layers of the whole."""
+    checkpoint, seen = checkpoints("gemma3"), list[Tensor]()
+    whole = resident_model(checkpoint, "auto")
+    first, last = whole.meta_model.model.layers[0], whole.meta_model.model.layers[-1]
+    first.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    last.register_forward_hook(lambda _, __, out: seen.append(out[0]))
+    rows = (torch.arange(9), torch.ones(9, 9, dtype=torch.bool).tril())
+    whole.forward(torch.arange(20, 29), *rows, whole.new_cache(20))
+    with opened(checkpoint, Section(0, 4, False, False), is_streamed=True) as (model, stream):
+        assert model.width == 64 and model.rest_layout.slab_bytes == 0 and not model.rest_layout.pieces
+        for _ in range(2):
+            stream.begin_sweep()
+            assert torch.equal(model.forward(seen[0], *rows, model.new_cache(20)), seen[1])
+
+
+@pytest.mark.parametrize("mistake", ["", "no scale", "windows of other layers", "rotary frequencies of other layers"])
+def test_a_layer_that_takes_itself_for_another_would_show(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = FAMILIES["gemma3"]()
+    config.layer_types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    checkpoint = open_checkpoint(save(build(config), tmp_path))
+    wanted = run_whole(resident_model(checkpoint, "auto"))
+    if mistake == "windows of other layers":  # those of the first two
+        monkeypatch.setattr("offload.model.weights.attention_windows", lambda _, num_layers: [24] * num_layers)
+    with ExitStack() as resources:
+        parts = [resources.enter_context(opened(checkpoint, one, is_streamed=False)) for one in sections(0, 2, 4)]
+        if mistake == "no scale":
+            parts[0][0].meta_model.model.embed_tokens.embed_scale.fill_(1)
+        if mistake == "rotary frequencies of other layers":
+            parts[1][0].meta_model.config.layer_types.reverse()
+        assert all(map(torch.equal, run_parts(parts), wanted)) == (not mistake)
+
+
+def test_the_last_section_scores_few_rows_at_once(checkpoints: Callable[[str], Checkpoint]) -> None:
+    with opened(checkpoints("phi3"), Section(2, 4, False, True), is_streamed=False) as (model, _):
+        hidden_TD = torch.randn(7, model.width, generator=torch.Generator().manual_seed(2))
+        rows = (torch.arange(7), torch.ones(7, 7, dtype=torch.bool).tril())
+        logits = model.score(hidden_TD, *rows, model.new_cache(20), num_logits=5, max_rows=2)
+        wanted_TV = model.forward(hidden_TD, *rows, model.new_cache(20))
+        torch.testing.assert_close(logits.whole(), wanted_TV[2:])
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_plan_counts_what_a_section_has(family: str, checkpoints: Callable[[str], Checkpoint]) -> None:
+    checkpoint = checkpoints(family)
+    whole = plan_of(checkpoint, Section(0, 4, True, True))
+    one, two, three = (plan_of(checkpoint, section) for section in sections(0, 1, 3, 4))
+    assert whole == plan_memory((checkpoint, None), ram=1 << 40, **SIZES), "all of it is the whole"
+    assert (*one.layer_bytes, *two.layer_bytes, *three.layer_bytes) == whole.layer_bytes
+    assert one.kv_bytes + two.kv_bytes + three.kv_bytes == whole.kv_bytes and two.kv_bytes == 2 * one.kv_bytes
+    assert two.rest_bytes == 0 < one.rest_bytes < three.rest_bytes < whole.rest_bytes + one.rest_bytes
+    assert two.activation_bytes == one.activation_bytes < three.activation_bytes, "whoever has no head scores no row"
+
+
+def test_on_a_gpu_a_table_is_no_head(checkpoints: Callable[[str], Checkpoint]) -> None:
+    """A table stays on the host; of a model without a head of its own, it is the head of the last section alone."""
+    for family in ("llama", "llama-tied"):
+        checkpoint = checkpoints(family)
+        first, last = (checkpoint_of(checkpoint, section) for section in sections(0, 2, 4))
+        plans = [plan_memory((one, None), ram=1 << 40, gpu=1 << 40, device="cuda", **SIZES) for one in (first, last)]
+        assert plans[0].rest_bytes == plans[1].table_bytes == 0 < plans[0].table_bytes
+        assert plans[1].rest_bytes >= 4 * 64 * VOCAB_SIZE
+
+
+def test_layers_that_hang_together_are_refused(tmp_path: Path) -> None:
+    cases = {"gemma3n_text": "share keys and values", "gemma4_text": "share keys and values"}
+    for family, reason in cases.items():
+        checkpoint = open_checkpoint(save(tiny_model(config_of(family)), tmp_path / family))
+        with pytest.raises(UserError, match=rf"{family} cannot be divided by layers \(layers that {reason}.*\): let"):
+            SectionModel(checkpoint, Section(0, 4, True, False))
+    checkpoint = open_checkpoint(small_t5.save(small_t5.build("v1.0"), tmp_path / "t5", "v1.0"))
+    with pytest.raises(UserError, match=r"model type t5 cannot be divided by layers \(its encoder .*\): let one"):
+        SectionModel(checkpoint, Section(0, 2, True, False))
