@@ -157,11 +157,7 @@ def estimate(
     files = Files(*map(describe, names))
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
-    tree, device = options.tree_spec(has_draft=draft is not None), _find_device(options, machine)
-    if draft is None:  # what guesses yield depends on the text, and by themselves they take no room that there is not
-        rule = "`tree` needs a `draft` to be planned for"
-        require(tree.is_chosen or tree.kind == "none", rule, repr(options.tree), "give `draft`, or leave `tree` out")
-        tree = TreeSpec("none")
+    tree, device = planned_tree(options, draft, tokens_per_sweep), _find_device(options, machine)
     room = _room(options, machine, device)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
@@ -178,6 +174,23 @@ def estimate(
     is_measured = link is not None and machine is None and disk_bytes_per_s is None
     notes = _notes(case, link, plan)
     return Estimate(models, plan, machine, link, predictions, costs is None, basis, notes, is_measured)
+
+
+def planned_tree(options: LoadOptions, draft: str | None, tokens_per_sweep: float | None) -> TreeSpec:
+    """The tree to plan for. Raises `UserError` for one without a draft, and for a yield that is of no one tree."""
+    tree = options.tree_spec(has_draft=draft is not None)
+    if draft is None:  # what guesses yield depends on the text, and by themselves they take no room that there is not
+        rule = "`tree` needs a `draft` to be planned for"
+        require(tree.is_chosen or tree.kind == "none", rule, repr(options.tree), "give `draft`, or leave `tree` out")
+        tree = TreeSpec("none")
+    if tokens_per_sweep is not None:
+        rule, remedy = "`tokens_per_sweep` must be 1 or more", "a sweep yields one token at least"
+        require(tokens_per_sweep >= 1, rule, tokens_per_sweep, remedy)
+        if tree.is_chosen or tree.kind == "none":
+            raise UserError(
+                f"`tokens_per_sweep` {tokens_per_sweep:g} belongs to one tree: name it, such as `tree` 128x20"
+            )
+    return tree
 
 
 def _find_device(options: LoadOptions, hardware: Hardware | None) -> "Device | None":
@@ -209,13 +222,7 @@ def _room(options: LoadOptions, hardware: Hardware | None, device: "Device | Non
 
 
 def _check(case: _Case) -> None:
-    given = case.tokens_per_sweep
-    if given is None:
-        return
-    require(given >= 1, "`tokens_per_sweep` must be 1 or more", given, "a sweep yields one token at least")
-    if case.tree.is_chosen or case.tree.kind == "none":
-        raise UserError(f"`tokens_per_sweep` {given:g} belongs to one tree: name it, such as `tree` 128x20")
-    if case.hardware is None and case.disk_bytes_per_s is None:
+    if case.tokens_per_sweep is not None and case.hardware is None and case.disk_bytes_per_s is None:
         raise UserError(
             "`tokens_per_sweep` goes with `hardware` or `disk_speed`; on this machine offload tune measures it"
         )
@@ -285,9 +292,16 @@ def _tokens(case: _Case, choice: TreeChoice, profile: Profile | None, basis: str
     """Least and most per sweep, and what they rest on: given, measured, or what like pairs have yielded."""
     if case.tokens_per_sweep:
         return (case.tokens_per_sweep, case.tokens_per_sweep), "tokens per sweep as given"
+    return tokens_of(case.files, case.options.dtype, choice, profile, basis)
+
+
+def tokens_of(
+    files: Files, dtype: str, choice: TreeChoice, profile: Profile | None, basis: str
+) -> tuple[tuple[float, float], str]:
+    """Least and most tokens per sweep of a tree for this pair, and what they rest on."""
     tokens = (choice.tokens_per_sweep, choice.tokens_per_sweep)
     if profile is None:
-        target, draft = (model_shape(one, case.options.dtype).num_weights for one in filter(None, case.files))
+        target, draft = (model_shape(one, dtype).num_weights for one in filter(None, files))
         like = range_for(draft / target)
         why = f"a range, as measured for {' and '.join(like.pairs)} ({SOURCE})"
         tokens, basis = like.of(choice.tokens_per_sweep), f"{why}; {basis}" if basis else why

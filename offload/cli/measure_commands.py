@@ -13,7 +13,7 @@ from offload.cli.app import app
 from offload.cli.console import Console, profile_lines
 from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
-from offload.config import Sampling
+from offload.config import Sampling, require
 
 
 @app.command(
@@ -24,7 +24,9 @@ from offload.config import Sampling
 
     offload plan -m 70b/config.json -d 7b/config.json --ram 32GiB --disk-speed 3GB
 
-    offload plan -m 70b/config.json -d 7b/config.json --hardware l40 --tree 768x22 --tokens-per-sweep 12.2""",
+    offload plan -m 70b/config.json -d 7b/config.json --hardware l40 --tree 768x22 --tokens-per-sweep 12.2
+
+    offload plan -m 70b/config.json -d 8b/config.json --ranks lab.json""",
 )
 def plan(
     model: flags.Model,
@@ -46,15 +48,21 @@ def plan(
         float | None, typer.Option(metavar="G", help="what the named tree yields; default: from the profile")
     ] = None,
     profile: flags.ProfileFile = None,
+    ranks: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="several machines, as a JSON file describes them; docs/ranks.md")
+    ] = None,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
-    from offload.calibration.estimate import estimate
-    from offload.cli.plan_lines import answer_lines
     from offload.model.headers import is_built
     from offload.planning.options import LoadOptions
 
+    if ranks is not None:
+        given = {"hardware": hardware, "ram": ram, "gpu_memory": gpu_mem, "disk_speed": disk_speed}
+        own = next((f"`{name}`" for name, value in given.items() if value is not None), None)
+        own = own or ("`device`" if device != "auto" else None)
+        require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile,
@@ -63,11 +71,22 @@ def plan(
         if any(is_built(name) for name in (model, draft) if name):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
-        found = estimate(
-            model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
-        )
-    lines = "" if as_json else answer_lines(found, is_verbose=verbose, is_decimal=console.is_decimal)
-    print(flags.as_flags(json.dumps(found.as_dict())) if as_json else fitted(flags.as_flags(lines), sys.stdout))
+        if ranks is not None:
+            from offload.cli.ranks_lines import cluster_lines
+            from offload.ranks.forecast import forecast
+
+            of_cluster = forecast(model, draft, options, ranks, tokens_per_sweep)
+            figures, lines = of_cluster.as_dict(), cluster_lines(of_cluster)
+        else:
+            from offload.calibration.estimate import estimate
+            from offload.cli.plan_lines import answer_lines
+
+            found = estimate(
+                model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
+            )
+            figures = found.as_dict()
+            lines = answer_lines(found, is_verbose=verbose, is_decimal=console.is_decimal)
+    print(flags.as_flags(json.dumps(figures)) if as_json else fitted(flags.as_flags(lines), sys.stdout))
 
 
 @app.command(

@@ -19,15 +19,15 @@ _BAR_WIDTH, _LINE_WIDTH, _LABEL_WIDTH = 32, 79, 10
 def answer_lines(found: "Estimate", *, is_verbose: bool = False, is_decimal: bool = False) -> str:
     """Seconds per token as the headline, and what it rests on, label by label; all terms where they are asked for."""
     rows = [
-        ("model", _model_words(found.models[0])),
-        *(("draft", f"{_model_words(draft)}, stays {_where(found.plan)}") for draft in found.models[1:]),
+        ("model", model_words(found.models[0])),
+        *(("draft", f"{model_words(draft)}, stays {_where(found.plan)}") for draft in found.models[1:]),
         ("machine", _machine_words(found, is_decimal)),
         ("layers", _layers_words(found.plan)),
         *([("a sweep", _sweep_words(found))] if found.plan.streamed_bytes else []),
         *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
         *(("note", note) for note in found.notes),
     ]
-    lines = [_headline(found), "", *(_wrapped(*row) for row in rows)]
+    lines = [_headline(found), "", *(wrapped(*row) for row in rows)]
     if is_verbose:
         lines += ["", plan_picture(found.plan, is_decimal=is_decimal), *_table(found.predictions)]
     return "\n".join(lines)
@@ -39,8 +39,8 @@ def _headline(found: "Estimate") -> str:
     if not found.predictions:
         return "It runs. How fast is not known yet."
     best, plain = found.predictions[-1], found.predictions[0]
-    low, high = map(_seconds, best.s_per_token_range)
-    without = f" ({_seconds(plain.s_per_token)} without a draft)" if best is not plain else ""
+    low, high = map(seconds_words, best.s_per_token_range)
+    without = f" ({seconds_words(plain.s_per_token)} without a draft)" if best is not plain else ""
     least = "at least " if found.is_link_alone else ""
     return f"It runs: {least}{low if low == high else f'{low} to {high}'} seconds per token{without}."
 
@@ -49,12 +49,13 @@ def _where(plan: MemoryPlan) -> str:
     return "in memory" if plan.gpu_bytes is None else "on the GPU"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_words(seconds: float) -> str:
     """Two digits, or whole seconds."""
     return f"{seconds:.0f}" if seconds >= 9.95 else f"{seconds:.2g}" if seconds >= 0.1 else f"{seconds:.2f}"
 
 
-def _model_words(model: "ModelFacts") -> str:
+def model_words(model: "ModelFacts") -> str:
+    """A model and its size, in words."""
     return f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} as stored"
 
 
@@ -88,7 +89,7 @@ def _sweep_words(found: "Estimate") -> str:
     limit = found.predictions[-1].step.limit
     limit = "disk" if limit == "link" and plan.gpu_bytes is None else limit
     decides = "computing is not counted" if found.is_link_alone else _LIMITS[limit]
-    return f"{words}: {_seconds(found.sweep_s)} s; {decides}"
+    return f"{words}: {seconds_words(found.sweep_s)} s; {decides}"
 
 
 _LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the limit",
@@ -102,7 +103,8 @@ def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
     return f"{low if low == high else f'{low} to {high}'} a sweep with the tree {best.label}: {basis}"
 
 
-def _wrapped(label: str, words: str) -> str:
+def wrapped(label: str, words: str) -> str:
+    """A label and what it says, in lines of a narrow screen."""
     indent = " " * (_LABEL_WIDTH + 2)
     first = f"  {label:<{_LABEL_WIDTH}}"
     return textwrap.fill(words, _LINE_WIDTH, initial_indent=first, subsequent_indent=indent, break_long_words=False)

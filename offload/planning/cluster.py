@@ -1,0 +1,133 @@
+"""Machines that run one model together, as a file describes them: what each has, and the network between them.
+
+    {"ranks": [{"name": "alpha", "ram": "32GiB", "disk": "3GB/s"},
+               {"name": "beta", "hardware": "rtx4090", "ram": "64GiB"}],
+     "network": {"gbit_per_s": 2.5, "latency_us": 80}}
+
+The first rank is the head. Files come from strangers: names, sizes and numbers are checked, and a key that is not known
+is refused, since what is misspelt would be a default. No torch. Invariant: ranks have names of their own.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.checkpoint.small_files import read_object
+from offload.config import parse_size, require
+from offload.errors import UserError
+from offload.planning.exchange import Network
+from offload.planning.hardware import Hardware, find_hardware
+
+MAX_RANKS = 64  # whose stages are still found in seconds
+_PAYLOAD_SHARE = 0.94  # of what a cable carries: 1448 bytes of TCP in the 1538 of a packet with its gaps
+_USUAL_LATENCY_US = 100.0  # of a message on Gigabit Ethernet
+_FIELD_OF = {"ram": "ram_bytes", "disk": "disk_bytes_per_s", "gpu": "gpu_bytes", "link": "link_bytes_per_s",
+             "flops": "flops_per_s", "memory": "memory_bytes_per_s"}  # fmt: skip
+_SHARES = ("flops_share", "memory_share")
+_RANK_KEYS = ("name", "hardware", *_FIELD_OF, *_SHARES)
+_NETWORK_KEYS = ("gbit_per_s", "bytes_per_s", "latency_us")
+
+
+class Cluster(NamedTuple):
+    """Ranks in order, each as the machine that it is, and what lies between any two of them."""
+
+    ranks: tuple[Hardware, ...]
+    network: Network
+
+
+def read_cluster(path: Path) -> Cluster:
+    """A cluster from JSON. Raises `UserError`, in one line that names file, rank and key."""
+    try:
+        values = read_object(path, "fix it")
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): check the path") from None
+    _check_keys(values, ("ranks", "network"), path.name, "a cluster")
+    listed = values.get("ranks")
+    is_list = isinstance(listed, list) and 1 <= len(listed) <= MAX_RANKS
+    require(is_list, f"{path.name}: ranks must be a list of 1 to {MAX_RANKS} machines", _shown(listed), "fix it")
+    ranks = tuple(_rank(value, index, path.name) for index, value in enumerate(listed or ()))
+    names = [rank.name for rank in ranks]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    require(twice is None, f"{path.name}: each rank needs a name of its own", f"{twice} twice", "rename one")
+    return Cluster(ranks, _network(values.get("network"), len(ranks), path.name))
+
+
+def _rank(values: Any, index: int, file: str) -> Hardware:
+    where = f"{file}: rank {index}"
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{where} must be an object with the keys {', '.join(_RANK_KEYS)}, got {_shown(values)}: fix it"
+        )
+    name = values.get("name", f"rank{index}")
+    is_name = isinstance(name, str) and 0 < len(name) <= 32 and name.isprintable()
+    require(is_name, f"{where}: name must be a short text", _shown(name), "try alpha")
+    where = f"{file}: rank {name}"
+    _check_keys(values, _RANK_KEYS, where, "a rank")
+    known = {_FIELD_OF[key]: _quantity(values[key], f"{where}: {key}") for key in values if key in _FIELD_OF}
+    known |= {key: _number(values[key], f"{where}: {key}") for key in values if key in _SHARES}
+    if "hardware" in values:
+        return replace(_base(values["hardware"], where), name=name, **known)
+    if "gpu" not in values and "link" in values:  # there is one link then
+        require("disk" not in values, f"{where}: without a gpu, link and disk are one", "both", "leave link out")
+        known["disk_bytes_per_s"] = known.pop("link_bytes_per_s")
+    for key in ("ram", "disk"):
+        remedy = "add it, such as " + {"ram": '"ram": "32GiB"', "disk": '"disk": "3GB/s"'}[key]
+        require(_FIELD_OF[key] in known, f"{where}: a rank needs its {key}", "none", remedy)
+    return _machine(name, known, where)
+
+
+def _machine(name: str, known: dict[str, Any], where: str) -> Hardware:
+    groups = [("flops", "memory"), *([("gpu", "link", "flops", "memory")] if "gpu_bytes" in known else [])]
+    for group in groups:
+        missing = [key for key in group if _FIELD_OF[key] not in known]
+        what = f"{where}: {', '.join(key for key in group if key not in missing)} needs {', '.join(missing)} as well"
+        require(len(missing) in (0, len(group)), what, "none", "add it")
+    return Hardware(name=name, **known)
+
+
+def _base(hardware: Any, where: str) -> Hardware:
+    require(isinstance(hardware, str), f"{where}: hardware must be a name or a FILE.json", _shown(hardware), "fix it")
+    try:
+        return find_hardware(hardware)
+    except UserError as error:
+        raise UserError(f"{where}: {error}".replace("`", "")) from None
+
+
+def _network(values: Any, num_ranks: int, file: str) -> Network:
+    where, remedy = f"{file}: network", 'try {"gbit_per_s": 1}'
+    if values is None and num_ranks == 1:
+        return Network(math.inf, 0.0)
+    require(isinstance(values, dict), f"{where} must be an object", _shown(values), remedy)
+    _check_keys(values, _NETWORK_KEYS, where, "a network")
+    given = [key for key in ("gbit_per_s", "bytes_per_s") if key in values]
+    require(len(given) == 1, f"{where} needs one of gbit_per_s and bytes_per_s", " and ".join(given) or "none", remedy)
+    if "gbit_per_s" in values:
+        bytes_per_s = _PAYLOAD_SHARE * _number(values["gbit_per_s"], f"{where}: gbit_per_s") * 1e9 / 8
+    else:
+        bytes_per_s = _quantity(values["bytes_per_s"], f"{where}: bytes_per_s")
+    return Network(bytes_per_s, 1e-6 * _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us"))
+
+
+def _check_keys(values: dict[str, Any], known: tuple[str, ...], where: str, what: str) -> None:
+    other = next((key for key in values if key not in known), None)
+    require(other is None, f"{where}: {what} has the keys {', '.join(known)}", _shown(other), "fix it")
+
+
+def _quantity(value: Any, what: str) -> int:
+    """Bytes, or so many in a second, from a number or text such as `32GiB`, `3GB/s` and `1.5T`."""
+    if isinstance(value, str):
+        return parse_size(value.removesuffix("/s"), what)
+    number = _number(value, what)
+    require(1 <= number < 2**63, f"{what} must be 1 or more, and below 2^63", f"{number:g}", "fix it")
+    return int(number)
+
+
+def _number(value: Any, what: str) -> float:
+    is_number = type(value) in (int, float) and 0 < value < 1e30  # nan is not
+    require(is_number, f"{what} must be a number above 0", _shown(value), "fix it")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}"

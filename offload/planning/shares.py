@@ -1,0 +1,204 @@
+"""Who gets how much of a model that several ranks run: fractions of every layer, or layers in a row.
+
+A rank streams what does not stay in its memory, over its own link, while all ranks compute. Hence within T seconds it
+manages (m + l T) / B of B bytes, and the shares are those of the least T at which all of them make up the whole; what a
+rank holds besides in proportion to its share (slots, keys and values) is counted with it. No torch, no clock.
+
+Invariant: fractions add up to 1; stages follow each other, cover all layers, and none is empty.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
+
+from offload.errors import UserError
+from offload.memory.plan import MIN_SLOTS, WANTED_SLOTS
+
+_HALVINGS = 60  # of an interval of seconds: more digits than a float64 has
+_LONGEST_S = 1e12  # that a pass could take
+Cost = TypeVar("Cost", float, tuple[float, float])
+
+
+class RankCapacity(NamedTuple):
+    """What one rank has for its part of the layers."""
+
+    memory_bytes: int  # where layers are computed, for those that stay, for slots, and for keys and values
+    link_bytes_per_s: float  # at which the others arrive there
+    compute_s: float = 0.0  # that this rank alone would need to compute all layers in one pass; 0 is not known
+    host_bytes: int = 0  # of pinned memory at the other end of that link
+    disk_bytes_per_s: float = math.inf  # for what does not lie there either
+
+
+@dataclass(frozen=True)
+class Load:
+    """What ranks share."""
+
+    layer_bytes: Sequence[int]
+    kv_bytes: int = 0  # of all layers
+    num_slots: int = WANTED_SLOTS  # of a rank that streams
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """B, of all layers."""
+        return sum(self.layer_bytes)
+
+    @cached_property
+    def slots_bytes(self) -> int:
+        """Of slots for whole layers."""
+        return self.num_slots * max(self.layer_bytes)
+
+    @cached_property
+    def least_slots_bytes(self) -> int:
+        """Of the fewest that a rank can stream with."""
+        return min(self.num_slots, MIN_SLOTS) * max(self.layer_bytes)
+
+
+def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, ...]:
+    """The share of every layer that each rank gets, so that the slowest one is done as early as can be.
+
+    Where all of it stays in memory, shares go by computing, and by memory where nothing is known of computing.
+    Raises `UserError` where all ranks together have no room for two slots.
+    """
+    _check(ranks)
+    most = [_most_share(rank, load, _LONGEST_S) for rank in ranks]
+    if sum(most) < 1:
+        needed_bytes = load.least_slots_bytes + load.kv_bytes
+        room_bytes = sum(max(0, rank.memory_bytes) for rank in ranks)
+        what = f"all ranks together have {room_bytes} bytes for layers, and {needed_bytes} is the least that works"
+        raise UserError(f"{what}: raise their memory, or lower `context`")
+    seconds = _least(lambda limit_s: sum(_most_share(rank, load, limit_s) for rank in ranks) >= 1)
+    shares = [_most_share(rank, load, seconds) for rank in ranks]
+    return tuple(share / sum(shares) for share in shares)
+
+
+def shard_link_s(rank: RankCapacity, load: Load, fraction: float) -> float:
+    """Seconds that a rank's link needs in every pass for its share of each layer."""
+    held_bytes = load.slots_bytes + load.kv_bytes
+    return _link_s(rank, fraction * load.num_bytes, fraction * load.kv_bytes, fraction * held_bytes)
+
+
+def stage_layers(ranks: Sequence[RankCapacity], load: Load) -> tuple[range, ...]:
+    """Layers of each rank, such that the slowest stage takes as little time as can be, then all of them together.
+
+    What that leaves open is evened out by memory. Raises `UserError` where there are more ranks than layers, or where
+    memory is too small for any such cut.
+    """
+    _check(ranks)
+    num_layers, ends = len(load.layer_bytes), [0, *accumulate(load.layer_bytes)]
+    if len(ranks) > num_layers:
+        raise UserError(f"{len(ranks)} stages need as many layers, got {num_layers}: take fewer ranks")
+
+    def seconds(rank: int, layers: range) -> float:
+        return _stage_s(ranks[rank], load, ends[layers.stop] - ends[layers.start])
+
+    def effort(rank: int, layers: range) -> tuple[float, float]:
+        own_s, own_bytes = seconds(rank, layers), ends[layers.stop] - ends[layers.start]
+        if own_s > slowest_s:
+            return math.inf, math.inf
+        fullness = own_bytes**2 / max(1, ranks[rank].memory_bytes)  # least in sum where all are equally full
+        return round(own_s / slowest_s, 9) if slowest_s else 0.0, fullness
+
+    slowest_s, _ = _best_cut(len(ranks), num_layers, seconds, max, 0.0)
+    if math.isinf(slowest_s):
+        raise _no_room(ranks, load)
+    return _best_cut(len(ranks), num_layers, effort, _both, (0.0, 0.0))[1]
+
+
+def stage_link_s(rank: RankCapacity, load: Load, own_bytes: int) -> float:
+    """Seconds that a rank's link needs in every pass for whole layers of so many bytes."""
+    kv_bytes = load.kv_bytes * own_bytes / load.num_bytes
+    return _link_s(rank, own_bytes, kv_bytes, load.slots_bytes + kv_bytes)
+
+
+def _stage_s(rank: RankCapacity, load: Load, own_bytes: int) -> float:
+    """Of one stage by itself; infinite where there is no room for it."""
+    share = own_bytes / load.num_bytes
+    if min(own_bytes, load.least_slots_bytes) + share * load.kv_bytes > rank.memory_bytes:
+        return math.inf
+    return max(rank.compute_s * share, stage_link_s(rank, load, own_bytes))
+
+
+def _best_cut(
+    num_ranks: int, num_layers: int, cost: Callable[[int, range], Cost], join: Callable[[Cost, Cost], Cost], none: Cost
+) -> tuple[Cost, tuple[range, ...]]:
+    """The least joined cost of ranks that take consecutive layers, one at least each, and who takes which.
+
+    By dynamic programming: to take as many as one may from the first rank on is not best where layers are uneven, since
+    the last ones must not be left without any.
+    """
+    best: dict[int, tuple[Cost, tuple[range, ...]]] = {0: (none, ())}  # by the layers that are taken
+    for rank in range(num_ranks):
+        most = num_layers - (num_ranks - 1 - rank)
+        ends = range(rank + 1 if most < num_layers else num_layers, most + 1)
+        cuts: dict[int, tuple[Cost, tuple[range, ...]]] = {}
+        for hi in ends:
+            tried = [
+                (join(best[lo][0], cost(rank, range(lo, hi))), (*best[lo][1], range(lo, hi))) for lo in best if lo < hi
+            ]
+            cuts[hi] = min(tried, key=itemgetter(0))
+        best = cuts
+    return best[num_layers]
+
+
+def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:
+    least_bytes = load.least_slots_bytes + load.kv_bytes * max(load.layer_bytes) // load.num_bytes
+    worst = min(range(len(ranks)), key=lambda rank: ranks[rank].memory_bytes)
+    what = f"rank {worst} has {ranks[worst].memory_bytes} bytes for layers"
+    return UserError(f"{what}, two slots with keys and values take {least_bytes}: raise its memory")
+
+
+def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: float) -> float:
+    """With `own_bytes` of layers; beside those that stay a rank holds `kv_bytes`, or `held_bytes` if it streams."""
+    if own_bytes + kv_bytes <= rank.memory_bytes * (1 + 1e-12):  # by rounding it may be more
+        return 0.0
+    streamed_bytes = own_bytes - max(0.0, rank.memory_bytes - held_bytes)
+    disk_s = max(0.0, streamed_bytes - rank.host_bytes) / rank.disk_bytes_per_s
+    return max(0.0, streamed_bytes / rank.link_bytes_per_s, disk_s)
+
+
+def _most_share(rank: RankCapacity, load: Load, limit_s: float) -> float:
+    """The largest share that a rank manages within `limit_s`, at most 1; it never falls as time rises."""
+    memory_bytes, carried_bytes = max(0, rank.memory_bytes), _carried_bytes(rank, limit_s)
+    whole_bytes = load.num_bytes + load.kv_bytes
+    with_slots = (memory_bytes + carried_bytes) / (whole_bytes + load.slots_bytes)  # something stays beside the slots
+    streamed = max(carried_bytes / load.num_bytes, with_slots)
+    least_bytes = load.least_slots_bytes + load.kv_bytes
+    room = memory_bytes / least_bytes if least_bytes else math.inf
+    share = min(1.0, max(memory_bytes / whole_bytes, min(room, streamed)))
+    return min(share, limit_s / rank.compute_s) if rank.compute_s else share
+
+
+def _carried_bytes(rank: RankCapacity, limit_s: float) -> float:
+    """What reaches a rank within `limit_s`: no more than its link carries, and than there is at the other end."""
+    carried_bytes = rank.link_bytes_per_s * limit_s
+    if math.isinf(rank.disk_bytes_per_s):
+        return carried_bytes
+    return min(carried_bytes, rank.host_bytes + rank.disk_bytes_per_s * limit_s)
+
+
+def _least(holds: Callable[[float], bool]) -> float:
+    """The least number of seconds for which something holds that goes on to hold beyond it."""
+    if holds(0.0):
+        return 0.0
+    lo = _LONGEST_S
+    while holds(lo) and lo > 1e-12:
+        hi, lo = lo, lo / 2
+    for _ in range(_HALVINGS):
+        middle = (lo + hi) / 2
+        lo, hi = (lo, middle) if holds(middle) else (middle, hi)
+    return hi
+
+
+def _check(ranks: Sequence[RankCapacity]) -> None:
+    assert ranks, "there is one rank at least"
+    assert all(rank.link_bytes_per_s > 0 and rank.compute_s >= 0 for rank in ranks), "a link carries something"
+    known = [rank.compute_s > 0 for rank in ranks]
+    assert all(known) or not any(known), "computing is known of all ranks or of none"

@@ -1,0 +1,197 @@
+"""Where a model lies on a cluster that may be nobody's: rows of every layer, or layers, and a memory plan of each rank.
+
+Plans are those that the ranks themselves would make, from the same headers cut in the same way. The first rank is the
+head: it holds the draft, and of shards embeddings and head; of stages the last one has the head. No torch. Invariant: a
+layout is one that fits every rank, and a refusal names the rank.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from offload.checkpoint.encoder_decoder import has_encoder
+from offload.checkpoint.rows import Rows
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.section import Section, checkpoint_of
+from offload.checkpoint.sizes import ModelShape, config_sizes, head_dim, model_shape
+from offload.config import format_bytes
+from offload.encoding.registry import PLAIN_OF
+from offload.errors import UserError
+from offload.memory.plan import MemoryPlan
+from offload.memory.planner import Files, plan_memory
+from offload.planning.cluster import Cluster
+from offload.planning.cost_model import Curve, Traffic, costs_on
+from offload.planning.exchange import Gathers, Hops
+from offload.planning.hardware import Hardware
+from offload.planning.shares import Load, RankCapacity, shard_fractions, stage_layers
+from offload.ranks.sharding import Role, Sharding, share_layers
+
+_ROOMY = 1 << 59
+_KEYS = "self_attn.k_proj"
+_FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
+
+
+class Wish(NamedTuple):
+    """What is to run on a cluster."""
+
+    files: Files
+    cluster: Cluster
+    dtype: str = "auto"
+    context: int | None = None
+    rule: str = "match"
+
+
+class Part(NamedTuple):
+    """What one rank has."""
+
+    machine: Hardware
+    layers: range  # its own, or those of which it has rows
+    rows: dict[str, Rows]  # of each matrix of these; empty where it has all
+    shape: ModelShape  # of what it has
+    plan: MemoryPlan
+    fraction: float  # of all layers' bytes
+    num_heads: int = 0  # of keys and values, where attention is computed by those that have them
+
+    @property
+    def link_s(self) -> float:
+        """Seconds that its link, or a disk behind it, needs in every pass."""
+        return Traffic.of(self.plan, self.machine).streamed_bytes / self.machine.feed_bytes_per_s
+
+    @property
+    def compute_s(self) -> Curve | None:
+        """Seconds of its processor against rows; None where its rates are not known."""
+        if self.machine.flops_per_s is None:
+            return None
+        return costs_on(self.machine, self.shape, None, int(_FILLED_SHARE * self.plan.context)).compute_s
+
+    def as_dict(self) -> dict[str, object]:
+        """What `--json` says of it."""
+        return {
+            "name": self.machine.name,
+            "fraction": self.fraction,
+            "layers": [self.layers.start, self.layers.stop],
+            "rows": {name: list(rows) for name, rows in self.rows.items()},
+            "num_key_value_heads": self.num_heads,
+            "link_bytes_per_s": self.machine.feed_bytes_per_s,
+            "bytes_per_pass": self.plan.streamed_bytes,
+            "link_s": self.link_s,
+            "plan": self.plan.as_dict(),
+        }
+
+
+class Layout(NamedTuple):
+    """All parts of one model, and what their ranks send each other."""
+
+    parts: tuple[Part, ...]
+    exchange: Gathers | Hops
+
+
+def lay_out_shards(wish: Wish, num_nodes: int) -> Layout:
+    """Rows of every layer on each rank. Raises `UserError` for layers that cannot be cut, and for too little memory."""
+    target, num_ranks = wish.files.target, len(wish.cluster.ranks)
+    even = share_layers(target, [1 / num_ranks] * num_ranks)
+    whole, plan = model_shape(target, wish.dtype), partial(_plan, wish, num_nodes)
+    capacities = []
+    for rank, machine in enumerate(wish.cluster.ranks):
+        roomy = plan(machine, _files(wish, even.checkpoint_of(rank, target), rank), is_roomy=True)
+        other_heads = (0 if even.has_own_heads else _all_kv_bytes(whole, roomy)) - roomy.kv_bytes
+        capacities.append(_capacity(wish, machine, roomy, roomy.fixed_bytes + other_heads, num_nodes))
+    kv_bytes = _all_kv_bytes(whole, roomy) if even.has_own_heads else 0
+    fractions = shard_fractions(capacities, Load(whole.layer_bytes, kv_bytes))
+    sharding, parts = share_layers(target, fractions), list[Part]()
+    for rank, machine in enumerate(wish.cluster.ranks):
+        files = _files(wish, sharding.checkpoint_of(rank, target), rank)
+        rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
+        shape = model_shape(files.target, wish.dtype)
+        num_heads = rows[_KEYS].count // head_dim(config_sizes(target)) if sharding.has_own_heads else 0
+        layers, fraction = range(len(whole.layer_bytes)), sum(shape.layer_bytes) / sum(whole.layer_bytes)
+        parts.append(Part(machine, layers, rows, shape, plan(machine, files), fraction, num_heads))
+    width, item_bytes = _row_sizes(wish)
+    gathers = Gathers(gathered_widths(sharding), len(whole.layer_bytes), width, item_bytes)
+    return Layout(tuple(parts), gathers)
+
+
+def lay_out_stages(wish: Wish, num_nodes: int) -> Layout:
+    """Layers on each rank. Raises `UserError` for more ranks than layers, and for too little memory."""
+    target, ranks = wish.files.target, wish.cluster.ranks
+    if has_encoder(target.config):
+        raise UserError(f"{target.directory.name}: it has an encoder, and stages have none: run it on one rank")
+    whole, plan = model_shape(target, wish.dtype), partial(_plan, wish, num_nodes)
+    num_layers, last, capacities = len(whole.layer_bytes), len(ranks) - 1, list[RankCapacity]()
+    for rank, machine in enumerate(ranks):
+        section = checkpoint_of(target, Section(0, num_layers, rank == 0, rank == last))
+        roomy = plan(machine, Files(section, wish.files.draft if rank == 0 else None), is_roomy=True)
+        capacities.append(_capacity(wish, machine, roomy, roomy.fixed_bytes - roomy.kv_bytes, num_nodes))
+    stages, parts = stage_layers(capacities, Load(whole.layer_bytes, _all_kv_bytes(whole, roomy))), list[Part]()
+    for rank, (machine, layers) in enumerate(zip(ranks, stages, strict=True)):
+        section = checkpoint_of(target, Section(layers.start, layers.stop, rank == 0, rank == last))
+        files = Files(section, wish.files.draft if rank == 0 else None)
+        shape = model_shape(section, wish.dtype)
+        fraction = sum(shape.layer_bytes) / sum(whole.layer_bytes)
+        parts.append(Part(machine, layers, {}, shape, plan(machine, files), fraction))
+    return Layout(tuple(parts), Hops(len(ranks), *_row_sizes(wish)))
+
+
+def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
+    """Of each gather of a layer: numbers in a row, rank by rank."""
+    widths = list[Sequence[int]]()
+    for name, matrix in sharding.matrices.items():
+        widths += [sharding.input_widths(name)] if matrix.role is Role.JOINED else []
+        widths += [] if matrix.role is Role.OWN else [sharding.widths(name)]
+    return widths
+
+
+def _files(wish: Wish, own: Checkpoint, rank: int) -> Files:
+    """What a rank of shards reads; embeddings, head and draft are the head's."""
+    if rank == 0:
+        return Files(own, wish.files.draft)
+    return Files(checkpoint_of(own, Section(0, config_sizes(own)["num_hidden_layers"], False, False)))
+
+
+def _plan(wish: Wish, num_nodes: int, machine: Hardware, files: Files, *, is_roomy: bool = False) -> MemoryPlan:
+    """Of one rank; `is_roomy` asks what everything but layers takes, however much there is."""
+    gpu_bytes = machine.gpu_bytes and (_ROOMY if is_roomy else machine.gpu_bytes)
+    try:
+        return plan_memory(
+            files, ram=_ROOMY if is_roomy else machine.ram_bytes, gpu=gpu_bytes,
+            device="cuda" if machine.gpu_bytes else "cpu", dtype=wish.dtype, context=wish.context,
+            num_nodes=num_nodes, rule=wish.rule,
+        )  # fmt: skip
+    except UserError as error:
+        words = str(error).replace("`gpu_memory`", "gpu").replace("`ram`", "ram")
+        raise UserError(words if is_roomy else f"rank {machine.name} {words}") from None
+
+
+def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, held_bytes: int, num_nodes: int) -> RankCapacity:
+    """What a rank has for layers beside `held_bytes` of everything else. Raises `UserError` where that is nothing."""
+    key, room_bytes = ("gpu", machine.gpu_bytes) if machine.gpu_bytes else ("ram", machine.ram_bytes)
+    if room_bytes <= held_bytes:
+        held, room = format_bytes(held_bytes), format_bytes(room_bytes)
+        what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
+        raise UserError(f"{what}: give it more, or lower `context` from {roomy.context}")
+    compute_s = 0.0
+    if all(rank.flops_per_s for rank in wish.cluster.ranks):
+        layers = model_shape(_layers_alone(wish), wish.dtype)
+        positions = int(_FILLED_SHARE * roomy.context)
+        compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
+    disk = machine.disk_bytes_per_s
+    if not machine.gpu_bytes:
+        return RankCapacity(room_bytes - held_bytes, disk, compute_s)
+    host_bytes = max(0, machine.ram_bytes - roomy.runtime_bytes - roomy.table_bytes)
+    return RankCapacity(room_bytes - held_bytes, machine.feed_bytes_per_s, compute_s, host_bytes, disk)
+
+
+def _layers_alone(wish: Wish) -> Checkpoint:
+    num_layers = config_sizes(wish.files.target)["num_hidden_layers"]
+    return checkpoint_of(wish.files.target, Section(0, num_layers, False, False))
+
+
+def _all_kv_bytes(whole: ModelShape, plan: MemoryPlan) -> int:
+    """Of all heads of all layers."""
+    return whole.kv_bytes_per_token * plan.cache_slots
+
+
+def _row_sizes(wish: Wish) -> tuple[int, int]:
+    """D, and the bytes of a number."""
+    dtype = compute_dtype_name(wish.files.target, wish.dtype)
+    return config_sizes(wish.files.target)["hidden_size"], PLAIN_OF[dtype].align_bytes
