@@ -28,6 +28,9 @@ class Transport(Protocol):
     def poll(self, source: int, channel: Channel) -> Message | None:
         """The next message, if it has arrived."""
 
+    def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
+        """One of these (source, channel) whose next message has arrived; waits for it, and takes nothing."""
+
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
         """The source's rows on every rank; others give a tensor of the same shape and type, which may be filled."""
 
