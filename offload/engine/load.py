@@ -131,7 +131,7 @@ def open_decoder(
         team = Team()
         if options.ranks is not None:
             team = join_shards(Given(files, options, room, device, open_source, hooks), resources, transport)
-            files = team.own(files)
+            files, options = team.own(files), replace(options, profile=options.profile or "none")  # of one process
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, device=device.name if device else "cpu")
         trees.check(settings.sampling, options.rule)
@@ -158,7 +158,7 @@ def open_decoder(
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
-        pair.notes.extend([] if rule.is_exact else [not_exact_line(rule)])
+        pair.notes.extend([*team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.pass_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)

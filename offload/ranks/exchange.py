@@ -73,7 +73,7 @@ def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, ran
         for name, matrix in sharding.matrices.items():
             module = layer.get_submodule(name)
             assert isinstance(module, nn.Linear), f"{name} is no matrix product"
-            _cut(module, matrix.rows_R[rank].count)
+            _cut(module, matrix.rows_R[rank].num)
             if matrix.role is Role.JOINED:
                 widths = sharding.input_widths(name)
                 module.register_forward_pre_hook(partial(_gather_input, exchange, widths))

@@ -61,6 +61,7 @@ class Gloo(Transport):
         self._boxes, self._sent = dict[tuple[int, Channel], _Box](), dict[tuple[int, Channel], _Reaped]()
         self._threads, self._is_closed = list[threading.Thread](), False
         self._locks, self._lock = defaultdict[object, threading.Lock](threading.Lock), threading.Lock()
+        self._arrived = threading.Condition()
         self._watch = Watch(groups.watched, silence_s, self._wake)
 
     def send(self, to: int, channel: Channel, message: Message) -> None:
@@ -68,7 +69,7 @@ class Gloo(Transport):
         if (loss := self._watch.loss) is not None:
             raise loss.error()
         if to == self.rank:
-            self._box(to, channel).put(message)
+            self._put(self._box(to, channel), message)
             return
         parts = [header_of(message)]
         if message.numbers:
@@ -88,6 +89,14 @@ class Gloo(Transport):
             return self._opened(self._box(source, channel), is_waited_for=False)
         except queue.Empty:
             return None
+
+    def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
+        """One of these whose next message has arrived, or never will; nothing is taken."""
+        boxes = {way: self._box(*way) for way in ways}
+        with self._arrived:
+            while (found := next((way for way, box in boxes.items() if not box.empty()), None)) is None:
+                self._arrived.wait()
+        return found
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
         """The source's rows on every rank; what others give is filled."""
@@ -165,7 +174,7 @@ class Gloo(Transport):
                 if source != self.rank:
                     self._start(self._fill, box, source, channel)
                 if (loss := self._watch.loss) is not None:
-                    box.put(loss)
+                    self._put(box, loss)
         return box
 
     def _fill(self, box: _Box, source: int, channel: Channel) -> None:
@@ -174,7 +183,12 @@ class Gloo(Transport):
                 box.put(message)
             box.put(Loss(source, f"rank {source} has ended"))
         except RuntimeError as error:
-            box.put(Loss(source, _line(source, error), is_told=False))
+            self._put(box, Loss(source, _line(source, error), is_told=False))
+
+    def _put(self, box: _Box, found: Message | Loss) -> None:
+        with self._arrived:
+            box.put(found)
+            self._arrived.notify_all()
         except ValueError as error:
             self._watch.lose(Loss(source, f"rank {source} sent what cannot be: {error}", is_told=False))
 
@@ -198,7 +212,7 @@ class Gloo(Transport):
         with self._lock:
             for box in self._boxes.values():
                 if (loss := self._watch.loss) is not None:
-                    box.put(loss)
+                    self._put(box, loss)
 
 
 def _received(source: int, group: dist.ProcessGroup) -> Message | None:

@@ -19,12 +19,13 @@ from typing import NamedTuple
 import torch
 
 from offload.config import Sampling, require
+from offload.errors import RankError
 from offload.planning.pipeline import PipelineOptions
 from offload.ranks.cut_off import CutOff, Price, RisingCut
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.runs import Issue, Node, RunTable, Step
 from offload.ranks.timings import Listener, RunEvent, TokenTime, What
-from offload.ranks.transport import RankError, Transport
+from offload.ranks.transport import Transport
 from offload.sampling.sampler import require_token
 
 PROMPT_ROWS = 512

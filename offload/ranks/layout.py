@@ -103,7 +103,7 @@ def lay_out_shards(wish: Wish, num_nodes: int) -> Layout:
         files = _files(wish, sharding.checkpoint_of(rank, target), rank)
         rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
         shape = model_shape(files.target, wish.dtype)
-        num_heads = rows[_KEYS].count // head_dim(config_sizes(target)) if sharding.has_own_heads else 0
+        num_heads = rows[_KEYS].num // head_dim(config_sizes(target)) if sharding.has_own_heads else 0
         layers, fraction = range(len(whole.layer_bytes)), sum(shape.layer_bytes) / sum(whole.layer_bytes)
         parts.append(Part(machine, layers, rows, shape, plan(machine, files), fraction, num_heads))
     width, item_bytes = _row_sizes(wish)

@@ -99,7 +99,9 @@ class _HeadCache(KVCache):
         raise UserError("sessions keep keys and values of one rank, and there are several: leave `ranks` out")
 
 
-def serve_shard(model: SectionModel, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange) -> None:
+def serve_shard(
+    model: SectionModel, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange
+) -> None:
     """Follow the head until it ends. Raises `RankError` where it is lost, `ReadError` where the disk fails."""
     cache = model.new_cache(plan.cache_slots)
     model.stream_layers(stream.acquire, stream.release)
