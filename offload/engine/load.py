@@ -26,7 +26,6 @@ from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
-from offload.engine.shards import Given, join_shards
 from offload.engine.team import Team
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
@@ -130,6 +129,8 @@ def open_decoder(
         files = Files(*fetch(names, refuse, hooks.on_phase))
         team = Team()
         if options.ranks is not None:
+            from offload.engine.shards import Given, join_shards  # what torch.distributed brings takes time
+
             team = join_shards(Given(files, options, room, device, open_source, hooks), resources, transport)
             files, options = team.own(files), replace(options, profile=options.profile or "none")  # of one process
         plan_for = partial(room.plan, files)

@@ -180,17 +180,17 @@ class Gloo(Transport):
     def _fill(self, box: _Box, source: int, channel: Channel) -> None:
         try:
             while (message := _received(source, self._groups[channel])) is not None:
-                box.put(message)
-            box.put(Loss(source, f"rank {source} has ended"))
+                self._put(box, message)
+            self._put(box, Loss(source, f"rank {source} has ended"))
         except RuntimeError as error:
             self._put(box, Loss(source, _line(source, error), is_told=False))
+        except ValueError as error:
+            self._watch.lose(Loss(source, f"rank {source} sent what cannot be: {error}", is_told=False))
 
     def _put(self, box: _Box, found: Message | Loss) -> None:
         with self._arrived:
             box.put(found)
             self._arrived.notify_all()
-        except ValueError as error:
-            self._watch.lose(Loss(source, f"rank {source} sent what cannot be: {error}", is_told=False))
 
     def _reaper(self, to: int, channel: Channel) -> _Reaped:
         with self._lock:
