@@ -12,7 +12,7 @@ from offload.ranks.runs import Node, RunTable
 from offload.ranks.transport import RankError
 
 ON, A, MAT, RUG, HAT = range(10, 15)
-END = 60
+END = 40
 
 
 def picture() -> tuple[RunTable, dict[str, Node]]:
