@@ -111,7 +111,8 @@ _FLAG_OF = {
     "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
     "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "ram": "--ram", "ranks": "--ranks",
     "raw": "--raw", "rule": "--rule", "seed": "--seed", "stop": "--stop", "temperature": "--temp",
-    "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
+    "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
+    "tree": "--tree",
 }  # fmt: skip
 
 
