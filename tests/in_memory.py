@@ -24,7 +24,7 @@ class _Hub:
         self.boxes: dict[tuple[int, int, Channel], queue.Queue[tuple[float, Message]]] = defaultdict(queue.Queue)
         self.barrier = threading.Barrier(num_ranks)
         self.parts: list[Tensor | None] = [None] * num_ranks
-        self.lock = threading.Lock()
+        self.sent = threading.Condition()
 
 
 class InMemory(Transport):
@@ -37,7 +37,9 @@ class InMemory(Transport):
     def send(self, to: int, channel: Channel, message: Message) -> None:
         self.sent.append((to, channel, message))
         due = time.perf_counter() + self._hub.delay(self.rank, to, channel)
-        self._box(self.rank, to, channel).put((due, message))
+        with self._hub.sent:
+            self._box(self.rank, to, channel).put((due, message))
+            self._hub.sent.notify_all()
 
     def receive(self, source: int, channel: Channel) -> Message:
         try:
@@ -53,6 +55,19 @@ class InMemory(Transport):
             is_due = bool(box.queue) and box.queue[0][0] <= time.perf_counter()
         return box.get()[1] if is_due else None
 
+    def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
+        limit_s = time.perf_counter() + self._limit_s
+        with self._hub.sent:
+            while (now_s := time.perf_counter()) < limit_s:
+                boxes = {way: self._box(way[0], self.rank, way[1]) for way in ways}
+                due_s, way = min(
+                    ((box.queue[0][0], way) for way, box in boxes.items() if box.queue), default=(limit_s, None)
+                )
+                if way is not None and due_s <= now_s:
+                    return way
+                self._hub.sent.wait(due_s - now_s)
+        raise RankError(f"{list(ways)} are silent")
+
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
         return self._exchange(rows)[source].clone()
 
@@ -61,11 +76,11 @@ class InMemory(Transport):
         assert [part.shape[-1] for part in parts] == list(widths), "widths are not those of the parts"
         return torch.cat(parts, -1)
 
-    def close(self) -> None:
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
         self._hub.barrier.abort()
 
     def _box(self, source: int, to: int, channel: Channel) -> "queue.Queue[tuple[float, Message]]":
-        with self._hub.lock:
+        with self._hub.sent:
             return self._hub.boxes[source, to, channel]
 
     def _exchange(self, part: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     hi: int
 
     @property
-    def count(self) -> int:
+    def num(self) -> int:
         return self.hi - self.lo
 
 
@@ -51,4 +51,4 @@ def _cut(entry: TensorEntry, rows: Rows) -> TensorEntry:
     num_rows, row_bytes = entry.shape[0], (entry.hi - entry.lo) // entry.shape[0]
     assert 0 <= rows.lo <= rows.hi <= num_rows, f"rows {rows.lo} to {rows.hi} of {num_rows}"
     lo, hi = entry.lo + rows.lo * row_bytes, entry.lo + rows.hi * row_bytes
-    return entry._replace(shape=(rows.count, *entry.shape[1:]), lo=lo, hi=hi)
+    return entry._replace(shape=(rows.num, *entry.shape[1:]), lo=lo, hi=hi)

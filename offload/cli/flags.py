@@ -7,14 +7,24 @@ from typing import Annotated
 import typer
 
 from offload.config import RULES, require
+from offload.planning.place import find_place, own_value
 from offload.threads import cores
+
+
+def _of_this_rank(param: typer.CallbackParam, text: str | None) -> str | None:
+    """Of one value per rank its own; a list where there are no ranks is left to whoever reads the value."""
+    return None if text is None else own_value(text, param.opts[0], find_place())
+
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder or hub id of the target")]
 Draft = Annotated[
     str | None, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")
 ]
 Ram = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="memory budget, such as 8GiB; default: 3/4 of what is free")
+    str | None,
+    typer.Option(
+        metavar="SIZE", callback=_of_this_rank, help="memory budget, such as 8GiB; default: 3/4 of what is free"
+    ),
 ]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]
 GpuMem = Annotated[str | None, typer.Option(metavar="SIZE", help="device memory budget, such as 24GiB")]
@@ -39,6 +49,16 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr bu
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")]
 
 
+def _own_threads(text: str | int) -> int:
+    """A whole number, this rank's own where there is one for each."""
+    own = own_value(str(text), "--threads", find_place())
+    if not (own.isascii() and own.isdigit()):
+        raise typer.BadParameter(f"{own!r} is not a valid integer.")
+    if int(own) < 1:
+        raise typer.BadParameter(f"{own} is not greater than or equal to 1.")
+    return int(own)
+
+
 def _at_most_cores(num_threads: int | None) -> int | None:
     """More than there are cores only wait for each other, and thousands are more than a process may start."""
     if num_threads is not None and num_threads > (most := cores.num_cores()):
@@ -50,7 +70,10 @@ def _at_most_cores(num_threads: int | None) -> int | None:
 Threads = Annotated[
     int | None,
     typer.Option(
-        metavar="N", min=1, callback=_at_most_cores, help="compute threads; default: the fastest, by what steps take"
+        metavar="N",
+        parser=_own_threads,
+        callback=_at_most_cores,
+        help="compute threads; default: the fastest, by what steps take",
     ),
 ]
 ProfileFile = Annotated[
@@ -58,7 +81,12 @@ ProfileFile = Annotated[
     typer.Option("--profile", metavar="FILE", help="of offload tune, or none; default: the one that fits this run"),
 ]
 LinkLimit = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="slow the stream down to this per second", hidden=True)
+    str | None,
+    typer.Option(metavar="SIZE", callback=_of_this_rank, help="slow the stream down to this per second", hidden=True),
+]
+Ranks = Annotated[
+    str | None,
+    typer.Option(metavar="ROLES", help="of offload launch: shards, or stages:0-2,draft:3; see docs/ranks.md"),
 ]
 Invariant = Annotated[
     bool | None,
@@ -107,12 +135,12 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 # The library's errors name arguments, in backticks; a person at the command line knows them by these names.
 _FLAG_OF = {
     "context": "--context", "datastore": "--datastore", "device": "--device", "disk_speed": "--disk-speed",
-    "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
-    "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
-    "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "ram": "--ram", "ranks": "--ranks",
-    "raw": "--raw", "rule": "--rule", "seed": "--seed", "stop": "--stop", "temperature": "--temp",
-    "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
-    "tree": "--tree",
+    "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy",
+    "hardware": "--hardware", "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit",
+    "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram",
+    "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed", "session": "--session",
+    "stop": "--stop", "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep",
+    "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip
 
 

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 _HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def found_session(path: Path | None) -> Path | None:
-    """The file where it is there already. Raises `UserError` where none could be written."""
+def found_session(path: Path | None, ranks: str | None = None) -> Path | None:
+    """The file where it is there already. Raises `UserError` where none could be written, or not of many `ranks`."""
     if path is None:
         return None
+    if ranks is not None:
+        raise UserError(f"`session` keeps what one process has computed, got `ranks` {ranks}: leave one of them out")
     folder = path.absolute().parent
     if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         what = "it is a folder" if path.is_dir() else f"{folder} is no folder that can be written to"

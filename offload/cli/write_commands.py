@@ -58,20 +58,21 @@ def generate(
     profile: flags.ProfileFile = None,
     invariant: flags.Invariant = None,
     link_limit: flags.LinkLimit = None,
+    ranks: flags.Ranks = None,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> None:
     """Write text with a model larger than memory."""
-    found, own = found_session(session), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    found, own = found_session(session, ranks), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
     text = read_prompt(prompt, file, is_needed=found is None)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
-        lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience,
+        lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
@@ -128,18 +129,19 @@ def chat(
     threads: flags.Threads = None,
     profile: flags.ProfileFile = None,
     invariant: flags.Invariant = None,
+    ranks: flags.Ranks = None,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
     own = own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
-    found_session(session)
+    found_session(session, ranks)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
-        ngram=ngram, datastore=datastore, lenience=lenience,
+        ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:

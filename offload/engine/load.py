@@ -26,13 +26,11 @@ from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
-from offload.engine.shards import Given, join_shards
 from offload.engine.team import Team
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
-from offload.model.target import Target
 from offload.planning.cost_model import Curve
 from offload.planning.options import LoadOptions
 from offload.planning.room import Room
@@ -131,8 +129,10 @@ def open_decoder(
         files = Files(*fetch(names, refuse, hooks.on_phase))
         team = Team()
         if options.ranks is not None:
+            from offload.engine.shards import Given, join_shards  # what torch.distributed brings takes time
+
             team = join_shards(Given(files, options, room, device, open_source, hooks), resources, transport)
-            files = team.own(files)
+            files, options = team.own(files), replace(options, profile=options.profile or "none")  # of one process
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, device=device.name if device else "cpu")
         trees.check(settings.sampling, options.rule)
@@ -159,7 +159,7 @@ def open_decoder(
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
-        pair.notes.extend([] if rule.is_exact else [not_exact_line(rule)])
+        pair.notes.extend([*team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.pass_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)

@@ -60,8 +60,11 @@ class Shards(Team):
 
     is_alone = False
 
-    def __init__(self, transport: Transport, sharding: Sharding, exchange: Exchange, exchange_s: Curve) -> None:
+    def __init__(
+        self, transport: Transport, sharding: Sharding, exchange: Exchange, exchange_s: Curve, resources: ExitStack
+    ) -> None:
         self.transport, self.sharding, self.exchange, self.exchange_s = transport, sharding, exchange, exchange_s
+        self._resources, self.notes = resources, (f"rows of every layer by rank: {sharding.percentages}",)
 
     def own(self, files: Files) -> Files:
         return files._replace(target=self.sharding.checkpoint_of(self.transport.rank, files.target))
@@ -75,7 +78,9 @@ class Shards(Team):
 
     def target(self, *args: Any, **more: Any) -> ShardedTarget:
         agree_on(self.transport, None)  # all have loaded
-        return ShardedTarget(*args, transport=self.transport, exchange=self.exchange, **more)
+        target = ShardedTarget(*args, transport=self.transport, exchange=self.exchange, **more)
+        self._resources.callback(target.stop)
+        return target
 
 
 def join_shards(given: Given, resources: ExitStack, transport: Transport | None = None) -> Shards:
@@ -86,20 +91,23 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
 
     Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
     """
+    note = ""
     if transport is None:
         target = given.files.target
         content = json.dumps([target.config, target.tensors], sort_keys=True).encode()
         place, digest = require_place(), headers_digest([content])
-        meeting = resources.enter_context(joined(place, digest, given.options.shared_text, target.shards))
-        transport = meeting.transport
-    shards = _share(given, transport)
+        agreed = f"--ranks {given.options.ranks} --dtype {given.options.dtype}"
+        meeting = resources.enter_context(joined(place, digest, agreed, target.shards))
+        transport, note = meeting.transport, meeting.note()
+    shards = _share(given, transport, resources)
+    shards.notes = (shards.notes[0], note) if note else shards.notes
     if transport.rank:
         _follow(shards, given, resources)
         raise SystemExit(0)
     return shards
 
 
-def _share(given: Given, transport: Transport) -> Shards:
+def _share(given: Given, transport: Transport, resources: ExitStack) -> Shards:
     files, dtype = given.files, given.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     tell_all(transport, None)  # links are measured at one time: they may be the same
@@ -108,10 +116,10 @@ def _share(given: Given, transport: Transport) -> Shards:
     kv_bytes = replace(given.room, ram=_ROOMY).plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
     fractions = hear_head(transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes)))
     sharding, exchange = share_layers(files.target, fractions), Exchange(transport)
-    number = getattr(torch, compute_dtype_name(files.target, dtype))
-    pass_s = [len(shape.layer_bytes) * _layer_s(exchange, sharding, transport.rank, torch.zeros(num_rows, 1, dtype=number))
-              for num_rows in _TIMED_ROWS]  # fmt: skip
-    return Shards(transport, sharding, exchange, Curve(_TIMED_ROWS, tuple(pass_s)))
+    column = torch.zeros(1, 1, dtype=getattr(torch, compute_dtype_name(files.target, dtype)))
+    layer_s = [_layer_s(exchange, sharding, transport.rank, column.expand(rows, -1)) for rows in _TIMED_ROWS]
+    pass_s = tuple(len(shape.layer_bytes) * seconds for seconds in layer_s)
+    return Shards(transport, sharding, exchange, Curve(_TIMED_ROWS, pass_s), resources)
 
 
 def _capacity(given: Given, sharding: Sharding, rank: int) -> RankCapacity:

@@ -12,6 +12,7 @@ class Team:
     """A process that has all of the target."""
 
     exchange_s: Curve = NOTHING  # what a pass takes beside computing, against its rows
+    notes: tuple[str, ...] = ()  # for the user
     is_alone = True
 
     def own(self, files: Files) -> Files:

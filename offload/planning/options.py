@@ -12,7 +12,9 @@ from offload.checkpoint.safetensors import is_hub_id
 from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
 from offload.datastore.store import read_store
 from offload.memory.planner import require_dtype, require_positions
+from offload.planning.place import require_place
 from offload.planning.profile import parse_profile
+from offload.planning.roles import Roles, parse_roles, require_exact_rule
 from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
 
 
@@ -36,12 +38,15 @@ class LoadOptions:
     ngram: str | os.PathLike[str] | None = None
     datastore: str | os.PathLike[str] | None = None
     lenience: float = 1.0
+    ranks: str | None = None
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
         require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
+        if (roles := self.roles()) is not None:
+            require_exact_rule(roles, self.rule, self.lenience)
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
                 parse_size(size, name)
@@ -74,6 +79,10 @@ class LoadOptions:
     def limit_bytes_per_s(self) -> int | None:
         """What the stream is slowed down to, for studies."""
         return parse_rate(self.link_limit, "`link_limit`")
+
+    def roles(self) -> Roles | None:
+        """Who does what among the processes that were started together; None is one process by itself."""
+        return None if self.ranks is None else parse_roles(self.ranks, require_place().num_ranks)
 
     def looks_up(self, *, has_draft: bool) -> bool:
         """Whether the text's own past is looked at for what comes next: by itself where the tree may follow it."""

@@ -73,7 +73,7 @@ def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, ran
         for name, matrix in sharding.matrices.items():
             module = layer.get_submodule(name)
             assert isinstance(module, nn.Linear), f"{name} is no matrix product"
-            _cut(module, matrix.rows_R[rank].count)
+            _cut(module, matrix.rows_R[rank].num)
             if matrix.role is Role.JOINED:
                 widths = sharding.input_widths(name)
                 module.register_forward_pre_hook(partial(_gather_input, exchange, widths))
@@ -90,9 +90,9 @@ def _cut(module: nn.Linear, num_rows: int) -> None:
 
 
 def _share_input(exchange: Exchange, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    if args:
-        return (exchange.share(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": exchange.share(kwargs["hidden_states"])}
+    hidden_1TD = args[0] if args else kwargs["hidden_states"]
+    shared_1TD = exchange.share(hidden_1TD[0])[None]
+    return ((shared_1TD, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": shared_1TD})
 
 
 def _gather_input(exchange: Exchange, widths: Sequence[int], _: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:

@@ -106,7 +106,7 @@ def _shard(wish: Wish, num_nodes: int, sharding: Sharding, rank: int, whole: Mod
     rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
     shape, num_heads, hidden_bytes = model_shape(files.target, wish.dtype), 0, 0
     if sharding.has_own_heads:
-        num_heads = rows[_KEYS].count // head_dim(config_sizes(files.target))
+        num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
     else:  # attention is computed for all heads everywhere
         hidden_bytes = (whole.kv_bytes_per_token - shape.kv_bytes_per_token) * cache_slots
     plan = _plan(wish, num_nodes, machine, files, hidden_bytes)

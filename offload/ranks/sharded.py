@@ -6,7 +6,7 @@ rank runs every pass to its end, since a gather that one of them misses cannot b
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,9 @@ class ShardedTarget(Target):
         return _HeadCache(self._tell, self._model.num_layers, self._cache_slots, self._gather, self._model.send)
 
     def stop(self) -> None:
-        """No pass follows: the other ranks end."""
-        self._tell(Message(Kind.STOP))
+        """No pass follows: the other ranks end, as far as they have not."""
+        with suppress(RankError, UserError):
+            self._tell(Message(Kind.STOP))
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
         if self._is_broken:
@@ -98,7 +99,9 @@ class _HeadCache(KVCache):
         raise UserError("sessions keep keys and values of one rank, and there are several: leave `ranks` out")
 
 
-def serve_shard(model: SectionModel, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange) -> None:
+def serve_shard(
+    model: SectionModel, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange
+) -> None:
     """Follow the head until it ends. Raises `RankError` where it is lost, `ReadError` where the disk fails."""
     cache = model.new_cache(plan.cache_slots)
     model.stream_layers(stream.acquire, stream.release)

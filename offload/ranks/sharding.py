@@ -50,13 +50,21 @@ class Sharding(NamedTuple):
         """Whether a rank computes attention, and keeps keys and values, for its own heads alone."""
         return any(matrix.role is Role.OWN for matrix in self.matrices.values())
 
+    @property
+    def percentages(self) -> str:
+        """Of all rows, what each rank has."""
+        counts = [
+            sum(rows.num for rows in one) for one in zip(*(m.rows_R for m in self.matrices.values()), strict=True)
+        ]
+        return ", ".join(f"{100 * count / sum(counts):.0f} %" for count in counts)
+
     def checkpoint_of(self, rank: int, checkpoint: Checkpoint) -> Checkpoint:
         """What one rank reads of the layers."""
         return cut_rows(checkpoint, {name: matrix.rows_R[rank] for name, matrix in self.matrices.items()})
 
     def widths(self, name: str) -> list[int]:
         """Numbers in a row of this matrix's output, rank by rank."""
-        return [rows.count for rows in self.matrices[name].rows_R]
+        return [rows.num for rows in self.matrices[name].rows_R]
 
     def input_widths(self, name: str) -> list[int]:
         """The same for the gathered input of a joined matrix: outputs of values' heads, or of features."""
@@ -98,15 +106,14 @@ def split_rows(num_rows: int, fractions: Sequence[float], step: int = _STEP) -> 
         least, most = (ends[-1] if ends else 0) + 1, num_steps - (num_ranks - 1 - rank)
         ends.append(min(max(round(before * num_steps), least), most))
     ends[-1] = num_steps
-    return tuple(
-        Rows(lo * step, min(hi * step, num_rows)) for lo, hi in zip([0, *ends[:-1]], ends, strict=True)
-    )
+    return tuple(Rows(lo * step, min(hi * step, num_rows)) for lo, hi in zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) -> bool:
     """Whether layers are those of Llama: heads and features can be computed apart, and norms do not span them."""
     sizes = config_sizes(checkpoint)
-    num_heads, num_groups, width = sizes.get("num_attention_heads", 0), sizes.get("num_key_value_heads"), head_dim(sizes)
+    num_heads, num_groups = sizes.get("num_attention_heads", 0), sizes.get("num_key_value_heads")
+    width = head_dim(sizes)
     matrices = {name.removesuffix(".weight"): next(iter(found)) for name, found in shapes.items()
                 if name.endswith(".weight") and len(next(iter(found))) == 2}  # fmt: skip
     if set(matrices) != {*_ATTENTION, *_FEED_FORWARD} or num_groups is None:
@@ -125,7 +132,7 @@ def _by_heads(checkpoint: Checkpoint, rows: dict[str, int], fractions: Sequence[
     of_group = sum(rows[stem] for stem in _ATTENTION[:3]) * sizes["hidden_size"] / sizes["num_key_value_heads"]
     others = rows["self_attn.o_proj"] * rows["self_attn.q_proj"] + 3 * rows["mlp.up_proj"] * sizes["hidden_size"]
     whole = others + of_group * sizes["num_key_value_heads"]
-    left = [max(0.0, fraction * whole - of_group * groups.count)
+    left = [max(0.0, fraction * whole - of_group * groups.num)
             for fraction, groups in zip(fractions, groups_R, strict=True)]  # fmt: skip
     finer = [one / sum(left) for one in left] if sum(left) else fractions
     matrices = {stem: Matrix(Role.OWN, split_rows(rows[stem], finer)) for stem in _FEED_FORWARD[:2]}

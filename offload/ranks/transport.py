@@ -28,11 +28,19 @@ class Transport(Protocol):
     def poll(self, source: int, channel: Channel) -> Message | None:
         """The next message, if it has arrived."""
 
+    def wait_any(self, ways: Sequence[tuple[int, Channel]]) -> tuple[int, Channel]:
+        """One of these (source, channel) whose next message has arrived; waits for it, and takes nothing."""
+
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
         """The source's rows on every rank; others give a tensor of the same shape and type, which may be filled."""
 
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks side by side; this one's are `part_TR`, rank r has `widths[r]` of them."""
 
-    def close(self) -> None:
-        """Tell the others that this rank has ended, and let go."""
+    def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
+        """Tell the others that this rank has ended, and let go.
+
+        Args:
+            reason: why, where it has failed; others then raise `RankError`, or `UserError` with it.
+            is_refusal: what failed is what a user can mend.
+        """

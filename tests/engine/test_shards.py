@@ -14,7 +14,6 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
 import offload
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
-from offload.errors import RunError, UserError
 from offload.planning.options import LoadOptions
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -77,6 +76,17 @@ def _sharded(
     assert all(isinstance(error, SystemExit) for error in followers.errors), followers.errors
 
 
+def _texts(decoder: Decoder) -> list[list[int]]:
+    runs = [decoder.generate(PROMPT, max_new_tokens=NUM_NEW, temperature=heat, seed=3) for heat in (0.0, 0.8)]
+    return [run.token_ids for run in runs]
+
+
+@pytest.fixture(autouse=True)
+def _as_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def _options(ram: int | str, **more: Any) -> LoadOptions:
     usual: dict[str, Any] = {"context": 128, "threads": 1, "profile": "none", "dtype": "float32", "lookup": False}
     return LoadOptions(ram=ram, ranks="shards", **usual | more)
@@ -88,8 +98,7 @@ def test_ids_are_those_of_one_process(pairs: Callable[[str], Pair], family: str,
     target, draft = pairs(family)
     ram = streaming_ram(target, draft, context=128, num_nodes=17)
     with offload.load(target, None, ram, "none", dtype="float32", context=128, threads=1, invariant=False) as alone:
-        wanted = [alone.generate(PROMPT, max_new_tokens=NUM_NEW, temperature=t, seed=3).token_ids for t in (0.0, 0.8)]
+        wanted = _texts(alone)
     with _sharded(num_ranks, target, draft, lambda rank: _options(ram, tree="dynamic:16x6")) as decoder:
         for _ in range(2):
-            got = [decoder.generate(PROMPT, max_new_tokens=NUM_NEW, temperature=t, seed=3).token_ids for t in (0.0, 0.8)]
-            assert got == wanted
+            assert _texts(decoder) == wanted

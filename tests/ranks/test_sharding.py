@@ -31,14 +31,14 @@ def test_rows_are_split_exactly(seed: int) -> None:
     num_rows, fractions = int(rng.integers(num_ranks * step, 4000)), rng.dirichlet(np.ones(num_ranks))
     parts = split_rows(num_rows, fractions.tolist(), step)
     assert [row for rows in parts for row in range(*rows)] == list(range(num_rows))
-    assert all(rows.count for rows in parts)
+    assert all(rows.num for rows in parts)
     assert num_rows < 4 * step * num_ranks or all(rows.lo % step == 0 for rows in parts)
     wanted = np.cumsum(fractions)[:-1] * num_rows
     assert all(abs(rows.hi - hi) <= step * num_ranks for rows, hi in zip(parts, wanted, strict=False))
 
 
 def test_fewer_rows_than_ranks_are_refused() -> None:
-    assert [rows.count for rows in split_rows(32, EVEN_3)] == [11, 10, 11]
+    assert [rows.num for rows in split_rows(32, EVEN_3)] == [11, 10, 11]
     with pytest.raises(UserError, match="a matrix of 2 rows cannot be shared by 3 ranks"):
         split_rows(2, EVEN_3)
 
@@ -88,7 +88,7 @@ def test_features_even_out_what_whole_heads_leave_uneven(tmp_path: Path) -> None
     config.num_key_value_heads, config.num_hidden_layers = 4, 1
     whole = open_checkpoint(save(build(config), tmp_path))
     sharding = share_layers(whole, (0.4, 0.6))
-    assert sharding.matrices["self_attn.k_proj"].rows_R[0].count == 2 * 16  # of four heads, 1.6
+    assert sharding.matrices["self_attn.k_proj"].rows_R[0].num == 2 * 16  # of four heads, 1.6
     sizes = []
     for rank in range(2):
         tensors = sharding.checkpoint_of(rank, whole).tensors.items()

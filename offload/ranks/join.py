@@ -1,0 +1,195 @@
+"""From processes that only know where to meet to ranks that talk: everybody's card is compared first.
+
+Cards lie in the store of torch.distributed, as JSON. Who does not come in time is named; who comes with another
+version, other files or other options is refused, on every rank alike and before anything is sent.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import RankError, UserError, reason
+from offload.planning.place import Place
+from offload.ranks.gloo import Gloo, Groups
+from offload.ranks.interface import choose_interface
+from offload.ranks.messages import Channel
+from offload.ranks.watch import limit
+
+PROTOCOL = 1  # of messages and cards; another number for every change that an older rank would misread
+JOIN_LIMIT_S, EXCHANGE_LIMIT_S, ORDER_LIMIT_S = 120.0, 60.0, 30 * 86400.0
+_MAX_CARD_BYTES = 65536
+_ASK_AGAIN_S = 0.1
+_REMEDIES = {
+    "offload": "install the same version on both", "torch": "install the same version on both",
+    "protocol": "install the same version on both", "checkpoint": "give both the same files",
+    "options": "start both with the same flags",
+}  # fmt: skip
+
+
+class Card(NamedTuple):
+    """What a rank says of itself when it joins."""
+
+    must_agree: dict[str, str]  # by the keys of `_REMEDIES`
+    host: str  # a name, and what tells apart hosts of one name
+    disks: list[str]  # that weights are read from
+
+    @classmethod
+    def of_this(cls, checkpoint: str, options: str, shards: Sequence[Path]) -> "Card":
+        """This process's; the arguments are those of `join`."""
+        release = ".".join(torch.__version__.split(".")[:2])
+        version = sys.modules["offload"].__version__  # above all rooms, and imported before any
+        agreed = (version, release, str(PROTOCOL), checkpoint, options)
+        disks = sorted({str(path.stat().st_dev) for path in shards})
+        return cls(dict(zip(_REMEDIES, agreed, strict=True)), f"{socket.gethostname()} {_boot_id()}", disks)
+
+    @classmethod
+    def parse(cls, content: bytes, rank: int) -> "Card":
+        """A stranger's. Raises `UserError`."""
+        try:
+            card = cls(**json.loads(content)) if len(content) <= _MAX_CARD_BYTES else None
+        except (ValueError, TypeError, RecursionError):
+            card = None
+        texts = [] if card is None else [card.host, card.disks, card.must_agree]
+        if card is None or not all(isinstance(one, kind) for one, kind in zip(texts, (str, list, dict), strict=True)):
+            raise UserError(f"rank {rank} says of itself what is no card: {_REMEDIES['protocol']}")
+        return card
+
+
+class Joined(NamedTuple):
+    """Ranks that have found each other."""
+
+    transport: Gloo
+    cards: list[Card]  # by rank
+
+    def note(self) -> str:
+        """What the user should know of where ranks are; empty where there is nothing."""
+        users = defaultdict[tuple[str, str], list[int]](list)
+        for rank, card in enumerate(self.cards):
+            for disk in card.disks:
+                users[card.host, disk].append(rank)
+        shared = sorted({tuple(ranks) for ranks in users.values() if len(ranks) > 1})
+        return "; ".join(f"ranks {_listed(ranks)} read one disk, its speed is divided" for ranks in shared)
+
+
+def headers_digest(headers: Sequence[bytes]) -> str:
+    """A short name for what a checkpoint's headers and configuration say, the same for the same files in this order."""
+    digest = hashlib.sha256()
+    for header in headers:
+        digest.update(len(header).to_bytes(8, "little") + header)
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def joined(
+    place: Place, checkpoint: str, options: str, shards: Sequence[Path], *,
+    limit_s: float = JOIN_LIMIT_S, exchange_limit_s: float = EXCHANGE_LIMIT_S,
+) -> Iterator[Joined]:  # fmt: skip
+    """Ranks that talk until this context ends; how it ends is every rank's last word to the others.
+
+    Args:
+        checkpoint: `headers_digest` of the files; must be the same on all ranks.
+        options: what else must be the same, as a user would recognise it.
+        shards: files that weights are read from, whose disks are compared.
+        limit_s: how long to wait for a rank that does not come.
+        exchange_limit_s: how long a rank may be silent, or keep others waiting in an exchange.
+
+    Raises `UserError` where a rank does not come or does not agree.
+    """
+    store = meet(place, limit_s)
+    cards = exchange_cards(store, place, Card.of_this(checkpoint, options, shards), limit_s)
+    compare(cards, place)
+    transport = _open(store, place, limit_s, exchange_limit_s)
+    try:
+        yield Joined(transport, cards)
+    except RankError:
+        transport.close()
+        raise
+    except BaseException as error:
+        transport.close(reason(error), is_refusal=isinstance(error, UserError))
+        raise
+    transport.close()
+
+
+def meet(place: Place, limit_s: float) -> dist.Store:
+    """The store that all ranks write to. Raises `UserError` where it is not reached in time."""
+    is_host = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(
+            place.address, place.port, None, is_host, limit(limit_s), wait_for_workers=False, multi_tenant=True
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        rule = f"rank {place.rank} must reach {place.address}:{place.port} within {limit_s:g} s"
+        raise UserError(f"{rule}, got {reason(error)}: is it started there, is the port open?") from None
+    return dist.PrefixStore("offload", store)
+
+
+def exchange_cards(store: dist.Store, place: Place, mine: Card, limit_s: float) -> list[Card]:
+    """Everybody's. Raises `UserError` with who has not come in time, or with why one gave up."""
+    store.set(f"card/{place.rank}", json.dumps(mine._asdict()))
+    due_s, missing = monotonic() + limit_s, set(range(place.num_ranks))
+    while missing:
+        missing -= {rank for rank in missing if store.check([f"card/{rank}"])}
+        for rank in sorted(missing):
+            if store.check([f"reason/{rank}"]):
+                store.set(f"heard/{rank}", "")
+                raise UserError(f"rank {rank}: {store.get(f'reason/{rank}')[:1024].decode(errors='replace')}")
+        if missing and monotonic() > due_s:
+            who = f"rank{'s' if len(missing) > 1 else ''} {_listed(sorted(missing))}"
+            rule = f"all {place.num_ranks} ranks must come within {limit_s:g} s"
+            raise UserError(f"{rule}, got none of {who}: start {'them' if len(missing) > 1 else 'it'}, see its errors")
+        if missing:
+            sleep(_ASK_AGAIN_S)
+    return [Card.parse(store.get(f"card/{rank}"), rank) for rank in range(place.num_ranks)]
+
+
+def compare(cards: Sequence[Card], place: Place) -> None:
+    """Refuse ranks that would misunderstand each other. Raises `UserError`, the same on every rank."""
+    first = cards[0]
+    for rank, card in enumerate(cards):
+        for what, remedy in _REMEDIES.items():
+            expected, got = (str(one.must_agree.get(what, "none"))[:80] for one in (first, card))
+            if expected != got:
+                rule = f"ranks must have the same {what}"
+                raise UserError(f"{rule}, got {expected!r} on rank 0 and {got!r} on rank {rank}: {remedy}")
+
+
+def _open(store: dist.Store, place: Place, limit_s: float, exchange_limit_s: float) -> Gloo:
+    """A transport over process groups that are made here. Raises `UserError` where ranks cannot reach each other."""
+    choose_interface(place.address, place.port)
+    has_own_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= place.num_on_host
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpu and dist.is_nccl_available() else "gloo"
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=limit(exchange_limit_s)
+        )
+        channels = {one: dist.new_group(timeout=limit(ORDER_LIMIT_S), backend="gloo") for one in Channel}
+        exchange = dist.new_group(timeout=limit(exchange_limit_s), backend=backend)
+        dist.barrier()
+    except RuntimeError as error:
+        rule = f"rank {place.rank} must reach all others at the address by which it is known"
+        raise UserError(f"{rule}, got {reason(error)}: set GLOO_SOCKET_IFNAME to the network between them") from None
+    assert dist.group.WORLD is not None, "it was made above"
+    return Gloo(Groups(channels, exchange, dist.group.WORLD), exchange_limit_s)
+
+
+def _boot_id() -> str:
+    """Differs between hosts, and between containers' hosts, whatever they call themselves."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), str(ranks[-1])]))
