@@ -52,7 +52,7 @@ def _tokens_words(rate: "Rate") -> str:
 def _way_lines(way: "Way") -> Iterator[str]:
     assert way.layout is not None, "it works here"
     yield f"{way.kind}: {_WAYS[way.kind]}"
-    yield f"  {'rank':<12} {'share':>5} {'has':>13} {'memory':>18} {'reads':>8} {'at':>10} {'seconds':>7}"
+    yield f"  {'rank':<11} {'share':>5} {'has':>13} {'memory':>18} {'reads':>8} {'at':>9} {'seconds':>7}"
     for part in way.layout.parts:
         yield _rank_row(way, part)
     yield wrapped("waiting", _waiting_words(way))
@@ -82,9 +82,9 @@ def _rank_row(way: "Way", part: "Part") -> str:
     if plan.gpu_bytes is not None:
         used_bytes, budget_bytes = plan.gpu_total_bytes, plan.gpu_bytes
     share, memory = f"{100 * part.fraction:.0f} %", f"{_gb(used_bytes)} of {_gb(budget_bytes)}"
-    reads = f"{_gb(plan.streamed_bytes):>8} {_gb(part.machine.feed_bytes_per_s) + '/s':>10}"
+    reads = f"{_gb(plan.streamed_bytes):>8} {_gb(part.machine.feed_bytes_per_s) + '/s':>9}"
     seconds = seconds_words(way.busy(part).seconds)
-    return f"  {part.machine.name:<12.12} {share:>5} {has:>13} {memory:>18} {reads} {seconds:>7}"
+    return f"  {part.machine.name:<11.11} {share:>5} {has:>13} {memory:>18} {reads} {seconds:>7}"
 
 
 def _waiting_words(way: "Way") -> str:

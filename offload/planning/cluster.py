@@ -64,8 +64,12 @@ def _rank(values: Any, index: int, file: str) -> Hardware:
     require(is_name, f"{where}: name must be a short text", _shown(name), "try alpha")
     where = f"{file}: rank {name}"
     _check_keys(values, _RANK_KEYS, where, "a rank")
-    known = {_FIELD_OF[key]: _quantity(values[key], f"{where}: {key}") for key in values if key in _FIELD_OF}
-    known |= {key: _number(values[key], f"{where}: {key}") for key in values if key in _SHARES}
+    known: dict[str, Any] = {
+        _FIELD_OF[key]: _quantity(values[key], f"{where}: {key}") for key in values if key in _FIELD_OF
+    }
+    for key in (key for key in _SHARES if key in values):
+        known[key] = _number(values[key], f"{where}: {key}")
+        require(known[key] <= 1, f"{where}: {key} must be at most 1", values[key], "fix it")
     if "hardware" in values:
         return replace(_base(values["hardware"], where), name=name, **known)
     if "gpu" not in values and "link" in values:  # there is one link then
@@ -106,7 +110,7 @@ def _network(values: Any, num_ranks: int, file: str) -> Network:
         bytes_per_s = _PAYLOAD_SHARE * _number(values["gbit_per_s"], f"{where}: gbit_per_s") * 1e9 / 8
     else:
         bytes_per_s = _quantity(values["bytes_per_s"], f"{where}: bytes_per_s")
-    return Network(bytes_per_s, 1e-6 * _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us"))
+    return Network(bytes_per_s, _number(values.get("latency_us", _USUAL_LATENCY_US), f"{where}: latency_us") / 1e6)
 
 
 def _check_keys(values: dict[str, Any], known: tuple[str, ...], where: str, what: str) -> None:

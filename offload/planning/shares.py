@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from operator import add, itemgetter
+from typing import NamedTuple
 
 from offload.errors import UserError
 from offload.memory.plan import MIN_SLOTS, WANTED_SLOTS
 
 _HALVINGS = 60  # of an interval of seconds: more digits than a float64 has
 _LONGEST_S = 1e12  # that a pass could take
-Cost = TypeVar("Cost", float, tuple[float, float])
+Cost = tuple[float, ...]  # compared number by number
+Cuts = dict[int, tuple[Cost, tuple[range, ...]]]  # by the layers that are taken so far
 
 
 class RankCapacity(NamedTuple):
@@ -92,20 +93,20 @@ def stage_layers(ranks: Sequence[RankCapacity], load: Load) -> tuple[range, ...]
     if len(ranks) > num_layers:
         raise UserError(f"{len(ranks)} stages need as many layers, got {num_layers}: take fewer ranks")
 
-    def seconds(rank: int, layers: range) -> float:
-        return _stage_s(ranks[rank], load, ends[layers.stop] - ends[layers.start])
+    def seconds(rank: int, layers: range) -> Cost:
+        return (_stage_s(ranks[rank], load, ends[layers.stop] - ends[layers.start]),)
 
-    def effort(rank: int, layers: range) -> tuple[float, float]:
-        own_s, own_bytes = seconds(rank, layers), ends[layers.stop] - ends[layers.start]
+    def effort(rank: int, layers: range) -> Cost:
+        own_s, own_bytes = *seconds(rank, layers), ends[layers.stop] - ends[layers.start]
         if own_s > slowest_s:
             return math.inf, math.inf
         fullness = own_bytes**2 / max(1, ranks[rank].memory_bytes)  # least in sum where all are equally full
         return round(own_s / slowest_s, 9) if slowest_s else 0.0, fullness
 
-    slowest_s, _ = _best_cut(len(ranks), num_layers, seconds, max, 0.0)
+    (slowest_s,), _ = _best_cut(len(ranks), num_layers, seconds, max)
     if math.isinf(slowest_s):
         raise _no_room(ranks, load)
-    return _best_cut(len(ranks), num_layers, effort, _both, (0.0, 0.0))[1]
+    return _best_cut(len(ranks), num_layers, effort, _sum)[1]
 
 
 def stage_link_s(rank: RankCapacity, load: Load, own_bytes: int) -> float:
@@ -123,29 +124,27 @@ def _stage_s(rank: RankCapacity, load: Load, own_bytes: int) -> float:
 
 
 def _best_cut(
-    num_ranks: int, num_layers: int, cost: Callable[[int, range], Cost], join: Callable[[Cost, Cost], Cost], none: Cost
+    num_ranks: int, num_layers: int, cost: Callable[[int, range], Cost], join: Callable[[Cost, Cost], Cost]
 ) -> tuple[Cost, tuple[range, ...]]:
     """The least joined cost of ranks that take consecutive layers, one at least each, and who takes which.
 
     By dynamic programming: to take as many as one may from the first rank on is not best where layers are uneven, since
     the last ones must not be left without any.
     """
-    best: dict[int, tuple[Cost, tuple[range, ...]]] = {0: (none, ())}  # by the layers that are taken
-    for rank in range(num_ranks):
-        most = num_layers - (num_ranks - 1 - rank)
-        ends = range(rank + 1 if most < num_layers else num_layers, most + 1)
-        cuts: dict[int, tuple[Cost, tuple[range, ...]]] = {}
-        for hi in ends:
-            tried = [
+    best: Cuts = {hi: (cost(0, range(hi)), (range(hi),)) for hi in range(1, num_layers - num_ranks + 2)}
+    for rank in range(1, num_ranks):
+        cuts: Cuts = {}
+        for hi in range(rank + 1, num_layers - num_ranks + rank + 2):
+            own = [
                 (join(best[lo][0], cost(rank, range(lo, hi))), (*best[lo][1], range(lo, hi))) for lo in best if lo < hi
             ]
-            cuts[hi] = min(tried, key=itemgetter(0))
+            cuts[hi] = min(own, key=itemgetter(0))
         best = cuts
     return best[num_layers]
 
 
-def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return one[0] + other[0], one[1] + other[1]
+def _sum(one: Cost, other: Cost) -> Cost:
+    return tuple(map(add, one, other))
 
 
 def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:

@@ -6,7 +6,7 @@ layout is one that fits every rank, and a refusal names the rank.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.encoder_decoder import has_encoder
@@ -88,27 +88,30 @@ class Layout(NamedTuple):
 
 def lay_out_shards(wish: Wish, num_nodes: int) -> Layout:
     """Rows of every layer on each rank. Raises `UserError` for layers that cannot be cut, and for too little memory."""
-    target, num_ranks = wish.files.target, len(wish.cluster.ranks)
-    even = share_layers(target, [1 / num_ranks] * num_ranks)
-    whole, plan = model_shape(target, wish.dtype), partial(_plan, wish, num_nodes)
-    capacities = []
-    for rank, machine in enumerate(wish.cluster.ranks):
-        roomy = plan(machine, _files(wish, even.checkpoint_of(rank, target), rank), is_roomy=True)
-        other_heads = (0 if even.has_own_heads else _all_kv_bytes(whole, roomy)) - roomy.kv_bytes
-        capacities.append(_capacity(wish, machine, roomy, roomy.fixed_bytes + other_heads, num_nodes))
-    kv_bytes = _all_kv_bytes(whole, roomy) if even.has_own_heads else 0
-    fractions = shard_fractions(capacities, Load(whole.layer_bytes, kv_bytes))
-    sharding, parts = share_layers(target, fractions), list[Part]()
-    for rank, machine in enumerate(wish.cluster.ranks):
-        files = _files(wish, sharding.checkpoint_of(rank, target), rank)
-        rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
-        shape = model_shape(files.target, wish.dtype)
-        num_heads = rows[_KEYS].num // head_dim(config_sizes(target)) if sharding.has_own_heads else 0
-        layers, fraction = range(len(whole.layer_bytes)), sum(shape.layer_bytes) / sum(whole.layer_bytes)
-        parts.append(Part(machine, layers, rows, shape, plan(machine, files), fraction, num_heads))
-    width, item_bytes = _row_sizes(wish)
-    gathers = Gathers(gathered_widths(sharding), len(whole.layer_bytes), width, item_bytes)
-    return Layout(tuple(parts), gathers)
+    target, machines = wish.files.target, wish.cluster.ranks
+    even = share_layers(target, [1 / len(machines)] * len(machines))
+    whole, capacities = model_shape(target, wish.dtype), list[RankCapacity]()
+    for rank, machine in enumerate(machines):
+        roomy = _plan(wish, num_nodes, machine, _files(wish, even, rank), is_roomy=True)
+        kv_bytes = 0 if even.has_own_heads else whole.kv_bytes_per_token * roomy.cache_slots
+        capacities.append(_capacity(wish, machine, roomy, kv_bytes, num_nodes))
+    shared_kv_bytes = whole.kv_bytes_per_token * roomy.cache_slots if even.has_own_heads else 0
+    sharding = share_layers(target, shard_fractions(capacities, Load(whole.layer_bytes, shared_kv_bytes)))
+    parts = tuple(_shard(wish, num_nodes, sharding, rank, whole, roomy.cache_slots) for rank in range(len(machines)))
+    return Layout(parts, Gathers(gathered_widths(sharding), len(whole.layer_bytes), *_row_sizes(wish)))
+
+
+def _shard(wish: Wish, num_nodes: int, sharding: Sharding, rank: int, whole: ModelShape, cache_slots: int) -> Part:
+    machine, files = wish.cluster.ranks[rank], _files(wish, sharding, rank)
+    rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
+    shape, num_heads, hidden_bytes = model_shape(files.target, wish.dtype), 0, 0
+    if sharding.has_own_heads:
+        num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
+    else:  # attention is computed for all heads everywhere
+        hidden_bytes = (whole.kv_bytes_per_token - shape.kv_bytes_per_token) * cache_slots
+    plan = _plan(wish, num_nodes, machine, files, hidden_bytes)
+    fraction = sum(shape.layer_bytes) / sum(whole.layer_bytes)
+    return Part(machine, range(len(whole.layer_bytes)), rows, shape, plan, fraction, num_heads)
 
 
 def lay_out_stages(wish: Wish, num_nodes: int) -> Layout:
@@ -116,19 +119,20 @@ def lay_out_stages(wish: Wish, num_nodes: int) -> Layout:
     target, ranks = wish.files.target, wish.cluster.ranks
     if has_encoder(target.config):
         raise UserError(f"{target.directory.name}: it has an encoder, and stages have none: run it on one rank")
-    whole, plan = model_shape(target, wish.dtype), partial(_plan, wish, num_nodes)
-    num_layers, last, capacities = len(whole.layer_bytes), len(ranks) - 1, list[RankCapacity]()
+    whole, last, capacities = model_shape(target, wish.dtype), len(ranks) - 1, list[RankCapacity]()
+
+    def files_of(rank: int, first: int, end: int) -> Files:
+        section = checkpoint_of(target, Section(first, end, rank == 0, rank == last))
+        return Files(section, wish.files.draft if rank == 0 else None)
+
     for rank, machine in enumerate(ranks):
-        section = checkpoint_of(target, Section(0, num_layers, rank == 0, rank == last))
-        roomy = plan(machine, Files(section, wish.files.draft if rank == 0 else None), is_roomy=True)
-        capacities.append(_capacity(wish, machine, roomy, roomy.fixed_bytes - roomy.kv_bytes, num_nodes))
-    stages, parts = stage_layers(capacities, Load(whole.layer_bytes, _all_kv_bytes(whole, roomy))), list[Part]()
-    for rank, (machine, layers) in enumerate(zip(ranks, stages, strict=True)):
-        section = checkpoint_of(target, Section(layers.start, layers.stop, rank == 0, rank == last))
-        files = Files(section, wish.files.draft if rank == 0 else None)
-        shape = model_shape(section, wish.dtype)
-        fraction = sum(shape.layer_bytes) / sum(whole.layer_bytes)
-        parts.append(Part(machine, layers, {}, shape, plan(machine, files), fraction))
+        roomy = _plan(wish, num_nodes, machine, files_of(rank, 0, len(whole.layer_bytes)), is_roomy=True)
+        capacities.append(_capacity(wish, machine, roomy, 0, num_nodes))
+    load, parts = Load(whole.layer_bytes, whole.kv_bytes_per_token * roomy.cache_slots), list[Part]()
+    for rank, layers in enumerate(stage_layers(capacities, load)):
+        files = files_of(rank, layers.start, layers.stop)
+        shape, plan = model_shape(files.target, wish.dtype), _plan(wish, num_nodes, ranks[rank], files)
+        parts.append(Part(ranks[rank], layers, {}, shape, plan, sum(shape.layer_bytes) / sum(whole.layer_bytes)))
     return Layout(tuple(parts), Hops(len(ranks), *_row_sizes(wish)))
 
 
@@ -141,37 +145,54 @@ def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
     return widths
 
 
-def _files(wish: Wish, own: Checkpoint, rank: int) -> Files:
+def _files(wish: Wish, sharding: Sharding, rank: int) -> Files:
     """What a rank of shards reads; embeddings, head and draft are the head's."""
-    if rank == 0:
-        return Files(own, wish.files.draft)
-    return Files(checkpoint_of(own, Section(0, config_sizes(own)["num_hidden_layers"], False, False)))
+    own = sharding.checkpoint_of(rank, wish.files.target)
+    return Files(own, wish.files.draft) if rank == 0 else Files(_layers_alone(own))
 
 
-def _plan(wish: Wish, num_nodes: int, machine: Hardware, files: Files, *, is_roomy: bool = False) -> MemoryPlan:
-    """Of one rank; `is_roomy` asks what everything but layers takes, however much there is."""
-    gpu_bytes = machine.gpu_bytes and (_ROOMY if is_roomy else machine.gpu_bytes)
+def _layers_alone(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint_of(checkpoint, Section(0, config_sizes(checkpoint)["num_hidden_layers"], False, False))
+
+
+def _plan(
+    wish: Wish, num_nodes: int, machine: Hardware, files: Files, hidden_bytes: int = 0, *, is_roomy: bool = False
+) -> MemoryPlan:
+    """Of one rank.
+
+    Args:
+        hidden_bytes: of keys and values that these files do not show.
+        is_roomy: however much memory there is, to see what everything but layers takes.
+    """
+    ram_bytes, gpu_bytes = machine.ram_bytes, machine.gpu_bytes
+    if is_roomy:
+        ram_bytes, gpu_bytes = _ROOMY, gpu_bytes and _ROOMY
     try:
-        return plan_memory(
-            files, ram=_ROOMY if is_roomy else machine.ram_bytes, gpu=gpu_bytes,
-            device="cuda" if machine.gpu_bytes else "cpu", dtype=wish.dtype, context=wish.context,
-            num_nodes=num_nodes, rule=wish.rule,
+        found = plan_memory(
+            files, ram=ram_bytes - (0 if gpu_bytes else hidden_bytes), gpu=gpu_bytes and gpu_bytes - hidden_bytes,
+            device="cuda" if gpu_bytes else "cpu", dtype=wish.dtype, context=wish.context, num_nodes=num_nodes,
+            rule=wish.rule,
         )  # fmt: skip
     except UserError as error:
         words = str(error).replace("`gpu_memory`", "gpu").replace("`ram`", "ram")
         raise UserError(words if is_roomy else f"rank {machine.name} {words}") from None
+    return replace(found, kv_bytes=found.kv_bytes + hidden_bytes, ram_bytes=ram_bytes, gpu_bytes=gpu_bytes)
 
 
-def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, held_bytes: int, num_nodes: int) -> RankCapacity:
-    """What a rank has for layers beside `held_bytes` of everything else. Raises `UserError` where that is nothing."""
+def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, kv_bytes: int, num_nodes: int) -> RankCapacity:
+    """What a rank has for layers, and for keys and values beyond `kv_bytes` that it keeps whatever its share is.
+
+    Raises `UserError` where everything else leaves nothing.
+    """
     key, room_bytes = ("gpu", machine.gpu_bytes) if machine.gpu_bytes else ("ram", machine.ram_bytes)
+    held_bytes = roomy.fixed_bytes - roomy.kv_bytes + kv_bytes
     if room_bytes <= held_bytes:
         held, room = format_bytes(held_bytes), format_bytes(room_bytes)
         what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
         raise UserError(f"{what}: give it more, or lower `context` from {roomy.context}")
     compute_s = 0.0
     if all(rank.flops_per_s for rank in wish.cluster.ranks):
-        layers = model_shape(_layers_alone(wish), wish.dtype)
+        layers = model_shape(_layers_alone(wish.files.target), wish.dtype)
         positions = int(_FILLED_SHARE * roomy.context)
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
     disk = machine.disk_bytes_per_s
@@ -179,16 +200,6 @@ def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, held_bytes: int,
         return RankCapacity(room_bytes - held_bytes, disk, compute_s)
     host_bytes = max(0, machine.ram_bytes - roomy.runtime_bytes - roomy.table_bytes)
     return RankCapacity(room_bytes - held_bytes, machine.feed_bytes_per_s, compute_s, host_bytes, disk)
-
-
-def _layers_alone(wish: Wish) -> Checkpoint:
-    num_layers = config_sizes(wish.files.target)["num_hidden_layers"]
-    return checkpoint_of(wish.files.target, Section(0, num_layers, False, False))
-
-
-def _all_kv_bytes(whole: ModelShape, plan: MemoryPlan) -> int:
-    """Of all heads of all layers."""
-    return whole.kv_bytes_per_token * plan.cache_slots
 
 
 def _row_sizes(wish: Wish) -> tuple[int, int]:
