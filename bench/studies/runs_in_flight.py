@@ -42,9 +42,9 @@ def flight_yield(
         on_way.append((table.issue(nodes).run, nodes))
         num_cycles += 1
         if len(on_way) == num_runs:
-            run, nodes = on_way.popleft()
+            run, drawn = on_way.popleft()
             num_dead, num_late = num_dead + (run not in table.alive), num_late + 1
-            table.drawn(run, False, [_draw(everything, node) for node in nodes])
+            table.drawn(run, False, [_draw(everything, node) for node in drawn])
             table.walk()
     return FlightYield(table.root.position - len(prompt), num_cycles, num_dead, num_late)
 
