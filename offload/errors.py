@@ -1,5 +1,6 @@
 """The errors that a user can mend: one line each, naming the rule, the value that broke it and the remedy."""
 
+TOLD = "every rank has been told"  # a note on an error: rank 0 tells the user, no other needs to
 _MAX_CHARS, _KEPT_CHARS = 560, 260  # of a message, and of its either end where it quotes more
 
 
@@ -15,6 +16,18 @@ class ReadError(OSError):
 
     def __init__(self, message: str) -> None:
         super().__init__(_one_line(message))
+
+
+class RankError(RuntimeError):
+    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told.
+
+    Attributes:
+        is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
+    """
+
+    def __init__(self, line: str, *, is_head_told: bool = False) -> None:
+        super().__init__(_one_line(line))
+        self.is_head_told = is_head_told
 
 
 def ensure(holds: bool, rule: str) -> None:

@@ -19,7 +19,7 @@ from offload.config import Sampling
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.errors import ReadError, UserError
+from offload.errors import RankError, ReadError, UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.options import LoadOptions
 
@@ -153,7 +153,7 @@ def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, co
                 for piece in pieces:
                     num_shown += len(piece)
                     console.text(piece)
-            except (Stopped, ReadError, UserError) as error:
+            except (Stopped, RankError, ReadError, UserError) as error:
                 failure = error
         result = chat.turn.result()
         console.text(result.text[num_shown:] + "\n")

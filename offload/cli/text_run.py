@@ -8,7 +8,7 @@ from offload.cli.session_file import begun_text, kept_text
 from offload.engine.generation import Run
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.errors import ReadError, UserError
+from offload.errors import RankError, ReadError, UserError
 from offload.machine import rss_bytes
 from offload.planning.options import LoadOptions
 
@@ -46,7 +46,7 @@ def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -
         for piece in run:
             if not as_json:
                 console.text(piece)
-    except (KeyboardInterrupt, ReadError, UserError) as error:
+    except (KeyboardInterrupt, RankError, ReadError, UserError) as error:
         failure = error
     result = run.result()
     console.text((json.dumps(result.as_dict()) if as_json else result.text[console.num_written :]) + "\n")

@@ -5,19 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from offload.errors import RankError as RankError  # what every method may raise
 from offload.ranks.messages import Channel, Message
-
-
-class RankError(RuntimeError):
-    """Another rank is gone, silent for too long, or has failed; the line says which, and why if it has told.
-
-    Attributes:
-        is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
-    """
-
-    def __init__(self, line: str, *, is_head_told: bool = False) -> None:
-        super().__init__(line)
-        self.is_head_told = is_head_told
 
 
 class Transport(Protocol):
