@@ -10,12 +10,11 @@ from in_memory import in_memory
 from simulator import Speeds, World, own_text, simulated, written
 
 from offload.config import Sampling
-from offload.errors import UserError
+from offload.errors import RankError, UserError
 from offload.planning.pipeline import parse_pipeline
 from offload.ranks.head import PROMPT_ROWS, Head, Roles, RowPrice
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.timings import Pace, RunEvent, TokenTime, pace_of
-from offload.ranks.transport import RankError
 
 STEADY = Speeds(is_random=False)
 FOUR = Roles((0, 1, 2, 3), 4)
