@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from offload.config import Sampling
+from offload.errors import RankError
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.section import SectionModel
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.orders import Run, error_message, read_commit, read_run, sampling_of
-from offload.ranks.transport import RankError, Transport
+from offload.ranks.transport import Transport
 from offload.sampling.logits import Logits
 from offload.sampling.sampler import Sampler, or_no_token
 from offload.streaming.layers import Layers
