@@ -63,14 +63,14 @@ def open_pair(
     """
     place = _HOST if device is None else device.place
     target = open_model(files.target, options.dtype, place, has_host_table=device is not None, adapt=adapt)
-    end_ids = _end_ids(files.target)
+    end_ids = end_ids_of(files.target)
     resources.callback(target.close)
     notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]
     tokenizer, draft = load_tokenizer(files.target.directory), None
     if files.draft is not None:
         draft = open_model(files.draft, options.dtype, place)
         resources.callback(draft.close)
-        _check_vocabulary(tokenizer, files.draft, target, draft)
+        check_vocabulary(tokenizer, files.draft, target, draft)
     store = open_source(
         files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s
     )
@@ -125,10 +125,13 @@ def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] 
         store.close()
 
 
-def _check_vocabulary(
+def check_vocabulary(
     tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel, drafter: StreamedModel
 ) -> None:
-    """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell."""
+    """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell.
+
+    Raises `UserError`.
+    """
     draft_tokenizer, same = load_tokenizer(draft.directory), target.vocab_size == drafter.vocab_size
     if tokenizer is not None and draft_tokenizer is not None:
         same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
@@ -139,7 +142,7 @@ def _check_vocabulary(
         raise UserError(f"{what}, got {drafter.start[0]}: take another draft, or mend its generation_config.json")
 
 
-def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
+def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
     """Tokens that end a sequence, as transformers finds them: the generation config first, then the model's."""
     named = generation_settings(checkpoint).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

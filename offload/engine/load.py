@@ -129,7 +129,8 @@ def open_decoder(
         files = Files(*fetch(names, refuse, hooks.on_phase))
         team = Team()
         if options.ranks is not None:
-            from offload.engine.shards import Given, join_shards  # what torch.distributed brings takes time
+            from offload.engine.meeting import Given  # what torch.distributed brings takes time
+            from offload.engine.shards import join_shards
 
             team = join_shards(Given(files, options, room, device, open_source, hooks), resources, transport)
             files, options = team.own(files), replace(options, profile=options.profile or "none")  # of one process

@@ -3,11 +3,10 @@
 Shares come from what each rank has measured of itself. Whatever one rank must refuse ends all of them, with its line.
 """
 
-import json
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,41 +17,24 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import parse_size
-from offload.engine.hooks import Hooks
+from offload.engine.meeting import Given, meet
 from offload.engine.team import Team
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files
 from offload.model.section import SectionModel
 from offload.planning.cost_model import Curve
-from offload.planning.options import LoadOptions
-from offload.planning.place import require_place
-from offload.planning.room import Room
 from offload.planning.shares import Load, RankCapacity, shard_fractions
 from offload.ranks.agreement import agree_on, hear_head, tell_all
 from offload.ranks.exchange import Exchange, cut_model
-from offload.ranks.join import headers_digest, joined
 from offload.ranks.sharded import ShardedTarget, serve_shard
 from offload.ranks.sharding import Role, Sharding, share_layers
 from offload.ranks.transport import Transport
-from offload.streaming.device import Device
 from offload.streaming.layers import open_layers
-from offload.streaming.source import OpenSource
 
 _ROOMY = 1 << 50
 _TYPICAL_NODES = 64
 _TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
-
-
-class Given(NamedTuple):
-    """What a rank was told to load, and with what."""
-
-    files: Files
-    options: LoadOptions
-    room: Room
-    device: Device | None
-    open_source: OpenSource
-    hooks: Hooks
 
 
 class Shards(Team):
@@ -91,16 +73,9 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
 
     Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
     """
-    note = ""
-    if transport is None:
-        target = given.files.target
-        content = json.dumps([target.config, target.tensors], sort_keys=True).encode()
-        place, digest = require_place(), headers_digest([content])
-        agreed = f"--ranks {given.options.ranks} --dtype {given.options.dtype}"
-        meeting = resources.enter_context(joined(place, digest, agreed, target.shards))
-        transport, note = meeting.transport, meeting.note()
+    transport, notes = meet(given, resources, transport)
     shards = _share(given, transport, resources)
-    shards.notes = (shards.notes[0], note) if note else shards.notes
+    shards.notes += notes
     if transport.rank:
         _follow(shards, given, resources)
         raise SystemExit(0)
