@@ -46,8 +46,10 @@ def main() -> None:
         sys.exit(finished.exit_code)
     except UserError as error:
         _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR, place, error)
-    except (ReadError, RankError) as error:
+    except ReadError as error:
         _fail(str(error), EXIT_FAILED, place, error)
+    except RankError as error:
+        _fail(str(error), EXIT_USER_ERROR if error.is_refusal else EXIT_FAILED, place, error)
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
