@@ -125,8 +125,15 @@ def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] 
         store.close()
 
 
+class Words(NamedTuple):
+    """The vocabulary of a model, as a `StreamedModel` has it."""
+
+    vocab_size: int
+    start: tuple[int, ...] = ()
+
+
 def check_vocabulary(
-    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel, drafter: StreamedModel
+    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel | Words, drafter: StreamedModel
 ) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell.
 

@@ -131,8 +131,12 @@ def open_decoder(
         if options.ranks is not None:
             from offload.engine.meeting import Given  # what torch.distributed brings takes time
             from offload.engine.shards import join_shards
+            from offload.engine.stages import open_pipeline
 
-            team = join_shards(Given(files, options, room, device, open_source, hooks), resources, transport)
+            given, roles = Given(files, options, room, device, open_source, hooks), options.roles()
+            if roles is not None and not roles.is_sharded:
+                return open_pipeline(given, resources, transport)
+            team = join_shards(given, resources, transport)
             files, options = team.own(files), replace(options, profile=options.profile or "none")  # of one process
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, device=device.name if device else "cpu")

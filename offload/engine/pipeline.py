@@ -5,7 +5,7 @@ Invariant: the text is that of the same seed in one process; what runs are on th
 
 import time
 from contextlib import ExitStack
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from offload.engine.decoder import Decoder, Settled
 from offload.engine.sequence import Sequence
 from offload.errors import UserError
 from offload.ranks.head import Head
+from offload.ranks.timings import RunEvent
 
 
 class _Nowhere(NoState):
@@ -41,18 +42,27 @@ class _Elsewhere:
         return tensor
 
 
+class Pipe(NamedTuple):
+    """A pipeline as its decoder knows it."""
+
+    head: Head
+    events: list[RunEvent]  # that the head adds to
+    vocab_size: int
+
+
 class PipelineDecoder(Decoder):
     """A `Decoder` over the head of a pipeline; its trees are made of what the draft rank guesses, run by run."""
 
-    def __init__(self, head: Head, vocab_size: int, settled: Settled, *, resources: ExitStack, notes: list[str]) -> None:
-        elsewhere: Any = _Elsewhere(vocab_size)
+    def __init__(self, pipe: Pipe, settled: Settled, *, resources: ExitStack, notes: list[str]) -> None:
+        elsewhere: Any = _Elsewhere(pipe.vocab_size)
         super().__init__(elsewhere, NoDrafter(), settled, resources=resources, notes=notes)
-        self._head, self._begun = head, list[Sequence]()
+        self._head, self._events, self._begun = pipe.head, pipe.events, list[Sequence]()
 
     def _step(self, sequence: Sequence) -> list[int]:
         sequence.caches  # noqa: B018  # refuses a text that was overtaken
         started = time.perf_counter()
         if sequence not in self._begun:
+            self._events.clear()
             most = sequence.num_prompt_tokens + sequence.limits.max_new_tokens
             self._head.begin(sequence.tokens, sequence.sampler.sampling, min(most, self.plan.context))
             self._begun = [sequence]
@@ -61,6 +71,7 @@ class PipelineDecoder(Decoder):
             self._head.end()
         took_s = time.perf_counter() - started
         sequence.stats.add_step(draft_s=0.0, sweep_s=took_s, verify_s=0.0, stall_s=0.0, num_bytes=0)
+        sequence.stats.runs = [tuple(event) for event in self._events]
         return counted
 
     def save_session(self, *_: Any) -> NoReturn:

@@ -12,24 +12,26 @@ from typing import NamedTuple
 
 import torch
 
+from offload.calibration.invariance import Invariance
+from offload.calibration.kernel_selection import NO_KERNELS
 from offload.calibration.link import link_bytes_per_s
 from offload.calibration.quick import timed
-from offload.calibration.startup import pick_threads
+from offload.calibration.startup import pick_threads, trees_of
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.section import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import parse_size
-from offload.engine.build import check_vocabulary, end_ids_of, resident_model
+from offload.engine.build import Words, check_vocabulary, end_ids_of, resident_model
 from offload.engine.decoder import Settled
 from offload.engine.meeting import Given, meet
-from offload.engine.pipeline import PipelineDecoder
+from offload.engine.pipeline import Pipe, PipelineDecoder
 from offload.engine.session import Models
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files
 from offload.model.section import SectionModel
-from offload.planning.pipeline import PipelineOptions, parse_pipeline
+from offload.planning.pipeline import PipelineOptions
 from offload.planning.roles import Roles
 from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.ranks.agreement import agree_on, hear_head, tell_all
@@ -37,7 +39,11 @@ from offload.ranks.draft import serve_draft
 from offload.ranks.draft_tree import DraftTree
 from offload.ranks.head import Head, RowPrice
 from offload.ranks.stage import Neighbours, Stage, serve_stage
+from offload.ranks.timings import RunEvent
 from offload.ranks.transport import Transport
+from offload.streaming.layers import open_layers
+from offload.threads.policy import Mode, Modes, ThreadPolicy
+from offload.verification.rules import find_rule
 
 _ROOMY = 1 << 50
 _TIMED_ROWS, _LONG_S, _FREE = (1, 4, 8, 16, 32), 1.0, 1.15
@@ -88,7 +94,9 @@ def open_pipeline(given: Given, resources: ExitStack, transport: Transport | Non
     """
     roles, pipeline = given.options.pipeline_roles(has_draft=given.files.draft is not None)
     if has_encoder(given.files.target.config):
-        raise UserError(f"{given.files.target.directory.name}: it has an encoder, and stages have none: leave `ranks` out")
+        raise UserError(
+            f"{given.files.target.directory.name}: it has an encoder, and stages have none: leave `ranks` out"
+        )
     met = meet(given, resources, transport)
     rank = _with_layers(_Rank(given, met.transport, roles, pipeline))
     plan = _agreed_plan(rank)
@@ -97,10 +105,25 @@ def open_pipeline(given: Given, resources: ExitStack, transport: Transport | Non
     if rank.transport.rank:
         services.run()
         raise SystemExit(0)
-    head = Head(rank.transport, roles, pipeline, rank.num_uncommitted, price=price, listen=given.hooks.on_run)
+    events = list[RunEvent]()
+    head = Head(rank.transport, roles, pipeline, rank.num_uncommitted, price=price, listen=events.append)
     services.start(resources)
     resources.callback(head.stop)
-    return _decoder(rank, head, plan, resources.pop_all(), met.notes)
+    notes = [f"layers by stage: {', '.join(f'{one.start} to {one.stop - 1}' for one in rank.layers)}", *met.notes]
+    pipe = Pipe(head, events, config_sizes(given.files.target)["vocab_size"])
+    return PipelineDecoder(pipe, _settled(rank, plan), resources=resources.pop_all(), notes=notes)
+
+
+def _settled(rank: _Rank, plan: MemoryPlan) -> Settled:
+    """What a decoder has to know; of trees that there are none."""
+    files, options, index = rank.given.files, rank.given.options, rank.stage or 0
+    own = Files(checkpoint_of(files.target, rank.section(index, rank.layers[index])))
+    trees = trees_of(own, replace(options, tree="none", profile="none"), rank.given.room)
+    models = Models(*files, options.dtype, plan.context, plan.has_longest_context)
+    mode = Mode(torch.get_num_threads())
+    threads, invariance = ThreadPolicy([mode.num_threads], Modes(mode, mode)), Invariance(reason="several ranks run it")
+    text = load_tokenizer(files.target.directory), end_ids_of(files.target)
+    return Settled(plan, models, trees, find_rule(options.rule), threads, NO_KERNELS, *text, invariance)
 
 
 def _with_layers(rank: _Rank) -> _Rank:
@@ -173,7 +196,7 @@ class _Services:
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  # raised by `run`; the head has been told
+        except BaseException as error:  # raised by `run`; the head has been told
             self._errors.append(error)
 
 
@@ -191,8 +214,6 @@ def _load(rank: _Rank, plan: MemoryPlan, resources: ExitStack) -> _Services:
 
 
 def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack) -> Stage:
-    from offload.streaming.layers import open_layers
-
     given, target = rank.given, rank.given.files.target
     section = rank.section(index, rank.layers[index])
     place = torch.device("cpu") if given.device is None else given.device.place
@@ -211,8 +232,8 @@ def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack)
 def _load_draft(rank: _Rank, plan: MemoryPlan) -> Callable[[], None]:
     files, dtype = rank.given.files, rank.given.options.dtype
     assert files.draft is not None, "there is one to load"
-    model = resident_model(files.draft, dtype)
-    vocab_size = config_sizes(files.target)["vocab_size"]
+    model, vocab_size = resident_model(files.draft, dtype), config_sizes(files.target)["vocab_size"]
+    check_vocabulary(load_tokenizer(files.target.directory), files.draft, Words(vocab_size), model)
     tree = DraftTree(model, vocab_size, plan.context, rank.num_uncommitted)
     return partial(serve_draft, rank.transport, tree, vocab_size)
 

@@ -21,6 +21,7 @@ import torch
 from offload.config import Sampling, require
 from offload.errors import RankError
 from offload.planning.pipeline import PipelineOptions
+from offload.planning.roles import Roles
 from offload.ranks.cut_off import CutOff, Price, RisingCut
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.runs import Issue, Node, RunTable, Step
@@ -29,13 +30,6 @@ from offload.ranks.transport import Transport
 from offload.sampling.sampler import require_token
 
 PROMPT_ROWS = 512
-
-
-class Roles(NamedTuple):
-    """Who does what; the head is rank 0."""
-
-    stages: tuple[int, ...]  # ranks, in the order of their layers
-    draft: int | None = None
 
 
 class RowPrice(NamedTuple):

@@ -111,6 +111,16 @@ class Stage:
         except _CancelledError:
             return None
 
+    def try_out(self, num_rows: int) -> None:
+        """A pass over so many rows of a text that nobody writes, for timing."""
+        self.reset(0, Sampling())
+        row_W, sees_WW = torch.arange(num_rows), torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        hidden_WD = (
+            None if self.model.section.has_table else torch.zeros(num_rows, self.model.width, dtype=self.model.dtype)
+        )
+        self.run(Run(0, False, num_rows, torch.zeros_like(row_W), row_W, sees_WW), hidden_WD, lambda: False)
+        self.reset(0, Sampling())
+
     def _draw(self, logits: Logits, position_K: Tensor) -> Tensor:
         """The target's token after each row, as `match` draws it; `NO_TOKEN` where its scores are not finite."""
         tokens = list[int]()

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from offload.config import Sampling
 from offload.planning.pipeline import PipelineOptions
-from offload.ranks.head import Head, Roles, RowPrice
+from offload.planning.roles import Roles
+from offload.ranks.head import Head, RowPrice
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.timings import RunEvent
 from offload.ranks.transport import Transport
@@ -353,7 +354,7 @@ def simulated(
     options: PipelineOptions,
     seed: int,
     *,
-    roles: Roles = Roles((0, 1, 2), 3),  # noqa: B008
+    roles: Roles = Roles(4, (0, 1, 2), 3),  # noqa: B008
     speeds: Speeds = Speeds(),
     accuracy: float = 0.7,
     capacity: int = 40,

@@ -12,12 +12,13 @@ from simulator import Speeds, World, own_text, simulated, written
 from offload.config import Sampling
 from offload.errors import RankError, UserError
 from offload.planning.pipeline import parse_pipeline
-from offload.ranks.head import PROMPT_ROWS, Head, Roles, RowPrice
+from offload.planning.roles import Roles
+from offload.ranks.head import PROMPT_ROWS, Head, RowPrice
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.timings import Pace, RunEvent, TokenTime, pace_of
 
 STEADY = Speeds(is_random=False)
-FOUR = Roles((0, 1, 2, 3), 4)
+FOUR = Roles(5, (0, 1, 2, 3), 4)
 
 
 def sent(world: World, *kinds: Kind) -> list[tuple[int, Channel, Message]]:
@@ -25,7 +26,7 @@ def sent(world: World, *kinds: Kind) -> list[tuple[int, Channel, Message]]:
 
 
 def test_a_text_is_told_as_the_messages_say() -> None:
-    world = simulated(parse_pipeline("plain"), 0, roles=Roles((0, 1)))
+    world = simulated(parse_pipeline("plain"), 0, roles=Roles(2, (0, 1)))
     world.head.begin([3, 1, 4], Sampling(temperature=0.5, top_p=0.9, top_k=7, seed=11), 6)
     first, second = world.head.advance(), world.head.advance()
     assert [*first, *second, *world.head.advance()] == own_text([3, 1, 4], 6) and world.head.advance() == []
@@ -200,7 +201,7 @@ def test_scores_that_are_no_numbers_are_told_where_they_matter(monkeypatch: pyte
 
 def test_guesses_need_a_draft() -> None:
     with pytest.raises(UserError, match="guesses need a draft"):
-        simulated(parse_pipeline("async"), 0, roles=Roles((0, 1)))
+        simulated(parse_pipeline("async"), 0, roles=Roles(2, (0, 1)))
 
 
 def test_everybody_is_told_to_stop() -> None:
@@ -239,7 +240,7 @@ def test_a_head_serves_itself_over_threads() -> None:
 
     thread = threading.Thread(target=stage)
     thread.start()
-    head = Head(rank, Roles((0,)), parse_pipeline("plain"), 4)
+    head = Head(rank, Roles(1, (0,)), parse_pipeline("plain"), 4)
     head.begin([3], Sampling(), 6)
     tokens = [token for _ in range(5) for token in head.advance()]
     head.stop()
