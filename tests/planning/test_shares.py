@@ -168,6 +168,14 @@ def test_what_cannot_be_shared_is_refused() -> None:
     assert least == pytest.approx([0.5, 0.5])
 
 
+def test_between_two_slots_and_three_nothing_stays() -> None:
+    """B = 4, three slots are 3: the first rank has room beside its slots, (2.4 + T) / 7; the second has none, T / 4."""
+    ranks, load = [RankCapacity(2_400_000, 1e6), RankCapacity(1_200_000, 1e6)], Load([10**6] * 4)
+    seconds = (1 - 2.4 / 7) / (1 / 7 + 1 / 4)
+    assert shard_fractions(ranks, load) == pytest.approx([(2.4 + seconds) / 7, seconds / 4])
+    assert shard_s(ranks, load) == pytest.approx(seconds)
+
+
 def test_a_card_behind_a_disk_is_as_slow_as_its_disk() -> None:
     """40 GB on the card, 60 in pinned memory, and 36.9 of a 136.9 GB model come from the disk."""
     card = RankCapacity(40 * GB, 25e9, 0.0, 60 * GB, 1e9)
