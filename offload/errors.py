@@ -1,5 +1,6 @@
 """The errors that a user can mend: one line each, naming the rule, the value that broke it and the remedy."""
 
+TOLD = "every rank has been told"  # a note on an error: rank 0 tells the user, no other needs to
 _MAX_CHARS, _KEPT_CHARS = 560, 260  # of a message, and of its either end where it quotes more
 
 

@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 import typer
 
 # In the order of --help: each registers its commands.
-from offload.cli import write_commands, measure_commands, demo_command, datastore_commands  # noqa: F401  # isort: skip
-from offload.cli import flags, output
+from offload.cli import write_commands, measure_commands, demo_command, datastore_commands, launch_command  # noqa: F401  # isort: skip
+from offload.cli import flags, output, rank_process
 from offload.cli.app import app
 from offload.cli.console import error_line
 from offload.cli.live_line import fitted
 from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.errors import RunError, UserError
+from offload.planning.place import Place
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _NO_DEVICE_MEMORY = (
@@ -27,8 +28,9 @@ _NO_DEVICE_MEMORY = (
 
 def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
-    given, own = sys.argv[1:] or ["--help"], OwnDefaults({}, {}, {})
+    given, own, place = sys.argv[1:] or ["--help"], OwnDefaults({}, {}, {}), None
     try:
+        place = rank_process.begin()
         command: Any = typer.main.get_command(app)
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the live line tells what is under way
         if "_OFFLOAD_COMPLETE" in os.environ:
@@ -43,9 +45,9 @@ def main() -> None:
     except typer.Exit as finished:
         sys.exit(finished.exit_code)
     except UserError as error:
-        _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR)
+        _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR, place, error)
     except RunError as error:
-        _fail(str(error), EXIT_FAILED)
+        _fail(str(error), EXIT_FAILED, place, error)
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -57,14 +59,16 @@ def main() -> None:
         output.leave(EXIT_FAILED)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
-            _fail(_NO_DEVICE_MEMORY, EXIT_FAILED)
+            _fail(_NO_DEVICE_MEMORY, EXIT_FAILED, place, error)
         if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
             raise
         misread = getattr(error, "ctx", None)  # of the command whose options were not understood
         command_path = misread.command_path if misread else "offload"
-        _fail(own.blame(f"{error.format_message()} (see {command_path} --help)", given), EXIT_USER_ERROR)
+        _fail(own.blame(f"{error.format_message()} (see {command_path} --help)", given), EXIT_USER_ERROR, place, error)
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _fail(message: str, code: int, place: Place | None = None, error: Exception | None = None) -> NoReturn:
+    if place is not None and place.rank and error is not None:
+        sys.exit(rank_process.leave(place, error, message, code))
     print(fitted(error_line(message), sys.stderr), file=sys.stderr)
     sys.exit(code)

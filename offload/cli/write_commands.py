@@ -10,6 +10,7 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.prompt_input import read_prompt
+from offload.cli.rank_process import is_worker
 from offload.cli.sampling_choice import choose_sampling, own_sampling
 from offload.cli.session_file import found_session
 
@@ -66,7 +67,7 @@ def generate(
 ) -> None:
     """Write text with a model larger than memory."""
     found, own = found_session(session, ranks), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
-    text = read_prompt(prompt, file, is_needed=found is None)
+    text = "" if is_worker() else read_prompt(prompt, file, is_needed=found is None)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
@@ -75,7 +76,7 @@ def generate(
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or as_json, is_verbose=verbose, sizes_like=ram) as console:
+    with Console(is_quiet=quiet or as_json or is_worker(), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.text_run import write_text
@@ -144,7 +145,7 @@ def chat(
         ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console:
+    with Console(is_quiet=quiet or is_worker(), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.repl import ChatOptions, converse

@@ -117,6 +117,10 @@ class Gloo(Transport):
         self.bytes_sent["gather"] += mine.nbytes * (self.num_ranks - 1)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], -1)
 
+    def lost(self) -> Exception | None:
+        """What `receive` would raise now, if another rank is known to be lost."""
+        return None if self._watch.loss is None else self._watch.loss.error()
+
     def close(self, reason: str = "", *, is_refusal: bool = False) -> None:
         """Tell the others that this rank has ended, and why where it has failed; then wait for them, not for long.
 

@@ -94,8 +94,8 @@ class Head:
     def begin(self, tokens: Sequence[int], sampling: Sampling, end: int) -> None:
         """A text that begins with these tokens, at least one, and has at most `end`; what agrees is not run again."""
         self.end()
-        committed = self._tokens[: self._table.num_committed]
-        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(committed, tokens[:-1], strict=False))
+        sure = self._tokens[: self._table.num_sure]
+        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(sure, tokens[:-1], strict=False))
         num_kept = sum(1 for _ in agreed)
         self._tokens = list(tokens)
         self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
@@ -130,8 +130,9 @@ class Head:
         self.end()
         for rank in _ranks(self._roles):
             self._transport.send(rank, Channel.CONTROL, Message(Kind.STOP))
-        self._transport.send(self._roles.stages[0], Channel.DATA, Message(Kind.STOP))
-        self._ask_draft(Message(Kind.STOP))
+        self._data(Kind.STOP)
+        if self._roles.draft is not None:
+            self._transport.send(self._roles.draft, Channel.DRAFT, Message(Kind.STOP))
 
     def _reset(self, num_kept: int, sampling: Sampling) -> None:
         numbers = [num_kept, sampling.seed, sampling.top_k]
@@ -243,10 +244,10 @@ class Head:
         """Tell everybody what was emitted, those first who need not go on."""
         self._cancel(step.dead)
         self._data(Kind.COMMIT, [len(step.path), *step.path, *step.kept])
+        self._tokens += map(require_token, step.tokens)
         self._ask_draft(Message(Kind.ACCEPT, step.tokens))
         is_asked = self._draft in (_Draft.ASKED, _Draft.OUTDATED)
         self._draft = _Draft.OUTDATED if is_asked else _Draft.IDLE
-        self._tokens += map(require_token, step.tokens)
         self._cut.accepted()
         self._time.emitted(len(step.tokens), self._clock())
         self._tell("emitted", -1, len(step.tokens))
@@ -259,7 +260,7 @@ class Head:
         for run in runs:
             self._tell("cancelled", run)
 
-    def _data(self, kind: Kind, numbers: Sequence[int], payload: torch.Tensor | None = None) -> None:
+    def _data(self, kind: Kind, numbers: Sequence[int] = (), payload: torch.Tensor | None = None) -> None:
         self._transport.send(self._roles.stages[0], Channel.DATA, Message(kind, numbers, payload))
 
     def _ask_draft(self, message: Message) -> None:
@@ -289,4 +290,4 @@ def _ways(roles: Roles) -> list[tuple[int, Channel]]:
     """Where anything for the head may arrive; rank 0 hears its own orders on the other channels."""
     ways = [(rank, Channel.RESULT) for rank in _ranks(roles)]
     ways += [(rank, Channel.CONTROL) for rank in _ranks(roles) if rank != 0]
-    return ways + ([(roles.draft, Channel.DRAFT)] if roles.draft else [])
+    return ways + [(rank, Channel.DRAFT) for rank in _ranks(roles) if rank == roles.draft and rank != 0]

@@ -1,10 +1,16 @@
-"""Ctrl-C that waits until ranks agree again: an exchange or a message that is broken off cannot be resumed."""
+"""Ctrl-C that waits until ranks agree again: an exchange or a message that is broken off cannot be resumed.
+
+And SIGTERM, which torchrun sends to all ranks as soon as one fails: rank 0 has more to say than that it was ended.
+"""
 
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_LOSS_S = 2.0
 
 
 @contextmanager
@@ -22,3 +28,27 @@ def held_back() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if heard:
             before(*heard[0])
+
+
+@contextmanager
+def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool) -> Iterator[None]:
+    """SIGTERM raises what rank 0 finds to be lost, where anything is within a moment; else it is what it was before."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not is_head:
+        yield
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        due_s = time.monotonic() + _LOSS_S
+        while (loss := find_loss()) is None and time.monotonic() < due_s:
+            time.sleep(0.05)
+        if loss is not None:
+            raise loss
+        signal.signal(signal.SIGTERM, before)
+        signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from offload.errors import RankError, UserError, reason
+from offload.errors import TOLD, RankError, UserError, reason
 from offload.planning.place import Place
 from offload.ranks.gloo import Gloo, Groups
 from offload.ranks.interface import choose_interface
+from offload.ranks.interrupts import terminated_later
 from offload.ranks.messages import Channel
 from offload.ranks.watch import limit
 
@@ -30,6 +31,7 @@ PROTOCOL = 1  # of messages and cards; another number for every change that an o
 JOIN_LIMIT_S, EXCHANGE_LIMIT_S, ORDER_LIMIT_S = 120.0, 60.0, 30 * 86400.0
 _MAX_CARD_BYTES = 65536
 _ASK_AGAIN_S = 0.1
+_TELL_S = 1.0  # for rank 0 to print what it has heard, before torchrun ends it because another has ended
 _REMEDIES = {
     "offload": "install the same version on both", "torch": "install the same version on both",
     "protocol": "install the same version on both", "checkpoint": "give both the same files",
@@ -107,18 +109,53 @@ def joined(
     Raises `UserError` where a rank does not come or does not agree.
     """
     store = meet(place, limit_s)
-    cards = exchange_cards(store, place, Card.of_this(checkpoint, options, shards), limit_s)
-    compare(cards, place)
+    with _told_when(UserError):
+        cards = exchange_cards(store, place, Card.of_this(checkpoint, options, shards), limit_s)
+        compare(cards, place)
     transport = _open(store, place, limit_s, exchange_limit_s)
-    try:
+    with _told_when(BaseException), ended_by(transport):
         yield Joined(transport, cards)
-    except RankError:
-        transport.close()
+
+
+@contextmanager
+def _told_when(kind: type[BaseException]) -> Iterator[None]:
+    """Mark an error of which all ranks know."""
+    try:
+        yield
+    except kind as error:
+        error.add_note(TOLD)
+        raise
+
+
+@contextmanager
+def ended_by(transport: Gloo) -> Iterator[None]:
+    """Close it at the end, with the reason where that is an error; rank 0 hears of a loss in spite of SIGTERM."""
+    is_refusal, why = False, ""
+    try:
+        with terminated_later(transport.lost, is_head=transport.rank == 0):
+            yield
+    except (RankError, GeneratorExit):
+        raise
+    except KeyboardInterrupt:
+        why = "interrupted"
         raise
     except BaseException as error:
-        transport.close(reason(error), is_refusal=isinstance(error, UserError))
+        is_refusal, why = isinstance(error, UserError), reason(error)
         raise
-    transport.close()
+    finally:
+        transport.close(why, is_refusal=is_refusal)
+
+
+def leave_reason(place: Place, line: str, *, meet_s: float, heard_s: float) -> bool:
+    """Why this rank does not even join, for rank 0, which waits for it; whether it has heard. Raises `UserError`."""
+    store = meet(place, meet_s)
+    store.set(f"reason/{place.rank}", line)
+    due_s = monotonic() + heard_s
+    while not (is_heard := store.check([f"heard/{place.rank}"])) and monotonic() < due_s:
+        sleep(_ASK_AGAIN_S)
+    if is_heard:
+        sleep(_TELL_S)
+    return is_heard
 
 
 def meet(place: Place, limit_s: float) -> dist.Store:

@@ -78,6 +78,12 @@ class RunTable:
     Args:
         credits: runs on their way at most, dead ones included until they are back.
         capacity: uncommitted rows that the stages' caches have room for; at least 1.
+
+    Attributes:
+        root: whose draw everybody waits for.
+        num_committed: P.
+        num_sure: committed positions that were computed for certain. The root may be committed before its run is back,
+            and if the text is left then, its run is cancelled.
     """
 
     def __init__(self, credits: int, capacity: int) -> None:
@@ -92,7 +98,8 @@ class RunTable:
         """
         for run in self._on_way.values():
             run.is_dead = True
-        self.root, self._end, self.num_committed = Node(token, position, None), end, num_kept
+        self.root, self._end = Node(token, position, None), end
+        self.num_committed = self.num_sure = num_kept
         self._nodes = {0: self.root}
         self._most_nodes = 1000
         self._open: list[Node] = []  # guesses that were not issued
@@ -106,9 +113,11 @@ class RunTable:
     def commit_prompt(self, run: int, num_rows: int) -> None:
         """A run of the prompt was issued, and all of its rows are committed at once; the last one is drawn."""
         self.num_committed += num_rows
-        if self.num_committed > self.root.position:
-            self.root.run = run
-            self._on_way[run] = _Run((self.root,), is_speculative=False)
+        if self.num_committed <= self.root.position:
+            self.num_sure = self.num_committed  # nobody cancels the earlier parts
+            return
+        self.root.run = run
+        self._on_way[run] = _Run((self.root,), is_speculative=False)
 
     @property
     def num_rows(self) -> int:
@@ -146,18 +155,20 @@ class RunTable:
         return [number for number, run in self._on_way.items() if not run.is_dead]
 
     def offer(self, number: int, parent_number: int, token: int, p: float) -> Node | None:
-        """A draft's guess, by the draft's own numbers. None where it is of no use: dead, known, or so far that nothing
-        would come after it; or where its parent is unknown."""
+        """`guess`, by the draft's own numbers; what hangs from a node that is unknown or dead is passed over."""
         parent = self._nodes.get(parent_number)
         if parent is None or parent.is_dead:
             return None
-        known = parent.children.get(token)
-        if known is not None:
+        node = self.guess(parent, token, p)
+        if (known := node or parent.children.get(token)) is not None:
             self._nodes[number] = known
-        if known is not None or not self.root.position <= parent.position < self._end - 2:
+        return node
+
+    def guess(self, parent: Node, token: int, p: float) -> Node | None:
+        """A new node with the chance p among its siblings; None where it is there, or nothing would come of it."""
+        if token in parent.children or not self.root.position <= parent.position < self._end - 2:
             return None
         node = self._found(token, parent, min(1.0, max(0.0, p)))  # also of what is no number: f must not rise
-        self._nodes[number] = node
         self._open.append(node)
         return node
 
@@ -201,7 +212,7 @@ class RunTable:
             passed.append(self._descend(passed[-1], tokens[-1]))
         if not tokens:
             return None
-        self.root = passed[-1]
+        self.root, self.num_sure = passed[-1], passed[-1].position
         self.root.parent = None
         self._renormalise()
         self._forget()

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from offload.errors import RankError as RankError  # what every method may raise
 from offload.ranks.messages import Channel, Message
 
 

@@ -52,8 +52,10 @@ def plan_of(checkpoint: Checkpoint, section: Section, ram: int = 1 << 40) -> Mem
 
 
 @contextmanager
-def opened(checkpoint: Checkpoint, section: Section, *, is_streamed: bool) -> Iterator[tuple[SectionModel, Layers]]:
-    """A section with its weights, all of them there or as many layers in slots as can be."""
+def opened(
+    checkpoint: Checkpoint, section: Section, *, is_streamed: bool, runs: bool = True
+) -> Iterator[tuple[SectionModel, Layers]]:
+    """A section with its weights, all of them there or as many layers in slots as can be; it takes them as it runs."""
     with ExitStack() as resources:
         model = SectionModel(checkpoint, section)
         resources.callback(model.close)
@@ -64,7 +66,8 @@ def opened(checkpoint: Checkpoint, section: Section, *, is_streamed: bool) -> It
         model.bind_rest(source.fetch(model.rest_layout))
         stream = open_layers(source, model.layer_layouts, plan, None, resources)
         stream.load_resident()
-        model.stream_layers(stream.acquire, stream.release)
+        if runs:
+            model.stream_layers(stream.acquire, stream.release)
         assert [layout.slab_bytes for layout in model.layer_layouts] <= list(plan.layer_bytes)
         assert model.rest_layout.slab_bytes <= plan.rest_bytes
         yield model, stream

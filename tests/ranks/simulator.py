@@ -182,31 +182,37 @@ class _Stage:
         self.committed, self.rows = list[_Row](), list[_Row]()
         self.dead = set[int]()
         self.num_computed = self.num_orders = 0
-        self._queue, self._is_busy = deque[Message](), False
+        self._queue, self._now = deque[Message](), None
 
     def control(self, message: Message) -> None:
         self.dead |= set(message.numbers) if message.kind == Kind.CANCEL else set()
+        if self._now is not None and self._now.kind == Kind.RUN and self._now.numbers[0] in self.dead:
+            self._finish(self._now)  # between two layers
 
     def arrive(self, message: Message) -> None:
         self._queue.append(message)
         self._next()
 
     def _next(self) -> None:
-        if self._queue and not self._is_busy:
-            message, self._is_busy = self._queue.popleft(), True
-            is_work = message.kind == Kind.RUN and not message.numbers[1] and message.numbers[0] not in self.dead
-            speeds = self.world.speeds
-            work_s = speeds.run_s + speeds.row_s * (message.numbers[2] - 1) if is_work else 0.0
-            self.world.at(self.world.now_s + self.world.some(work_s), lambda: self._finish(message))
+        if not self._queue or self._now is not None:
+            return
+        message = self._now = self._queue.popleft()
+        is_work = message.kind == Kind.RUN and not message.numbers[1] and message.numbers[0] not in self.dead
+        speeds = self.world.speeds
+        work_s = speeds.run_s + speeds.row_s * (message.numbers[2] - 1) if is_work else 0.0
+        self.world.at(self.world.now_s + self.world.some(work_s), lambda: self._finish(message))
 
     def _finish(self, message: Message) -> None:
-        self._is_busy = False
+        if self._now is not message:
+            return  # it was stopped before
+        self._now = None
         if message.kind == Kind.RUN:
             message = self._run(message)
         elif message.kind == Kind.COMMIT:
             self._commit(message.numbers)
         elif message.kind == Kind.RESET:
             del self.committed[message.numbers[0] :]
+            assert all(row.is_computed for row in self.committed), "a position is kept that was never computed"
             self.rows = []
         self._compare()
         if self.next_rank is not None:
@@ -249,7 +255,6 @@ class _Stage:
         path_rows, kept_rows = cut(numbers)
         path, kept = ([self.rows[row] for row in rows] for rows in (path_rows, kept_rows))
         assert len({*path_rows, *kept_rows}) == len(path) + len(kept), "a row twice"
-        assert all(row.is_computed for row in path), "a row is committed that was never computed"
         new_of_old = {old: new for new, old in enumerate(kept_rows)}
         for row in kept:
             row.sees = [new_of_old[seen] for seen in row.sees if seen not in path_rows]

@@ -5,14 +5,14 @@ import random
 import pytest
 from simulator import Speeds, World, own_text, simulated, written
 
+from offload.errors import RankError
 from offload.planning.pipeline import PaperCut, PipelineOptions
 from offload.ranks import head
 from offload.ranks.head import Roles, RowPrice
 from offload.ranks.runs import Node, RunTable
-from offload.ranks.transport import RankError
 
 ON, A, MAT, RUG, HAT = range(10, 15)
-END = 60
+END = 40
 
 
 def picture() -> tuple[RunTable, dict[str, Node]]:

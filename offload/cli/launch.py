@@ -1,0 +1,165 @@
+"""Many ranks of one command on this host, by torchrun's own launcher, which is called in this process.
+
+Standard streams are the ranks' own; this process only starts them, hands on Ctrl-C, and makes one exit code of theirs.
+Invariant: no rank outlives it, however it ends (see `rank_process`).
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from offload.config import require
+from offload.errors import UserError, reason
+
+LAUNCHER = "OFFLOAD_LAUNCHER"  # the process that the ranks' parent must be
+_COMMANDS = ("generate", "chat", "bench")
+_MEET_S = 120
+_HOST_RULE = "--hosts must name this host once"
+_KILLING_PRESSES = {"chat": 3}  # there the second ends the program in order; elsewhere two are enough
+_PRESSES_WITHIN_S = 10.0
+
+
+class Launch(NamedTuple):
+    """What to start here."""
+
+    num_here: int
+    hosts: list[str]
+    host_index: int
+    port: int
+    command: list[str]
+
+    @property
+    def address(self) -> str:
+        """Where ranks meet."""
+        return self.hosts[0]
+
+
+def plan_launch(
+    num_ranks: int, hosts: str | None, host_index: int | None, port: int | None, command: list[str]
+) -> Launch:
+    """What the flags say. Raises `UserError`."""
+    rule = f"offload launch starts one of {', '.join(_COMMANDS)}"
+    require(command[0] in _COMMANDS, rule, command[0], "offload launch -n 2 -- generate ...")
+    if hosts is None:
+        require(host_index is None, "--host-index is a place in --hosts", host_index, "give --hosts, or leave it out")
+        return Launch(num_ranks, ["127.0.0.1"], 0, port or _free_port(), command)
+    names = hosts.split(",")
+    require(all(names), "--hosts must be names or addresses, with commas between them", hosts, "such as alpha,beta")
+    is_even = num_ranks % len(names) == 0
+    require(is_even, f"-n must be a multiple of {len(names)}, the number of hosts", num_ranks, f"try {len(names)}")
+    if host_index is None:
+        host_index = _find_host(names)
+    require(host_index < len(names), f"--host-index must be less than {len(names)}", host_index, "the first is 0")
+    return Launch(num_ranks // len(names), names, host_index, port or 29500, command)
+
+
+def launch(plan: Launch) -> tuple[int, list[str]]:
+    """Start the ranks and wait for their end: an exit code, and lines on those that could not say a word."""
+    logging.disable(logging.CRITICAL)  # what torchrun would log stands in the code and lines that are returned
+    os.environ.update({LAUNCHER: str(os.getpid()), "TORCH_ELASTIC_WORKER_IDENTICAL": "1"})
+    if not any(one.split("=")[0] == "--ranks" for one in plan.command):
+        os.environ.setdefault("OFFLOAD_RANKS", "shards")
+    presses = _Presses(_KILLING_PRESSES.get(plan.command[0], 2))
+    signal.signal(signal.SIGINT, presses.hear)
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=len(plan.hosts), max_nodes=len(plan.hosts), nproc_per_node=plan.num_here, run_id="offload",
+        rdzv_backend="static", rdzv_endpoint=f"{plan.address}:{plan.port}", max_restarts=0, local_addr=plan.address,
+        rdzv_configs={"rank": plan.host_index, "timeout": _MEET_S}, signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)(*_own_program(), *(one.replace("$", "$$") for one in plan.command))
+    except ChildFailedError as error:
+        return verdict({rank: failure.exitcode for rank, failure in error.failures.items()}, presses.has_killed)
+    except SignalException as error:
+        return 128 + error.sigval, []
+    except (RuntimeError, OSError, TimeoutError) as error:
+        rule = f"all hosts must meet at {plan.address}:{plan.port} within {_MEET_S} s"
+        raise UserError(f"{rule}, got {reason(error)}: is the port free there, and open to the others?") from None
+    return 0, []
+
+
+def verdict(exit_codes: Mapping[int, int], is_interrupted: bool = False) -> tuple[int, list[str]]:
+    """(exit code, lines) of ranks that failed; rank 0's code is that of the command, the others' only tell of it.
+
+    Args:
+        exit_codes: by rank, of those that did not end with 0; negative where a signal killed it.
+    """
+    if is_interrupted:
+        return 128 + signal.SIGINT, []
+    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
+    lines = [f"rank {rank} was killed (signal {number})" for rank, number in sorted(killed.items())]
+    told = [code for _, code in sorted(exit_codes.items()) if code > 0]
+    return (told[0] if told else 1), lines
+
+
+class _Presses:
+    """Ctrl-C: the first goes to the ranks, of which rank 0 heeds it; some more in a row kill what does not end."""
+
+    def __init__(self, num_killing: int) -> None:
+        self._num_killing, self._times_s = num_killing, list[float]()
+        self.has_killed = False
+
+    def hear(self, number: int, _: FrameType | None) -> None:
+        now_s = time.monotonic()
+        self._times_s = [one for one in self._times_s if now_s - one < _PRESSES_WITHIN_S] + [now_s]
+        self.has_killed |= len(self._times_s) >= self._num_killing
+        for child in _children():
+            if self.has_killed:
+                os.kill(child, signal.SIGKILL)
+            elif os.getpgid(child) != os.getpgrp():  # those of this group have it from the terminal
+                os.kill(child, number)
+
+
+def _children() -> Iterator[int]:
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        if parent == os.getpid():
+            yield int(status.parent.name)
+
+
+def _own_program() -> list[str]:
+    """How the interpreter was told to run this program."""
+    return ["-m", "offload"] if os.path.basename(sys.argv[0]) == "__main__.py" else [sys.argv[0]]
+
+
+def _find_host(names: Sequence[str]) -> int:
+    """Which of these this host is. Raises `UserError` where that is none or not certain."""
+    found = [index for index, name in enumerate(names) if _is_here(name)]
+    own = socket.gethostname()
+    remedy = f"name it as others reach it, or say which it is with --host-index 0 to {len(names) - 1}"
+    require(len(found) == 1, f"{_HOST_RULE}, which is {own}", ",".join(names), remedy)
+    return found[0]
+
+
+def _is_here(name: str) -> bool:
+    """Whether that is what this host calls itself, or an address of its own."""
+    if name.lower() in (socket.gethostname().lower(), socket.getfqdn().lower()):
+        return True
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,45 @@
+"""The command that starts others as many ranks: `launch`."""
+
+from typing import Annotated
+
+import typer
+
+from offload.cli.app import app
+from offload.cli.console import error_line
+from offload.cli.live_line import fitted
+
+
+@app.command(
+    short_help="Run a command on many ranks.",
+    context_settings={"allow_interspersed_args": False},
+    epilog="""Examples:
+
+    offload launch -n 2 -- generate -m Llama-3.1-70B -p "Once upon a time" --ranks shards
+
+    offload launch -n 4 -- chat -m big -d small --ranks stages:0-2,draft:3 --ram 8GiB,8GiB,8GiB,2GiB
+
+    offload launch -n 2 --hosts alpha,beta -- generate -m big -p "the same on each host" """,
+)
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="generate or chat, with its flags")],
+    num_ranks: Annotated[int, typer.Option("-n", metavar="N", min=1, help="ranks on all hosts together")],
+    hosts: Annotated[
+        str | None, typer.Option(metavar="A,B", help="start the same on each; rank 0 is on the first")
+    ] = None,
+    host_index: Annotated[
+        int | None, typer.Option(metavar="I", min=0, help="which of the hosts this is; default: found by its name")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", min=1, max=65535, help="where hosts meet; default: 29500, alone any")
+    ] = None,
+) -> None:
+    """Run a command on many ranks, by torchrun's launcher; rank 0 reads and writes here."""
+    import sys
+
+    from offload.cli.launch import launch as start
+    from offload.cli.launch import plan_launch
+
+    code, lines = start(plan_launch(num_ranks, hosts, host_index, port, command))
+    for line in lines:
+        print(fitted(error_line(line), sys.stderr), file=sys.stderr)
+    raise typer.Exit(code)

@@ -1,0 +1,73 @@
+"""What the command line does otherwise in a process that is one of many ranks.
+
+Rank 0 owns standard input and output. The others read and write nothing, leave Ctrl-C to rank 0, and tell it why they
+fail; only where it does not hear that, they print the line themselves. None outlives the launcher.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+from offload.cli.console import error_line
+from offload.cli.launch import LAUNCHER
+from offload.errors import TOLD, RankError, UserError
+from offload.planning.place import Place, find_place
+
+_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+_MEET_S, _HEARD_S = 5.0, 3.0
+
+
+def begin() -> Place | None:
+    """Take this process's place, if it is one of many ranks of a launcher. Raises `UserError`."""
+    place = find_place()
+    if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return place
+    _end_with_parent(signal.SIGKILL if place.rank else signal.SIGTERM)
+    if place.rank:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(nothing, 1)
+    return place
+
+
+def is_worker() -> bool:
+    """Whether another rank talks to the user."""
+    place = find_place()
+    return place is not None and place.rank > 0
+
+
+def leave(place: Place, error: Exception, line: str, code: int) -> int:
+    """The exit code of a rank that is not the first and has failed; its line is printed where rank 0 cannot tell it."""
+    if isinstance(error, RankError):
+        if place.host_index and not error.is_head_told:
+            _print(place, line)
+        return 0 if error.is_head_told else code
+    if TOLD not in getattr(error, "__notes__", ()) and not _is_heard(place, line):
+        _print(place, line)
+    return code
+
+
+def _is_heard(place: Place, line: str) -> bool:
+    """Leave the line where rank 0 looks while it waits for this one. One that fails in the same way ends both."""
+    from offload.ranks.join import leave_reason
+
+    try:
+        return leave_reason(place, line, meet_s=_MEET_S, heard_s=_HEARD_S)
+    except UserError:  # nobody is there
+        return False
+
+
+def _print(place: Place, line: str) -> None:
+    print(error_line(f"rank {place.rank}: {line}"), file=sys.stderr, flush=True)
+
+
+def _end_with_parent(number: int) -> None:
+    """Be sent a signal when the launcher ends, however that happens; and now, if it has ended already."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None and os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)

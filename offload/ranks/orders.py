@@ -1,0 +1,71 @@
+"""What numbers of messages say to whoever serves: runs and commits of stages, how a text is drawn, why a rank fails.
+
+Invariant: numbers that cannot be an order raise `ValueError`, before anything is computed.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.config import Sampling
+from offload.errors import ensure, reason
+from offload.ranks.messages import Kind, Message
+
+
+class Run(NamedTuple):
+    """A RUN as it is read: W rows behind U - W uncommitted ones."""
+
+    number: int
+    is_dead: bool
+    num_drawn: int  # of its rows, the last ones
+    token_W: Tensor
+    position_W: Tensor
+    sees_WU: Tensor  # bool; which uncommitted rows, itself included
+
+
+class Commit(NamedTuple):
+    """Uncommitted rows that become the next positions, and those that follow uncommitted, in their new order."""
+
+    path: Sequence[int]
+    kept: Sequence[int]
+
+
+def read_run(numbers: Sequence[int], num_uncommitted: int) -> Run:
+    """A RUN behind so many uncommitted rows."""
+    number, is_dead, num_rows, num_drawn = numbers[:4]
+    rows, end = numbers[4 : 4 + 2 * num_rows], 4 + 2 * num_rows
+    is_sound = num_rows > 0 and 0 <= num_drawn <= num_rows and len(rows) == 2 * num_rows
+    ensure(is_sound, f"run {number} of {num_rows} rows, {num_drawn} drawn, in {len(numbers)} numbers")
+    token_W, position_W = torch.tensor(rows).view(num_rows, 2).T.contiguous()
+    sees_WU = torch.zeros(num_rows, num_uncommitted + num_rows, dtype=torch.bool)
+    for own, sees_U in enumerate(sees_WU, num_uncommitted):
+        seen = list(numbers[end + 1 : end + 1 + numbers[end]])
+        is_sound = seen[-1:] == [own] and min(seen) >= 0 and max(seen) == own
+        ensure(is_sound, f"row {own} of run {number} sees {seen[:8]}, and must see itself last")
+        sees_U[seen] = True
+        end += 1 + len(seen)
+    ensure(end == len(numbers), f"run {number} has {len(numbers)} numbers, {end} are its own")
+    return Run(number, bool(is_dead), num_drawn, token_W, position_W, sees_WU)
+
+
+def read_commit(numbers: Sequence[int], num_uncommitted: int) -> Commit:
+    """A COMMIT of so many uncommitted rows, none of them twice."""
+    num_path, *rows = numbers
+    is_sound = len({*rows}) == len(rows) and {*rows} <= {*range(num_uncommitted)} and 0 <= num_path <= len(rows)
+    ensure(is_sound, f"a commit of {num_path} and rows {rows[:16]}, of {num_uncommitted} that there are")
+    return Commit(rows[:num_path], rows[num_path:])
+
+
+def sampling_of(reset: Message) -> Sampling:
+    """How the tokens of a text are drawn."""
+    assert reset.payload is not None, "a text is reset with its temperature"
+    temperature, top_p = reset.payload.tolist()
+    _, seed, top_k = reset.numbers[:3]
+    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+
+
+def error_message(error: Exception) -> Message:
+    """ERROR with its reason, in UTF-8."""
+    return Message(Kind.ERROR, (), torch.tensor(list(reason(error).encode()), dtype=torch.uint8))

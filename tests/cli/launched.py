@@ -1,0 +1,64 @@
+"""`offload`, but what `generate` does among ranks is a loop of exchanges that fails as the environment says.
+
+MISFORTUNE is `what:rank`, at the fifth of some hundred exchanges, each of which is a word on rank 0. It is what happens
+between ranks that is tested with it; the words are no model's.
+"""
+
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from offload.__main__ import main
+from offload.errors import RankError, ReadError, UserError
+
+NUM_WORDS, FATAL_WORD, WORD_S = 120, 5, 0.1
+
+
+def write_text(model: str, draft: None, options: Any, console: Any, request: Any, **_: object) -> None:
+    """In place of `offload.cli.text_run.write_text`."""
+    import torch
+
+    from offload.planning.place import require_place
+    from offload.ranks.join import joined
+
+    what, _, rank = os.environ.get("MISFORTUNE", ":").partition(":")
+    place = require_place()
+    is_mine = rank == str(place.rank)
+    if is_mine and what == "refuse-early":
+        raise UserError("`ram` 1 is too small here: give more")
+    num_words, failure = NUM_WORDS if what else FATAL_WORD, None
+    with joined(place, "same", options.ranks, [], limit_s=30, exchange_limit_s=20) as ranks:
+        print(f"pid {place.rank} {os.getpid()}", file=sys.stderr, flush=True)
+        try:
+            for number in range(num_words):
+                ranks.transport.broadcast(torch.zeros(1))
+                console.text(f"word{number} ")
+                if is_mine and number == FATAL_WORD:
+                    meet(what)
+                time.sleep(WORD_S if what else 0)
+        except (KeyboardInterrupt, RankError, ReadError, UserError) as error:
+            failure = error
+        console.text(f"{request.prompt or ''}\n")
+        if failure is not None:
+            raise failure
+
+
+def meet(misfortune: str) -> None:
+    if misfortune == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if misfortune == "refuse":
+        raise UserError("`ram` 1 is too small here: give more")
+    if misfortune == "disk":
+        raise ReadError("the disk is broken")
+
+
+if __name__ == "__main__":
+    # The module that it stands in for imports transformers, which takes seconds and is not used here.
+    sys.modules["offload.cli.text_run"] = SimpleNamespace(write_text=write_text)  # type: ignore[assignment]
+    with patch("offload.cli.write_commands.libraries", lambda _: nullcontext()):
+        main()
