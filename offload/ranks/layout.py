@@ -197,9 +197,10 @@ def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, kv_bytes: int, n
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
     disk = machine.disk_bytes_per_s
     if not machine.gpu_bytes:
-        return RankCapacity(room_bytes - held_bytes, disk, compute_s)
+        return RankCapacity(room_bytes - held_bytes, disk, compute_s, name=machine.name)
     host_bytes = max(0, machine.ram_bytes - roomy.runtime_bytes - roomy.table_bytes)
-    return RankCapacity(room_bytes - held_bytes, machine.feed_bytes_per_s, compute_s, host_bytes, disk)
+    link = machine.feed_bytes_per_s
+    return RankCapacity(room_bytes - held_bytes, link, compute_s, host_bytes, disk, machine.name)
 
 
 def _row_sizes(wish: Wish) -> tuple[int, int]:
