@@ -71,7 +71,7 @@ class PipelineDecoder(Decoder):
             self._head.end()
         took_s = time.perf_counter() - started
         sequence.stats.add_step(draft_s=0.0, sweep_s=took_s, verify_s=0.0, stall_s=0.0, num_bytes=0)
-        sequence.stats.runs = [tuple(event) for event in self._events]
+        sequence.stats.runs = list(self._events)
         return counted
 
     def save_session(self, *_: Any) -> NoReturn:

@@ -54,7 +54,7 @@ def test_a_prompt_goes_in_parts_each_committed_at_once_before_anything_comes_bac
 
 
 def test_the_next_text_keeps_what_agrees_and_passes_over_answers_for_the_last_one() -> None:
-    for seed in range(20):
+    for seed in range(10):
         world = simulated(parse_pipeline("async,rows=2"), seed)
         world.head.begin([1, 2, 3], Sampling(), 60)
         begun = [1, 2, 3, *world.head.advance(), *world.head.advance()]
@@ -124,19 +124,19 @@ def test_a_guess_that_is_not_worth_its_time_is_not_run() -> None:
     assert rows[0] > rows[1] > rows[2]
 
 
-def rate(text: str, accuracy: float = 0.8, roles: Roles = FOUR) -> Pace:
+def rate(text: str, accuracy: float = 0.8) -> Pace:
     """Tokens a second over a few texts, steady times: a stage takes 3 s and half a second a row, a hop 1 s."""
     found = []
-    for seed in range(3):
-        world = simulated(parse_pipeline(text), seed, roles=roles, speeds=STEADY, accuracy=accuracy, capacity=100)
-        assert written(world, [seed, 2, 5], 100) == own_text([seed, 2, 5], 100)
+    for seed in range(2):
+        world = simulated(parse_pipeline(text), seed, roles=FOUR, speeds=STEADY, accuracy=accuracy, capacity=100)
+        assert written(world, [seed, 2, 5], 70) == own_text([seed, 2, 5], 70)
         found.append(pace_of(world.events))
     return Pace(*(mean(column) for column in zip(*found, strict=True)))
 
 
 def test_asynchronous_speculation_is_the_fastest_and_each_of_its_parts_pays() -> None:
     whole, plain = rate("async"), rate("plain")
-    sync = max((rate(f"sync,rows={rows}") for rows in (4, 8, 16)), key=lambda pace: pace.tokens_per_s)
+    sync = max((rate(f"sync,rows={rows}") for rows in (4, 8)), key=lambda pace: pace.tokens_per_s)
     assert whole.tokens_per_s > 1.2 * sync.tokens_per_s > 1.2 * plain.tokens_per_s
     assert whole.first_token_s <= plain.first_token_s
     assert whole.inter_token_s == pytest.approx(1 / whole.tokens_per_s, rel=0.1)

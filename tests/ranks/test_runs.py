@@ -134,6 +134,7 @@ def test_any_schedule_gives_the_targets_own_text(part: int) -> None:
     for seed in range(50 * part, 50 * part + 50):
         world = some_world(seed)
         assert written(world, prompt_of(seed), END) == own_text(prompt_of(seed), END), f"schedule {seed}"
+        assert world.most_on_way <= world.head._options.num_runs(len(world.stages))
         world.head.stop()
         world.run_out()
         last = world.stages[-1]
