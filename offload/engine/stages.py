@@ -128,7 +128,7 @@ def _settled(rank: _Rank, plan: MemoryPlan) -> Settled:
 
 def _with_layers(rank: _Rank) -> _Rank:
     """Measure, and share layers out so that the slowest stage is as quick as can be."""
-    tell_all(rank.transport, None)  # links are measured at one time: they may be the same
+    agree_on(rank.transport, _refusal(rank))  # links are measured at one time: they may be the same
     everybody = tell_all(rank.transport, None if rank.stage is None else _capacity(rank, rank.stage))
     shape = model_shape(rank.given.files.target, rank.given.options.dtype)
     whole = replace(rank.given.room, ram=_ROOMY).plan(rank.given.files, rank.num_uncommitted)
@@ -136,6 +136,16 @@ def _with_layers(rank: _Rank) -> _Rank:
     layers = stage_layers(capacities, Load(shape.layer_bytes, whole.kv_bytes))
     bounds = hear_head(rank.transport, [(one.start, one.stop) for one in layers])
     return rank._replace(layers=tuple(range(*one) for one in bounds))
+
+
+def _refusal(rank: _Rank) -> str | None:
+    """What this rank has against taking even one layer."""
+    try:
+        if rank.stage is not None:
+            rank.plan(rank.stage, range(1), rank.given.room.ram)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _capacity(rank: _Rank, index: int) -> RankCapacity:

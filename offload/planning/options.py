@@ -86,10 +86,10 @@ class LoadOptions:
 
     def _check_pipeline(self, roles: Roles) -> None:
         names = ("tree", "lookup", "ngram", "datastore", "invariant")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) not in (None, "auto", "none", False)}
-        for name, value in {} if roles.is_sharded else given.items():
+        for name, value in ((name, getattr(self, name)) for name in names):
+            is_left_out = roles.is_sharded or value in (None, "auto", "none", False)
             rule = f"`{name}` is for one pass at a time, and stages run several"
-            require(False, rule, value, "leave it out, or use `ranks` shards")
+            require(is_left_out, rule, value, "leave it out, or use `ranks` shards")
         remedy = "name ranks as stages:0-2,draft:3"
         require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
         if self.pipeline is not None:
