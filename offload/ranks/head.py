@@ -93,8 +93,8 @@ class Head:
         num_kept = sum(1 for _ in agreed)
         self._tokens = list(tokens)
         self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
-        self._time.begin(self._clock())
-        self._tell("begun", 0)
+        self._time.begin()
+        self._tell("begun")
         self._reset(num_kept, sampling)
         for lo in range(num_kept, len(tokens), PROMPT_ROWS):
             self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
@@ -244,7 +244,7 @@ class Head:
         self._draft = _Draft.OUTDATED if is_asked else _Draft.IDLE
         self._cut.accepted()
         self._time.emitted(len(step.tokens), self._clock())
-        self._tell("emitted", -1, len(step.tokens))
+        self._tell("emitted", num=len(step.tokens))
 
     def _cancel(self, runs: Sequence[int]) -> None:
         if not runs or not self._options.cancels:
@@ -261,8 +261,8 @@ class Head:
         if self._roles.draft is not None and self._options.speculates:
             self._transport.send(self._roles.draft, Channel.DRAFT, message)
 
-    def _tell(self, what: What, run: int, count: int = 0) -> None:
-        self._listen(RunEvent(self._clock(), what, run, count))
+    def _tell(self, what: What, run: int = -1, num: int = 0) -> None:
+        self._listen(RunEvent(self._clock(), what, run, num))
 
 
 def _run_numbers(rows: Issue, num_drawn: int) -> list[int]:

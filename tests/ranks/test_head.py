@@ -165,10 +165,11 @@ def test_the_papers_figures_are_counted_from_events() -> None:
     assert pace_of(events) == Pace(1.0, 2.0, 1.0)
     assert pace_of(events[:1]) == Pace(0.0, 0.0, 0.0)
     token_time = TokenTime()
-    token_time.begin(10.0)
-    token_time.emitted(2, 14.0)
-    token_time.emitted(1, 26.0)
-    assert token_time.token_s == pytest.approx(0.9 * 2 + 0.1 * 12)
+    for num, now_s in ((1, 10.0), (2, 14.0), (1, 26.0)):
+        token_time.emitted(num, now_s)
+    token_time.begin()
+    token_time.emitted(1, 99.0)
+    assert token_time.token_s == pytest.approx(0.9 * 2 + 0.1 * 12), "the first tokens wait for the prompt"
 
 
 @pytest.mark.parametrize(
