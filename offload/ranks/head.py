@@ -23,6 +23,7 @@ from offload.errors import RankError
 from offload.planning.pipeline import PipelineOptions
 from offload.planning.roles import Roles
 from offload.ranks.cut_off import CutOff, Price, RisingCut
+from offload.ranks.interrupts import held_back
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.runs import Issue, Node, RunTable, Step
 from offload.ranks.timings import Listener, RunEvent, TokenTime, What
@@ -87,6 +88,10 @@ class Head:
 
     def begin(self, tokens: Sequence[int], sampling: Sampling, end: int) -> None:
         """A text that begins with these tokens, at least one, and has at most `end`; what agrees is not run again."""
+        with held_back():
+            self._begin(tokens, sampling, end)
+
+    def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int) -> None:
         self.end()
         sure = self._tokens[: self._table.num_sure]
         agreed = takewhile(lambda pair: pair[0] == pair[1], zip(sure, tokens[:-1], strict=False))
@@ -103,13 +108,16 @@ class Head:
     def advance(self) -> list[int]:
         """The next tokens, at least one; none where the text has reached its end."""
         while not self._table.is_complete:
-            self._fill()
-            self._take_arrived()
-            step = self._table.walk()
-            if step is not None:
-                self._take_step(step)
+            with held_back():  # what stages are told and what the table holds must be the same
                 self._fill()
-                return step.tokens
+            self._transport.wait_any(self._ways)
+            with held_back():
+                self._take_arrived()
+                step = self._table.walk()
+                if step is not None:
+                    self._take_step(step)
+                    self._fill()
+                    return step.tokens
         return []
 
     def end(self) -> None:
@@ -192,8 +200,7 @@ class Head:
             self._draft = _Draft.ASKED
 
     def _take_arrived(self) -> None:
-        """Sleep until a message has arrived, and take all that have."""
-        self._transport.wait_any(self._ways)
+        """Take all messages that have arrived."""
         for source, channel in self._ways:
             while (message := self._transport.poll(source, channel)) is not None:
                 self._take(source, message)
