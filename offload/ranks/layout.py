@@ -110,7 +110,7 @@ def _shard(wish: Wish, num_nodes: int, sharding: Sharding, rank: int, whole: Mod
     else:  # attention is computed for all heads everywhere
         hidden_bytes = (whole.kv_bytes_per_token - shape.kv_bytes_per_token) * cache_slots
     plan = _plan(wish, num_nodes, machine, files, hidden_bytes)
-    fraction = sum(shape.layer_bytes) / sum(whole.layer_bytes)
+    fraction = _fraction(wish, files.target)
     return Part(machine, range(len(whole.layer_bytes)), rows, shape, plan, fraction, num_heads)
 
 
@@ -132,7 +132,7 @@ def lay_out_stages(wish: Wish, num_nodes: int) -> Layout:
     for rank, layers in enumerate(stage_layers(capacities, load)):
         files = files_of(rank, layers.start, layers.stop)
         shape, plan = model_shape(files.target, wish.dtype), _plan(wish, num_nodes, ranks[rank], files)
-        parts.append(Part(ranks[rank], layers, {}, shape, plan, sum(shape.layer_bytes) / sum(whole.layer_bytes)))
+        parts.append(Part(ranks[rank], layers, {}, shape, plan, _fraction(wish, files.target)))
     return Layout(tuple(parts), Hops(len(ranks), *_row_sizes(wish)))
 
 
@@ -153,6 +153,11 @@ def _files(wish: Wish, sharding: Sharding, rank: int) -> Files:
 
 def _layers_alone(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint_of(checkpoint, Section(0, config_sizes(checkpoint)["num_hidden_layers"], False, False))
+
+
+def _fraction(wish: Wish, own: Checkpoint) -> float:
+    """Of all layers' bytes in the files; slabs are larger by their alignment."""
+    return _layers_alone(own).num_bytes / _layers_alone(wish.files.target).num_bytes
 
 
 def _plan(

@@ -169,10 +169,10 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 
 def test_between_two_slots_and_three_nothing_stays() -> None:
-    """B = 4, three slots are 3: the first rank has room beside its slots, (2.4 + T) / 7; the second has none, T / 4."""
-    ranks, load = [RankCapacity(2_400_000, 1e6), RankCapacity(1_200_000, 1e6)], Load([10**6] * 4)
-    seconds = (1 - 2.4 / 7) / (1 / 7 + 1 / 4)
-    assert shard_fractions(ranks, load) == pytest.approx([(2.4 + seconds) / 7, seconds / 4])
+    """B = 4, three slots are 3: the first rank has room beside its slots, (1.8 + T) / 7; the second has none, T / 4."""
+    ranks, load = [RankCapacity(1_800_000, 1e6), RankCapacity(1_200_000, 1e6)], Load([10**6] * 4)
+    seconds = (1 - 1.8 / 7) / (1 / 7 + 1 / 4)
+    assert shard_fractions(ranks, load) == pytest.approx([(1.8 + seconds) / 7, seconds / 4])
     assert shard_s(ranks, load) == pytest.approx(seconds)
 
 

@@ -165,6 +165,12 @@ def test_the_answer_is_for_people(cluster: Any) -> None:
         assert words in told
 
 
+def test_where_nothing_is_streamed_nothing_is_promised(cluster: Any) -> None:
+    out = shell("plan", *cluster({**LAPTOP, "ram": "96GB"}, {**LAPTOP, "ram": "96GB"}, draft=False)).out
+    assert out.startswith("As shards all of it stays in memory: computing alone decides how fast.\n")
+    assert "nothing is known of it" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     ("ranks", "more", "words"),
     [
