@@ -332,6 +332,17 @@ def test_scores_that_are_no_numbers_are_told_and_hurt_nobody(checkpoint: Checkpo
         assert tokens == [*wanted[:3], NO_TOKEN, wanted[3]]
 
 
+def test_rows_that_were_never_computed_are_not_committed(checkpoint: Checkpoint) -> None:
+    with serving(checkpoint, (0, 4), lambda *_: 0.0) as (_, stages):
+        for number, is_dead in enumerate((False, True)):
+            run = read_run([number, int(is_dead), 1, 1, 9, number, 1, number], number)
+            stages[0].run(run, None, lambda: False)
+        with pytest.raises(ValueError, match="rows of a run that was cancelled"):
+            stages[0].commit([0], [1])
+        stages[0].commit([0], [])
+        assert stages[0].num_uncommitted == 0
+
+
 BAD = {
     "a run of 0 rows": (Kind.RUN, [7, 0, 0, 0]),
     "row 0 of run 7 sees": (Kind.RUN, [7, 0, 1, 1, 5, 0, 1, 3]),
