@@ -86,8 +86,11 @@ class Stage:
         self.sampler = Sampler(sampling, self.model.vocab_size, kernels=self._kernels, send=self.model.send)
 
     def commit(self, path: Sequence[int], kept: Sequence[int]) -> None:
-        """See `KVCache.commit`. Raises `ValueError` for rows of a run that was cancelled, which are no one's."""
-        ensure(bool(self._is_whole_U[[*path, *kept]].all()), "a commit has rows of a run that was cancelled")
+        """See `KVCache.commit`. Raises `ValueError` for a path through a run that was cancelled.
+
+        Rows of such a run may be kept: the head's word that nobody needs it may have come before this commit's turn.
+        """
+        ensure(bool(self._is_whole_U[list(path)].all()), "a commit has rows of a run that was cancelled")
         self._cache.commit(path, kept)
         self._position_U, self._is_whole_U = self._position_U[list(kept)], self._is_whole_U[list(kept)]
 
