@@ -144,7 +144,7 @@ def open_decoder(
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         pair.notes.extend([] if rule.is_exact else [not_exact_line(rule)])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
-        drafter = pair.drafter(plan, choice.kernels, sources, trees.pass_s)
+        drafter = pair.drafter(plan, choice.kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
 

@@ -5,7 +5,7 @@ profile of `offload tune` that holds for exactly this run, else by the default a
 start. No torch, no clock. Invariant: no tree is larger than memory was planned for, and what a choice rests on is said.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from offload.config import Sampling, drafting_of
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
-from offload.planning.cost_model import Costs, Prediction, Traffic, step_time
+from offload.planning.cost_model import Costs, Prediction, Traffic, paced, step_of
 from offload.planning.profile import Profile
 from offload.planning.tree_search import DEPTHS, SIZES, Forest, rank_trees
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES, TreeSpec, parse_tree
@@ -133,6 +133,7 @@ class TreeSelector:
             return TreeChoice(forest.tree(spec.count, spec.depth), self._basis, tokens)
         shape = spec.build()
         if isinstance(shape, DynamicShape):
+            shape = paced(shape, self.costs) if self.costs else shape
             why = "at most, as the draft's scores suggest"
             return TreeChoice(shape, why, forest.expected_dynamic(shape.num_nodes, shape.depth))
         return TreeChoice(shape, "as named", forest.expected_of(shape))
@@ -238,12 +239,12 @@ class Trees:
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth, self.has_draft)
 
-    def pass_s(self, num_rows: int) -> float:
-        """Seconds of a sweep over so many rows, up to a factor where nothing was measured."""
+    def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
+        """Seconds of a step by rows of its sweep and its draft passes; always the same where nothing was measured."""
         traffic = self.traffic_of(num_rows)
         if self.costs is None or traffic is None:
             return 1.0
-        return step_time(self.costs, traffic, DynamicShape(num_rows, 0)).total_s
+        return step_of(self.costs, traffic, num_rows, draft_widths).total_s
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
         """The profile's curves where its most threads are ours, else what was measured at start; today's link."""
