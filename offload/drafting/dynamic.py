@@ -4,7 +4,8 @@ With a rule that repeats the target's draws any tree is exact, so its shape may 
 children have the chances pi = softmax(beta u), u is what the target's draw would maximise if the draft were the target
 (log q + G; log q when greedy), and a path has the product f of its chances. The tree is the N best of all candidates
 that were scored: SpecExec's (2406.02532) for f without noise, OPT-Tree's (2406.17276) bound on draft steps. Every pass
-runs the best candidates that could still have a child among the N best.
+runs the best candidates that could still have a child among the N best, as long as passes are worth their time; those
+that are far less likely than its best wait, so that a draft that is sure is followed deep.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain their parents.
 

@@ -169,7 +169,7 @@ class Trees:
     find: FindProfile
     traffic_of: TrafficOf  # once memory is planned, what that plan moves
     link_bytes_per_s: float | None = None  # measured just now; disks drift, so a profile's own figure may be old
-    costs: Costs | None = None  # measured at start, for runs without a profile
+    costs: Costs | None = None  # as known at start, for runs without a profile of their own
     num_threads: int | None = None  # the most that this run computes with
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None  # positions that there is room for: a tree must be less deep

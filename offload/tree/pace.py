@@ -8,6 +8,7 @@ for the rows of any pace, so that one may be chosen after memory is planned.
 from typing import NamedTuple
 
 _ROOM = 1.25  # rows for every node, those that are run in vain included
+_MOST_ROWS = 128  # of one pass: the most that a device replays from a recording, and no longer free on any
 
 
 class Pace(NamedTuple):
@@ -19,7 +20,7 @@ class Pace(NamedTuple):
 
     def rows_per_pass(self, num_nodes: int) -> int:
         """At most, of a tree with so many nodes."""
-        return max(1, num_nodes // self.num_parts)
+        return min(_MOST_ROWS, max(1, num_nodes // self.num_parts))
 
     def widths(self, num_nodes: int) -> list[int]:
         """Rows of every pass behind the root's, as many as are expected."""
@@ -27,7 +28,7 @@ class Pace(NamedTuple):
         return [max(1, round(self.rows_share * num_nodes / num_passes))] * min(num_nodes - 2, num_passes)
 
 
-PACES = (Pace(8, 3, 1.03), Pace(4, 1, 1.1))  # the first where nothing is known of costs
+PACES = (Pace(4, 1, 1.12), Pace(8, 3, 1.03))  # the first where nothing is known of costs
 
 
 def most_rows(num_nodes: int) -> int:
