@@ -35,7 +35,7 @@ from offload.tree.topology import DynamicShape, in_level_order, level_order
 
 _NUM_CHILDREN = 32  # that a node may have
 _AHEAD = 4  # one of so many rows may be a guess that is scored before all others
-_LOG_FAR = math.log(32)  # a candidate that much less likely than the best of a pass waits: it may be ousted by then
+_LOG_FAR = math.log(16)  # a candidate that much less likely than the best of a pass waits: it may be ousted by then
 _NOT_RUN = -1
 _NO_COSTS = Worth()
 
