@@ -28,7 +28,7 @@ class Pace(NamedTuple):
         return [max(1, round(self.rows_share * num_nodes / num_passes))] * min(num_nodes - 2, num_passes)
 
 
-PACES = (Pace(4, 1, 1.12), Pace(8, 3, 1.03))  # the first where nothing is known of costs
+PACES = (Pace(4, 2, 1.1), Pace(8, 4, 1.03))  # the first where nothing is known of costs
 
 
 def most_rows(num_nodes: int) -> int:

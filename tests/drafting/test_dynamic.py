@@ -284,4 +284,4 @@ def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
         decoder.drafter.grow(bounds, text.tokens, text.sampler, text.caches.draft)
     # A draft that is sure of nothing fills a tree by its rows alone; tests/drafting/test_pace.py has one that is.
     assert bounds.pace.num_parts <= len(widths) + 1 <= len(bounds.draft_widths) + 1
-    assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.3)
+    assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.4)

@@ -99,7 +99,7 @@ def test_large_passes_grow_trees_as_good(texts: dict[Sampling, list[Text]], samp
     for pace, again in zip(PACES, others, strict=True):
         assert again.tokens == pytest.approx(slow.tokens, rel=0.06)
         widths = [1, *pace.widths(NUM_NODES)]
-        assert again.passes == pytest.approx(len(widths), abs=3) and again.rows == pytest.approx(sum(widths), rel=0.15)
+        assert again.passes == pytest.approx(len(widths), abs=3) and again.rows == pytest.approx(sum(widths), rel=0.2)
     assert others[0].passes <= 0.75 * slow.passes, "0.6 on more texts that are less easy"
 
 
@@ -107,4 +107,6 @@ def test_a_near_copy_is_believed_and_followed(near: Decoder, texts: dict[Samplin
     text, greedy = texts[Sampling()], Sampling()
     with as_it_was():
         slow = Again(near, text, greedy, SLOW)
-    assert Again(near, text, greedy, PACES[0]).tokens >= 1.4 * slow.tokens
+    assert Again(near, text, greedy, PACES[0]).tokens >= 1.3 * slow.tokens, (
+        "1.5 on longer texts, 48 deep"
+    )
