@@ -107,6 +107,4 @@ def test_a_near_copy_is_believed_and_followed(near: Decoder, texts: dict[Samplin
     text, greedy = texts[Sampling()], Sampling()
     with as_it_was():
         slow = Again(near, text, greedy, SLOW)
-    assert Again(near, text, greedy, PACES[0]).tokens >= 1.3 * slow.tokens, (
-        "1.5 on longer texts, 48 deep"
-    )
+    assert Again(near, text, greedy, PACES[0]).tokens >= 1.3 * slow.tokens, "1.5 on longer texts, 48 deep"
