@@ -14,9 +14,9 @@ from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.vocabulary import other_vocabulary
 from offload.drafting.base import Drafter
-from offload.drafting.lookup import PassSeconds
 from offload.drafting.registry import DRAFTERS, DrafterKind, Materials
 from offload.drafting.sources import Sources
+from offload.drafting.worth import StepSeconds
 from offload.engine.hooks import Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
@@ -46,10 +46,10 @@ class Pair(NamedTuple):
     device: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
 
-    def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, pass_s: PassSeconds) -> Drafter:
+    def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, step_s: StepSeconds) -> Drafter:
         """What grows the trees."""
         kind = DrafterKind(has_draft=self.draft is not None, has_sources=bool(sources))
-        materials = Materials(self.draft, self.target.vocab_size, plan.cache_slots, kernels, sources, pass_s)
+        materials = Materials(self.draft, self.target.vocab_size, plan.draft_slots, kernels, sources, step_s)
         return DRAFTERS[kind](materials)
 
 

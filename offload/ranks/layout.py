@@ -104,12 +104,10 @@ def lay_out_shards(wish: Wish, num_nodes: int) -> Layout:
 def _shard(wish: Wish, num_nodes: int, sharding: Sharding, rank: int, whole: ModelShape, cache_slots: int) -> Part:
     machine, files = wish.cluster.ranks[rank], _files(wish, sharding, rank)
     rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
-    shape, num_heads, hidden_bytes = model_shape(files.target, wish.dtype), 0, 0
+    shape, num_heads = model_shape(files.target, wish.dtype), 0
     if sharding.has_own_heads:
         num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
-    else:  # attention is computed for all heads everywhere
-        hidden_bytes = (whole.kv_bytes_per_token - shape.kv_bytes_per_token) * cache_slots
-    plan = _plan(wish, num_nodes, machine, files, hidden_bytes)
+    plan = _plan(wish, num_nodes, machine, files)
     fraction = _fraction(wish, files.target)
     return Part(machine, range(len(whole.layer_bytes)), rows, shape, plan, fraction, num_heads)
 
@@ -161,27 +159,21 @@ def _fraction(wish: Wish, own: Checkpoint) -> float:
 
 
 def _plan(
-    wish: Wish, num_nodes: int, machine: Hardware, files: Files, hidden_bytes: int = 0, *, is_roomy: bool = False
+    wish: Wish, num_nodes: int, machine: Hardware, files: Files, *, is_roomy: bool = False
 ) -> MemoryPlan:
-    """Of one rank.
-
-    Args:
-        hidden_bytes: of keys and values that these files do not show.
-        is_roomy: however much memory there is, to see what everything but layers takes.
-    """
+    """Of one rank; `is_roomy`: however much memory there is, to see what everything but layers takes."""
     ram_bytes, gpu_bytes = machine.ram_bytes, machine.gpu_bytes
     if is_roomy:
         ram_bytes, gpu_bytes = _ROOMY, gpu_bytes and _ROOMY
     try:
-        found = plan_memory(
-            files, ram=ram_bytes - (0 if gpu_bytes else hidden_bytes), gpu=gpu_bytes and gpu_bytes - hidden_bytes,
+        return plan_memory(
+            files, ram=ram_bytes, gpu=gpu_bytes,
             device="cuda" if gpu_bytes else "cpu", dtype=wish.dtype, context=wish.context, num_nodes=num_nodes,
             rule=wish.rule,
         )  # fmt: skip
     except UserError as error:
         words = str(error).replace("`gpu_memory`", "gpu").replace("`ram`", "ram")
         raise UserError(words if is_roomy else f"rank {machine.name} {words}") from None
-    return replace(found, kv_bytes=found.kv_bytes + hidden_bytes, ram_bytes=ram_bytes, gpu_bytes=gpu_bytes)
 
 
 def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, kv_bytes: int, num_nodes: int) -> RankCapacity:
