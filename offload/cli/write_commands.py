@@ -76,8 +76,7 @@ def generate(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        pipeline=pipeline, slow_layer_s=slow_layer,
-    )  # fmt: skip
+        pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(model, own, seed, console.wait)

@@ -26,7 +26,7 @@ from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
-from offload.engine.team import Team
+from offload.engine.team import Given, Team
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
@@ -125,18 +125,14 @@ def open_decoder(
     hooks.on_phase("reading headers")
     with ExitStack() as resources:
         refuse = (lambda *headers: room.plan(Files(*headers), least_nodes)) if options.ranks is None else _accept
-        files = Files(*fetch(names, refuse, hooks.on_phase))
-        team = Team()
-        if options.ranks is not None:
-            from offload.engine.meeting import Given  # what torch.distributed brings takes time
-            from offload.engine.shards import join_shards
-            from offload.engine.stages import open_pipeline
+        files, roles = Files(*fetch(names, refuse, hooks.on_phase)), options.roles()
+        given = Given(files, options, room, device, open_source, hooks)
+        if roles is not None and not roles.is_sharded:
+            from offload.engine.stages import open_pipeline  # what torch.distributed brings takes time
 
-            given, roles = Given(files, options, room, device, open_source, hooks), options.roles()
-            if roles is not None and not roles.is_sharded:
-                return open_pipeline(given, resources, transport)
-            team = join_shards(given, resources, transport)
-            files, options = team.own(files), replace(options, profile=options.profile or "none")  # of one process
+            return open_pipeline(given, resources, transport)
+        team = _join(given, resources, transport)
+        files, options = team.own(files), replace(options, profile=team.profile or options.profile)
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, device=device.name if device else "cpu")
         trees.exchange_s = team.exchange_s
@@ -168,6 +164,15 @@ def open_decoder(
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
+
+
+def _join(given: Given, resources: ExitStack, transport: Transport | None) -> Team:
+    """Those who share the target; on others than the head it does not return."""
+    if given.options.ranks is None:
+        return Team()
+    from offload.engine.shards import join_shards
+
+    return join_shards(given, resources, transport)
 
 
 def _accept(*_: object) -> None:

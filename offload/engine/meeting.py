@@ -4,26 +4,10 @@ import json
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from offload.engine.hooks import Hooks
-from offload.memory.planner import Files
-from offload.planning.options import LoadOptions
+from offload.engine.team import Given
 from offload.planning.place import require_place
-from offload.planning.room import Room
 from offload.ranks.join import headers_digest, joined
 from offload.ranks.transport import Transport
-from offload.streaming.device import Device
-from offload.streaming.source import OpenSource
-
-
-class Given(NamedTuple):
-    """What a rank was told to load, and with what."""
-
-    files: Files
-    options: LoadOptions
-    room: Room
-    device: Device | None
-    open_source: OpenSource
-    hooks: Hooks
 
 
 class Met(NamedTuple):

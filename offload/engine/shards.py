@@ -17,8 +17,8 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import parse_size
-from offload.engine.meeting import Given, meet
-from offload.engine.team import Team
+from offload.engine.meeting import meet
+from offload.engine.team import Given, Team
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files
@@ -40,7 +40,7 @@ _TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
 class Shards(Team):
     """The head of several ranks, each of which has some rows of every matrix."""
 
-    is_alone = False
+    is_alone, profile = False, "none"  # profiles are those of one process
 
     def __init__(
         self, transport: Transport, sharding: Sharding, exchange: Exchange, exchange_s: Curve, resources: ExitStack
@@ -49,16 +49,20 @@ class Shards(Team):
         self._resources, self.notes = resources, (f"rows of every layer by rank: {sharding.percentages}",)
 
     def own(self, files: Files) -> Files:
+        """The head's rows, with all that is around the layers."""
         return files._replace(target=self.sharding.checkpoint_of(self.transport.rank, files.target))
 
     def adapt(self, meta_model: Any) -> None:
+        """Cut the model to them."""
         cut_model(meta_model, self.sharding, self.exchange, self.transport.rank)
 
     def settle(self, plan: MemoryPlan) -> None:
+        """The others plan for as many rows and positions. Raises `UserError` where one has no room."""
         hear_head(self.transport, [plan.num_nodes, plan.context])
         agree_on(self.transport, None)
 
     def target(self, *args: Any, **more: Any) -> ShardedTarget:
+        """What the others follow, once all have loaded, until `resources` are closed."""
         agree_on(self.transport, None)  # all have loaded
         target = ShardedTarget(*args, transport=self.transport, exchange=self.exchange, **more)
         self._resources.callback(target.stop)

@@ -23,9 +23,10 @@ from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import parse_size
 from offload.engine.build import Words, check_vocabulary, end_ids_of, resident_model
 from offload.engine.decoder import Settled
-from offload.engine.meeting import Given, meet
+from offload.engine.meeting import meet
 from offload.engine.pipeline import Pipe, PipelineDecoder
 from offload.engine.session import Models
+from offload.engine.team import Given
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan

@@ -50,6 +50,8 @@ class LoadOptions:
         check_lenience(self.lenience, self.rule)
         if (roles := self.roles()) is not None:
             require_exact_rule(roles, self.rule, self.lenience)
+            is_free = self.profile is None or self.has_no_profile
+            require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
             self._check_pipeline(roles)
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:

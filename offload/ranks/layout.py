@@ -6,7 +6,6 @@ layout is one that fits every rank, and a refusal names the rank.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.encoder_decoder import has_encoder
@@ -158,9 +157,7 @@ def _fraction(wish: Wish, own: Checkpoint) -> float:
     return _layers_alone(own).num_bytes / _layers_alone(wish.files.target).num_bytes
 
 
-def _plan(
-    wish: Wish, num_nodes: int, machine: Hardware, files: Files, *, is_roomy: bool = False
-) -> MemoryPlan:
+def _plan(wish: Wish, num_nodes: int, machine: Hardware, files: Files, *, is_roomy: bool = False) -> MemoryPlan:
     """Of one rank; `is_roomy`: however much memory there is, to see what everything but layers takes."""
     ram_bytes, gpu_bytes = machine.ram_bytes, machine.gpu_bytes
     if is_roomy:
