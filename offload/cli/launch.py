@@ -101,7 +101,7 @@ def verdict(exit_codes: Mapping[int, int], is_interrupted: bool = False) -> tupl
         return 128 + signal.SIGINT, []
     killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
     lines = [f"rank {rank} was killed (signal {number})" for rank, number in sorted(killed.items())]
-    told = [code for _, code in sorted(exit_codes.items()) if code > 0]
+    told = [code for _, code in sorted(exit_codes.items()) if code > 0 and code != 128 + signal.SIGTERM]
     return (told[0] if told else 1), lines
 
 

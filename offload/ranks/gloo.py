@@ -9,6 +9,7 @@ that is lost is told so, and which one: by the box that it waits at, or by the w
 import queue
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,7 +139,8 @@ class Gloo(Transport):
             self._box(peer, channel)
             with suppress(RankError):
                 self._send(peer, channel, [end_header()])
-                self._sent[peer, channel].put(None)
+        for sent in self._sent.values():
+            sent.put(None)
         due_s = time.monotonic() + _CLOSE_S
         for thread in (*self._threads, *self._watch.threads):
             thread.join(max(0.0, due_s - time.monotonic()))
@@ -161,6 +163,7 @@ class Gloo(Transport):
             with held_back():
                 yield
         except RuntimeError as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the group, whose end others wait for in `close`
             raise self._watch.verdict(_line(None, error)) from error
         finally:
             self.exchange_s += time.perf_counter() - began_s

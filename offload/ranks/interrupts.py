@@ -52,3 +52,17 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def terminated_at_once() -> Iterator[None]:
+    """SIGTERM ends the process in the middle of a call that may wait for minutes; there is nothing to be said yet."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -23,7 +23,7 @@ from offload.errors import TOLD, RankError, UserError, reason
 from offload.planning.place import Place
 from offload.ranks.gloo import Gloo, Groups
 from offload.ranks.interface import choose_interface
-from offload.ranks.interrupts import terminated_later
+from offload.ranks.interrupts import terminated_at_once, terminated_later
 from offload.ranks.messages import Channel
 from offload.ranks.watch import limit
 
@@ -48,7 +48,7 @@ class Card(NamedTuple):
 
     @classmethod
     def of_this(cls, checkpoint: str, options: str, shards: Sequence[Path]) -> "Card":
-        """This process's; the arguments are those of `join`."""
+        """This process's; the arguments are those of `joined`."""
         release = ".".join(torch.__version__.split(".")[:2])
         version = sys.modules["offload"].__version__  # above all rooms, and imported before any
         agreed = (version, release, str(PROTOCOL), checkpoint, options)
@@ -108,11 +108,13 @@ def joined(
 
     Raises `UserError` where a rank does not come or does not agree.
     """
-    store = meet(place, limit_s)
+    with terminated_at_once():
+        store = meet(place, limit_s)
     cards = exchange_cards(store, place, Card.of_this(checkpoint, options, shards), limit_s)
     with _told():
         compare(cards)
-    transport = _open(store, place, limit_s, exchange_limit_s)
+    with terminated_at_once():
+        transport = _open(store, place, limit_s, exchange_limit_s)
     with _told(), ended_by(transport):
         yield Joined(transport, cards)
 

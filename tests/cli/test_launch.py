@@ -164,6 +164,7 @@ def test_a_host_finds_itself_by_name_or_address() -> None:
         ({0: -9, 1: 1}, 1, ["rank 0 was killed (signal 9)"]),
         ({2: -15, 1: -11}, 1, ["rank 1 was killed (signal 11)"]),
         ({3: 2}, 2, []),
+        ({0: 143, 1: 1}, 1, []),
     ],
 )
 def test_exit_codes_of_ranks_become_one(exit_codes: dict[int, int], code: int, lines: list[str]) -> None:
