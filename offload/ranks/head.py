@@ -93,8 +93,8 @@ class Head:
 
     def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int) -> None:
         self.end()
-        sure = self._tokens[: self._table.num_sure]
-        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(sure, tokens[:-1], strict=False))
+        known = self._tokens[: self._table.num_committed]
+        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(known, tokens[:-1], strict=False))
         num_kept = sum(1 for _ in agreed)
         self._tokens = list(tokens)
         self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)

@@ -82,8 +82,6 @@ class RunTable:
     Attributes:
         root: whose draw everybody waits for.
         num_committed: P.
-        num_sure: committed positions that were computed for certain. The root may be committed before its run is back,
-            and if the text is left then, its run is cancelled.
     """
 
     def __init__(self, credits: int, capacity: int) -> None:
@@ -99,7 +97,7 @@ class RunTable:
         for run in self._on_way.values():
             run.is_dead = True
         self.root, self._end = Node(token, position, None), end
-        self.num_committed = self.num_sure = num_kept
+        self.num_committed = num_kept
         self._nodes = {0: self.root}
         self._most_nodes = 1000
         self._open: list[Node] = []  # guesses that were not issued
@@ -114,7 +112,6 @@ class RunTable:
         """A run of the prompt was issued, and all of its rows are committed at once; the last one is drawn."""
         self.num_committed += num_rows
         if self.num_committed <= self.root.position:
-            self.num_sure = self.num_committed  # nobody cancels the earlier parts
             return
         self.root.run = run
         self._on_way[run] = _Run((self.root,), is_speculative=False)
@@ -212,7 +209,7 @@ class RunTable:
             passed.append(self._descend(passed[-1], tokens[-1]))
         if not tokens:
             return None
-        self.root, self.num_sure = passed[-1], passed[-1].position
+        self.root = passed[-1]
         self.root.parent = None
         self._renormalise()
         self._forget()
@@ -220,11 +217,11 @@ class RunTable:
         return Step(tokens, path, kept, self._newly_dead())
 
     def abandon(self) -> list[int]:
-        """Nobody needs any run any more: those that were needed until now."""
+        """Nobody needs any run any more: those that were needed until now, but for the root's, which may be committed."""
         dead = self.alive
         for number in dead:
             self._on_way[number].is_dead = True
-        return dead
+        return [number for number in dead if number != self.root.run]
 
     def _found(self, token: int, parent: Node, p: float) -> Node:
         self._num_found += 1

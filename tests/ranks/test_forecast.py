@@ -55,7 +55,8 @@ CASES = {
 def test_every_rank_fits_and_together_they_have_all_of_it(case: str, lay_out: Any) -> None:
     machines = CASES[case]
     layout: Layout = lay_out(wish(*machines), 128)
-    assert sum(part.fraction for part in layout.parts) == pytest.approx(1, abs=2e-4)  # norms are everywhere
+    everywhere = 2e-4 if case != "more ranks than heads" or lay_out is lay_out_stages else 8 * 0.02  # keys and values
+    assert 0 <= sum(part.fraction for part in layout.parts) - 1 <= everywhere  # norms are everywhere
     slots = layout.parts[0].plan.cache_slots
     for part in layout.parts:
         assert part.plan.total_bytes <= part.plan.ram_bytes == part.machine.ram_bytes

@@ -75,7 +75,8 @@ def test_ranks_read_every_byte_of_the_layers_once(
         for name, entry in whole.tensors.items():
             cuts = [part.tensors[name] for part in parts]
             if cuts[0] == entry:  # norms, and what lies around the layers
-                assert len(entry.shape) == 1 or "layers" not in name
+                is_whole = "k_proj" in name or "v_proj" in name  # where all ranks compute attention
+                assert len(entry.shape) == 1 or "layers" not in name or is_whole > sharding.has_own_heads
                 continue
             assert [cut.lo for cut in cuts] == [entry.lo, *(cut.hi for cut in cuts[:-1])]
             assert cuts[-1].hi == entry.hi
