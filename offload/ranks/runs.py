@@ -217,7 +217,7 @@ class RunTable:
         return Step(tokens, path, kept, self._newly_dead())
 
     def abandon(self) -> list[int]:
-        """Nobody needs any run any more: those that were needed until now, but for the root's, which may be committed."""
+        """Nobody needs any run any more: those that were needed until now, but the root's, committed maybe."""
         dead = self.alive
         for number in dead:
             self._on_way[number].is_dead = True
