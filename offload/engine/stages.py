@@ -39,6 +39,7 @@ from offload.ranks.agreement import agree_on, hear_head, tell_all
 from offload.ranks.draft import serve_draft
 from offload.ranks.draft_tree import DraftTree
 from offload.ranks.head import Head, RowPrice
+from offload.ranks.messages import Channel
 from offload.ranks.stage import Neighbours, Stage, serve_stage
 from offload.ranks.timings import RunEvent
 from offload.ranks.transport import Transport
@@ -220,6 +221,8 @@ def _load(rank: _Rank, plan: MemoryPlan, resources: ExitStack) -> _Services:
         work.append(partial(serve_stage, rank.transport, Neighbours(before, after), stage))
     if rank.drafts:
         work.append(_load_draft(rank, plan))
+    if not work:  # a draft's rank, where nobody guesses
+        work.append(partial(rank.transport.receive, 0, Channel.CONTROL))
     agree_on(rank.transport, None)
     return _Services(stage, work)
 

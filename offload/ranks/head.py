@@ -130,7 +130,7 @@ class Head:
     def stop(self) -> None:
         """The services end, whatever they wait for."""
         self.end()
-        for rank in _ranks(self._roles):
+        for rank in range(self._transport.num_ranks):
             self._transport.send(rank, Channel.CONTROL, Message(Kind.STOP))
         self._data(Kind.STOP)
         if self._roles.draft is not None:

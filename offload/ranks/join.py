@@ -138,6 +138,8 @@ def ended_by(transport: Gloo) -> Iterator[None]:
             yield
     except (RankError, GeneratorExit):
         raise
+    except SystemExit:  # this rank has done what it was for
+        raise
     except KeyboardInterrupt:
         why = "interrupted"
         raise
