@@ -222,9 +222,13 @@ def _load(rank: _Rank, plan: MemoryPlan, resources: ExitStack) -> _Services:
     if rank.drafts:
         work.append(_load_draft(rank, plan))
     if not work:  # a draft's rank, where nobody guesses
-        work.append(partial(rank.transport.receive, 0, Channel.CONTROL))
+        work.append(partial(_wait_for_end, rank.transport))
     agree_on(rank.transport, None)
     return _Services(stage, work)
+
+
+def _wait_for_end(transport: Transport) -> None:
+    transport.receive(0, Channel.CONTROL)
 
 
 def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack) -> Stage:
