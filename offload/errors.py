@@ -27,11 +27,12 @@ class RankError(RunError):
 
     Attributes:
         is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
+        is_refusal: the other rank has refused what a user can mend; the command line exits with 2.
     """
 
-    def __init__(self, message: str, *, is_head_told: bool = False) -> None:
+    def __init__(self, message: str, *, is_head_told: bool = False, is_refusal: bool = False) -> None:
         super().__init__(message)
-        self.is_head_told = is_head_told
+        self.is_head_told, self.is_refusal = is_head_told, is_refusal
 
 
 def ensure(holds: bool, rule: str) -> None:

@@ -84,6 +84,7 @@ class Stats:
     chain_lengths: list[int] = field(default_factory=list)  # of `chain:auto`: guesses before each sweep
     accepted_per_sweep: list[int] = field(default_factory=list)  # new tokens of each sweep after the prompt's
     first_guess: Estimate = field(default_factory=Estimate)  # chance that a node's first guess is accepted
+    runs: list[tuple[float, str, int, int]] = field(default_factory=list)  # of a pipeline: see `ranks.timings.RunEvent`
     is_draft_known: bool = True  # whether a draft made guesses of which verification knew q: then this is alpha
 
     def __repr__(self) -> str:
@@ -148,6 +149,7 @@ class Stats:
             "alpha": self.alpha and self.alpha.as_dict(),
             "first_guess": self.first_guess.as_dict(),
             **({"chain_lengths": self.chain_lengths} if self.chain_lengths else {}),
+            **({"runs": self.runs} if self.runs else {}),
             "threads": self.threads and {name: mode._asdict() for name, mode in self.threads._asdict().items()},
             "tree": tree,
         }

@@ -4,6 +4,7 @@ And the models that several files of tests share. One thread is ten times faster
 where it is used: the process that hands tests out to others needs none.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -30,6 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """All that is imported stays: looking for waste meanwhile takes a quarter of the time."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from offload.planning.place import Place
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line has it
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["offload.ranks.join"])
 

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 import offload
 
 TREES = ("none", "8x3", "64x16", "chain:8", "sequences:4x4", "grown:64x16")
+LARGEST = ("none", "64x16", "grown:64x16")
+ALL_TREES = ("llama", "qwen3-sliding", "gemma3")  # families: to the others a small tree is part of a large one
 NUM_NEW = 80  # with the longer prompt five times a sliding window of 24
 BEHIND_ONE = ("none", "grown:64x16")  # trees behind a prompt of one token, and tokens: past the window's first slides
 NUM_BEHIND_ONE = 32
@@ -36,7 +38,8 @@ def test_greedy_ids_equal_transformers(family: str, tmp_path: Path) -> None:
     with offload.load(target, draft, ram=ram, context=256, tree="64x16", threads=1) as decoder:
         assert decoder.plan.num_slots == 3 and decoder.plan.num_resident == 0
         yields = []
-        for prompt, num_new, trees in zip(prompts(), (NUM_BEHIND_ONE, NUM_NEW), (BEHIND_ONE, TREES), strict=True):
+        all_trees = TREES if family in ALL_TREES else LARGEST
+        for prompt, num_new, trees in zip(prompts(), (NUM_BEHIND_ONE, NUM_NEW), (BEHIND_ONE, all_trees), strict=True):
             wanted = reference(target, prompt, num_new)
             for tree in trees:
                 got = decoder.generate(prompt, max_new_tokens=num_new, tree=tree)
@@ -48,7 +51,7 @@ def test_greedy_ids_equal_transformers(family: str, tmp_path: Path) -> None:
 
 def test_same_seed_same_ids_for_every_tree(tmp_path: Path) -> None:
     target, draft = save_pair(FAMILIES["llama"](), tmp_path)
-    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "max_new_tokens": 60}
+    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "max_new_tokens": 40}
     with offload.load(target, ram="1GiB", context=128, threads=1) as alone:
         wanted = [alone.generate(prompts()[1], seed=seed, **sampling).token_ids for seed in range(2)]
     assert wanted[0] != wanted[1], "seeds must matter"

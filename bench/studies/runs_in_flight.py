@@ -23,7 +23,7 @@ class FlightYield(NamedTuple):
     num_tokens: int
     num_cycles: int
     num_dead: int  # runs that nobody needed any more when they ended
-    num_late: int  # ... among so many that have ended
+    num_ended: int  # ... among so many
 
 
 def flight_yield(
@@ -35,18 +35,18 @@ def flight_yield(
     table.commit_prompt(table.new_run(), len(prompt))
     table.drawn(0, False, [text[0]])
     table.walk()
-    grown, on_way = _Grown(table, draft), deque[tuple[int, Sequence[Node]]]()
-    num_cycles = num_dead = num_late = 0
+    grown, on_way = _Grown(table, draft), deque[tuple[int, list[Node]]]()
+    num_cycles = num_dead = num_ended = 0
     while table.root.position < len(everything) - 1:
         nodes = grown.run(everything, num_nodes)
         on_way.append((table.issue(nodes).run, nodes))
         num_cycles += 1
         if len(on_way) == num_runs:
-            run, drawn = on_way.popleft()
-            num_dead, num_late = num_dead + (run not in table.alive), num_late + 1
-            table.drawn(run, False, [_draw(everything, node) for node in drawn])
+            run, nodes = on_way.popleft()
+            num_dead, num_ended = num_dead + (run not in table.alive), num_ended + 1
+            table.drawn(run, False, [_draw(everything, node) for node in nodes])
             table.walk()
-    return FlightYield(table.root.position - len(prompt), num_cycles, num_dead, num_late)
+    return FlightYield(table.root.position - len(prompt), num_cycles, num_dead, num_ended)
 
 
 def _draw(everything: Path, node: Node) -> int:

@@ -87,6 +87,8 @@ def calibrate(
         trees.costs = Costs(
             compute_s=compute_s, draft_step_s=draft_step_s, verify_s=0.0, link_bytes_per_s=trees.link_bytes_per_s
         )
+    else:
+        trees.costs = replace(profile.costs, link_bytes_per_s=trees.link_bytes_per_s)
 
 
 def pick_threads(target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES) -> ThreadPolicy:

@@ -1,6 +1,7 @@
 """What a person sees besides the text: what goes on, what runs, the plan as a picture, the closing figures."""
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -136,7 +137,7 @@ class Names(NamedTuple):
 def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False) -> str:
     """What is not as fast as it could be; then in two lines what runs, where it lies, and what to expect."""
     drafting, sources = list[str](), str(decoder.sources)
-    if names.draft and choice:
+    if names.draft and choice and (choice.shape.num_nodes > 1 or choice.chains):
         drafting = [f"draft {names.draft}{sources and f' with {sources}'}, {_expectation(choice)}"]
     elif choice and choice.shape.num_nodes > 1:
         drafting = [f"no draft: up to {choice.shape.num_nodes - 1} guesses a sweep by {sources}"]
@@ -251,6 +252,8 @@ def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal:
     memory = _memory_line(stats, plan, own_bytes, is_decimal)
     if not stats.num_sweeps or not stats.tpot_s:
         return f"{first}\n{memory}"
+    if stats.runs:
+        return f"{first}; then {stats.tokens_per_s:.2f} tokens/s ({_runs_words(stats.runs)})\n{memory}"
     tree = _tree_words(stats.tree_num_nodes, stats.tree_depth, stats.is_tree_dynamic)
     speed = f"{stats.tokens_per_s:.2f} tokens/s, {stats.tokens_per_sweep:.2f} tokens per sweep"
     if stats.chain_lengths:
@@ -260,6 +263,12 @@ def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal:
         waited = f"{stats.stall_s / stats.sweep_s:.0%} of the sweep spent waiting for it"
         lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}")
     return "\n".join(lines)
+
+
+def _runs_words(runs: Sequence[tuple[float, str, int, int]]) -> str:
+    """Of a pipeline: how many runs the text took, and how many of them were for nothing."""
+    count = Counter(what for _, what, _, _ in runs)
+    return f"{plural(count['issued'], 'run')}, {count['cancelled']} cancelled"
 
 
 def alpha_line(stats: Stats) -> str:

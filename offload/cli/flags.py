@@ -88,6 +88,11 @@ Ranks = Annotated[
     str | None,
     typer.Option(metavar="ROLES", help="of offload launch: shards, or stages:0-2,draft:3; see docs/ranks.md"),
 ]
+Pipeline = Annotated[
+    str | None,
+    typer.Option(metavar="MODE", help="of stages: async, sync or plain, with settings; see docs/ranks.md"),
+]
+SlowLayer = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="every layer takes longer", hidden=True)]
 Invariant = Annotated[
     bool | None,
     typer.Option(
@@ -138,7 +143,8 @@ _FLAG_OF = {
     "draft": "--draft", "dtype": "--dtype", "gpu_memory": "--gpu-mem", "greedy": "--greedy",
     "hardware": "--hardware", "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit",
     "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram",
-    "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed", "session": "--session",
+    "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks",
+    "raw": "--raw", "rule": "--rule", "seed": "--seed", "session": "--session",
     "stop": "--stop", "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep",
     "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip

@@ -64,6 +64,7 @@ def launch(plan: Launch) -> tuple[int, list[str]]:
     """Start the ranks and wait for their end: an exit code, and lines on those that could not say a word."""
     logging.disable(logging.CRITICAL)  # what torchrun would log stands in the code and lines that are returned
     os.environ.update({LAUNCHER: str(os.getpid()), "TORCH_ELASTIC_WORKER_IDENTICAL": "1"})
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not any(one.split("=")[0] == "--ranks" for one in plan.command):
         os.environ.setdefault("OFFLOAD_RANKS", "shards")
     presses = _Presses(_KILLING_PRESSES.get(plan.command[0], 2))

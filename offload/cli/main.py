@@ -16,7 +16,7 @@ from offload.cli.app import app
 from offload.cli.console import error_line
 from offload.cli.live_line import fitted
 from offload.cli.own_defaults import OwnDefaults, own_defaults
-from offload.errors import RunError, UserError
+from offload.errors import RankError, RunError, UserError
 from offload.planning.place import Place
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
@@ -46,6 +46,8 @@ def main() -> None:
         sys.exit(finished.exit_code)
     except UserError as error:
         _fail(own.blame(flags.as_flags(str(error)), given), EXIT_USER_ERROR, place, error)
+    except RankError as error:
+        _fail(str(error), EXIT_USER_ERROR if error.is_refusal else EXIT_FAILED, place, error)
     except RunError as error:
         _fail(str(error), EXIT_FAILED, place, error)
     except KeyboardInterrupt:

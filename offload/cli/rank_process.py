@@ -23,6 +23,7 @@ def begin() -> Place | None:
     place = find_place()
     if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return place
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what is lost is said in a line of ours
     _end_with_parent(signal.SIGKILL if place.rank else signal.SIGTERM)
     if place.rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

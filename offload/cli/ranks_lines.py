@@ -38,6 +38,8 @@ def cluster_lines(found: "Forecast") -> str:
 
 def _headline(found: "Forecast") -> str:
     best, other = found.best, next(way for way in found.ways if way is not found.best)
+    if found.is_link_alone and best.layout and not any(part.link_s for part in best.layout.parts):
+        return f"As {best.kind} all of it stays in memory: computing alone decides how fast."
     low, high = map(seconds_words, best.rates[-1].s_per_token_range)
     least = "at least " if found.is_link_alone else ""
     against = f" ({seconds_words(other.s_per_token)} as {other.kind})" if other.layout else ""

@@ -60,6 +60,8 @@ def generate(
     invariant: flags.Invariant = None,
     link_limit: flags.LinkLimit = None,
     ranks: flags.Ranks = None,
+    pipeline: flags.Pipeline = None,
+    slow_layer: flags.SlowLayer = 0.0,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
@@ -74,7 +76,7 @@ def generate(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-    )  # fmt: skip
+        pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(model, own, seed, console.wait)
@@ -131,6 +133,8 @@ def chat(
     profile: flags.ProfileFile = None,
     invariant: flags.Invariant = None,
     ranks: flags.Ranks = None,
+    pipeline: flags.Pipeline = None,
+    slow_layer: flags.SlowLayer = 0.0,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -143,6 +147,7 @@ def chat(
         device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
         ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
+        pipeline=pipeline, slow_layer_s=slow_layer,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or is_worker(), is_verbose=verbose, sizes_like=ram) as console:

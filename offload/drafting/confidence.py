@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2)
+_GRID = (0.5, 0.63, 0.8, 1.0, 1.25, 1.6, 2.0, 2.5, 3.2, 4.0, 5.0, 6.3, 8.0, 10.0, 12.7, 16.0)
 _START = 1.6  # before anything was seen
 _DOUBT = 4.0  # of other exponents at the start: nats of loss, times the squared log of their ratio to `_START`
 _KEPT = 0.998  # of all losses, from one token to the next

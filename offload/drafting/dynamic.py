@@ -4,7 +4,8 @@ With a rule that repeats the target's draws any tree is exact, so its shape may 
 children have the chances pi = softmax(beta u), u is what the target's draw would maximise if the draft were the target
 (log q + G; log q when greedy), and a path has the product f of its chances. The tree is the N best of all candidates
 that were scored: SpecExec's (2406.02532) for f without noise, OPT-Tree's (2406.17276) bound on draft steps. Every pass
-runs the best candidates that could still have a child among the N best.
+runs the best candidates that could still have a child among the N best, as long as passes are worth their time; those
+that are far less likely than its best wait, so that a draft that is sure is followed deep.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain their parents.
 
@@ -12,6 +13,7 @@ Shape letters, in this file only: C candidates, O open ones, K children that a r
 the root is row 0 and the W of a pass are the last.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +27,17 @@ from offload.drafting.children import point_mass_scores
 from offload.drafting.draft_model import Draft
 from offload.drafting.guesses import NO_GUESSES, Guesses, Place
 from offload.drafting.trust import sureness
+from offload.drafting.worth import Worth
 from offload.sampling.sampler import Sampler
+from offload.tree.pace import most_rows
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DynamicShape, in_level_order, level_order
 
 _NUM_CHILDREN = 32  # that a node may have
 _AHEAD = 4  # one of so many rows may be a guess that is scored before all others
+_LOG_FAR = math.log(16)  # a candidate that much less likely than the best of a pass waits: it may be ousted by then
 _NOT_RUN = -1
+_NO_COSTS = Worth()
 
 # In the order of finding: a parent before its children, siblings by rank.
 _CANDIDATE = np.dtype(
@@ -53,19 +59,25 @@ class Mixture(NamedTuple):
     guesses: Guesses = NO_GUESSES
 
 
-def grow_best(draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, mixture: Mixture) -> Drafted:
-    """The tree of the best paths below `tokens[-1]`, within `bounds`."""
+def grow_best(
+    draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, mixture: Mixture,
+    worth: Worth = _NO_COSTS,
+) -> Drafted:  # fmt: skip
+    """The tree of the best paths below `tokens[-1]`, within `bounds`, as far as passes are worth it."""
     if bounds.depth == 0:
         return Drafted(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
-    rows, best = _Rows(draft, sampler, len(tokens) - 1, bounds.num_nodes), _Best(bounds)
+    rows, best = _Rows(draft, sampler, len(tokens) - 1, most_rows(bounds.num_nodes)), _Best(bounds)
     rows.keep(np.zeros(1, dtype=_CANDIDATE), draft.catch_up(tokens), [mixture.guesses.root])
     rows.run_ahead(mixture.guesses, bounds)
-    picked = np.zeros(1, dtype=_CANDIDATE)
+    picked, expected = np.zeros(1, dtype=_CANDIDATE), 0.0
     while picked.size:
         best.add(_children(picked, rows, mixture))
         picked = best.scored()
         if not picked.size:
-            picked = best.pick(rows.num_run, bounds.rows_per_pass)
+            gain, expected = best.expected - expected, best.expected
+            if not worth.pays(gain, bounds.num_nodes, rows.widths):
+                break
+            picked = best.pick(rows.num_run)
             if picked.size:
                 rows.run(picked, [mixture.guesses.follow(rows.places[one["parent"]], one["token"]) for one in picked])
     return _as_tree(best.candidates, tokens[-1], rows.scores)
@@ -76,27 +88,33 @@ class _Best:
 
     def __init__(self, bounds: DynamicShape) -> None:
         self._bounds, self.candidates = bounds, np.zeros(0, dtype=_CANDIDATE)
-        self._is_expanded_E = np.zeros(bounds.num_nodes, dtype=bool)
+        self._is_expanded_E = np.zeros(most_rows(bounds.num_nodes), dtype=bool)
 
     def add(self, more: Candidates) -> None:
         every = np.concatenate([self.candidates, more])
         order = np.argsort(-every["log_f"], kind="stable")  # stable: a tie goes to the parent
         self.candidates = every[np.sort(order[: self._bounds.num_nodes - 1])]
 
+    @property
+    def expected(self) -> float:
+        """How many of them a sweep is expected to accept."""
+        return float(np.exp(self.candidates["log_f"]).sum())
+
     def scored(self) -> Candidates:
         """Those that were run already and whose children are not among the candidates yet."""
         row_C = self.candidates["row"]
         return self._expanded(self.candidates[(row_C != _NOT_RUN) & ~self._is_expanded_E[row_C]])
 
-    def pick(self, first_row: int, count: int) -> Candidates:
-        """The best that are worth running, at most `count`; they are given the rows from `first_row` on."""
+    def pick(self, first_row: int) -> Candidates:
+        """The best that are worth running in one pass; they are given the rows from `first_row` on."""
         log_f_C, is_full = self.candidates["log_f"], self.candidates.size == self._bounds.num_nodes - 1
         is_open_C = (self.candidates["row"] == _NOT_RUN) & (self.candidates["depth"] < self._bounds.depth)
         if is_full:
             is_open_C &= log_f_C > log_f_C.min()  # a child of the last one would be no better
         open_O = np.flatnonzero(is_open_C)
-        num_free = self._bounds.num_nodes - first_row
-        chosen = open_O[np.argsort(-log_f_C[open_O], kind="stable")[: min(count, num_free)]]
+        count = min(self._bounds.pace.rows_per_pass(self._bounds.num_nodes), self._is_expanded_E.size - first_row)
+        chosen = open_O[np.argsort(-log_f_C[open_O], kind="stable")[:count]]
+        chosen = chosen[log_f_C[chosen] > log_f_C[chosen].max(initial=-np.inf) - _LOG_FAR]
         self.candidates["row"][chosen] = first_row + np.arange(chosen.size)
         return self._expanded(self.candidates[chosen])
 
@@ -113,6 +131,7 @@ class _Rows:
         self._position_E = torch.zeros(capacity, dtype=torch.long)
         self._sees_EE = torch.eye(capacity, dtype=torch.bool)
         self.scores, self.places = list[Tensor](), list[Place]()
+        self.widths = list[int]()  # of every pass
         self.ahead: dict[tuple[int, int], int] = {}  # rows of guesses that were run before others, by parent and token
 
     @property
@@ -122,6 +141,7 @@ class _Rows:
     def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[Place]) -> None:
         """Note what the children of these rows are ranked by, and where guesses for them are."""
         score_WV = point_mass_scores(logits_WV, self._sampler, (self._root + 1 + picked["depth"]).tolist())
+        self.widths.append(picked.size)
         self.scores += score_WV.float().unbind()
         self.places += places
 

@@ -4,7 +4,7 @@ Both ways share one model and one cache, so that trees of both kinds may alterna
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,19 +17,26 @@ from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import Mixture, grow_best
 from offload.drafting.guesses import NO_GUESSES, Guesses
 from offload.drafting.static import fill
+from offload.drafting.worth import Worth
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
 from offload.tree.topology import DynamicShape, Shape
 
+_Kind = tuple[Sampling, Drafting]  # of sampling, whatever the seed
+
 
 class ModelDrafter:
     """Grows trees with a resident model; what it keeps of a text is a cache of `num_slots` keys and values."""
 
-    def __init__(self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES) -> None:
+    def __init__(
+        self, model: StreamedModel, vocab_size: int, num_slots: int, kernels: KernelSet = REFERENCES,
+        new_worth: Callable[[], Worth] = Worth,
+    ) -> None:  # fmt: skip
         self.model, self._vocab_size, self._num_slots, self._gather = model, vocab_size, num_slots, kernels.kv_commit
-        self._sharpness: defaultdict[tuple[Sampling, Drafting], Sharpness] = defaultdict(Sharpness)
+        self._sharpness: defaultdict[_Kind, Sharpness] = defaultdict(Sharpness)
+        self._worth: defaultdict[_Kind, Worth] = defaultdict(new_worth)
 
     def new_state(self) -> KVCache:
         """An empty cache."""
@@ -41,7 +48,8 @@ class ModelDrafter:
         """A tree below `tokens[-1]`, of this very shape, or within these bounds, and then with guesses mixed in."""
         draft = Draft(self.model, self._vocab_size, state)
         if isinstance(shape, DynamicShape):
-            return grow_best(draft, shape, tokens, sampler, Mixture(self.exponent(sampler), guesses))
+            mixture = Mixture(self.exponent(sampler), guesses)
+            return grow_best(draft, shape, tokens, sampler, mixture, self._worth[_kind(sampler)])
         return fill(draft, shape, tokens, sampler)
 
     def commit(
@@ -53,7 +61,8 @@ class ModelDrafter:
         seen = [node for node in nodes if node in drafted.score_of_node]
         if seen:
             scores_TV = torch.stack([drafted.score_of_node[node] for node in seen])
-            self._learner(sampler).learn(scores_TV, [emitted_after[node] for node in seen])
+            self._sharpness[_kind(sampler)].learn(scores_TV, [emitted_after[node] for node in seen])
+            self._worth[_kind(sampler)].learn(len(tokens))
 
     def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:
         """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many positions per pass."""
@@ -61,7 +70,8 @@ class ModelDrafter:
 
     def exponent(self, sampler: Sampler) -> float:
         """Of the draft's distribution, see `Sharpness`."""
-        return self._learner(sampler).exponent
+        return self._sharpness[_kind(sampler)].exponent
 
-    def _learner(self, sampler: Sampler) -> Sharpness:
-        return self._sharpness[replace(sampler.sampling, seed=0), sampler.drafting]
+
+def _kind(sampler: Sampler) -> _Kind:
+    return replace(sampler.sampling, seed=0), sampler.drafting

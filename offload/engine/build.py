@@ -14,9 +14,9 @@ from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.vocabulary import other_vocabulary
 from offload.drafting.base import Drafter
-from offload.drafting.lookup import PassSeconds
 from offload.drafting.registry import DRAFTERS, DrafterKind, Materials
 from offload.drafting.sources import Sources
+from offload.drafting.worth import StepSeconds
 from offload.engine.hooks import Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
@@ -46,10 +46,10 @@ class Pair(NamedTuple):
     device: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
 
-    def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, pass_s: PassSeconds) -> Drafter:
+    def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, step_s: StepSeconds) -> Drafter:
         """What grows the trees."""
         kind = DrafterKind(has_draft=self.draft is not None, has_sources=bool(sources))
-        materials = Materials(self.draft, self.target.vocab_size, plan.cache_slots, kernels, sources, pass_s)
+        materials = Materials(self.draft, self.target.vocab_size, plan.draft_slots, kernels, sources, step_s)
         return DRAFTERS[kind](materials)
 
 
@@ -63,14 +63,14 @@ def open_pair(
     """
     place = _HOST if device is None else device.place
     target = open_model(files.target, options.dtype, place, has_host_table=device is not None, adapt=adapt)
-    end_ids = _end_ids(files.target)
+    end_ids = end_ids_of(files.target)
     resources.callback(target.close)
     notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]
     tokenizer, draft = load_tokenizer(files.target.directory), None
     if files.draft is not None:
         draft = open_model(files.draft, options.dtype, place)
         resources.callback(draft.close)
-        _check_vocabulary(tokenizer, files.draft, target, draft)
+        check_vocabulary(tokenizer, files.draft, target, draft)
     store = open_source(
         files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s
     )
@@ -125,10 +125,20 @@ def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] 
         store.close()
 
 
-def _check_vocabulary(
-    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel, drafter: StreamedModel
+class Words(NamedTuple):
+    """The vocabulary of a model, as a `StreamedModel` has it."""
+
+    vocab_size: int
+    start: tuple[int, ...] = ()
+
+
+def check_vocabulary(
+    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel | Words, drafter: StreamedModel
 ) -> None:
-    """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell."""
+    """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell.
+
+    Raises `UserError`.
+    """
     draft_tokenizer, same = load_tokenizer(draft.directory), target.vocab_size == drafter.vocab_size
     if tokenizer is not None and draft_tokenizer is not None:
         same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
@@ -139,7 +149,7 @@ def _check_vocabulary(
         raise UserError(f"{what}, got {drafter.start[0]}: take another draft, or mend its generation_config.json")
 
 
-def _end_ids(checkpoint: Checkpoint) -> frozenset[int]:
+def end_ids_of(checkpoint: Checkpoint) -> frozenset[int]:
     """Tokens that end a sequence, as transformers finds them: the generation config first, then the model's."""
     named = generation_settings(checkpoint).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

@@ -26,12 +26,11 @@ from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
 from offload.engine.request import Request
 from offload.engine.session import Models, check_session, require_sessions
-from offload.engine.team import Team
+from offload.engine.team import Given, Team
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
-from offload.planning.cost_model import Curve
 from offload.planning.options import LoadOptions
 from offload.planning.room import Room
 from offload.planning.tree_policy import Trees
@@ -126,15 +125,17 @@ def open_decoder(
     hooks.on_phase("reading headers")
     with ExitStack() as resources:
         refuse = (lambda *headers: room.plan(Files(*headers), least_nodes)) if options.ranks is None else _accept
-        files = Files(*fetch(names, refuse, hooks.on_phase))
-        team = Team()
-        if options.ranks is not None:
-            from offload.engine.shards import Given, join_shards  # what torch.distributed brings takes time
+        files, roles = Files(*fetch(names, refuse, hooks.on_phase)), options.roles()
+        given = Given(files, options, room, device, open_source, hooks)
+        if roles is not None and not roles.is_sharded:
+            from offload.engine.stages import open_pipeline  # what torch.distributed brings takes time
 
-            team = join_shards(Given(files, options, room, device, open_source, hooks), resources, transport)
-            files, options = team.own(files), replace(options, profile=options.profile or "none")  # of one process
+            return open_pipeline(given, resources, transport)
+        team = _join(given, resources, transport)
+        files, options = team.own(files), replace(options, profile=team.profile or options.profile)
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, device=device.name if device else "cpu")
+        trees.exchange_s = team.exchange_s
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
         pair = open_pair(files, options, device, resources, open_source, team.adapt)
@@ -153,7 +154,7 @@ def open_decoder(
             invariance = _make_invariant(options, pair, plan_for(trees.most_nodes), threads, hooks.on_phase)
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
         kernels = choice.kernels
-        plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels, team.exchange_s)
+        plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
@@ -161,8 +162,17 @@ def open_decoder(
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         pair.notes.extend([*team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
-        drafter = pair.drafter(plan, kernels, sources, trees.pass_s)
+        drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
+
+
+def _join(given: Given, resources: ExitStack, transport: Transport | None) -> Team:
+    """Those who share the target; on others than the head it does not return."""
+    if given.options.ranks is None:
+        return Team()
+    from offload.engine.shards import join_shards
+
+    return join_shards(given, resources, transport)
 
 
 def _accept(*_: object) -> None:
@@ -181,15 +191,12 @@ def _check_request(request: Request, pair: Pair, models: Models) -> None:
 
 
 def _plan_tree(
-    trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, threads: ThreadPolicy, kernels: KernelSet,
-    exchange_s: Curve,
-) -> MemoryPlan:  # fmt: skip
+    trees: Trees, pair: Pair, settings: RunSettings, plan_for: PlanFor, threads: ThreadPolicy, kernels: KernelSet
+) -> MemoryPlan:
     """Settle the tree, and with it the memory plan."""
     if trees.wish.is_chosen:
         link = None if pair.device is None else partial(_link_to_device, pair, plan_for(1))
         calibrate(trees, pair.target, pair.draft, pair.store, settings, threads, link=link, kernels=kernels)
-        if trees.costs is not None:
-            trees.costs = replace(trees.costs, compute_s=trees.costs.compute_s.plus(exchange_s))
     plan = plan_for(trees.nodes_to_plan(settings.sampling, settings.rule))
     trees.settle(plan)
     return plan

@@ -3,7 +3,6 @@
 Shares come from what each rank has measured of itself. Whatever one rank must refuse ends all of them, with its line.
 """
 
-import json
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,8 +18,8 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import parse_size
-from offload.engine.hooks import Hooks
-from offload.engine.team import Team
+from offload.engine.meeting import meet
+from offload.engine.team import Given, Team
 from offload.errors import UserError
 from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import MemoryPlan
@@ -29,36 +28,19 @@ from offload.model.section import SectionModel
 from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve
 from offload.planning.exchange import Gathers
-from offload.planning.options import LoadOptions
-from offload.planning.place import require_place
-from offload.planning.room import Room
 from offload.planning.shares import Load, RankCapacity, shard_fractions
 from offload.ranks.agreement import agree_on, hear_head, tell_all
 from offload.ranks.exchange import Exchange, cut_model
-from offload.ranks.join import headers_digest, joined
 from offload.ranks.layout import gathered_widths, shard_files
 from offload.ranks.sharded import ShardedTarget, serve_shard
 from offload.ranks.sharding import Sharding, share_layers
 from offload.ranks.transport import Transport
 from offload.stats import RankFigures
-from offload.streaming.device import Device
 from offload.streaming.layers import Layers, open_layers
-from offload.streaming.source import OpenSource
 
 _ROOMY = 1 << 50
 _TYPICAL_NODES = 64
 _TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
-
-
-class Given(NamedTuple):
-    """What a rank was told to load, and with what."""
-
-    files: Files
-    options: LoadOptions
-    room: Room
-    device: Device | None
-    open_source: OpenSource
-    hooks: Hooks
 
 
 class _Measured(NamedTuple):
@@ -72,26 +54,30 @@ class _Measured(NamedTuple):
 class Shards(Team):
     """The head of several ranks, each of which has some rows of every matrix."""
 
-    is_alone = False
+    is_alone, profile = False, "none"  # profiles are those of one process
 
     def __init__(
-        self, transport: Transport, sharding: Sharding, exchange: Exchange, measured: "_Measured", resources: ExitStack
+        self, transport: Transport, sharding: Sharding, exchange: Exchange, measured: _Measured, resources: ExitStack
     ) -> None:
         self.transport, self.sharding, self.exchange, self._measured = transport, sharding, exchange, measured
         self.exchange_s = measured.exchange_s
         self._resources, self.notes = resources, (f"rows of every layer by rank: {sharding.percentages}",)
 
     def own(self, files: Files) -> Files:
+        """The head's rows, with all that is around the layers."""
         return files._replace(target=self.sharding.checkpoint_of(self.transport.rank, files.target))
 
     def adapt(self, meta_model: Any) -> None:
+        """Cut the model to them."""
         cut_model(meta_model, self.sharding, self.exchange, self.transport.rank)
 
     def settle(self, plan: MemoryPlan) -> None:
+        """The others plan for as many rows and positions. Raises `UserError` where one has no room."""
         hear_head(self.transport, [plan.num_nodes, plan.context])
         agree_on(self.transport, None)
 
     def target(self, model: StreamedModel, stream: Layers, plan: MemoryPlan, **more: Any) -> ShardedTarget:
+        """What the others follow, once all have loaded, until `resources` are closed."""
         agree_on(self.transport, None)  # all have loaded
         read = partial(self.figures, stream, plan)
         ways: dict[str, Any] = {"transport": self.transport, "exchange": self.exchange, "read": read}
@@ -116,16 +102,10 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
 
     Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
     """
-    own_bytes, note = rss_bytes(), ""
-    if transport is None:
-        target = given.files.target
-        content = json.dumps([target.config, target.tensors], sort_keys=True).encode()
-        place, digest = require_place(), headers_digest([content])
-        agreed = f"--ranks {given.options.ranks} --dtype {given.options.dtype}"
-        meeting = resources.enter_context(joined(place, digest, agreed, target.shards))
-        transport, note = meeting.transport, meeting.note()
+    own_bytes = rss_bytes()
+    transport, notes = meet(given, resources, transport)
     shards = _share(given, transport, own_bytes, resources)
-    shards.notes = (shards.notes[0], note) if note else shards.notes
+    shards.notes += notes
     if transport.rank:
         _follow(shards, given, resources)
         raise SystemExit(0)

@@ -1,11 +1,27 @@
 """The processes that run one target together, as loading asks them; here: one process by itself."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from offload.engine.hooks import Hooks
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files
 from offload.model.target import Target
 from offload.planning.cost_model import NOTHING, Curve
+from offload.planning.options import LoadOptions
+from offload.planning.room import Room
+from offload.streaming.device import Device
+from offload.streaming.source import OpenSource
+
+
+class Given(NamedTuple):
+    """What a rank was told to load, and with what."""
+
+    files: Files
+    options: LoadOptions
+    room: Room
+    device: Device | None
+    open_source: OpenSource
+    hooks: Hooks
 
 
 class Team:
@@ -13,6 +29,7 @@ class Team:
 
     exchange_s: Curve = NOTHING  # what a pass takes beside computing, against its rows
     notes: tuple[str, ...] = ()  # for the user
+    profile: str | None = None  # to go by instead of the one that is asked for
     is_alone = True
 
     def own(self, files: Files) -> Files:

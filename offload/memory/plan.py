@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from offload.checkpoint.sizes import ModelShape
 from offload.config import NOISE_POSITIONS, format_bytes
+from offload.tree.pace import most_rows
 
 MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
 PATH_SCRATCH_BYTES = 16 << 20  # scores, keys and values in float32 while rows attend in the order of their paths
@@ -123,6 +124,11 @@ class MemoryPlan:
         return self.context + self.num_nodes + self.max_prompt_rows
 
     @property
+    def draft_slots(self) -> int:
+        """The same of the draft, whose growth runs rows that no tree takes."""
+        return self.context + most_rows(self.num_nodes) + self.max_prompt_rows
+
+    @property
     def _computing_bytes(self) -> int:
         return self.fixed_bytes + self.resident_bytes + self.num_slots * self.slot_bytes
 
@@ -176,7 +182,8 @@ def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int)
 def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool) -> int:
     """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside those of prompts."""
     source_tokens = context if draft.encoder_bytes else 0
-    kv_bytes = draft.kv_bytes_per_token * (source_tokens + context + num_nodes + MAX_PROMPT_ROWS)
+    num_slots = source_tokens + context + most_rows(num_nodes) + MAX_PROMPT_ROWS
+    kv_bytes = draft.kv_bytes_per_token * num_slots
     weights_bytes = draft.num_bytes + draft.cast_bytes * len((*draft.layer_bytes, *draft.encoder_bytes))
     pass_bytes = activation_bytes(draft, max(MAX_PROMPT_ROWS, num_nodes), num_nodes, context)
     return weights_bytes + kv_bytes + (2 if is_gpu else 1) * pass_bytes

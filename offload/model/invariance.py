@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import mkldnn
 from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,8 @@ _LEAST_WIDTH = 64  # of both factors of a product: with narrower ones libraries 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
                 Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu)  # fmt: skip
+# By product, and by what decides how it is tried: what a library does with a shape stays what it is, for any model.
+_TRIED: dict[Any, RowSizes] = {}
 
 
 class InvariantRows(TorchFunctionMode):
@@ -41,7 +44,7 @@ class InvariantRows(TorchFunctionMode):
     def __init__(self, thread_counts: Sequence[int]) -> None:
         super().__init__()
         self.num_refused, self._thread_counts = 0, tuple(thread_counts)
-        self._found: dict[Any, RowSizes] = {}  # by product: what a library does with a shape stays what it is
+        self._found: dict[Any, RowSizes] = {}  # by product
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
         self._own |= {product: partial(self.multiply, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
@@ -78,7 +81,10 @@ class InvariantRows(TorchFunctionMode):
         if key not in self._found:
             more = () if bias is None else (torch.zeros_like(bias),)
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
-            self._found[key] = find_sizes(trial, factor, self._thread_counts, is_transposed=is_transposed)
+            settings = (find_sizes, self._thread_counts, torch.get_float32_matmul_precision(), mkldnn.enabled)
+            if (key, settings) not in _TRIED:
+                _TRIED[key, settings] = find_sizes(trial, factor, self._thread_counts, is_transposed=is_transposed)
+            self._found[key] = _TRIED[key, settings]
         self.num_refused += not self._found[key]
         return self._found[key] or LADDER[-1:]
 

@@ -10,7 +10,7 @@ prediction is never shorter than either side alone needs.
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from offload.checkpoint.sizes import ModelShape
 from offload.memory.plan import MemoryPlan
 from offload.planning.hardware import Hardware
+from offload.tree.pace import PACES
 from offload.tree.topology import DynamicShape, Shape
 
 Limit = Literal["link", "disk", "compute", "draft"]
@@ -112,11 +113,22 @@ class StepTime(NamedTuple):
 
 def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
     """The time of one step with trees of this shape, or within these bounds."""
-    draft_s = sum(costs.draft_step_s.at(width) for width in draft_widths(shape))
+    return step_of(costs, traffic, shape.num_nodes, draft_widths(shape))
+
+
+def step_of(costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int]) -> StepTime:
+    """The time of one step by the rows of its sweep and of each of its draft steps."""
+    draft_s = sum(map(costs.draft_step_s.at, widths))
     hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
-    compute_s, fixed = costs.compute_s.at(shape.num_nodes), (costs.verify_s, costs.overlap_penalty)
+    compute_s, fixed = costs.compute_s.at(num_rows), (costs.verify_s, costs.overlap_penalty)
     return StepTime(draft_s, compute_s, link_s, *fixed, traffic.is_disk_slower)
+
+
+def paced(bounds: DynamicShape, costs: Costs) -> DynamicShape:
+    """The same bounds, grown at the pace that takes the least time here; of equals the one with fewer rows."""
+    shapes = [replace(bounds, pace=pace) for pace in PACES]
+    return min(shapes, key=lambda shape: sum(map(costs.draft_step_s.at, shape.draft_widths)))
 
 
 def overlapped_s(one_s: float, other_s: float, penalty: float) -> float:

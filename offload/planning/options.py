@@ -12,6 +12,7 @@ from offload.checkpoint.safetensors import is_hub_id
 from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
 from offload.datastore.store import read_store
 from offload.memory.planner import require_dtype, require_positions
+from offload.planning.pipeline import PipelineOptions, parse_pipeline
 from offload.planning.place import require_place
 from offload.planning.profile import parse_profile
 from offload.planning.roles import Roles, parse_roles, require_exact_rule
@@ -39,6 +40,8 @@ class LoadOptions:
     datastore: str | os.PathLike[str] | None = None
     lenience: float = 1.0
     ranks: str | None = None
+    pipeline: str | None = None
+    slow_layer_s: float = 0.0
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
@@ -47,6 +50,9 @@ class LoadOptions:
         check_lenience(self.lenience, self.rule)
         if (roles := self.roles()) is not None:
             require_exact_rule(roles, self.rule, self.lenience)
+            is_free = self.profile is None or self.has_no_profile
+            require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
+            self._check_pipeline(roles)
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
                 parse_size(size, name)
@@ -79,6 +85,25 @@ class LoadOptions:
     def limit_bytes_per_s(self) -> int | None:
         """What the stream is slowed down to, for studies."""
         return parse_rate(self.link_limit, "`link_limit`")
+
+    def _check_pipeline(self, roles: Roles) -> None:
+        names = ("tree", "lookup", "ngram", "datastore", "invariant")
+        for name, value in ((name, getattr(self, name)) for name in names):
+            is_left_out = roles.is_sharded or value in (None, "auto", "none", False)
+            rule = f"`{name}` is for one pass at a time, and stages run several"
+            require(is_left_out, rule, value, "leave it out, or use `ranks` shards")
+        remedy = "name ranks as stages:0-2,draft:3"
+        require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
+        if self.pipeline is not None:
+            parse_pipeline(self.pipeline)
+
+    def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
+        """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses without a draft."""
+        roles, pipeline = self.roles(), parse_pipeline(self.pipeline or ("async" if has_draft else "plain"))
+        assert roles is not None, "there are ranks"
+        rule = f"`pipeline` {pipeline.mode} guesses with a draft"
+        require(has_draft or not pipeline.speculates, rule, "none", "give `draft`, or `pipeline` plain")
+        return roles._replace(draft=(roles.draft or 0) if pipeline.speculates else None), pipeline
 
     def roles(self) -> Roles | None:
         """Who does what among the processes that were started together; None is one process by itself."""

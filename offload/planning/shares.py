@@ -15,6 +15,7 @@ from itertools import accumulate
 from operator import add, itemgetter
 from typing import NamedTuple
 
+from offload.config import format_bytes
 from offload.errors import UserError
 from offload.memory.plan import MIN_SLOTS, WANTED_SLOTS
 
@@ -32,6 +33,7 @@ class RankCapacity(NamedTuple):
     compute_s: float = 0.0  # that this rank alone would need to compute all layers in one pass; 0 is not known
     host_bytes: int = 0  # of pinned memory at the other end of that link
     disk_bytes_per_s: float = math.inf  # for what does not lie there either
+    name: str = ""  # that refusals call it by, if not by its number
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ def shard_fractions(ranks: Sequence[RankCapacity], load: Load) -> tuple[float, .
     if sum(most) < 1:
         needed_bytes = load.least_slots_bytes + load.kv_bytes
         room_bytes = sum(max(0, rank.memory_bytes) for rank in ranks)
-        what = f"all ranks together have {room_bytes} bytes for layers, and {needed_bytes} is the least that works"
-        raise UserError(f"{what}: raise their memory, or lower `context`")
+        has, least = format_bytes(room_bytes), format_bytes(needed_bytes)
+        what = f"all ranks together have {has} for layers, and {least} is the least that works"
+        raise UserError(f"{what}: give them {format_bytes(needed_bytes - room_bytes)} more, or lower `context`")
     seconds = _least(lambda limit_s: sum(_most_share(rank, load, limit_s) for rank in ranks) >= 1)
     shares = [_most_share(rank, load, seconds) for rank in ranks]
     return tuple(share / sum(shares) for share in shares)
@@ -149,9 +152,10 @@ def _sum(one: Cost, other: Cost) -> Cost:
 
 def _no_room(ranks: Sequence[RankCapacity], load: Load) -> UserError:
     least_bytes = load.least_slots_bytes + load.kv_bytes * max(load.layer_bytes) // load.num_bytes
-    worst = min(range(len(ranks)), key=lambda rank: ranks[rank].memory_bytes)
-    what = f"rank {worst} has {ranks[worst].memory_bytes} bytes for layers"
-    return UserError(f"{what}, two slots with keys and values take {least_bytes}: raise its memory")
+    worst, rank = min(enumerate(ranks), key=lambda pair: pair[1].memory_bytes)
+    has, least = format_bytes(rank.memory_bytes), format_bytes(least_bytes)
+    what = f"rank {rank.name or worst} has {has} for layers, and two slots with a layer's keys and values take {least}"
+    return UserError(f"{what}: give it {format_bytes(least_bytes - rank.memory_bytes)} more")
 
 
 def _link_s(rank: RankCapacity, own_bytes: float, kv_bytes: float, held_bytes: float) -> float:

@@ -5,7 +5,7 @@ profile of `offload tune` that holds for exactly this run, else by the default a
 start. No torch, no clock. Invariant: no tree is larger than memory was planned for, and what a choice rests on is said.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from offload.config import Sampling, drafting_of
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
-from offload.planning.cost_model import Costs, Prediction, Traffic, step_time
+from offload.planning.cost_model import NOTHING, Costs, Curve, Prediction, Traffic, paced, step_of
 from offload.planning.profile import Profile
 from offload.planning.tree_search import DEPTHS, SIZES, Forest, rank_trees
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES, TreeSpec, parse_tree
@@ -133,6 +133,7 @@ class TreeSelector:
             return TreeChoice(forest.tree(spec.count, spec.depth), self._basis, tokens)
         shape = spec.build()
         if isinstance(shape, DynamicShape):
+            shape = paced(shape, self.costs) if self.costs else shape
             why = "at most, as the draft's scores suggest"
             return TreeChoice(shape, why, forest.expected_dynamic(shape.num_nodes, shape.depth))
         return TreeChoice(shape, "as named", forest.expected_of(shape))
@@ -168,7 +169,8 @@ class Trees:
     find: FindProfile
     traffic_of: TrafficOf  # once memory is planned, what that plan moves
     link_bytes_per_s: float | None = None  # measured just now; disks drift, so a profile's own figure may be old
-    costs: Costs | None = None  # measured at start, for runs without a profile
+    costs: Costs | None = None  # as known at start, for runs without a profile of their own
+    exchange_s: Curve = NOTHING  # what a sweep of many ranks takes beside computing
     num_threads: int | None = None  # the most that this run computes with
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None  # positions that there is room for: a tree must be less deep
@@ -238,12 +240,12 @@ class Trees:
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth, self.has_draft)
 
-    def pass_s(self, num_rows: int) -> float:
-        """Seconds of a sweep over so many rows, up to a factor where nothing was measured."""
+    def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
+        """Seconds of a step by rows of its sweep and its draft passes; always the same where nothing was measured."""
         traffic = self.traffic_of(num_rows)
         if self.costs is None or traffic is None:
             return 1.0
-        return step_time(self.costs, traffic, DynamicShape(num_rows, 0)).total_s
+        return step_of(self.costs, traffic, num_rows, draft_widths).total_s
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
         """The profile's curves where its most threads are ours, else what was measured at start; today's link."""
@@ -251,7 +253,8 @@ class Trees:
         costs = profile.costs if profile is not None and is_usable else self.costs
         if costs is None or self.link_bytes_per_s is None:
             return costs
-        return replace(costs, link_bytes_per_s=self.link_bytes_per_s)
+        compute_s = costs.compute_s if self.exchange_s is NOTHING else costs.compute_s.plus(self.exchange_s)
+        return replace(costs, link_bytes_per_s=self.link_bytes_per_s, compute_s=compute_s)
 
     def _check(self, shape: Shape, tree: str | None) -> None:
         if shape.num_nodes > self.max_nodes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.planning.cost_model import Costs, Prediction, Traffic, step_time
+from offload.planning.cost_model import Costs, Prediction, Traffic, paced, step_time
 from offload.planning.traces import (
     NUM_FOLDS,
     PRODUCT_FORM,
@@ -119,7 +119,7 @@ def rank_trees(
         if traffic is None:
             continue
         for depth, tree in _trees_of(forest, size, max_depth, is_dynamic=is_dynamic):
-            shape = DynamicShape(size, depth) if is_dynamic and size > 1 else tree
+            shape = paced(DynamicShape(size, depth), costs) if is_dynamic and size > 1 else tree
             tokens = (forest.expected_dynamic if shape is not tree else forest.expected)(size, depth)
             candidates.append(Prediction(label_of(shape), shape, step_time(costs, traffic, shape), (tokens, tokens)))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)

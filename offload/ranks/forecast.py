@@ -274,8 +274,9 @@ def _better(wish: Wish, shards: Way, stages: Way) -> tuple[Kind, str]:
         if other.layout is None:
             return way.kind, f"{other.kind} do not work here: {other.refusal}"
     assert shards.layout is not None and stages.layout is not None
-    one = shards.usual
-    link_s = max(part.link_s for part in shards.layout.parts)
+    one, link_s = shards.usual, max(part.link_s for part in shards.layout.parts)
+    if not (link_s or _knows_compute(wish)):
+        return "shards", "all of it stays in memory: computing decides, and nothing is known of it"
     exchanges = f"exchanges for {one.num_rows} row{'s' if one.num_rows > 1 else ''} take {one.exchange_s:.2g} s"
     if shards.s_per_token <= stages.s_per_token:
         is_hidden = one.seconds <= link_s

@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from itertools import product
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.errors import RankError, UserError
+from offload.errors import RankError
 from offload.ranks.interrupts import held_back
 from offload.ranks.messages import Channel, Message
 from offload.ranks.transport import Transport
@@ -29,6 +30,7 @@ from offload.ranks.wire import HEADER_NUMBERS, as_bytes, end_header, header_of, 
 _Box = queue.Queue[Message | Loss]
 _Sent = tuple[list[dist.Work], list[Tensor]]
 _Reaped = queue.Queue[_Sent | None]
+_ORDER_LIMIT = timedelta(days=30)  # an idle user's; also for what is sent to a rank that computes for long
 _CLOSE_S = 3.0  # for all others to close as well; who is in the middle of a pass is not waited for any longer
 # Under its new name where torch has one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,7 +39,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Groups(NamedTuple):
     """What ranks talk through."""
 
-    channels: dict[Channel, dist.ProcessGroup]  # their time limit is how long one may wait for an order
+    channels: dict[Channel, dist.ProcessGroup]
     exchange: dist.ProcessGroup  # its limit: how long one may keep the others waiting
     watched: dist.ProcessGroup
 
@@ -113,7 +115,7 @@ class Gloo(Transport):
         self.bytes_sent["gather"] += mine.nbytes * (self.num_ranks - 1)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], -1)
 
-    def lost(self) -> Exception | None:
+    def lost(self) -> RankError | None:
         """What `receive` would raise now, if another rank is known to be lost."""
         return None if self._watch.loss is None else self._watch.loss.error()
 
@@ -130,7 +132,7 @@ class Gloo(Transport):
         dist.destroy_process_group(self._exchanges.pop())  # whoever waits there for this rank wakes up
         for peer, channel in product(set(range(self.num_ranks)) - {self.rank}, Channel):
             self._box(peer, channel)
-            with suppress(RankError, UserError):
+            with suppress(RankError):
                 self._send(peer, channel, [end_header()])
                 self._sent[peer, channel].put(None)
         due_s = time.monotonic() + _CLOSE_S
@@ -218,16 +220,22 @@ class Gloo(Transport):
 def _received(source: int, group: dist.ProcessGroup) -> Message | None:
     """One message; None after the last. Raises `ValueError` for a header that cannot be, `RuntimeError` for a loss."""
     header = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
-    dist.recv(header, source, group=group)
+    _receive(header, source, group)
     if (announced := read_header(header)) is None:
         return None
     numbers = torch.empty(announced.num_numbers, dtype=torch.int64)
     if announced.num_numbers:
-        dist.recv(numbers, source, group=group)
+        _receive(numbers, source, group)
     payload = announced.empty_payload()
     if payload is not None and payload.numel():
-        dist.recv(as_bytes(payload), source, group=group)
+        _receive(as_bytes(payload), source, group)
     return Message(announced.kind, numbers.tolist(), payload)
+
+
+def _receive(into: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Fill it, however long that takes: the group's own limit is for ranks that find each other."""
+    if (work := dist.irecv(into, source, group=group)) is not None:
+        work.wait(_ORDER_LIMIT)
 
 
 def _wait_for_each(sent: _Reaped) -> None:
@@ -235,7 +243,7 @@ def _wait_for_each(sent: _Reaped) -> None:
     try:
         while (one := sent.get()) is not None:
             for work in one[0]:
-                work.wait()
+                work.wait(_ORDER_LIMIT)
             del one
     except RuntimeError:
         return

@@ -21,7 +21,9 @@ import torch
 from offload.config import Sampling, require
 from offload.errors import RankError
 from offload.planning.pipeline import PipelineOptions
+from offload.planning.roles import Roles
 from offload.ranks.cut_off import CutOff, Price, RisingCut
+from offload.ranks.interrupts import held_back
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.runs import Issue, Node, RunTable, Step
 from offload.ranks.timings import Listener, RunEvent, TokenTime, What
@@ -29,13 +31,6 @@ from offload.ranks.transport import Transport
 from offload.sampling.sampler import require_token
 
 PROMPT_ROWS = 512
-
-
-class Roles(NamedTuple):
-    """Who does what; the head is rank 0."""
-
-    stages: tuple[int, ...]  # ranks, in the order of their layers
-    draft: int | None = None
 
 
 class RowPrice(NamedTuple):
@@ -93,14 +88,18 @@ class Head:
 
     def begin(self, tokens: Sequence[int], sampling: Sampling, end: int) -> None:
         """A text that begins with these tokens, at least one, and has at most `end`; what agrees is not run again."""
+        with held_back():
+            self._begin(tokens, sampling, end)
+
+    def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int) -> None:
         self.end()
         sure = self._tokens[: self._table.num_sure]
         agreed = takewhile(lambda pair: pair[0] == pair[1], zip(sure, tokens[:-1], strict=False))
         num_kept = sum(1 for _ in agreed)
         self._tokens = list(tokens)
         self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
-        self._time.begin(self._clock())
-        self._tell("begun", 0)
+        self._time.begin()
+        self._tell("begun")
         self._reset(num_kept, sampling)
         for lo in range(num_kept, len(tokens), PROMPT_ROWS):
             self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
@@ -109,13 +108,16 @@ class Head:
     def advance(self) -> list[int]:
         """The next tokens, at least one; none where the text has reached its end."""
         while not self._table.is_complete:
-            self._fill()
-            self._take_arrived()
-            step = self._table.walk()
-            if step is not None:
-                self._take_step(step)
+            with held_back():  # what stages are told and what the table holds must be the same
                 self._fill()
-                return step.tokens
+            self._transport.wait_any(self._ways)
+            with held_back():
+                self._take_arrived()
+                step = self._table.walk()
+                if step is not None:
+                    self._take_step(step)
+                    self._fill()
+                    return step.tokens
         return []
 
     def end(self) -> None:
@@ -198,8 +200,7 @@ class Head:
             self._draft = _Draft.ASKED
 
     def _take_arrived(self) -> None:
-        """Sleep until a message has arrived, and take all that have."""
-        self._transport.wait_any(self._ways)
+        """Take all messages that have arrived."""
         for source, channel in self._ways:
             while (message := self._transport.poll(source, channel)) is not None:
                 self._take(source, message)
@@ -250,7 +251,7 @@ class Head:
         self._draft = _Draft.OUTDATED if is_asked else _Draft.IDLE
         self._cut.accepted()
         self._time.emitted(len(step.tokens), self._clock())
-        self._tell("emitted", -1, len(step.tokens))
+        self._tell("emitted", num=len(step.tokens))
 
     def _cancel(self, runs: Sequence[int]) -> None:
         if not runs or not self._options.cancels:
@@ -267,8 +268,8 @@ class Head:
         if self._roles.draft is not None and self._options.speculates:
             self._transport.send(self._roles.draft, Channel.DRAFT, message)
 
-    def _tell(self, what: What, run: int, count: int = 0) -> None:
-        self._listen(RunEvent(self._clock(), what, run, count))
+    def _tell(self, what: What, run: int = -1, num: int = 0) -> None:
+        self._listen(RunEvent(self._clock(), what, run, num))
 
 
 def _run_numbers(rows: Issue, num_drawn: int) -> list[int]:

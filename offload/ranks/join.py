@@ -28,7 +28,7 @@ from offload.ranks.messages import Channel
 from offload.ranks.watch import limit
 
 PROTOCOL = 1  # of messages and cards; another number for every change that an older rank would misread
-JOIN_LIMIT_S, EXCHANGE_LIMIT_S, ORDER_LIMIT_S = 120.0, 60.0, 30 * 86400.0
+JOIN_LIMIT_S, EXCHANGE_LIMIT_S = 120.0, 60.0
 _MAX_CARD_BYTES = 65536
 _ASK_AGAIN_S = 0.1
 _TELL_S = 1.0  # for rank 0 to print what it has heard, before torchrun ends it because another has ended
@@ -109,20 +109,20 @@ def joined(
     Raises `UserError` where a rank does not come or does not agree.
     """
     store = meet(place, limit_s)
-    with _told_when(UserError):
-        cards = exchange_cards(store, place, Card.of_this(checkpoint, options, shards), limit_s)
-        compare(cards, place)
+    cards = exchange_cards(store, place, Card.of_this(checkpoint, options, shards), limit_s)
+    with _told():
+        compare(cards)
     transport = _open(store, place, limit_s, exchange_limit_s)
-    with _told_when(BaseException), ended_by(transport):
+    with _told(), ended_by(transport):
         yield Joined(transport, cards)
 
 
 @contextmanager
-def _told_when(kind: type[BaseException]) -> Iterator[None]:
+def _told() -> Iterator[None]:
     """Mark an error of which all ranks know."""
     try:
         yield
-    except kind as error:
+    except BaseException as error:
         error.add_note(TOLD)
         raise
 
@@ -148,14 +148,17 @@ def ended_by(transport: Gloo) -> Iterator[None]:
 
 def leave_reason(place: Place, line: str, *, meet_s: float, heard_s: float) -> bool:
     """Why this rank does not even join, for rank 0, which waits for it; whether it has heard. Raises `UserError`."""
-    store = meet(place, meet_s)
-    store.set(f"reason/{place.rank}", line)
-    due_s = monotonic() + heard_s
-    while not (is_heard := store.check([f"heard/{place.rank}"])) and monotonic() < due_s:
-        sleep(_ASK_AGAIN_S)
-    if is_heard:
-        sleep(_TELL_S)
-    return is_heard
+    store, due_s = meet(place, meet_s), monotonic() + heard_s
+    try:
+        store.set(f"reason/{place.rank}", line)
+        while not store.check([f"heard/{place.rank}"]):
+            if monotonic() > due_s:
+                return False
+            sleep(_ASK_AGAIN_S)
+    except RuntimeError:  # rank 0 has left, and has said why: this line, or one of its own
+        return True
+    sleep(_TELL_S)
+    return True
 
 
 def meet(place: Place, limit_s: float) -> dist.Store:
@@ -172,25 +175,32 @@ def meet(place: Place, limit_s: float) -> dist.Store:
 
 
 def exchange_cards(store: dist.Store, place: Place, mine: Card, limit_s: float) -> list[Card]:
-    """Everybody's. Raises `UserError` with who has not come in time, or with why one gave up."""
-    store.set(f"card/{place.rank}", json.dumps(mine._asdict()))
-    due_s, missing = monotonic() + limit_s, set(range(place.num_ranks))
-    while missing:
-        missing -= {rank for rank in missing if store.check([f"card/{rank}"])}
+    """Everybody's. Raises `UserError` with who has not come in time or why one gave up, `RankError` without a store."""
+    try:
+        store.set(f"card/{place.rank}", json.dumps(mine._asdict()))
+        _wait_for_cards(store, place.num_ranks, limit_s)
+        return [Card.parse(store.get(f"card/{rank}"), rank) for rank in range(place.num_ranks)]
+    except RuntimeError:  # torch's, of whichever class
+        raise RankError("rank 0 is gone (it has closed the store that ranks meet at)") from None
+
+
+def _wait_for_cards(store: dist.Store, num_ranks: int, limit_s: float) -> None:
+    due_s, missing = monotonic() + limit_s, set(range(num_ranks))
+    while missing := {rank for rank in missing if not store.check([f"card/{rank}"])}:
         for rank in sorted(missing):
             if store.check([f"reason/{rank}"]):
                 store.set(f"heard/{rank}", "")
                 raise UserError(f"rank {rank}: {store.get(f'reason/{rank}')[:1024].decode(errors='replace')}")
-        if missing and monotonic() > due_s:
+        if monotonic() > due_s:
             who = f"rank{'s' if len(missing) > 1 else ''} {_listed(sorted(missing))}"
-            rule = f"all {place.num_ranks} ranks must come within {limit_s:g} s"
-            raise UserError(f"{rule}, got none of {who}: start {'them' if len(missing) > 1 else 'it'}, see its errors")
-        if missing:
-            sleep(_ASK_AGAIN_S)
-    return [Card.parse(store.get(f"card/{rank}"), rank) for rank in range(place.num_ranks)]
+            error = UserError(f"all {num_ranks} ranks must come within {limit_s:g} s, got none of {who}: see why there")
+            if 0 not in missing:  # it says the same
+                error.add_note(TOLD)
+            raise error
+        sleep(_ASK_AGAIN_S)
 
 
-def compare(cards: Sequence[Card], place: Place) -> None:
+def compare(cards: Sequence[Card]) -> None:
     """Refuse ranks that would misunderstand each other. Raises `UserError`, the same on every rank."""
     first = cards[0]
     for rank, card in enumerate(cards):
@@ -210,7 +220,7 @@ def _open(store: dist.Store, place: Place, limit_s: float, exchange_limit_s: flo
         dist.init_process_group(
             "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=limit(exchange_limit_s)
         )
-        channels = {one: dist.new_group(timeout=limit(ORDER_LIMIT_S), backend="gloo") for one in Channel}
+        channels = {one: dist.new_group(timeout=limit(limit_s), backend="gloo") for one in Channel}
         exchange = dist.new_group(timeout=limit(exchange_limit_s), backend=backend)
         dist.barrier()
     except RuntimeError as error:

@@ -6,7 +6,6 @@ layout is one that fits every rank, and a refusal names the rank.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.encoder_decoder import has_encoder
@@ -104,13 +103,11 @@ def lay_out_shards(wish: Wish, num_nodes: int) -> Layout:
 def _shard(wish: Wish, num_nodes: int, sharding: Sharding, rank: int, whole: ModelShape, cache_slots: int) -> Part:
     machine, files = wish.cluster.ranks[rank], shard_files(wish.files, sharding, rank)
     rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
-    shape, num_heads, hidden_bytes = model_shape(files.target, wish.dtype), 0, 0
+    shape, num_heads = model_shape(files.target, wish.dtype), 0
     if sharding.has_own_heads:
         num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
-    else:  # attention is computed for all heads everywhere
-        hidden_bytes = (whole.kv_bytes_per_token - shape.kv_bytes_per_token) * cache_slots
-    plan = _plan(wish, num_nodes, machine, files, hidden_bytes)
-    fraction = sum(shape.layer_bytes) / sum(whole.layer_bytes)
+    plan = _plan(wish, num_nodes, machine, files)
+    fraction = _fraction(wish, files.target)
     return Part(machine, range(len(whole.layer_bytes)), rows, shape, plan, fraction, num_heads)
 
 
@@ -132,7 +129,7 @@ def lay_out_stages(wish: Wish, num_nodes: int) -> Layout:
     for rank, layers in enumerate(stage_layers(capacities, load)):
         files = files_of(rank, layers.start, layers.stop)
         shape, plan = model_shape(files.target, wish.dtype), _plan(wish, num_nodes, ranks[rank], files)
-        parts.append(Part(ranks[rank], layers, {}, shape, plan, sum(shape.layer_bytes) / sum(whole.layer_bytes)))
+        parts.append(Part(ranks[rank], layers, {}, shape, plan, _fraction(wish, files.target)))
     return Layout(tuple(parts), Hops(len(ranks), *_row_sizes(wish)))
 
 
@@ -155,28 +152,25 @@ def _layers_alone(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint_of(checkpoint, Section(0, config_sizes(checkpoint)["num_hidden_layers"], False, False))
 
 
-def _plan(
-    wish: Wish, num_nodes: int, machine: Hardware, files: Files, hidden_bytes: int = 0, *, is_roomy: bool = False
-) -> MemoryPlan:
-    """Of one rank.
+def _fraction(wish: Wish, own: Checkpoint) -> float:
+    """Of all layers' bytes in the files; slabs are larger by their alignment."""
+    return _layers_alone(own).num_bytes / _layers_alone(wish.files.target).num_bytes
 
-    Args:
-        hidden_bytes: of keys and values that these files do not show.
-        is_roomy: however much memory there is, to see what everything but layers takes.
-    """
+
+def _plan(wish: Wish, num_nodes: int, machine: Hardware, files: Files, *, is_roomy: bool = False) -> MemoryPlan:
+    """Of one rank; `is_roomy`: however much memory there is, to see what everything but layers takes."""
     ram_bytes, gpu_bytes = machine.ram_bytes, machine.gpu_bytes
     if is_roomy:
         ram_bytes, gpu_bytes = _ROOMY, gpu_bytes and _ROOMY
     try:
-        found = plan_memory(
-            files, ram=ram_bytes - (0 if gpu_bytes else hidden_bytes), gpu=gpu_bytes and gpu_bytes - hidden_bytes,
+        return plan_memory(
+            files, ram=ram_bytes, gpu=gpu_bytes,
             device="cuda" if gpu_bytes else "cpu", dtype=wish.dtype, context=wish.context, num_nodes=num_nodes,
             rule=wish.rule,
         )  # fmt: skip
     except UserError as error:
         words = str(error).replace("`gpu_memory`", "gpu").replace("`ram`", "ram")
         raise UserError(words if is_roomy else f"rank {machine.name} {words}") from None
-    return replace(found, kv_bytes=found.kv_bytes + hidden_bytes, ram_bytes=ram_bytes, gpu_bytes=gpu_bytes)
 
 
 def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, kv_bytes: int, num_nodes: int) -> RankCapacity:
@@ -197,9 +191,10 @@ def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, kv_bytes: int, n
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
     disk = machine.disk_bytes_per_s
     if not machine.gpu_bytes:
-        return RankCapacity(room_bytes - held_bytes, disk, compute_s)
+        return RankCapacity(room_bytes - held_bytes, disk, compute_s, name=machine.name)
     host_bytes = max(0, machine.ram_bytes - roomy.runtime_bytes - roomy.table_bytes)
-    return RankCapacity(room_bytes - held_bytes, machine.feed_bytes_per_s, compute_s, host_bytes, disk)
+    link = machine.feed_bytes_per_s
+    return RankCapacity(room_bytes - held_bytes, link, compute_s, host_bytes, disk, machine.name)
 
 
 def _row_sizes(wish: Wish) -> tuple[int, int]:

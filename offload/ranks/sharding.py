@@ -4,8 +4,9 @@
     o, down          take the outputs of all ranks, gathered; each rank has some rows of the result, gathered again
 
 That is four gathers a layer. Families that cannot be cut by heads, or are to be cut among more ranks than they have
-key/value heads, have every product gathered at once, and attention on every rank. Either way each number is one row
-times one column on one rank: sums are never split. Invariant: every row of every matrix belongs to exactly one rank.
+key/value heads, have every product gathered at once, and attention on every rank, with small k and v whole. Either way
+each number is one row times one column on one rank: sums are never split. Invariant: every row of a matrix that is
+shared belongs to exactly one rank.
 """
 
 import math
@@ -87,7 +88,8 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
     rows = {stem: next(iter(sizes))[0] for stem, sizes in matrices.items()}
     if _has_heads(checkpoint, shapes) and len(fractions) <= config_sizes(checkpoint).get("num_key_value_heads", 0):
         return _by_heads(checkpoint, rows, fractions)
-    return Sharding({stem: Matrix(Role.GATHERED, split_rows(rows[stem], fractions)) for stem in rows})
+    shared = [stem for stem in rows if stem not in _ATTENTION[1:3]]
+    return Sharding({stem: Matrix(Role.GATHERED, split_rows(rows[stem], fractions)) for stem in shared})
 
 
 def split_rows(num_rows: int, fractions: Sequence[float], step: int = _STEP) -> tuple[Rows, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.config import Sampling
-from offload.errors import RankError
+from offload.errors import RankError, ensure
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.model.section import SectionModel
@@ -68,7 +68,7 @@ class Stage:
         self._kernels, self._slow_layer_s = kernels, slow_layer_s
         self._cache = model.new_cache(plan.cache_slots, kernels.kv_commit)
         self._cache.fix()  # rows of cancelled runs are never computed
-        self._position_U = torch.empty(0, dtype=torch.long)
+        self._position_U, self._is_whole_U = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool)
         self._is_cancelled: Cancelled = lambda: False
         self.reset(0, Sampling())
         model.stream_layers(stream.acquire, self._release)
@@ -82,13 +82,17 @@ class Stage:
     def reset(self, num_kept: int, sampling: Sampling) -> None:
         """A text begins, of which the first positions are those of the text before."""
         self._cache.clear(num_kept)
-        self._position_U = self._position_U[:0]
+        self._position_U, self._is_whole_U = self._position_U[:0], self._is_whole_U[:0]
         self.sampler = Sampler(sampling, self.model.vocab_size, kernels=self._kernels, send=self.model.send)
 
     def commit(self, path: Sequence[int], kept: Sequence[int]) -> None:
-        """See `KVCache.commit`."""
+        """See `KVCache.commit`. Raises `ValueError` for a path through a run that was cancelled.
+
+        Rows of such a run may be kept: the head's word that nobody needs it may have come before this commit's turn.
+        """
+        ensure(bool(self._is_whole_U[list(path)].all()), "a commit has rows of a run that was cancelled")
         self._cache.commit(path, kept)
-        self._position_U = self._position_U[list(kept)]
+        self._position_U, self._is_whole_U = self._position_U[list(kept)], self._is_whole_U[list(kept)]
 
     def run(self, run: Run, hidden_WD: Tensor | None, is_cancelled: Cancelled) -> Tensor | None:
         """What the next stage gets, (W, D), or the drawn tokens; None where it was cancelled. Its rows count anyway.
@@ -97,19 +101,35 @@ class Stage:
         """
         lo, self._position_U = self.num_uncommitted, torch.cat([self._position_U, run.position_W])
         self._is_cancelled = is_cancelled
+        out = None
         if run.is_dead or is_cancelled():
             self._cache.place(lo, len(run.token_W))
-            return None
+        else:
+            out = self._pass(run, run.token_W if hidden_WD is None else hidden_WD)
+        self._is_whole_U = torch.nn.functional.pad(self._is_whole_U, (0, len(run.token_W)), value=out is not None)
+        return out
+
+    def _pass(self, run: Run, rows_W: Tensor) -> Tensor | None:
+        """Ids or hidden states through the layers; None where that was not worth its end."""
         self.stream.begin_sweep()
-        rows = (run.token_W if hidden_WD is None else hidden_WD, self._position_U, run.sees_WU, self._cache)
+        rows = (rows_W, self._position_U, run.sees_WU, self._cache)
         try:
             if not self.model.section.has_head:
                 return self.model.forward(*rows).cpu().contiguous()
             num_logits = max(1, run.num_drawn)  # 0 would be all of them
             logits = self.model.score(*rows, num_logits=num_logits, max_rows=self._max_logits)
-            return self._draw(logits, run.position_W[len(run.position_W) - run.num_drawn :])
         except _CancelledError:
             return None
+        return self._draw(logits, run.position_W[len(run.position_W) - run.num_drawn :])
+
+    def try_out(self, num_rows: int) -> None:
+        """A pass over so many rows of a text that nobody writes, for timing."""
+        self.reset(0, Sampling())
+        row_W, sees_WW = torch.arange(num_rows), torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        zeros_WD = torch.zeros(num_rows, self.model.width, dtype=self.model.dtype)
+        run = Run(0, False, num_rows, torch.zeros_like(row_W), row_W, sees_WW)
+        self.run(run, None if self.model.section.has_table else zeros_WD, lambda: False)
+        self.reset(0, Sampling())
 
     def _draw(self, logits: Logits, position_K: Tensor) -> Tensor:
         """The target's token after each row, as `match` draws it; `NO_TOKEN` where its scores are not finite."""

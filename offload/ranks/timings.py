@@ -46,13 +46,16 @@ class TokenTime:
     """Seconds of a token, lately; `token_s` is 0 while nothing is known."""
 
     def __init__(self) -> None:
-        self.token_s, self._last_s = 0.0, 0.0
+        self.token_s = 0.0
+        self._last_s: float | None = None
 
-    def begin(self, now_s: float) -> None:
-        """A text begins; what was known of texts before still holds."""
-        self._last_s = now_s
+    def begin(self) -> None:
+        """A text begins, and its first tokens take as long as the prompt; what was known before still holds."""
+        self._last_s = None
 
-    def emitted(self, count: int, now_s: float) -> None:
+    def emitted(self, num: int, now_s: float) -> None:
         """So many tokens have come at once."""
-        token_s, self._last_s = (now_s - self._last_s) / count, now_s
-        self.token_s = _KEPT * self.token_s + (1 - _KEPT) * token_s if self.token_s else token_s
+        if self._last_s is not None:
+            token_s = (now_s - self._last_s) / num
+            self.token_s = _KEPT * self.token_s + (1 - _KEPT) * token_s if self.token_s else token_s
+        self._last_s = now_s

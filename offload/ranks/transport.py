@@ -47,6 +47,6 @@ class Transport(Protocol):
         """Tell the others that this rank has ended, and let go.
 
         Args:
-            reason: why, where it has failed; others then raise `RankError`, or `UserError` with it.
+            reason: why, where it has failed; others then raise `RankError` with it.
             is_refusal: what failed is what a user can mend.
         """

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.errors import RankError, UserError
+from offload.errors import RankError
 
 _WORD_BYTES = 1024  # kind, two bytes of length, a reason in UTF-8
 _PULSE, _ENDED, _FAILED, _REFUSED = range(4)
@@ -30,11 +30,9 @@ class Loss(NamedTuple):
     is_refusal: bool = False  # what a user can mend
     is_told: bool = True  # by the rank itself
 
-    def error(self) -> Exception:
+    def error(self) -> RankError:
         """To be raised on a rank that is left."""
-        if self.is_refusal:
-            return UserError(self.line)
-        return RankError(self.line, is_head_told=self.rank == 0 and self.is_told)
+        return RankError(self.line, is_head_told=self.rank == 0 and self.is_told, is_refusal=self.is_refusal)
 
 
 class Watch:
@@ -63,7 +61,7 @@ class Watch:
         """The first one, if any."""
         return self._loss[0] if self._loss else None
 
-    def verdict(self, otherwise: str, source: int | None = None) -> Exception:
+    def verdict(self, otherwise: str, source: int | None = None) -> RankError:
         """Whose fault it is that an exchange failed, or a message of `source`; it may take a moment to become known.
 
         A rank that has ended well is not blamed before: it may have left because of the one that is lost.
@@ -118,7 +116,7 @@ class Watch:
                 self._ended[peer] = Loss(peer, f"rank {peer} has ended")
                 return
             if kind != _PULSE:
-                line = f"rank {peer} ended: {_reason(word)}"
+                line = f"rank {peer}{'' if kind == _REFUSED else ' ended'}: {_reason(word)}"
                 self.lose(Loss(peer, line, is_refusal=kind == _REFUSED))
                 return
 

@@ -12,7 +12,7 @@ Shape letters, in this file only: N nodes (or sizes 0..N), D depths 0..D, K rank
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from offload.config import require
 from offload.errors import UserError
+from offload.tree.pace import PACES, Pace
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 AcceptanceVector = Sequence[float] | Floats
 Follow = Callable[[int | None, int], tuple[float, int | None] | None]
-_PASSES = 16  # of the draft, into which the growth of a tree is divided
 
 # The first five were measured at T = 0 on a 16 M target and a 1 M draft distilled from it. The tail is assumed, not
 # measured: k^-3.5, so that all 32 sum to .995 and the rest is what such a draft never lists.
@@ -93,18 +93,12 @@ class DynamicShape:
 
     num_nodes: int  # at most, the root included
     depth: int  # at most, in edges from the root
-
-    @property
-    def rows_per_pass(self) -> int:
-        """Nodes that one draft step runs: one of 16 parts, then a tree takes about as many steps as it is deep."""
-        return max(1, self.num_nodes // _PASSES)
+    pace: Pace = field(default=PACES[0], compare=False)  # of growth; the bounds are the same at any
 
     @property
     def draft_widths(self) -> list[int]:
-        """Rows of every draft step: the root, then parts of the tree until all its nodes are run."""
-        if self.depth <= 1:
-            return [1] * self.depth
-        return [1, *[self.rows_per_pass] * min(self.num_nodes - 2, _PASSES)]
+        """Rows of every draft step: the root's, then those that its pace is expected to take."""
+        return [1] * self.depth if self.depth <= 1 else [1, *self.pace.widths(self.num_nodes)]
 
 
 Shape = Topology | DynamicShape

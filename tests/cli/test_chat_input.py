@@ -1,16 +1,16 @@
 """What is typed, pasted and piped into a conversation, at a terminal of its own and without any model."""
 
-import os
+import io
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from screen import Typist
-from shell import ROOT
 
 READS = """
 import sys, time
@@ -56,10 +56,10 @@ def typist(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Typist]:
 
 
 def piped(text: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", READS], input=text.encode(), capture_output=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
-    ).stdout.decode()  # fmt: skip
+    out = io.StringIO()
+    with patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()))), redirect_stdout(out):
+        exec(READS, {})
+    return out.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_what_one_rank_refuses_is_said_once(misfortune: str) -> None:
     code, out, err = started.end()
     assert code == 2 and "Traceback" not in err
     [line] = [line for line in err.splitlines() if not line.startswith("pid")]
-    assert line.startswith("offload: rank 1") and line.endswith("--ram 1 is too small here: give more")
+    assert line == "offload: rank 1: --ram 1 is too small here: give more"
     assert out == "" or out.endswith("\n")
 
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 from reciting import PROMPT, SAID, settings
-from screen import Screen, record
+from screen import Recording, Screen, record
 from shell import process
 
 from offload.cli.live_line import LiveLine, column_after, fitted
@@ -108,27 +108,30 @@ main.main()
         assert outcome.err == "importing torch and transformers set()\n"
 
 
-@pytest.mark.parametrize("num_columns", [80, 30])
-def test_a_run_in_a_terminal_tells_its_phases_and_leaves_the_text(num_columns: int, ender: Path) -> None:
-    limit = ("--link-limit", "2MB")
-    seen = record("generate", *settings(ender), *limit, "-p", PROMPT, num_columns=num_columns)
+def assert_phases_are_told(seen: Recording, num_columns: int) -> None:
     assert seen.code == 0
     for phase in ("importing torch", "reading headers", "building the models", "reading draft", "reading the prompt"):
         assert phase in seen.text
-    assert f" of {plural(128, 'token')}"[: num_columns - 12] in seen.text
     lines = seen.screen(num_columns).lines
-    assert SAID.rstrip("\n") in lines
     said = " ".join(line.strip() for line in lines)
     for words in ("4 layers in RAM", "a sweep from disk", "12 tokens, the first after", "for Python and its libraries"):
         assert words in said, "words are whole, wherever lines end"
     assert not any("reading" in line or "importing" in line for line in lines), "the line has gone"
 
 
+def test_a_run_in_a_terminal_tells_its_phases_and_leaves_the_text(ender: Path) -> None:
+    seen = record("generate", *settings(ender), "--link-limit", "2MB", "-p", PROMPT)
+    assert_phases_are_told(seen, 80)
+    assert f" of {plural(128, 'token')}" in seen.text and SAID.rstrip("\n") in seen.screen().lines
+
+
 def test_text_in_a_file_is_text_alone(ender: Path, tmp_path: Path) -> None:
+    """Beside a terminal that is narrow."""
     with (tmp_path / "text").open("wb") as file:
-        seen = record("generate", *settings(ender), "-p", PROMPT, stdout=file.fileno())
-    assert (tmp_path / "text").read_text() == SAID + "\n"
-    assert "reading the prompt" in seen.text and "tokens/s" in seen.text and SAID.rstrip("\n") not in seen.text
+        flags = (*settings(ender), "--link-limit", "2MB", "-p", PROMPT)
+        seen = record("generate", *flags, num_columns=30, stdout=file.fileno())
+    assert (tmp_path / "text").read_text() == SAID + "\n" and SAID.rstrip("\n") not in seen.text
+    assert_phases_are_told(seen, 30)
 
 
 def test_a_dumb_terminal_gets_plain_lines(ender: Path) -> None:

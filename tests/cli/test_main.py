@@ -276,8 +276,3 @@ def test_help_is_what_a_newcomer_gets() -> None:
     outcome = shell()
     assert outcome == shell("--help") and outcome.code == 0
     assert "generate" in outcome.out and "Start here: offload demo" in outcome.out
-
-
-def test_process_prints_text_and_nothing_else(ender: Path) -> None:
-    """With everything that libraries print by themselves."""
-    assert process("generate", *settings(ender), "-p", PROMPT, "--quiet") == Outcome(0, SAID + "\n", "")

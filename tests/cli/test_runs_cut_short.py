@@ -21,7 +21,7 @@ from reciting import (
     only_object,
     recited,
 )
-from shell import Outcome, start
+from shell import Outcome, process, start
 from tiny import save_reciter
 
 
@@ -72,15 +72,33 @@ def test_interrupted_process_leaves_in_order(looper: Path) -> None:
     assert err.decode().splitlines()[-1] == "offload: interrupted" and b"Traceback" not in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_process_that_is_ended_keeps_its_session(number: int, looper: Path, tmp_path: Path) -> None:
+def test_a_process_that_is_ended_keeps_its_session(looper: Path, tmp_path: Path) -> None:
     with start(*endless(looper), "--session", tmp_path / "text") as running:
         assert running.stdout is not None
         running.stdout.read(4)
-        running.send_signal(number)
+        running.send_signal(signal.SIGTERM)
         _, err = running.communicate(timeout=300)
-    assert running.returncode == 128 + number and b"Traceback" not in err
+    assert running.returncode == 128 + signal.SIGTERM and b"Traceback" not in err
     assert (tmp_path / "text").exists()
+
+
+ENDS_ITSELF = """
+import os
+from offload import __main__
+from offload.cli import main
+def run():
+    try:
+        os.kill(os.getpid(), {number})
+    finally:
+        print("kept", flush=True)
+main.main = run
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_either_end_comes_as_an_exception(number: int) -> None:
+    assert process(python=("-c", ENDS_ITSELF.format(number=int(number)))) == Outcome(128 + number, "kept\n", "")
 
 
 def test_closed_pipe_is_not_an_error(looper: Path) -> None:

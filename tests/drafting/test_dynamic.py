@@ -18,11 +18,13 @@ from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import Mixture, grow_best
 from offload.drafting.model import ModelDrafter
+from offload.drafting.worth import Worth
 from offload.engine.build import resident_model
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
+from offload.tree.pace import Pace, most_rows
 from offload.tree.token_tree import TokenTree
 from offload.tree.topology import DynamicShape, k_ary
 
@@ -87,7 +89,8 @@ def test_a_grown_tree_holds_the_best_paths(bounds: DynamicShape, sampling: Sampl
     paths = [path_of(tree, node) for node in range(tree.num_nodes)]
     assert len(set(paths)) == len(paths), "no two children of a node carry one token"
     assert set(paths[1:]) == best_paths(bounds, sampler, 1.25)
-    assert tree.topology.depth <= bounds.depth and sum(model.num_rows) <= bounds.num_nodes + 1  # one of the prompt's
+    assert tree.topology.depth <= bounds.depth
+    assert sum(model.num_rows) <= most_rows(bounds.num_nodes) + 1, "one is the prompt's"
     assert set(score_of_node) == {0, *row_of_node}
 
 
@@ -102,7 +105,25 @@ def test_another_exponent_is_told_apart() -> None:
 def test_few_passes() -> None:
     model = BigramModel()
     tree = grow_bigrams(model, DynamicShape(64, 6), Sampler(WARM, NUM_TOKENS), 1.25).tree
-    assert tree.num_nodes == 64 and len(model.num_rows) <= 16 + 3
+    assert tree.num_nodes == 64 and len(model.num_rows) <= 8
+
+
+def test_passes_end_where_they_are_not_worth_their_time() -> None:
+    """The first ones are hidden; behind them one has to bring as much as a step of so many tokens in that time."""
+
+    def passes(tokens_per_step: int, pass_s: float, num_hidden: int) -> int:
+        worth = Worth(lambda _, widths: 1.0 + pass_s * max(0, len(widths) - num_hidden))
+        worth.learn(tokens_per_step)
+        model, sampler = BigramModel(), Sampler(WARM, NUM_TOKENS)
+        draft = Draft(model, NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
+        grow_best(draft, DynamicShape(64, 6, Pace(16, 9, 1.0)), [4, 0], sampler, Mixture(1.25), worth)
+        return len(model.num_rows)
+
+    all_of_them = passes(0, 1.0, 0)
+    assert passes(4, 0.0, 0) == passes(4, 1.0, 64) == all_of_them, "free"
+    counts = [passes(4, pass_s, 0) for pass_s in (0.001, 0.02, 0.1, 1.0)]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-2] > counts[-1] == 1
+    assert passes(4, 1.0, 5) == 5 and passes(1, 0.1, 0) > passes(8, 0.1, 0)
 
 
 def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +220,7 @@ def test_a_fixed_tree_after_a_grown_one_forgets_it(model: StreamedModel) -> None
     assert again.tree.tokens == fresh.tree.tokens
 
 
-@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5, 8.0])
 def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
     """Tokens drawn from softmax(exponent * score): the log-loss is least at that very exponent."""
     generator, sharpness = torch.Generator().manual_seed(1), Sharpness()
@@ -253,7 +274,7 @@ def test_rules_that_test_ratios_are_refused(models: tuple[Path, Path], rule: str
     "bounds",
     [DynamicShape(16, 8), DynamicShape(64, 8), DynamicShape(64, 24), DynamicShape(128, 20), DynamicShape(300, 16)],
 )
-def test_a_growth_takes_the_draft_steps_that_are_planned_for(
+def test_a_growth_takes_no_more_draft_steps_than_are_planned_for(
     bounds: DynamicShape, models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
@@ -261,5 +282,6 @@ def test_a_growth_takes_the_draft_steps_that_are_planned_for(
         text, run = decoder.begin(PROMPT, Sampling()), Draft.run
         monkeypatch.setattr(Draft, "run", lambda self, *rows: widths.append(len(rows[0])) or run(self, *rows))
         decoder.drafter.grow(bounds, text.tokens, text.sampler, text.caches.draft)
-    assert len(widths) + 1 == pytest.approx(len(bounds.draft_widths), abs=3)
-    assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.2)
+    # A draft that is sure of nothing fills a tree by its rows alone; tests/drafting/test_pace.py has one that is.
+    assert bounds.pace.num_parts <= len(widths) + 1 <= len(bounds.draft_widths) + 1
+    assert sum(widths) == pytest.approx(sum(bounds.draft_widths), rel=0.4)

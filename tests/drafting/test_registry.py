@@ -24,7 +24,7 @@ def test_a_drafter_keeps_a_text_in_its_state_alone(kind: DrafterKind, tmp_path: 
     """Two texts at once: what it proposes for one does not depend on the other."""
     model = resident_model(open_checkpoint(save_pair(FAMILIES["llama"](), tmp_path)[1]), "float32")
     sources = Sources([Copying(MatchLength(1, 8))] if kind.has_sources else [])
-    drafter = DRAFTERS[kind](Materials(model, VOCAB_SIZE, 64, REFERENCES, sources, lambda _: 1.0))
+    drafter = DRAFTERS[kind](Materials(model, VOCAB_SIZE, 64, REFERENCES, sources, lambda *_: 1.0))
     sampler, shape = Sampler(Sampling(), VOCAB_SIZE), k_ary(2, 7) if any(kind) else chain(0)
     one, other, fresh = (drafter.new_state() for _ in range(3))
     first = drafter.grow(shape, PROMPT, sampler, one)

@@ -4,7 +4,7 @@ The packaged pair in 16 bits, since there the nearest scores lie closest; `NUM_N
 likes from a shell: `python -c "import test_same_bits as t; print(t.differences('bfloat16', 128))"`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,9 @@ def differences(dtype: str, num_new: int = NUM_NEW, *, drafts: Any = DRAFTS, pro
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_trees_and_drafts(dtype: str) -> None:
-    found = differences(dtype, prompts=PROMPTS[:1])
+@pytest.mark.parametrize(("dtype", "drafts"), [("bfloat16", DRAFTS), ("float16", ["its draft"])])
+def test_trees_and_drafts(dtype: str, drafts: Iterable[str]) -> None:
+    found = differences(dtype, drafts=drafts, prompts=PROMPTS[:1])
     assert found == dict.fromkeys(found, 0)
 
 

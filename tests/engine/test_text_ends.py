@@ -8,26 +8,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from reciting import NUM_SAID, PIECES, PROMPT, SAID, TREES, generate, generate_json, open_decoder
+from reciting import NUM_SAID, PIECES, PROMPT, SAID, TREES, generate, open_decoder
 from tiny import save_tokenizer
 
 from offload.engine.text import TextStream
 
 
 def test_end_token_stops(ender: Path) -> None:
-    for tree in TREES:
-        result = generate_json(ender, tree=tree)
-        assert result["finish_reason"] == "stop" and result["text"] == SAID
-        assert len(result["token_ids"]) == NUM_SAID + 1 and result["token_ids"][-1] == 2, "the end is a token, not text"
+    with open_decoder(ender) as decoder:
+        for tree in TREES:
+            result = decoder.generate(PROMPT, tree=tree)
+            assert result.finish_reason == "stop" and result.text == SAID
+            assert len(result.token_ids) == NUM_SAID + 1 and result.token_ids[-1] == 2, "the end is a token, not text"
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 14))
-def test_length_stops_inside_a_burst(num_tokens: int, looper: Path) -> None:
+def test_length_stops_inside_a_burst(looper: Path) -> None:
     with open_decoder(looper) as decoder:
-        results = [decoder.generate(PROMPT, max_new_tokens=num_tokens, tree=tree) for tree in TREES]
-    assert {len(result.token_ids) for result in results} == {num_tokens}
-    assert {result.finish_reason for result in results} == {"length"}
-    assert len({result.text for result in results}) == 1
+        for num_tokens in range(1, 14):
+            results = [decoder.generate(PROMPT, max_new_tokens=num_tokens, tree=tree) for tree in TREES]
+            assert {len(result.token_ids) for result in results} == {num_tokens}
+            assert {result.finish_reason for result in results} == {"length"}
+            assert len({result.text for result in results}) == 1
 
 
 STOPS = [
@@ -43,15 +44,15 @@ STOPS = [
 ]
 
 
-@pytest.mark.parametrize(("stops", "text"), STOPS)
-def test_stop_strings_end_every_tree_at_the_same_place(stops: tuple[str, ...], text: str, ender: Path) -> None:
+def test_stop_strings_end_every_tree_at_the_same_place(ender: Path) -> None:
     with open_decoder(ender) as decoder:
-        results = [decoder.generate(PROMPT, stop=stops, tree=tree) for tree in TREES]
-        pieces = ["".join(decoder.stream(PROMPT, stop=stops, tree=tree)) for tree in TREES]
-    assert {result.text for result in results} == {text}
-    assert set(pieces) == {text}, "nothing of a stop string was shown before it was complete"
-    assert len({tuple(result.token_ids) for result in results}) == 1
-    assert {result.finish_reason for result in results} == {"stop"}
+        for stops, text in STOPS:
+            results = [decoder.generate(PROMPT, stop=stops, tree=tree) for tree in TREES]
+            pieces = ["".join(decoder.stream(PROMPT, stop=stops, tree=tree)) for tree in TREES]
+            assert {result.text for result in results} == {text}
+            assert set(pieces) == {text}, "nothing of a stop string was shown before it was complete"
+            assert len({tuple(result.token_ids) for result in results}) == 1
+            assert {result.finish_reason for result in results} == {"stop"}
 
 
 def test_stop_flag_may_be_given_several_times(ender: Path) -> None:

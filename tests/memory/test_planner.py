@@ -14,6 +14,7 @@ from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 from offload.memory import planner as plan
 from offload.memory.planner import DEFAULT_CONTEXT, Budgets, MemoryPlan, ModelShape, make_plan, model_shape, plan_memory
+from offload.tree.pace import most_rows
 
 GB, MIB = 10**9, 1 << 20
 SHARD_BYTES = 5 * GB
@@ -181,6 +182,7 @@ def test_layers_of_different_size_share_slots_of_the_largest() -> None:
 def test_the_default_context_is_modest(name: str, context: int) -> None:
     assert plan_for(name, 64 * GB).context == context
     assert plan_for(name, 64 * GB).cache_slots == context + 256 + plan.MAX_PROMPT_ROWS
+    assert plan_for(name, 64 * GB).draft_slots == context + most_rows(256) + plan.MAX_PROMPT_ROWS
 
 
 def test_a_small_model_sets_a_small_context() -> None:

@@ -19,11 +19,13 @@ from offload.planning.cost_model import (
     Prediction,
     Traffic,
     costs_on,
+    paced,
     step_time,
 )
 from offload.planning.hardware import Hardware
 from offload.planning.measured_pairs import MEASURED, range_for
-from offload.tree.topology import DEFAULT_ACCEPTANCE, best_first, chain, expected_tokens
+from offload.tree.pace import PACES
+from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, best_first, chain, expected_tokens
 
 GB = 10**9
 TOY = Hardware(name="toy", gpu_bytes=48 << 30, memory_bytes_per_s=1e12, flops_per_s=2e14, link_bytes_per_s=20e9,
@@ -96,6 +98,20 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     assert step_time(slow, traffic, chain(9)).limit == "draft"
     quick = replace(costs, link_bytes_per_s=1e15)
     assert step_time(quick, traffic, chain(1)).limit == "compute"
+
+
+@pytest.mark.parametrize("num_nodes", [64, 128, 512])
+def test_growth_goes_at_the_pace_that_costs_least(num_nodes: int) -> None:
+    """Where a pass costs the same whatever its rows, few passes win; where rows cost, few rows."""
+    costs, bounds = costs_on(TOY, SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"], 256), DynamicShape(num_nodes, 16)
+    flat, steep = (replace(costs, draft_step_s=curve) for curve in (Curve((1,), (1.0,)), Curve((1, 64), (0.01, 0.64))))
+    few, many = paced(bounds, flat).pace, paced(bounds, steep).pace
+    assert {few, many} == set(PACES) and few.num_parts < many.num_parts
+    assert few.rows_per_pass(num_nodes) > many.rows_per_pass(num_nodes)
+    for pace, own in ((few, flat), (many, steep)):
+        other = replace(bounds, pace=next(one for one in PACES if one != pace))
+        traffic = Traffic(0, 0)
+        assert step_time(own, traffic, replace(bounds, pace=pace)).draft_s < step_time(own, traffic, other).draft_s
 
 
 def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:

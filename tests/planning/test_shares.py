@@ -155,15 +155,25 @@ def test_stages_are_as_good_as_all_others() -> None:
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
-    load = Load([10**6] * 4)
+    load, small = Load([10**6] * 4), RankCapacity(900_000, 1e6, name="beta")
     with pytest.raises(UserError, match=r"^5 stages need as many layers, got 4: take fewer ranks$"):
         stage_layers([RankCapacity(10**7, 1e6)] * 5, load)
-    with pytest.raises(UserError, match=r"^rank 1 has 999999 bytes for layers, two slots .* take 2000000: raise"):
-        stage_layers([RankCapacity(3 * 10**6, 1e6), RankCapacity(999_999, 1e6)], load)
-    with pytest.raises(UserError, match=r"^all ranks together have 1999999 bytes for layers, and 2000000 is the least"):
-        shard_fractions([RankCapacity(10**6, 1e6), RankCapacity(999_999, 1e6)], load)
+    with pytest.raises(
+        UserError, match=r"^rank beta has 879 KiB for layers, and two slots .* take 1.91 MiB: give it 1"
+    ):
+        stage_layers([RankCapacity(3 * 10**6, 1e6), small], load)
+    with pytest.raises(UserError, match=r"^all ranks together have 1.81 MiB for layers, and 1.91 MiB is the least"):
+        shard_fractions([RankCapacity(10**6, 1e6), small], load)
     least = shard_fractions([RankCapacity(10**6, 1e6)] * 2, load)  # two slots of half a layer each
     assert least == pytest.approx([0.5, 0.5])
+
+
+def test_between_two_slots_and_three_nothing_stays() -> None:
+    """B = 4, three slots are 3: the first rank has room beside its slots, (1.8 + T) / 7; the second has none, T / 4."""
+    ranks, load = [RankCapacity(1_800_000, 1e6), RankCapacity(1_200_000, 1e6)], Load([10**6] * 4)
+    seconds = (1 - 1.8 / 7) / (1 / 7 + 1 / 4)
+    assert shard_fractions(ranks, load) == pytest.approx([(1.8 + seconds) / 7, seconds / 4])
+    assert shard_s(ranks, load) == pytest.approx(seconds)
 
 
 def test_a_card_behind_a_disk_is_as_slow_as_its_disk() -> None:

@@ -12,13 +12,15 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.config import Sampling
 from offload.planning.pipeline import PipelineOptions
-from offload.ranks.head import Head, Roles, RowPrice
+from offload.planning.roles import Roles
+from offload.ranks.head import Head, RowPrice
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.timings import RunEvent
 from offload.ranks.transport import Transport
@@ -61,7 +63,7 @@ class World(Transport):
         self.boxes: dict[Way, deque[Message]] = defaultdict(deque)
         self.sent: list[tuple[int, Channel, Message]] = []
         self.events: list[RunEvent] = []
-        self.believed: list[tuple[int, dict[int, Path]]] = []  # by order on DATA: P, and the path of every live row
+        self.believed: list[Believed] = []  # by order on DATA
         self.most_on_way, self.cancelled = 0, set[int]()
         self._run_of_row = list[int]()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -145,18 +147,24 @@ class World(Transport):
     def close(self) -> None: ...
 
 
-def believed(head: Head) -> tuple[int, dict[int, Path]]:
-    """P, and by uncommitted row its path below the committed positions, as the head has it."""
-    table = head._table
-    rows = dict[int, Path]()
+class Believed(NamedTuple):
+    """What the head takes a stage's cache for, once it has done an order."""
+
+    num_committed: int
+    num_rows: int | None  # None while the prompt is read, whose rows are in no table
+    paths: dict[int, Path]  # of live uncommitted rows, below the committed positions
+
+
+def believed(head: Head) -> Believed:
+    table, paths = head._table, dict[int, Path]()
     stack = [(table.root, ())]
     while stack:
         node, above = stack.pop()
         path = above if node.row is None else (*above, node.token)
         if node.row is not None:
-            rows[node.row] = path
+            paths[node.row] = path
         stack += [(child, path) for child in node.children.values()]
-    return table.num_committed, rows
+    return Believed(table.num_committed, None if table.root.run is None else table.num_rows, paths)
 
 
 def cut(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
@@ -222,10 +230,10 @@ class _Stage:
     def _compare(self) -> None:
         """The cache is what the head believed when it sent this order."""
         if self.num_orders < len(self.world.believed):
-            num_committed, path_of_row = self.world.believed[self.num_orders]
-            assert len(self.committed) == num_committed, "P differs from the head's"
-            for row, path in path_of_row.items():
-                assert row < len(self.rows), "U differs from the head's"
+            head = self.world.believed[self.num_orders]
+            assert len(self.committed) == head.num_committed, "P differs from the head's"
+            assert head.num_rows in (None, len(self.rows)), "U differs from the head's"
+            for row, path in head.paths.items():
                 assert tuple(self.rows[seen].token for seen in self.rows[row].sees) == path, "a row is another's"
         self.num_orders += 1
 
@@ -353,7 +361,7 @@ def simulated(
     options: PipelineOptions,
     seed: int,
     *,
-    roles: Roles = Roles((0, 1, 2), 3),  # noqa: B008
+    roles: Roles = Roles(4, (0, 1, 2), 3),  # noqa: B008
     speeds: Speeds = Speeds(),
     accuracy: float = 0.7,
     capacity: int = 40,

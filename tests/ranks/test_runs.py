@@ -7,8 +7,9 @@ from simulator import Speeds, World, own_text, simulated, written
 
 from offload.errors import RankError
 from offload.planning.pipeline import PaperCut, PipelineOptions
+from offload.planning.roles import Roles
 from offload.ranks import head
-from offload.ranks.head import Roles, RowPrice
+from offload.ranks.head import RowPrice
 from offload.ranks.runs import Node, RunTable
 
 ON, A, MAT, RUG, HAT = range(10, 15)
@@ -117,7 +118,7 @@ def some_world(seed: int) -> World:
         micro_batch=draw.choice([None, 1, 2, 9]) if mode != "plain" else None,
         cut=draw.choice([None, PaperCut(0.5, 0.2, 0.1), PaperCut(0.1, 0.0, 0.0)]) if mode != "plain" else None,
     )
-    roles = Roles(tuple(range(first, first + num_stages)), draw.choice([0, first + num_stages]))
+    roles = Roles(first + num_stages + 1, tuple(range(first, first + num_stages)), draw.choice([0, first + num_stages]))
     speeds = Speeds(*(10 ** draw.uniform(-2, 1) for _ in range(4)))
     price = RowPrice(draw.choice([0.0, speeds.row_s]))
     accuracy, capacity = draw.choice([0.0, 0.5, 0.9, 1.0]), draw.choice([1, 2, 5, 40])
@@ -133,6 +134,7 @@ def test_any_schedule_gives_the_targets_own_text(part: int) -> None:
     for seed in range(50 * part, 50 * part + 50):
         world = some_world(seed)
         assert written(world, prompt_of(seed), END) == own_text(prompt_of(seed), END), f"schedule {seed}"
+        assert world.most_on_way <= world.head._options.num_runs(len(world.stages))
         world.head.stop()
         world.run_out()
         last = world.stages[-1]

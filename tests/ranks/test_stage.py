@@ -169,6 +169,7 @@ class TinyHead:
 def play(head: TinyHead, rng: random.Random, num_turns: int, *, cancels: bool) -> None:
     """Runs behind runs, in trees; commits of paths that keep what hangs below, and lose the rest."""
     head.prompt(rng, [17, 12])
+    needed = set[int]()
     for _ in range(num_turns):
         for _ in range(rng.randrange(1, 4)):
             live = [-1, *head.live()]
@@ -184,7 +185,11 @@ def play(head: TinyHead, rng: random.Random, num_turns: int, *, cancels: bool) -
             path = path[: rng.randrange(1, 3)]
             kept = [row for row in live if row not in path and head._rows[row][1] >= set(path)]
             rng.shuffle(kept)
+            needed |= {head._rows[row][0] for row in path}
             head.commit(path, kept)
+        late = [run for run, _ in head._rows if run not in needed | head.cancelled]
+        if cancels and late and rng.random() < 0.3:  # stages may hear of it before they keep its rows
+            head.cancel(rng.choice(late))
 
 
 def random_delay(seed: int, most_s: float = 0.004) -> Delay:
@@ -258,8 +263,8 @@ def test_a_stage_that_errs_would_show(
 def test_a_run_that_is_cancelled_before_it_begins_is_passed_on_empty(
     checkpoint: Checkpoint, whole: StreamedModel
 ) -> None:
-    def delay(_: int, __: int, channel: Channel) -> float:
-        return 0.05 if channel == Channel.DATA else 0.0
+    def delay(_: int, receiver: int, channel: Channel) -> float:
+        return 0.5 if (receiver, channel) == (0, Channel.DATA) else 0.0
 
     with serving(checkpoint, (0, 1, 3, 4), delay) as (transports, stages):
         head, rng = TinyHead(transports[0], 3, whole, WARM), random.Random(1)
@@ -330,6 +335,17 @@ def test_scores_that_are_no_numbers_are_told_and_hurt_nobody(checkpoint: Checkpo
         sampler = stages[0].sampler
         wanted = [sampler.draw(logits_NV[row], position) for row, position in ((0, 8), (1, 9), (2, 9), (4, 10))]
         assert tokens == [*wanted[:3], NO_TOKEN, wanted[3]]
+
+
+def test_rows_that_were_never_computed_are_not_committed(checkpoint: Checkpoint) -> None:
+    with serving(checkpoint, (0, 4), lambda *_: 0.0) as (_, stages):
+        for number, is_dead in enumerate((False, True)):
+            run = read_run([number, int(is_dead), 1, 1, 9, number, 1, number], number)
+            stages[0].run(run, None, lambda: False)
+        with pytest.raises(ValueError, match="rows of a run that was cancelled"):
+            stages[0].commit([0, 1], [])
+        stages[0].commit([0], [1])
+        assert stages[0].num_uncommitted == 1, "a word that came early: it is another commit's to drop it"
 
 
 BAD = {

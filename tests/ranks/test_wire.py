@@ -21,7 +21,7 @@ def test_the_last_header_is_told_from_all_others():
 @pytest.mark.parametrize(
     ("header", "complaint"),
     [
-        ([10, 0, -1, 0], "kind 10"),
+        ([11, 0, -1, 0], "kind 11"),
         ([-2, 0, -1, 0], "kind -2"),
         ([0, -1, -1, 0], "-1 numbers"),
         ([0, 2**40, -1, 0], "1099511627776 numbers"),

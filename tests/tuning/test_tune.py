@@ -135,10 +135,10 @@ def test_a_tune_counts_what_grown_trees_yield(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "bounds_to_count", bounds_to_count)
-    tuned = run(pair, text, num_tokens=3 * NUM_NEW)
+    tuned = run(pair, text, num_tokens=2 * NUM_NEW)
     counted = tuned.profile.dynamic_yields
     assert [(one.num_nodes, one.depth) for one in counted] == [(16, 8), (16, 15), (64, 8), (64, 24)]
-    assert all(one.num_sweeps > 20 for one in counted)
+    assert all(one.num_sweeps > 12 for one in counted)
     assert all(
         isinstance(candidate.shape, DynamicShape) or candidate.shape.num_nodes == 1
         for candidate in tuned.choice.candidates
@@ -240,7 +240,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, **options: object) -> Tuned:
-    how = {"num_tokens": 2 * NUM_NEW, "is_teacher_forced": False}
+    how = {"num_tokens": NUM_NEW, "is_teacher_forced": False}
     how |= {name: options.pop(name) for name in how.keys() & options.keys()}
     loading = LoadOptions(**{"tree": "64x16", **SETTINGS, **options})
     return tune(*map(str, pair), [text], sampling or Sampling(), loading, **how)
@@ -249,7 +249,7 @@ def run(pair: tuple[Path, Path], text: Path, sampling: Sampling | None = None, *
 def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], text: Path) -> None:
     tuned = run(pair, text)
     profile = tuned.profile
-    assert profile.num_tokens == 2 * NUM_NEW and profile.num_threads == 1
+    assert profile.num_tokens == NUM_NEW and profile.num_threads == 1
     assert sum(profile.acceptance) <= 1 and profile.acceptance[0] > 0.3
     assert profile.costs.compute_s.sizes == (1, 16, 32, 64)
     assert not list(profiles_folder().glob("*.unfinished"))
@@ -309,15 +309,18 @@ def test_interrupted_tune_goes_on_behind_its_last_window(
         return trace_window(decoder, question, index)
 
     monkeypatch.setattr(room, "trace_window", counted)
+    monkeypatch.setattr(room, "NUM_NEW", 16)
     with pytest.raises(KeyboardInterrupt):
-        run(pair, text, num_tokens=4 * NUM_NEW)
+        run(pair, text, num_tokens=4 * 16)
     (state,) = profiles_folder().glob("*.unfinished")
     assert len(json.loads(state.read_text())["windows"]) == 2
-    run(pair, text, num_tokens=4 * NUM_NEW)
+    run(pair, text, num_tokens=4 * 16)
     assert calls == [0, 1, 2, 2, 3], "finished windows are not measured again"
 
 
-def test_unfinished_work_of_another_question_is_left_alone(decoder: Decoder) -> None:
+def test_unfinished_work_of_another_question_is_left_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "NUM_NEW", 16)
+
     def question(seed: int) -> Question:
         windows = (tuple(window(0)), tuple(window(1)))
         return Question(identity=IDENTITY, sampling=Sampling(seed=seed), windows=windows, is_teacher_forced=False)
@@ -331,7 +334,7 @@ def test_unfinished_work_of_another_question_is_left_alone(decoder: Decoder) -> 
 
 
 def test_teacher_forced_tune_says_so(pair: tuple[Path, Path], text: Path) -> None:
-    profile = run(pair, text, is_teacher_forced=True).profile
+    profile = run(pair, text, num_tokens=2 * NUM_NEW, is_teacher_forced=True).profile
     assert (
         profile.is_teacher_forced
         and profile.dynamic_yields == ()

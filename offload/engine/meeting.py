@@ -1,0 +1,32 @@
+"""Ranks that were told to load one target meet, and see that they mean the same."""
+
+import json
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from offload.engine.team import Given
+from offload.planning.place import require_place
+from offload.ranks.join import headers_digest, joined
+from offload.ranks.transport import Transport
+
+
+class Met(NamedTuple):
+    """The way to all others."""
+
+    transport: Transport
+    notes: tuple[str, ...]  # for the user
+
+
+def meet(given: Given, resources: ExitStack, transport: Transport | None) -> Met:
+    """Where torchrun's environment says, unless there is a transport already; it is open as long as `resources`.
+
+    Raises `UserError` where ranks do not come, or have other files or options.
+    """
+    if transport is not None:
+        return Met(transport, ())
+    target, options = given.files.target, given.options
+    content = json.dumps([target.config, target.tensors], sort_keys=True).encode()
+    alike = {"--ranks": options.ranks, "--dtype": options.dtype, "--context": options.context}
+    agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
+    meeting = resources.enter_context(joined(require_place(), headers_digest([content]), agreed, target.shards))
+    return Met(meeting.transport, tuple(filter(None, [meeting.note()])))

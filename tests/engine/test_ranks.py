@@ -1,0 +1,130 @@
+"""One target on several ranks, as shards and as stages: the same ids as one process gives, whatever comes when."""
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_memory import Delay
+from rank_threads import as_started_by_torchrun, rank_threads
+from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
+
+import offload
+from offload.engine.decoder import Decoder
+from offload.errors import UserError
+from offload.planning.options import LoadOptions
+
+PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+NUM_NEW = 24
+TREE = "dynamic:16x6"
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    @functools.cache
+    def pair(family: str) -> Pair:
+        return save_pair(FAMILIES[family](), tmp_path_factory.mktemp(family))
+
+    return pair
+
+
+@pytest.fixture(scope="module")
+def wanted(pairs: Callable[[str], Pair]) -> Callable[[str], list[list[int]]]:
+    """What one process writes without a tree."""
+
+    @functools.cache
+    def texts(family: str) -> list[list[int]]:
+        more: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
+        with offload.load(pairs(family)[0], None, "4GiB", "none", **more) as alone:
+            return _texts(alone)
+
+    return texts
+
+
+def _texts(decoder: Decoder) -> list[list[int]]:
+    runs = [decoder.generate(PROMPT, max_new_tokens=NUM_NEW, temperature=heat, seed=3) for heat in (0.0, 0.8)]
+    return [run.token_ids for run in runs]
+
+
+def _options(ranks: str, ram: int | str, **more: Any) -> LoadOptions:
+    usual: dict[str, Any] = {"context": 128, "threads": 1, "profile": "none", "dtype": "float32"}
+    return LoadOptions(ram=ram, ranks=ranks, **usual | more)
+
+
+def _streaming(pair: Pair) -> int:
+    return streaming_ram(*pair, context=128, num_nodes=17)
+
+
+FAMILIES_BY_RANKS = [("llama", 2), ("llama", 3), ("qwen2", 2), ("qwen3-sliding", 2), ("gemma3", 2), ("phi3", 3),
+                     ("mistral-sliding", 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), FAMILIES_BY_RANKS)
+def test_shards_write_what_one_process_writes(
+    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
+    family: str, num_ranks: int,
+) -> None:  # fmt: skip
+    as_started_by_torchrun(monkeypatch, num_ranks)
+    pair = pairs(family)
+    options = _options("shards", _streaming(pair), tree=TREE)
+    with rank_threads(num_ranks, *pair, lambda _: options) as decoder:
+        assert _texts(decoder) == wanted(family)
+        assert _texts(decoder) == wanted(family)  # nothing of the first is left
+
+
+@pytest.mark.parametrize("more", [{"tree": "none"}, {"tree": "16x5"}, {"tree": "chain:4"}, {"lookup": True}])
+def test_shards_with_other_trees_and_uneven_shares(
+    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any],
+) -> None:  # fmt: skip
+    as_started_by_torchrun(monkeypatch, 2)
+    pair = pairs("llama")
+    ram = _streaming(pair)
+    with rank_threads(2, *pair, lambda rank: _options("shards", ram + rank * 100_000, **more)) as decoder:
+        assert _texts(decoder) == wanted("llama")
+
+
+def _random_delays(seed: int) -> Delay:
+    draw = random.Random(seed)
+    return lambda *_: draw.choice([0.0, 0.0, 0.002, 0.02])
+
+
+@pytest.mark.parametrize(("family", "ranks", "num_ranks"), [
+    ("llama", "stages:0-1,draft:2", 3), ("qwen2", "stages:0-1", 2), ("qwen3-sliding", "stages:0-2", 3),
+    ("gemma3", "stages:0-1,draft:2", 3), ("phi3", "stages:0-1", 2),
+])  # fmt: skip
+def test_stages_write_what_one_process_writes(
+    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
+    family: str, ranks: str, num_ranks: int,
+) -> None:  # fmt: skip
+    as_started_by_torchrun(monkeypatch, num_ranks)
+    options = _options(ranks, _streaming(pairs(family)) + (3 << 20))
+    with rank_threads(num_ranks, *pairs(family), lambda _: options, _random_delays(num_ranks)) as decoder:
+        assert _texts(decoder) == wanted(family)
+        assert _texts(decoder) == wanted(family)
+
+
+@pytest.mark.parametrize("pipeline", ["plain", "sync,rows=12", "async,rows=3,runs=4", "async,cut=0.3/0.4/0.01",
+                                      "async,no-cancel", "async,no-continuous"])  # fmt: skip
+def test_every_pipeline_writes_the_same(
+    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch,
+    pipeline: str,
+) -> None:  # fmt: skip
+    as_started_by_torchrun(monkeypatch, 3)
+    options = _options("stages:0-1,draft:2", "4GiB", pipeline=pipeline)
+    with rank_threads(3, *pairs("llama"), lambda _: options, _random_delays(1)) as decoder:
+        assert _texts(decoder) == wanted("llama")
+
+
+@pytest.mark.parametrize("ranks", ["shards", "stages:0-1"])
+def test_a_rank_with_too_little_memory_is_named(
+    pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, ranks: str
+) -> None:
+    as_started_by_torchrun(monkeypatch, 2)
+    options = [_options(ranks, "4GiB"), _options(ranks, "100MiB")]
+    with pytest.raises(UserError, match=r"rank 1.* MiB.*raise"), rank_threads(2, *pairs("llama"), options.__getitem__):
+        pass
