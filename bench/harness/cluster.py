@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.bench.gpu.child import die_with_parent
+from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import Burst
 from offload.bench.harness.network import Host
 from offload.bench.peers.run import environment, last_line
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.launch import free_port
+from offload.config import Sampling
 from offload.errors import UserError
+from offload.machine import peak_rss_bytes
 from offload.memory.planner import Files, least_budget, plan_memory
 from offload.ranks.layout import shard_files
 from offload.ranks.sharding import share_layers
@@ -36,9 +39,18 @@ class Order(NamedTuple):
 
     prompt_ids: list[int]
     num_tokens: int
-    tree: str
+    tree: str = "none"
     temperature: float = 0.0
     seed: int = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are drawn."""
+        return Sampling(temperature=self.temperature, seed=self.seed)
+
+    def written(self, new_ids: list[int]) -> Written:
+        """To be proved; computed in float32, texts must not differ at all, whoever writes them."""
+        return Written(self.prompt_ids, new_ids, self.sampling, "match", is_invariant=True)
 
 
 class Answer(NamedTuple):
@@ -48,14 +60,13 @@ class Answer(NamedTuple):
     bursts: list[Burst]
     stats: dict[str, Any]
     figures: list[list[RankFigures]]  # of each rank: before, when the first tokens had come, and at the end
-    events: list[list[Any]]  # of runs in flight, where there are any: `RunEvent`
 
     @classmethod
     def read(cls, line: str) -> "Answer":
         """What `rank.tell` has written."""
-        ids, bursts, stats, figures, events = json.loads(line)
+        ids, bursts, stats, figures = json.loads(line)
         ranks = [[RankFigures(*one) for one in moment] for moment in figures]
-        return cls(ids, [Burst(*one) for one in bursts], stats, ranks, events)
+        return cls(ids, [Burst(*one) for one in bursts], stats, ranks)
 
 
 class Cluster:
@@ -97,6 +108,10 @@ class Cluster:
         with suppress(BrokenPipeError):
             print(json.dumps(order), file=head.stdin, flush=True)
         return Answer.read(self._line())
+
+    def peak_rss_bytes(self) -> list[int]:
+        """Of each rank so far."""
+        return [peak_rss_bytes(process.pid) for process in self._processes]
 
     def close(self) -> None:
         """Let all end, and make them."""

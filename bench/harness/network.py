@@ -16,12 +16,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
-from offload.errors import UserError, reason
+from offload.errors import reason
 from offload.planning.exchange import Network
 
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _MTU, _QUEUE = 32_000, 10_000  # few large packets, since each passes through Python; and room for all of them
 _SUBNET, _VERSION_4 = bytes([10, 177, 0]), 4
+
+
+class NoNetworkError(Exception):
+    """This machine, or this user, cannot have one."""
 
 
 class Host(NamedTuple):
@@ -74,13 +78,13 @@ class Switch:
 
 @contextmanager
 def network(num_hosts: int, between: Network) -> Iterator[tuple[list[Host], Switch]]:
-    """Hosts that reach each other. Raises `UserError` where this process may not make any."""
+    """Hosts that reach each other. Raises `NoNetworkError` where this process may not make any."""
     with ExitStack() as resources:
         try:
             opened = [_open_host(index, resources) for index in range(num_hosts)]
         except (OSError, subprocess.CalledProcessError) as error:
             why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else reason(error)
-            raise UserError(f"no network can be made on this machine ({why}): be root, or leave it out") from None
+            raise NoNetworkError(f"none can be made on this machine ({why})") from None
         yield [host for host, _ in opened], Switch([device for _, device in opened], between)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from offload.bench.harness.cluster import Answer, Order
 from offload.bench.harness.metrics import Burst
-from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.load import open_decoder
 from offload.machine import peak_rss_bytes, rss_bytes
@@ -27,8 +26,7 @@ def main() -> None:
 
 def write(decoder: Decoder, order: Order, own_bytes: int) -> Answer:
     """One text, and what each rank has moved for it."""
-    sampling = Sampling(temperature=order.temperature, seed=order.seed)
-    run = decoder.run(order.prompt_ids, sampling, max_new_tokens=order.num_tokens, tree=order.tree)
+    run = decoder.run(order.prompt_ids, order.sampling, max_new_tokens=order.num_tokens, tree=order.tree)
     times, started, figures = list[float](), time.perf_counter(), [_figures(decoder, own_bytes, 0)]
     for _ in run:
         times.append(time.perf_counter() - started)
@@ -38,7 +36,7 @@ def write(decoder: Decoder, order: Order, own_bytes: int) -> Answer:
     figures.append(_figures(decoder, own_bytes, result.stats.num_sweeps))
     counts = [result.stats.num_first_tokens, *result.stats.accepted_per_sweep]
     bursts = [Burst(*pair) for pair in zip(times, counts, strict=False)]  # the last piece may be text alone
-    return Answer(result.token_ids, bursts, result.stats.as_dict(), figures, [])
+    return Answer(result.token_ids, bursts, result.stats.as_dict(), figures)
 
 
 def _figures(decoder: Decoder, own_bytes: int, num_passes: int) -> list[RankFigures]:

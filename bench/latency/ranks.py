@@ -10,7 +10,7 @@ Invariant: nothing is printed before all clusters wrote the same ids, and every 
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,18 +19,20 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from offload.bench.harness.cluster import Answer, Cluster, Order, shard_budgets
-from offload.bench.harness.command import Bench, command, say_link, say_table
+from offload.bench.harness.command import Bench, command, one_of, say_link, say_table
 from offload.bench.harness.gate import Written
 from offload.bench.harness.metrics import latencies
-from offload.bench.harness.network import network
+from offload.bench.harness.network import NoNetworkError, network
+from offload.bench.harness.picture import draw_flights, require_pictures
 from offload.bench.harness.prompts import CODE, prompts
-from offload.bench.harness.record import Row
+from offload.bench.harness.record import Row, writable
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, find_setting
 from offload.bench.harness.wanted import say_wanted, wanted_row
+from offload.bench.latency import stages
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import config_sizes
 from offload.cli.demo import PAIR
-from offload.config import Sampling, parse_size
+from offload.config import parse_size
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.exchange import Gathers, Network
@@ -40,6 +42,7 @@ from offload.stats import RankFigures
 from offload.tree.spec import parse_tree
 
 _CONTEXT, _DTYPE, _NONE = 512, "float32", "none"
+_STAGED_SIZE = "60MB"  # seven small layers, which compute in little time beside what they sleep
 _HOW = {"threads": 1, "profile": "none", "lookup": False, "device": "cpu", "invariant": False}
 _NETWORKS = {"1 GbE, 1 ms": Network(125e6, 1e-3), "100 Mbit, 1 ms": Network(12.5e6, 1e-3)}
 _WANTED = {(2, True): 0.55, (3, True): 0.40}  # seconds of a pass beside one rank, by (ranks, one token a pass)
@@ -54,6 +57,7 @@ class Effort:
     num_prompts: int
     num_tokens: int  # of every text with a tree
     num_plain: int
+    num_staged: int
     tree: str
     sizes: tuple[int, ...] = (1, 2, 3)  # ranks
 
@@ -63,8 +67,9 @@ class Effort:
         return Order(prompt_ids, num_tokens, tree, temperature=0.6 * (seed % 2), seed=seed)
 
 
-FULL = Effort(4, 32, 7, "dynamic:32x12")
-QUICK = Effort(1, 20, 5, "dynamic:32x12")
+FULL = Effort(4, 32, 7, 48, "dynamic:32x12")
+QUICK = Effort(1, 20, 5, 32, "dynamic:32x12")
+PARTS = ("shards", "networks", "stages")
 
 
 class Text(NamedTuple):
@@ -199,28 +204,82 @@ def open_clusters(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a part has found, unproved."""
+
+    rows: list[Row] = field(default_factory=list)
+    written: list[Written] = field(default_factory=list)
+    figures: list[Row] = field(default_factory=list)  # beside what was wanted
+    notes: list[str] = field(default_factory=list)
+
+
+def share(bench: Bench, setting: Setting, effort: Effort, link_bytes_per_s: float, texts: Sequence[list[int]]) -> Shown:
+    """Clusters of all sizes side by side."""
+    with bench.screen as screen, ExitStack() as resources:
+        screen.wait("starting ranks")
+        clusters = open_clusters(setting, effort, link_bytes_per_s, resources)
+        found = write_all(clusters, texts, effort, screen.count)
+    rows = rows_of(found, link_bytes_per_s, effort)
+    return Shown(rows, [text.order.written(text.answer.new_ids) for text in found], promises(rows))
+
+
 def over_networks(
-    setting: Setting, effort: Effort, link_bytes_per_s: float, ids: list[int], local: Sequence[Row], tell: Any
-) -> tuple[list[Row], list[Text]]:
-    """Two ranks on hosts of their own, one text for each network and tree. Raises `UserError` where none can be made.
+    bench: Bench, setting: Setting, effort: Effort, link_bytes_per_s: float, ids: list[int], local: Sequence[Row]
+) -> Shown:
+    """Two ranks on hosts of their own, one text for each network and tree; a note where no hosts can be made.
 
     Args:
         local: rows of two ranks without a network between them, whose computing is that of these.
     """
-    rows, texts, exchange = list[Row](), list[Text](), exchange_of(setting.target, 2)
+    shown, exchange = Shown(), exchange_of(setting.target, 2)
     for name, between in _NETWORKS.items():
-        tell(f"two ranks over {name}")
-        with ExitStack() as resources:
-            hosts, switch = resources.enter_context(network(2, between))
-            cluster = open_clusters(setting, effort, link_bytes_per_s, resources, hosts)[2]
-            for tree in (_NONE, effort.tree):
-                order, before = effort.order(ids, 0, tree), [*switch.sent_bytes]
-                texts.append(Text(2, order, cluster.ask(order)))
-                sent = [after - one for after, one in zip(switch.sent_bytes, before, strict=True)]
-                row = row_of(texts[-1:], link_bytes_per_s)
-                alone_s = next(one["compute_s"] for one in local if (one["num_ranks"], one["tree"]) == (2, tree))
-                rows.append({**row, **_beside(row, exchange, between, alone_s, sent), "name": f"{row['name']}; {name}"})
-    return rows, texts
+        try:
+            with bench.screen as screen:
+                screen.wait(f"two ranks over {name}")
+                texts = _over_network(setting, effort, link_bytes_per_s, ids, between)
+        except NoNetworkError as error:
+            return Shown(notes=[f"networks are left out: {error}"])
+        for text, sent in texts:
+            row = row_of([text], link_bytes_per_s)
+            alone_s = next(one["compute_s"] for one in local if (one["num_ranks"], one["tree"]) == (2, row["tree"]))
+            row |= {**_beside(row, exchange, between, alone_s, sent), "name": f"{row['name']}; {name}"}
+            shown.rows.append(row)
+            shown.written.append(text.order.written(text.answer.new_ids))
+            ratios = [second / row["predicted_s"] for second in text.pass_s]
+            told = f"{row['name']}: s/pass / predicted"
+            shown.figures.append(wanted_row(told, median(ratios), _WANTED_NETWORK, ratios, "lower"))
+            told = f"predicted {row['predicted_s']:.3f} s a pass, the exchange alone {row['predicted_exchange_s']:.3f}"
+            shown.notes.append(f"{row['name']}: {told}; bytes on the wire {row['wire_share']:.3f} of the formula's")
+    return shown
+
+
+def _over_network(
+    setting: Setting, effort: Effort, link_bytes_per_s: float, ids: list[int], between: Network
+) -> list[tuple[Text, list[int]]]:
+    """A text without and one with a tree, and what each host has sent for it. Raises `NoNetworkError`."""
+    found = list[tuple[Text, list[int]]]()
+    with ExitStack() as resources:
+        hosts, switch = resources.enter_context(network(2, between))
+        cluster = open_clusters(setting, effort, link_bytes_per_s, resources, hosts)[2]
+        for tree in (_NONE, effort.tree):
+            order, before = effort.order(ids, 0, tree), [*switch.sent_bytes]
+            text = Text(2, order, cluster.ask(order))
+            found.append((text, [after - one for after, one in zip(switch.sent_bytes, before, strict=True)]))
+    return found
+
+
+def in_stages(bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]) -> Shown:
+    """Ways to run a pipeline, side by side."""
+    setting = find_setting(None, None, _STAGED_SIZE, None, bench.screen)
+    ways = stages.BASELINES if bench.quick else (*stages.BASELINES, *stages.ABLATIONS)
+    with bench.screen as screen, ExitStack() as resources:
+        screen.wait("starting stages")
+        clusters = stages.open_ways(setting, ways, slow_layer_s, resources)
+        found = stages.write_all(clusters, texts, effort.num_staged, screen.count)
+        peaks = {way: cluster.peak_rss_bytes() for way, cluster in clusters.items()}
+    rows = [stages.row_of([text for text in found if text.way == way], peaks[way]) for way in ways]
+    return Shown(rows, [text.order.written(text.answer.new_ids) for text in found], stages.promises(rows))
 
 
 def _beside(row: Row, exchange: Gathers, between: Network, alone_s: float, sent: Sequence[int]) -> Row:
@@ -242,63 +301,60 @@ def exchange_of(target: Path, num_ranks: int) -> Gathers:
     return Gathers(widths, num_layers, width, 4)
 
 
-def network_promises(rows: Sequence[Row]) -> list[Row]:
-    """What was wanted over networks."""
-    found = list[Row]()
-    for row in rows:
-        ratios = [second / row["predicted_s"] for second in row["pass_s_samples"]]
-        name = f"{row['name']}: s/pass / predicted"
-        found.append(wanted_row(name, median(ratios), _WANTED_NETWORK, ratios, "lower"))
-    return found
-
-
-Size = Annotated[str, typer.Option(metavar="SIZE", help="of the target")]
+Size = Annotated[str, typer.Option(metavar="SIZE", help="of the target that is shared")]
 Limit = Annotated[str, typer.Option("--link-limit", metavar="RATE", help="of each rank's link, below the disk's share")]
-Num = Annotated[int | None, typer.Option(metavar="N", min=1, help="texts, each with and without a tree")]
+Slow = Annotated[float, typer.Option("--slow-layer", metavar="S", help="seconds that a layer of a stage takes longer")]
+Num = Annotated[int | None, typer.Option(metavar="N", min=1, help="texts of every part")]
+Parts = Annotated[list[str] | None, typer.Option("--part", metavar="PART", help=f"of {', '.join(PARTS)}; several")]
+Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="runs in flight over time", callback=writable)]
 
 
-@command("ranks", "quick compare", examples=["offload bench ranks --quick --json ranks.json"])
-def main(bench: Bench, size: Size = "300MB", link_limit: Limit = "100MB", num_prompts: Num = None) -> None:
-    """How long does a pass take on several ranks with a link each, and over networks between them?"""
-    effort = QUICK if bench.quick else FULL
+@command("ranks", "quick compare", examples=["offload bench ranks --quick --part stages --picture runs.png"])
+def main(
+    bench: Bench, part: Parts = None, size: Size = "300MB", link_limit: Limit = "100MB", slow_layer: Slow = 0.05,
+    num_prompts: Num = None, picture: Picture = None,
+) -> None:  # fmt: skip
+    """How long does a pass take on several ranks with a link each, over networks, and in stages?"""
+    one_of(part or (), PARTS, "--part")
+    parts, effort = part or PARTS, QUICK if bench.quick else FULL
     effort = replace(effort, num_prompts=num_prompts or effort.num_prompts)
-    rate = parse_size(link_limit, "--link-limit")
+    if picture is not None:
+        require_pictures()
+    rate, found = parse_size(link_limit, "--link-limit"), prompts([CODE], effort.num_prompts)
     setting = find_setting(None, None, size, None, bench.screen)
-    found = prompts([CODE], effort.num_prompts)
-    settings = {**setting.as_dict(), "prompts": [one.name for one in found], "link_bytes_per_s": rate, "dtype": _DTYPE}
-    bench.check_same(setting, prompts=settings["prompts"], link_bytes_per_s=rate)
-    disk, left_out = say_link(setting), ""
-    require_slower(rate, disk, max(effort.sizes))
-    ids = [_encoded(prompt.text) for prompt in found]
-    with bench.screen as screen:
-        screen.wait("starting 1, 2 and 3 ranks")
-        with ExitStack() as resources:
-            clusters = open_clusters(setting, effort, rate, resources)
-            texts = write_all(clusters, ids, effort, screen.count)
-        rows = rows_of(texts, rate, effort)
-        try:
-            net_rows, more = over_networks(setting, effort, rate, ids[0], rows, screen.wait)
-        except UserError as error:
-            net_rows, more, left_out = [], [], str(error)
-    proof = bench.prove(setting, [_written(text) for text in (*texts, *more)])
-    say_table(HEAD, map(cells, (*rows, *net_rows)))
-    for row in net_rows:
-        told = f"predicted {row['predicted_s']:.3f} s a pass, {row['predicted_exchange_s']:.3f} of it the exchange"
-        print(f"{row['name']}: {told}; bytes on the wire {row['wire_share']:.3f} of the formula's")
-    if left_out:
-        print(f"left out: {left_out}")
-    guards = say_wanted([*promises(rows), *network_promises(net_rows)])
-    bench.finish([bench.row(row) for row in (*rows, *net_rows)], settings=settings,
-        ceiling={"bytes_per_s": rate, "disk_bytes_per_s": disk}, guards=guards, proof=proof)  # fmt: skip
+    same = {"prompts": [one.name for one in found], "link_bytes_per_s": rate, "slow_layer_s": slow_layer}
+    bench.check_same(setting, **same)
+    disk_bytes_per_s = say_link(setting)
+    require_slower(rate, disk_bytes_per_s, max(effort.sizes))
+    ids, shown = [_encoded(prompt.text) for prompt in found], list[Shown]()
+    if "shards" in parts or "networks" in parts:
+        shown.append(share(bench, setting, effort if "shards" in parts else replace(effort, sizes=(2,)), rate, ids))
+    if "networks" in parts:
+        shown.append(over_networks(bench, setting, effort, rate, ids[0], shown[0].rows))
+    if "stages" in parts:
+        shown.append(in_stages(bench, effort, slow_layer, ids))
+    proof = bench.prove(setting, [one for each in shown for one in each.written])
+    settings, rows = {**setting.as_dict(), **same, "dtype": _DTYPE}, [row for each in shown for row in each.rows]
+    staged = [row for row in rows if "way" in row]
+    if len(staged) < len(rows):
+        say_table(HEAD, [cells(row) for row in rows if "way" not in row])
+    if staged:
+        say_table(stages.HEAD, map(stages.cells, staged))
+    if picture is not None and staged:
+        draw_flights(staged, settings, picture)
+    print(*(note for each in shown for note in each.notes), sep="\n")
+    guards = say_wanted([figure for each in shown for figure in each.figures])
+    bench.finish([*map(bench.row, rows)], settings=settings,
+        ceiling={"bytes_per_s": rate, "disk_bytes_per_s": disk_bytes_per_s}, guards=guards, proof=proof)  # fmt: skip
 
 
 def rows_of(texts: Sequence[Text], link_bytes_per_s: float, effort: Effort) -> list[Row]:
-    """A row for each tree and number of ranks."""
+    """A row for each tree and number of ranks, one rank first."""
     rows = list[Row]()
     for tree in (_NONE, effort.tree):
         own = {size: [text for text in texts if (text.num_ranks, text.order.tree) == (size, tree)]
                for size in effort.sizes}  # fmt: skip
-        rows += [row_of(own[size], link_bytes_per_s, () if size == 1 else own[1]) for size in effort.sizes]
+        rows += [row_of(own[size], link_bytes_per_s, own[1] if size > 1 and 1 in own else ()) for size in effort.sizes]
     return rows
 
 
@@ -315,10 +371,3 @@ def _encoded(text: str) -> list[int]:
     assert tokenizer is not None, "the packaged pair has one"
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids[:PROMPT_TOKENS]
-
-
-def _written(text: Text) -> Written:
-    """In float32 texts must not differ at all."""
-    order = text.order
-    sampling = Sampling(temperature=order.temperature, seed=order.seed)
-    return Written(order.prompt_ids, text.answer.new_ids, sampling, "match", is_invariant=True)
