@@ -23,6 +23,7 @@ COMMANDS = {  # name: file, what it answers
     "passes": ("latency.passes", "seconds of a forward of target and draft against its rows, beside link and memory"),
     "decode": ("latency.decode", "tokens per second and latencies: prompts x temperatures x trees x rules"),
     "lookup": ("latency.lookup", "guesses without a model: copies, a datastore, counts; alone and beside a draft"),
+    "ranks": ("latency.ranks", "a pass on one, two and three ranks with a link each, and over networks between them"),
     "gate": ("latency.exact", "whether every tree writes the ids of transformers, every layer streamed"),
     "main-job": ("latency.main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
     "prediction": ("latency.prediction", "what the plan promises beside what the paper measured on an L40"),

@@ -47,9 +47,9 @@ def has_cuda_driver() -> bool:
     return True
 
 
-def peak_rss_bytes() -> int:
-    """The most memory this process has held at once; `getrusage` would count its parent's share before the start."""
-    return _kilobytes("/proc/self/status", "VmHWM:") * 1024
+def peak_rss_bytes(process: int | str = "self") -> int:
+    """The most memory a process has held at once; `getrusage` would count its parent's share before the start."""
+    return _kilobytes(f"/proc/{process}/status", "VmHWM:") * 1024
 
 
 def rss_bytes() -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offload.threads.policy import Modes
 
@@ -40,6 +41,22 @@ class Estimate:
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
         return {"mean": self.mean, "standard_error": self.standard_error, "num_positions": self.count}
+
+
+class RankFigures(NamedTuple):
+    """What one of many ranks has moved and held since it loaded; what lies between two moments is the difference."""
+
+    ram_bytes: int  # its budget
+    own_bytes: int  # what Python and its libraries took before it loaded
+    peak_rss_bytes: int
+    num_passes: int
+    num_rows: int  # of all passes
+    pass_bytes: int  # of layers that one pass streams, by the plan
+    bytes_streamed: int
+    stall_s: float  # compute waited for the link
+    row_bytes: int  # that it sends in exchanges for every row, by the formula
+    bytes_sent: dict[str, int]  # by kind of message, `broadcast` and `gather`: the last two are exchanges
+    exchange_s: float  # waiting for slower ranks included
 
 
 @dataclass(slots=True, repr=False)

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,6 +33,7 @@ class InMemory(Transport):
     def __init__(self, hub: _Hub, rank: int, limit_s: float) -> None:
         self._hub, self.rank, self.num_ranks, self._limit_s = hub, rank, hub.num_ranks, limit_s
         self.sent: list[tuple[int, Channel, Message]] = []
+        self.bytes_sent, self.exchange_s = Counter[str](), 0.0
 
     def send(self, to: int, channel: Channel, message: Message) -> None:
         self.sent.append((to, channel, message))
@@ -69,9 +70,11 @@ class InMemory(Transport):
         raise RankError(f"{list(ways)} are silent")
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
+        self.bytes_sent["broadcast"] += rows.nbytes * (self.num_ranks - 1) * (self.rank == source)
         return self._exchange(rows)[source].clone()
 
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
+        self.bytes_sent["gather"] += len(part_TR) * max(widths) * part_TR.itemsize * (self.num_ranks - 1)
         parts = self._exchange(part_TR)
         assert [part.shape[-1] for part in parts] == list(widths), "widths are not those of the parts"
         return torch.cat(parts, -1)

@@ -43,7 +43,7 @@ def _group(command: Sequence[str], log: BinaryIO) -> "Iterator[subprocess.Popen[
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=_CHECKOUT, env=environment,
-        start_new_session=True, preexec_fn=_die_with_parent,
+        start_new_session=True, preexec_fn=die_with_parent,
     )  # fmt: skip
     try:
         yield child
@@ -64,5 +64,6 @@ def _end(child: "subprocess.Popen[bytes]") -> int | None:
     return None
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Between fork and exec of a child: it is killed when this process is."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,5 +1,7 @@
 """What a sweep yields against the size of the tree, a table where there is one size only; or against several numbers.
 
+And the runs of a pipeline over time, from the moment each is issued to the moment it is back.
+
 Invariant: a picture that has left its folder still says which models, which machine and which day it is of.
 """
 
@@ -8,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload.bench.harness.record import Row, this_machine
 from offload.errors import UserError
@@ -53,6 +55,38 @@ def sweeps_of(rows: Sequence[Row], settings: Row) -> "Figure":
         place.set(xlabel=number, ylim=(0, 1.05 * max(row["tokens_per_sweep"] for row in rows)))
     figure.axes[0].set_ylabel("tokens per sweep")
     return figure
+
+
+def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:
+    """A panel for each row with `events` of one text, see `RunEvent`."""
+    flights_of(rows, settings).savefig(path)
+
+
+def flights_of(rows: Sequence[Row], settings: Row) -> "Figure":
+    """The picture itself: a line for each run, and the moments at which tokens were emitted."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 0.8 + 1.7 * len(rows)), dpi=120, layout="constrained")
+    figure.suptitle(_title(settings), fontsize=9)
+    places = figure.subplots(len(rows), 1, sharex=True, squeeze=False)[:, 0]
+    for place, row in zip(places, rows, strict=True):
+        _plot_flights(place, row["events"])
+        place.set_ylabel(row["name"], fontsize=8)
+    places[-1].set_xlabel("seconds; blue: back with draws, grey: dead, red: cancelled, ticks: tokens")
+    return figure
+
+
+def _plot_flights(place: "Axes", events: Sequence[Sequence[Any]]) -> None:
+    zero_s = min((time_s for time_s, *_ in events), default=0.0)
+    issued_s = {run: time_s - zero_s for time_s, what, run, _ in events if what == "issued"}
+    for time_s, what, run, _ in events:
+        if what in ("drawn", "dead") and run in issued_s:
+            colour = {"drawn": "tab:blue", "dead": "tab:grey"}[what]
+            place.plot([issued_s[run], time_s - zero_s], [run, run], color=colour, linewidth=1.2)
+        elif what == "cancelled":
+            place.plot(time_s - zero_s, run, "|", color="tab:red", markersize=4)
+        elif what == "emitted":
+            place.axvline(time_s - zero_s, color="black", linewidth=0.3)
 
 
 def figure_of(rows: Sequence[Row], settings: Row) -> "Figure":

@@ -27,6 +27,7 @@ from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, find_setting
 from offload.bench.harness.steps import Step, dictated
 from offload.bench.harness.stores import library_store, permuted_store
+from offload.bench.harness.wanted import say_wanted, wanted_row
 from offload.bench.latency import decode
 from offload.cli.demo import PAIR
 from offload.config import Sampling
@@ -122,7 +123,7 @@ def against_plain(setting: Setting, num_pairs: int) -> tuple[Row, list[Written]]
                     seconds[which].append((time.perf_counter() - started) / num_tokens)
     ratios = [one / other for one, other in zip(*seconds, strict=True)]
     written = [Written(prompt_ids, text.new_ids, sampling, "match") for text in texts]
-    return _wanted("nothing repeats: s/token, lookup / none", median(ratios), _MOST_SLOWER, ratios, "lower"), written
+    return wanted_row("nothing repeats: s/token, lookup / none", median(ratios), _MOST_SLOWER, ratios, "lower"), written
 
 
 def retrieval(store: Path, found: Sequence[Prompt], num_steps: int) -> Row:
@@ -138,7 +139,7 @@ def retrieval(store: Path, found: Sequence[Prompt], num_steps: int) -> Row:
             list(source.tiers(ids[:end], _ASKED, NoState()))
             seconds.append(time.perf_counter() - started)
     name = f"retrieval from {index.num_tokens:,} tokens: s/step, median"
-    row = _wanted(name, median(seconds), _MOST_RETRIEVAL_S, seconds, "lower")
+    row = wanted_row(name, median(seconds), _MOST_RETRIEVAL_S, seconds, "lower")
     cuts = quantiles(seconds, n=20)
     return {**row, "p95_s": cuts[-1], "most_s": max(seconds), "rss_bytes": rss_bytes() - before_bytes}
 
@@ -153,13 +154,8 @@ def promises(rows: Sequence[Row]) -> list[Row]:
             pairs = zip(row["tokens_per_sweep_samples"], other["tokens_per_sweep_samples"], strict=True)
             ratio = row["tokens_per_sweep"] / other["tokens_per_sweep"]
             samples = [one / two for one, two in pairs if two]
-            found.append(_wanted(f"{texts}: {sources} / {beside}", ratio, wanted, samples, "higher"))
+            found.append(wanted_row(f"{texts}: {sources} / {beside}", ratio, wanted, samples, "higher"))
     return found
-
-
-def _wanted(name: str, value: float, wanted: float, samples: Sequence[float], better: str) -> Row:
-    is_met = value >= wanted if better == "higher" else value <= wanted
-    return {"name": name, "value": value, "wanted": wanted, "is_met": is_met, "better": better, "samples": [*samples]}
 
 
 Source = Annotated[list[str] | None, typer.Option("--sources", metavar="NAME", help=f"of {', '.join(SOURCES)}")]
@@ -202,9 +198,7 @@ def main(
         rows, guards = [*own, *rows], {**guards, **decode.guards_of(own, names)}
     figures = [*promises(rows), alone, *([] if store is None else [stored(store, bench)])]
     say_table(_HEAD, map(_cells, rows))
-    say_table(["", "seen", "wanted", ""], map(_figure_cells, figures))
-    for figure in figures:
-        guards[figure["name"]] = Guard(figure["samples"], figure["better"])
+    guards |= say_wanted(figures, _told)
     every = [bench.row(row) for row in (*rows, *figures)]
     bench.finish(every, settings=settings, ceiling={"bytes_per_s": median(measured.ceilings), "first": ceiling,
         "samples": measured.ceilings}, guards=guards, proof=proof)  # fmt: skip
@@ -235,10 +229,8 @@ def _cells(row: Row) -> list[str]:
     return [row["name"], *figures, *used]
 
 
-def _figure_cells(row: Row) -> list[str]:
-    told = ["met" if row["is_met"] else "MISSED"]
+def _told(row: Row) -> list[str]:
+    told = list[str]()
     if "p95_s" in row:
         told.append(f"p95 {row['p95_s']:.6f}, at most {row['most_s']:.6f}, {row['rss_bytes'] / 1e6:.0f} MB in memory")
-    told += [f"made of {row['made_of']}"] if "made_of" in row else []
-    sign = ">=" if row["better"] == "higher" else "<="
-    return [row["name"], f"{row['value']:.6g}", f"{sign} {row['wanted']:g}", "; ".join(told)]
+    return told + ([f"made of {row['made_of']}"] if "made_of" in row else [])

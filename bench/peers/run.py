@@ -88,7 +88,7 @@ def gguf_file(source: Path, folder: Path, python: str) -> Path:
     if not path.is_file():
         command = [python, "-m", "offload.bench.peers.gguf_writer", str(source), str(path)]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, env=_environment())
+            subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
         finally:
             partial_path(path).unlink(missing_ok=True)  # a writer that was killed cleans nothing
     return path
@@ -99,7 +99,7 @@ def _run_json(python: str, order: Order) -> dict[str, Any] | str:
     command = [python, "-m", "offload.bench.peers.child", json.dumps(order)]
     limit_s = _START_S + order.limit_s * (len(order.threads) + len(order.prompts))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=_environment())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment())
     except subprocess.TimeoutExpired:
         return f"failed: took longer than {limit_s:.0f} s"
     if done.returncode < 0:
@@ -120,7 +120,7 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours, and in a checkout the way to this package, which another interpreter need not have installed."""
     root = Path(offload.__file__).resolve().parents[1]
     paths = [str(root)] if (root / "pyproject.toml").is_file() else []

@@ -49,7 +49,7 @@ def plan_launch(
     require(command[0] in _COMMANDS, rule, command[0], "offload launch -n 2 -- generate ...")
     if hosts is None:
         require(host_index is None, "--host-index is a place in --hosts", host_index, "give --hosts, or leave it out")
-        return Launch(num_ranks, ["127.0.0.1"], 0, port or _free_port(), command)
+        return Launch(num_ranks, ["127.0.0.1"], 0, port or free_port(), command)
     names = hosts.split(",")
     require(all(names), "--hosts must be names or addresses, with commas between them", hosts, "such as alpha,beta")
     is_even = num_ranks % len(names) == 0
@@ -160,7 +160,8 @@ def _is_here(name: str) -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

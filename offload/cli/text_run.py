@@ -5,11 +5,12 @@ from pathlib import Path
 
 from offload.cli.console import Console, Names, alpha_line, closing_lines
 from offload.cli.session_file import begun_text, kept_text
-from offload.engine.generation import Run
+from offload.engine.generation import Generation, Run
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.errors import RunError, UserError
 from offload.machine import rss_bytes
+from offload.model.target import Target
 from offload.planning.options import LoadOptions
 
 
@@ -36,22 +37,32 @@ def write_text(
         console.say(note)
         console.follow(run, decoder.plan, num_new)
         with kept_text(decoder, run, session, console):
-            _write_run(run, console, own_bytes, as_json=as_json)
+            _write_run(run, console, own_bytes, decoder.target if as_json else None)
 
 
-def _write_run(run: "Run", console: Console, own_bytes: int, *, as_json: bool) -> None:
-    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for."""
+def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | None) -> None:
+    """Print pieces as they come; whatever ends the run, what was accepted is printed and accounted for.
+
+    Args:
+        target: what ran, for one object at the end instead of text.
+    """
     failure: BaseException | None = None
     try:
         for piece in run:
-            if not as_json:
+            if target is None:
                 console.text(piece)
     except (KeyboardInterrupt, RunError, UserError) as error:
         failure = error
     result = run.result()
-    console.text((json.dumps(result.as_dict()) if as_json else result.text[console.num_written :]) + "\n")
+    console.text((result.text[console.num_written :] if target is None else _as_json(result, target, failure)) + "\n")
     console.clear()
     console.say(closing_lines(result.stats, result.plan, own_bytes, is_decimal=console.is_decimal))
     console.detail(alpha_line(result.stats))
     if failure is not None:
         raise failure
+
+
+def _as_json(result: Generation, target: Target, failure: BaseException | None) -> str:
+    """The result, and of several ranks what each has done, unless one of them may be gone."""
+    ranks = [] if failure else [figures._asdict() for figures in target.figures()]
+    return json.dumps(result.as_dict() | ({"ranks": ranks} if ranks else {}))

@@ -15,6 +15,7 @@ from offload.engine.sequence import Sequence
 from offload.errors import UserError
 from offload.ranks.head import Head
 from offload.ranks.timings import RunEvent
+from offload.stats import RankFigures
 
 
 class _Nowhere(NoState):
@@ -40,6 +41,10 @@ class _Elsewhere:
     def send(self, tensor: Tensor) -> Tensor:
         """It is where it is used."""
         return tensor
+
+    def figures(self) -> list[RankFigures]:
+        """Stages do not tell theirs."""
+        return []
 
 
 class Pipe(NamedTuple):

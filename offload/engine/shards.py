@@ -5,8 +5,9 @@ Shares come from what each rank has measured of itself. Whatever one rank must r
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,27 +15,40 @@ from offload.calibration.link import link_bytes_per_s
 from offload.calibration.quick import timed
 from offload.calibration.startup import pick_threads
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
-from offload.checkpoint.section import Section, checkpoint_of
+from offload.checkpoint.section import Section
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import parse_size
 from offload.engine.meeting import meet
 from offload.engine.team import Given, Team
 from offload.errors import UserError
+from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files
 from offload.model.section import SectionModel
+from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve
+from offload.planning.exchange import Gathers
 from offload.planning.shares import Load, RankCapacity, shard_fractions
 from offload.ranks.agreement import agree_on, hear_head, tell_all
 from offload.ranks.exchange import Exchange, cut_model
+from offload.ranks.layout import gathered_widths, shard_files
 from offload.ranks.sharded import ShardedTarget, serve_shard
-from offload.ranks.sharding import Role, Sharding, share_layers
+from offload.ranks.sharding import Sharding, share_layers
 from offload.ranks.transport import Transport
-from offload.streaming.layers import open_layers
+from offload.stats import RankFigures
+from offload.streaming.layers import Layers, open_layers
 
 _ROOMY = 1 << 50
 _TYPICAL_NODES = 64
 _TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
+
+
+class _Measured(NamedTuple):
+    """What a rank knows of itself before it loads."""
+
+    own_bytes: int  # what Python and its libraries take
+    row_bytes: int  # that it sends in exchanges for every row of a pass
+    exchange_s: Curve  # of a pass, against its rows
 
 
 class Shards(Team):
@@ -43,9 +57,10 @@ class Shards(Team):
     is_alone, profile = False, "none"  # profiles are those of one process
 
     def __init__(
-        self, transport: Transport, sharding: Sharding, exchange: Exchange, exchange_s: Curve, resources: ExitStack
+        self, transport: Transport, sharding: Sharding, exchange: Exchange, measured: _Measured, resources: ExitStack
     ) -> None:
-        self.transport, self.sharding, self.exchange, self.exchange_s = transport, sharding, exchange, exchange_s
+        self.transport, self.sharding, self.exchange, self._measured = transport, sharding, exchange, measured
+        self.exchange_s = measured.exchange_s
         self._resources, self.notes = resources, (f"rows of every layer by rank: {sharding.percentages}",)
 
     def own(self, files: Files) -> Files:
@@ -61,12 +76,22 @@ class Shards(Team):
         hear_head(self.transport, [plan.num_nodes, plan.context])
         agree_on(self.transport, None)
 
-    def target(self, *args: Any, **more: Any) -> ShardedTarget:
+    def target(self, model: StreamedModel, stream: Layers, plan: MemoryPlan, **more: Any) -> ShardedTarget:
         """What the others follow, once all have loaded, until `resources` are closed."""
         agree_on(self.transport, None)  # all have loaded
-        target = ShardedTarget(*args, transport=self.transport, exchange=self.exchange, **more)
+        read = partial(self.figures, stream, plan)
+        ways: dict[str, Any] = {"transport": self.transport, "exchange": self.exchange, "read": read}
+        target = ShardedTarget(model, stream, plan, **ways, **more)
         self._resources.callback(target.stop)
         return target
+
+    def figures(self, stream: Layers, plan: MemoryPlan) -> RankFigures:
+        """This rank's own, now."""
+        exchange, transport, (own_bytes, row_bytes, _) = self.exchange, self.transport, self._measured
+        return RankFigures(
+            plan.ram_bytes, own_bytes, peak_rss_bytes(), exchange.num_passes, exchange.num_rows, plan.streamed_bytes,
+            stream.bytes_read, stream.stall_s, row_bytes, dict(transport.bytes_sent), transport.exchange_s,
+        )  # fmt: skip
 
 
 def join_shards(given: Given, resources: ExitStack, transport: Transport | None = None) -> Shards:
@@ -77,8 +102,9 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
 
     Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
     """
+    own_bytes = rss_bytes()
     transport, notes = meet(given, resources, transport)
-    shards = _share(given, transport, resources)
+    shards = _share(given, transport, own_bytes, resources)
     shards.notes += notes
     if transport.rank:
         _follow(shards, given, resources)
@@ -86,7 +112,7 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
     return shards
 
 
-def _share(given: Given, transport: Transport, resources: ExitStack) -> Shards:
+def _share(given: Given, transport: Transport, own_bytes: int, resources: ExitStack) -> Shards:
     files, dtype = given.files, given.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     tell_all(transport, None)  # links are measured at one time: they may be the same
@@ -98,23 +124,20 @@ def _share(given: Given, transport: Transport, resources: ExitStack) -> Shards:
     column = torch.zeros(1, 1, dtype=getattr(torch, compute_dtype_name(files.target, dtype)))
     layer_s = [_layer_s(exchange, sharding, transport.rank, column.expand(rows, -1)) for rows in _TIMED_ROWS]
     pass_s = tuple(len(shape.layer_bytes) * seconds for seconds in layer_s)
-    return Shards(transport, sharding, exchange, Curve(_TIMED_ROWS, pass_s), resources)
+    num_layers, width = len(shape.layer_bytes), config_sizes(files.target)["hidden_size"]
+    row_bytes = Gathers(gathered_widths(sharding), num_layers, width, column.itemsize).sent_bytes(1)[transport.rank]
+    measured = _Measured(own_bytes, row_bytes, Curve(_TIMED_ROWS, pass_s))
+    return Shards(transport, sharding, exchange, measured, resources)
 
 
 def _capacity(given: Given, sharding: Sharding, rank: int) -> RankCapacity:
     """What this rank has for layers, were its share this one, and what its disk gives while all others read as well."""
     room, files = given.room, given.files
-    own = replace(room, ram=_ROOMY).plan(_files_of(files, sharding, rank), _TYPICAL_NODES)
+    own = replace(room, ram=_ROOMY).plan(shard_files(files, sharding, rank), _TYPICAL_NODES)
     budget_bytes = parse_size(room.ram if room.gpu is None else room.gpu, "`ram`")
     held_bytes = own.fixed_bytes - (own.kv_bytes if sharding.has_own_heads else 0)
     link = link_bytes_per_s(files.target.shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
     return RankCapacity(budget_bytes - held_bytes, link)
-
-
-def _files_of(files: Files, sharding: Sharding, rank: int) -> Files:
-    """What a rank reads; embeddings, head and draft are the head's."""
-    own = sharding.checkpoint_of(rank, files.target)
-    return Files(own, files.draft) if rank == 0 else Files(checkpoint_of(own, _layers_alone(own)))
 
 
 def _layers_alone(checkpoint: Checkpoint) -> Section:
@@ -125,10 +148,8 @@ def _layer_s(exchange: Exchange, sharding: Sharding, rank: int, column: torch.Te
     """Seconds that the gathers of one layer take for so many rows."""
 
     def gather_all() -> None:
-        for name, matrix in sharding.matrices.items():
-            widths = [sharding.input_widths(name)] if matrix.role is Role.JOINED else []
-            for each in [*widths, *([] if matrix.role is Role.OWN else [sharding.widths(name)])]:
-                exchange.gather(column.expand(-1, each[rank]).contiguous(), each)
+        for widths in gathered_widths(sharding):
+            exchange.gather(column.expand(-1, widths[rank]).contiguous(), widths)
 
     with exchange.opened():
         return median(timed(gather_all) for _ in range(_NUM_TIMES))
@@ -138,7 +159,7 @@ def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
     """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
     transport, options = shards.transport, given.options
     num_nodes, context = hear_head(transport)
-    files, plan, refusal = _files_of(given.files, shards.sharding, transport.rank), None, None
+    files, plan, refusal = shard_files(given.files, shards.sharding, transport.rank), None, None
     try:
         plan = replace(given.room, context=context).plan(files, num_nodes)
     except UserError as error:
@@ -155,4 +176,4 @@ def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
     stream = open_layers(store, model.layer_layouts, plan, device, resources)
     stream.load_resident()
     agree_on(transport, None)
-    serve_shard(model, stream, plan, transport, shards.exchange)
+    serve_shard(model, stream, plan, transport, shards.exchange, partial(shards.figures, stream, plan))

@@ -13,6 +13,7 @@ from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits
+from offload.stats import RankFigures
 from offload.streaming.device import Device
 from offload.streaming.layers import Layers
 from offload.tree.token_tree import TokenTree, ancestors
@@ -81,6 +82,10 @@ class Target:
         offset_T = torch.cat([torch.arange(len(pending)), depth_N + len(pending)])
         sees_TT = _chain_then_tree(len(pending), ancestors(tree.topology))
         return self._sweep(torch.cat([pending, tree.token_N]), sees_TT, offset_T, tree.num_nodes, cache)
+
+    def figures(self) -> list[RankFigures]:
+        """Of each rank, where several run it; none of a process by itself. Raises `RankError`."""
+        return []
 
     def wait(self) -> None:
         """Return when the last sweep is over, which on a device goes on after `score` has returned."""

@@ -31,18 +31,17 @@ class Gathers(NamedTuple):
         return len(self.widths[0])
 
     def sent_bytes(self, num_rows: int) -> tuple[int, ...]:
-        """What each rank sends in a pass of so many rows, to all others together."""
-        own = [self.num_layers * sum(widths) for widths in zip(*self.widths, strict=True)]
-        own[0] += self.width
+        """What each rank sends in a pass of so many rows, to all others together; parts are filled up to the widest."""
+        parts = self.num_layers * sum(map(max, self.widths))
+        own = [parts + self.width, *[parts] * (self.num_ranks - 1)]
         return tuple((self.num_ranks - 1) * numbers * num_rows * self.item_bytes for numbers in own)
 
     def seconds(self, num_rows: int, network: Network) -> float:
-        """Time of a pass in which nobody computes; every gather waits for who sends or receives most."""
+        """Time of a pass in which nobody computes."""
         others = self.num_ranks - 1
         if not others:
             return 0.0
-        busiest = (max(max(others * one, sum(widths) - one) for one in widths) for widths in self.widths)
-        numbers = self.num_layers * sum(busiest) + others * self.width
+        numbers = others * (self.num_layers * sum(map(max, self.widths)) + self.width)
         num_messages = others * (self.num_layers * len(self.widths) + 1)
         return num_rows * numbers * self.item_bytes / network.bytes_per_s + num_messages * network.latency_s
 

@@ -4,8 +4,7 @@ Invariant: outside of a pass nobody is waited for: the columns of other ranks ar
 can be timed, and tried out, alone.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,13 +22,12 @@ class Exchange:
     """One rank's part in the passes of a shared model.
 
     Attributes:
-        seconds: that this rank has spent in exchanges, waiting for slower ones included.
-        num_bytes: of its own that others were sent.
+        num_passes, num_rows: that all ranks have run together, and their rows.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._is_open = transport, False
-        self.seconds, self.num_bytes = 0.0, 0
+        self.num_passes = self.num_rows = 0
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -42,23 +40,17 @@ class Exchange:
 
     def share(self, rows: Tensor) -> Tensor:
         """The head's rows, on every rank."""
-        return self._timed(self._transport.broadcast, rows) if self._is_open else rows
+        if not self._is_open:
+            return rows
+        self.num_passes, self.num_rows = self.num_passes + 1, self.num_rows + len(rows)
+        return self._transport.broadcast(rows)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks, of which `part`, (..., widths[rank]), has this one's."""
         before = sum(widths[: self._transport.rank])
         if not self._is_open:
             return pad(part, (before, sum(widths) - before - part.shape[-1]))
-        self.num_bytes += part.nbytes * (len(widths) - 1)
-        whole = self._timed(self._transport.gather, part.flatten(0, -2), widths)
-        return whole.unflatten(0, part.shape[:-1])
-
-    def _timed(self, exchange: Callable[..., Tensor], *args: Any) -> Tensor:
-        started = time.perf_counter()
-        try:
-            return exchange(*args)
-        finally:
-            self.seconds += time.perf_counter() - started
+        return self._transport.gather(part.flatten(0, -2), widths).unflatten(0, part.shape[:-1])
 
 
 def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:

@@ -51,10 +51,6 @@ class Gloo(Transport):
     Args:
         groups: process groups that nobody else uses.
         silence_s: the time limit of the group that is watched.
-
-    Attributes:
-        bytes_sent: by kind of message, `broadcast` and `gather`; headers included, and as often as there are receivers.
-        exchange_s: how long this rank was in `broadcast` and `gather`.
     """
 
     def __init__(self, groups: Groups, silence_s: float) -> None:

@@ -91,7 +91,7 @@ def lay_out_shards(wish: Wish, num_nodes: int) -> Layout:
     even = share_layers(target, [1 / len(machines)] * len(machines))
     whole, capacities = model_shape(target, wish.dtype), list[RankCapacity]()
     for rank, machine in enumerate(machines):
-        roomy = _plan(wish, num_nodes, machine, _files(wish, even, rank), is_roomy=True)
+        roomy = _plan(wish, num_nodes, machine, shard_files(wish.files, even, rank), is_roomy=True)
         kv_bytes = 0 if even.has_own_heads else whole.kv_bytes_per_token * roomy.cache_slots
         capacities.append(_capacity(wish, machine, roomy, kv_bytes, num_nodes))
     shared_kv_bytes = whole.kv_bytes_per_token * roomy.cache_slots if even.has_own_heads else 0
@@ -101,7 +101,7 @@ def lay_out_shards(wish: Wish, num_nodes: int) -> Layout:
 
 
 def _shard(wish: Wish, num_nodes: int, sharding: Sharding, rank: int, whole: ModelShape, cache_slots: int) -> Part:
-    machine, files = wish.cluster.ranks[rank], _files(wish, sharding, rank)
+    machine, files = wish.cluster.ranks[rank], shard_files(wish.files, sharding, rank)
     rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
     shape, num_heads = model_shape(files.target, wish.dtype), 0
     if sharding.has_own_heads:
@@ -142,10 +142,10 @@ def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
     return widths
 
 
-def _files(wish: Wish, sharding: Sharding, rank: int) -> Files:
+def shard_files(files: Files, sharding: Sharding, rank: int) -> Files:
     """What a rank of shards reads; embeddings, head and draft are the head's."""
-    own = sharding.checkpoint_of(rank, wish.files.target)
-    return Files(own, wish.files.draft) if rank == 0 else Files(_layers_alone(own))
+    own = sharding.checkpoint_of(rank, files.target)
+    return Files(own, files.draft) if rank == 0 else Files(_layers_alone(own))
 
 
 def _layers_alone(checkpoint: Checkpoint) -> Checkpoint:

@@ -18,30 +18,40 @@ from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.section import SectionModel
 from offload.model.target import Target
+from offload.ranks.agreement import tell_all
 from offload.ranks.exchange import Exchange
 from offload.ranks.interrupts import held_back
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.transport import Transport
 from offload.sampling.logits import Logits
+from offload.stats import RankFigures
 from offload.streaming.layers import Layers
 
 Tell = Callable[[Message], None]
+Read = Callable[[], RankFigures]  # of this rank, now
 
 
 class ShardedTarget(Target):
     """The head's: a target whose model was cut, see `cut_model`. Others run `serve_shard`."""
 
     def __init__(
-        self, *args: Any, transport: Transport, exchange: Exchange,
+        self, *args: Any, transport: Transport, exchange: Exchange, read: Read,
         on_layer: Callable[[], None] = lambda: None, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, on_layer=self._hear_layer, **more)
         self._transport, self._exchange, self._listener, self._is_broken = transport, exchange, on_layer, False
         self._held_back: BaseException | None = None
+        self._read = read
 
     def new_cache(self) -> KVCache:
         """An empty one, which all other ranks follow."""
         return _HeadCache(self._tell, self._model.num_layers, self._cache_slots, self._gather, self._model.send)
+
+    def figures(self) -> list[RankFigures]:
+        """What each rank has moved and held so far; between two passes. Raises `RankError`."""
+        self._require_whole()
+        self._tell(Message(Kind.WORD))
+        return [RankFigures(*told) for told in tell_all(self._transport, self._read())]
 
     def stop(self) -> None:
         """No pass follows: the other ranks end, as far as they have not."""
@@ -49,14 +59,17 @@ class ShardedTarget(Target):
             self._tell(Message(Kind.STOP))
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
-        if self._is_broken:
-            raise RankError("a pass of all ranks was cut short: load the model again")
+        self._require_whole()
         position_T = self._positions(offset_T, cache)
         with held_back(), self._whole_pass():
             self._tell(Message(Kind.RUN, position_T.tolist(), _packed(sees_TT)))
             with self._exchange.opened():
                 logits = super()._sweep(token_T, sees_TT, offset_T, num_logits, cache)
         return logits
+
+    def _require_whole(self) -> None:
+        if self._is_broken:
+            raise RankError("a pass of all ranks was cut short: load the model again")
 
     @contextmanager
     def _whole_pass(self) -> Iterator[None]:
@@ -100,7 +113,7 @@ class _HeadCache(KVCache):
 
 
 def serve_shard(
-    model: SectionModel, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange
+    model: SectionModel, stream: Layers, plan: MemoryPlan, transport: Transport, exchange: Exchange, read: Read
 ) -> None:
     """Follow the head until it ends. Raises `RankError` where it is lost, `ReadError` where the disk fails."""
     cache = model.new_cache(plan.cache_slots)
@@ -111,6 +124,8 @@ def serve_shard(
         elif order.kind is Kind.COMMIT:
             num_path = order.numbers[0]
             cache.commit(order.numbers[1 : 1 + num_path], order.numbers[1 + num_path :])
+        elif order.kind is Kind.WORD:
+            tell_all(transport, read())
         else:
             assert order.kind is Kind.RUN and order.payload is not None, f"{order.kind.name} is no order"
             stream.begin_sweep()

@@ -1,5 +1,6 @@
 """How messages and activations get from rank to rank; who carries them is chosen at start."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,10 +16,14 @@ class Transport(Protocol):
     Attributes:
         rank: this one's number; 0 is the head.
         num_ranks: how many there are.
+        bytes_sent: by kind of message, `broadcast` and `gather`; headers included, as often as there are receivers.
+        exchange_s: how long this rank was in `broadcast` and `gather`, waiting for slower ones included.
     """
 
     rank: int
     num_ranks: int
+    bytes_sent: Counter[str]
+    exchange_s: float
 
     def send(self, to: int, channel: Channel, message: Message) -> None:
         """Returns at once; what is sent to oneself arrives as well. A payload must not be written to any more."""

@@ -99,7 +99,7 @@ def test_nobody_outlives_a_launcher_that_is_killed() -> None:
 
 
 def test_torchrun_itself_does_as_well() -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(launch._free_port()))
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(launch.free_port()))
     started = Started(*GENERATE, "--ranks", "shards", "--ram", "1GiB,2GiB", python=(*torchrun, *SCRIPT))
     code, out, _ = started.end()
     assert code == 0 and out == f"{WORDS}{PROMPT.replace('$$', '$')}\n".replace("${local_rank}", "0")

@@ -1,0 +1,148 @@
+"""Processes of this machine that run one model together: started once, told one text after the other, all timed there.
+
+They are started as `offload launch` starts them, but each with its own budget and, if wished, on a host of its own.
+Invariant: when a cluster is closed, or this process dies, none of its processes runs any more.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.bench.gpu.child import die_with_parent
+from offload.bench.harness.gate import Written
+from offload.bench.harness.metrics import Burst
+from offload.bench.harness.network import Host
+from offload.bench.peers.run import environment, last_line
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli.launch import free_port
+from offload.config import Sampling
+from offload.errors import UserError
+from offload.machine import peak_rss_bytes
+from offload.memory.planner import Files, least_budget, plan_memory
+from offload.ranks.layout import shard_files
+from offload.ranks.sharding import share_layers
+from offload.stats import RankFigures
+
+_END_S = 15.0
+_SPARE_SHARE = 1.05  # shares follow from links that are measured, so they are not quite even
+_ANY_PORT_OF_A_HOST = 29_400
+
+
+class Order(NamedTuple):
+    """One text."""
+
+    prompt_ids: list[int]
+    num_tokens: int
+    tree: str = "none"
+    temperature: float = 0.0
+    seed: int = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are drawn."""
+        return Sampling(temperature=self.temperature, seed=self.seed)
+
+    def written(self, new_ids: list[int]) -> Written:
+        """To be proved; computed in float32, texts must not differ at all, whoever writes them."""
+        return Written(self.prompt_ids, new_ids, self.sampling, "match", is_invariant=True)
+
+
+class Answer(NamedTuple):
+    """What became of it."""
+
+    new_ids: list[int]
+    bursts: list[Burst]
+    stats: dict[str, Any]
+    figures: list[list[RankFigures]]  # of each rank: before, when the first tokens had come, and at the end
+
+    @classmethod
+    def read(cls, line: str) -> "Answer":
+        """What `rank.tell` has written."""
+        ids, bursts, stats, figures = json.loads(line)
+        ranks = [[RankFigures(*one) for one in moment] for moment in figures]
+        return cls(ids, [Burst(*one) for one in bursts], stats, ranks)
+
+
+class Cluster:
+    """Ranks that wait for orders, of which rank 0 hears and answers. Raises `UserError` where they do not come.
+
+    Args:
+        options: of each rank, as `LoadOptions` names them; more than one are started as ranks.
+        hosts: where each is to run; none is on this one.
+    """
+
+    def __init__(
+        self, target: Path, draft: Path | None, options: Sequence[dict[str, Any]], hosts: Sequence[Host] = ()
+    ) -> None:
+        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the cluster)
+        self._processes = list[subprocess.Popen[str]]()
+        common = {**environment(), "WORLD_SIZE": str(len(options)), "OMP_NUM_THREADS": "1"}
+        common |= {"MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1"}
+        common |= {"MASTER_PORT": str(_ANY_PORT_OF_A_HOST if hosts else free_port())}
+        start = partial(
+            subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True,
+            start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+        for rank, own in enumerate(options):
+            prefix = hosts[rank].prefix if hosts else []
+            job = json.dumps([str(target), draft and str(draft), own])
+            command = [*prefix, sys.executable, "-m", "offload.bench.harness.rank", job]
+            own_place = {"RANK": str(rank)} if len(options) > 1 else {}
+            self._processes.append(start(command, env=common | own_place))
+
+    def opened(self) -> dict[str, Any]:
+        """The head's plan, when all have loaded."""
+        found: dict[str, Any] = json.loads(self._line())
+        return found
+
+    def ask(self, order: Order) -> Answer:
+        """Have a text written."""
+        head = self._processes[0]
+        assert head.stdin is not None
+        with suppress(BrokenPipeError):
+            print(json.dumps(order), file=head.stdin, flush=True)
+        return Answer.read(self._line())
+
+    def peak_rss_bytes(self) -> list[int]:
+        """Of each rank so far."""
+        return [peak_rss_bytes(process.pid) for process in self._processes]
+
+    def close(self) -> None:
+        """Let all end, and make them."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            process.kill()
+            process.wait()
+        self._words.close()
+
+    def _line(self) -> str:
+        stdout = self._processes[0].stdout
+        assert stdout is not None
+        if line := stdout.readline():
+            return line
+        self._processes[0].wait(_END_S)
+        self._words.seek(0)
+        raise UserError(f"rank 0 has ended: {last_line(self._words.read())}")
+
+
+def shard_budgets(target: Path, draft: Path | None, num_ranks: int, num_nodes: int, **how: Any) -> list[int]:
+    """The least that each of so many ranks can do with, so that it streams all of its share but for chance."""
+    files = Files(open_checkpoint(target), None if draft is None else open_checkpoint(draft))
+    even = share_layers(files.target, [1 / num_ranks] * num_ranks)
+    budgets = list[int]()
+    for rank in range(num_ranks):
+        own = files if num_ranks == 1 else shard_files(files, even, rank)
+        least = least_budget(lambda size, own=own: plan_memory(own, ram=size, num_nodes=num_nodes, **how))  # type: ignore[misc]
+        budgets.append(int(_SPARE_SHARE * least))
+    return budgets
