@@ -78,6 +78,7 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
     Raises `UserError` where ranks do not come or do not fit, or layers cannot be shared.
     """
     transport, notes = meet(given, resources, transport)
+    given.hooks.on_phase("measuring links, sharing layers")
     shards = _share(given, transport, resources)
     shards.notes += notes
     if transport.rank:
