@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from offload.cli.console import Console
@@ -46,6 +46,8 @@ class _NoCompiler(ModuleType):
             return lambda function: function
         if name == "disable":
             return lambda function=None, *_, **__: function or (lambda later: later)
+        if name == "trace_rules":  # torch.distributed clears their cache, where it finds a compiler
+            return SimpleNamespace(clear_lru_cache=lambda: None)
         if name.startswith("__"):  # what the machinery of imports asks every module for
             raise AttributeError(name)
         sys.modules.pop(_COMPILER, None)

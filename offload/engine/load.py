@@ -66,7 +66,7 @@ def load(
     invariant: bool | None = None,
     lookup: bool | None = None, lookup_length: str = "1:16",
     ngram: str | os.PathLike[str] | None = None, datastore: str | os.PathLike[str] | None = None,
-    open_source: OpenSource = DiskReader,
+    ranks: str | None = None, pipeline: str | None = None, open_source: OpenSource = DiskReader,
     on_bytes: Progress = lambda done, total: None, on_layer: Callable[[], None] = lambda: None,
 ) -> Decoder:  # fmt: skip
     """Open a model that need not fit into memory.
@@ -85,6 +85,8 @@ def load(
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
             are streamed, since the arithmetic then waits for the link anyway. See `Decoder.invariance`.
         lookup, lookup_length, ngram, datastore: guesses without a model, see `LoadOptions.looks_up`, docs/lookup.md.
+        ranks, pipeline: share the target among the processes that torchrun has started, see docs/ranks.md. On rank 0
+            this returns; any other serves until that decoder is closed, and then raises `SystemExit`.
         open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it slows the target's to.
         on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.
@@ -98,7 +100,7 @@ def load(
         device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
         context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
         invariant=invariant, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
-        datastore=datastore,
+        datastore=datastore, ranks=ranks, pipeline=pipeline,
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,

@@ -30,6 +30,7 @@ def meet(given: Given, resources: ExitStack, transport: Transport | None) -> Met
     if transport is not None:
         return Met(transport, ())
     target, options = given.files.target, given.options
+    given.hooks.on_phase("waiting for the other ranks")
     content = [json.dumps([target.config, target.tensors], sort_keys=True).encode(), *map(_sample, target.shards)]
     alike = {"--ranks": options.ranks, "--dtype": options.dtype, "--context": options.context}
     agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())

@@ -104,6 +104,7 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
     """
     own_bytes = rss_bytes()
     transport, notes = meet(given, resources, transport)
+    given.hooks.on_phase("measuring links, sharing layers")
     shards = _share(given, transport, own_bytes, resources)
     shards.notes += notes
     if transport.rank:

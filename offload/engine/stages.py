@@ -100,9 +100,12 @@ def open_pipeline(given: Given, resources: ExitStack, transport: Transport | Non
             f"{given.files.target.directory.name}: it has an encoder, and stages have none: leave `ranks` out"
         )
     met = meet(given, resources, transport)
+    given.hooks.on_phase("measuring links, sharing layers")
     rank = _with_layers(_Rank(given, met.transport, roles, pipeline))
     plan = _agreed_plan(rank)
+    given.hooks.on_phase("reading layers")
     services = _load(rank, plan, resources)
+    given.hooks.on_phase("timing passes")
     price = _price(rank, services)
     if rank.transport.rank:
         services.run()

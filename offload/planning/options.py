@@ -53,6 +53,8 @@ class LoadOptions:
             is_free = self.profile is None or self.has_no_profile
             require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
             self._check_pipeline(roles)
+        is_idle = roles is None and self.pipeline is not None
+        require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
                 parse_size(size, name)

@@ -68,7 +68,8 @@ def _named_ranks(text: str) -> dict[str, list[int]]:
     for part in text.split(","):
         before, colon, ranks = part.rpartition(":")
         if colon:
-            require(before in ("stages", "draft") and before not in found, _RULE, text, "name each role once")
+            require(before in ("stages", "draft"), _RULE, text, f"{before or 'an empty name'} is no role")
+            require(before not in found, _RULE, text, "name each role once")
             name, found[before] = before, []
         match = _RANGE.fullmatch(ranks)
         if match is None or not name:

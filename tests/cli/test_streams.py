@@ -107,6 +107,21 @@ def test_warnings_of_libraries_are_lines(warned_of: Path) -> None:
     assert outcome.code == 0 and len(told) == 1 and told[0].startswith("transformers: ")
 
 
+def test_ranks_meet_without_the_compiler() -> None:
+    """It is found by torch.distributed, and takes seconds and 150 MiB where it is imported."""
+    code = """
+import sys
+from offload.cli.console import Console
+from offload.cli.libraries import libraries
+with libraries(Console(is_quiet=True)):
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+print("torch._dynamo.eval_frame" in sys.modules)
+"""
+    assert process(python=("-c", code)).out == "False\n"
+
+
 LISTS_UNUSED = """
 import sys
 from offload.__main__ import main

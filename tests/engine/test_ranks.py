@@ -1,6 +1,7 @@
 """One target on several ranks, as shards and as stages: the same ids as one process gives, whatever comes when."""
 
 import functools
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_memory import Delay
+from processes import Ranks
 from rank_threads import as_started_by_torchrun, rank_threads
 from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
 
@@ -16,6 +18,7 @@ import offload
 from offload.engine.decoder import Decoder
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
+from offload.planning.place import Place
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 NUM_NEW = 24
@@ -128,3 +131,31 @@ def test_a_rank_with_too_little_memory_is_named(
     options = [_options(ranks, "4GiB"), _options(ranks, "100MiB")]
     with pytest.raises(UserError, match=r"rank 1.* MiB.*raise"), rank_threads(2, *pairs("llama"), options.__getitem__):
         pass
+
+
+@pytest.mark.parametrize("ranks", ["shards", "stages:0-1"])
+def test_a_script_that_torchrun_starts_goes_on_at_rank_0_and_ends_at_the_others(
+    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], ranks: str
+) -> None:
+    reports = Ranks(2, _script, *pairs("llama"), ranks).reports()
+    assert reports == {0: [wanted("llama"), "went on"], 1: ["ended with 0"]}
+
+
+def _script(place: Place, report: Callable[[Any], None], target: Path, draft: Path, ranks: str) -> None:
+    names = {"RANK": place.rank, "WORLD_SIZE": place.num_ranks, "MASTER_ADDR": place.address, "MASTER_PORT": place.port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        with offload.load(
+            target, draft, "1GiB", ranks=ranks, dtype="float32", context=128, threads=1, profile="none"
+        ) as decoder:
+            report(_texts(decoder))
+        report("went on")
+    except SystemExit as ended:
+        report(f"ended with {ended.code}")
+
+
+def test_load_refuses_ranks_that_nobody_has_started(pairs: Callable[[str], Pair]) -> None:
+    with pytest.raises(UserError, match="`ranks` needs several processes"):
+        offload.load(*pairs("llama"), "1GiB", ranks="shards")
+    with pytest.raises(UserError, match="`pipeline` goes with `ranks`"):
+        offload.load(*pairs("llama"), "1GiB", pipeline="async")

@@ -39,6 +39,7 @@ def test_roles_that_add_up(text: str, num_ranks: int, roles: Roles) -> None:
         ("draft:3", "name the stages"),
         ("stages:0-1,draft:2,3", "one draft rank"),
         ("stages:0-1,stages:2-3", "name each role once"),
+        ("stage:0-3", "stage is no role"),
         ("shards,draft:3", "ranks are numbers"),
         ("stages:0-1,1-3", "name each rank once"),
         ("stages:0-3,draft:0", "must be no stage"),
