@@ -28,11 +28,14 @@ class RankError(RunError):
     Attributes:
         is_head_told: rank 0 has ended and said so: it tells the user why, and nobody else needs to.
         is_refusal: the other rank has refused what a user can mend; the command line exits with 2.
+        is_death: the other rank has ended without a word; a launcher on its host knows more.
     """
 
-    def __init__(self, message: str, *, is_head_told: bool = False, is_refusal: bool = False) -> None:
+    def __init__(
+        self, message: str, *, is_head_told: bool = False, is_refusal: bool = False, is_death: bool = False
+    ) -> None:
         super().__init__(message)
-        self.is_head_told, self.is_refusal = is_head_told, is_refusal
+        self.is_head_told, self.is_refusal, self.is_death = is_head_told, is_refusal, is_death
 
 
 def ensure(holds: bool, rule: str) -> None:

@@ -19,6 +19,7 @@ from offload.config import require
 from offload.errors import UserError, reason
 
 LAUNCHER = "OFFLOAD_LAUNCHER"  # the process that the ranks' parent must be
+EXIT_UNSAID = 3  # of rank 0: another rank has died, and the launcher says how
 _COMMANDS = ("generate", "chat", "bench")
 _MEET_S = 120
 _HOST_RULE = "--hosts must name this host once"
@@ -82,7 +83,8 @@ def launch(plan: Launch) -> tuple[int, list[str]]:
     try:
         elastic_launch(config, sys.executable)(*_own_program(), *(one.replace("$", "$$") for one in plan.command))
     except ChildFailedError as error:
-        return verdict({rank: failure.exitcode for rank, failure in error.failures.items()}, presses.has_killed)
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        return verdict({rank: failure.exitcode for rank, failure in failures}, presses.has_killed)
     except SignalException as error:
         return 128 + error.sigval, []
     except (RuntimeError, OSError, TimeoutError) as error:
@@ -95,14 +97,23 @@ def verdict(exit_codes: Mapping[int, int], is_interrupted: bool = False) -> tupl
     """(exit code, lines) of ranks that failed; rank 0's code is that of the command, the others' only tell of it.
 
     Args:
-        exit_codes: by rank, of those that did not end with 0; negative where a signal killed it.
+        exit_codes: by rank, of those that did not end with 0, the first to fail first; a signal's is negative.
     """
     if is_interrupted:
         return 128 + signal.SIGINT, []
-    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
-    lines = [f"rank {rank} was killed (signal {number})" for rank, number in sorted(killed.items())]
-    told = [code for _, code in sorted(exit_codes.items()) if code > 0 and code != 128 + signal.SIGTERM]
-    return (told[0] if told else 1), lines
+    own, silent = exit_codes.get(0, 0), (EXIT_UNSAID, 128 + signal.SIGTERM)
+    killed = sorted(rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM)
+    if own == EXIT_UNSAID:
+        killed = killed or [rank for rank in exit_codes if rank][:1]
+    elif own > 0 and own not in silent:  # it has said why, and whoever was slow to end was killed
+        killed = []
+    told = [code for _, code in sorted(exit_codes.items()) if code > 0 and code not in silent]
+    code = told[0] if told and own != EXIT_UNSAID else 1
+    return code, [_death_line(rank, exit_codes[rank]) for rank in killed]
+
+
+def _death_line(rank: int, code: int) -> str:
+    return f"rank {rank} was killed (signal {-code})" if code < 0 else f"rank {rank} is gone (exit code {code})"
 
 
 class _Presses:

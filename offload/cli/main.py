@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int, place: Place | None = None, error: Exception | None = None) -> NoReturn:
-    if place is not None and place.rank and error is not None:
+    if place is not None and error is not None:
         sys.exit(rank_process.leave(place, error, message, code))
     print(fitted(error_line(message), sys.stderr), file=sys.stderr)
     sys.exit(code)

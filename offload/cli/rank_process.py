@@ -10,7 +10,8 @@ import signal
 import sys
 
 from offload.cli.console import error_line
-from offload.cli.launch import LAUNCHER
+from offload.cli.launch import EXIT_UNSAID, LAUNCHER
+from offload.cli.live_line import fitted
 from offload.errors import TOLD, RankError, UserError
 from offload.planning.place import Place, find_place
 
@@ -42,7 +43,15 @@ def is_worker() -> bool:
 
 
 def leave(place: Place, error: Exception, line: str, code: int) -> int:
-    """The exit code of a rank that is not the first and has failed; its line is printed where rank 0 cannot tell it."""
+    """The exit code of a rank that has failed. Its line is printed where nobody else can tell as much.
+
+    That is rank 0, and of the death of a rank the launcher, if all ranks are its own.
+    """
+    if place.rank == 0:
+        is_known = getattr(error, "is_death", False) and LAUNCHER in os.environ and place.num_on_host == place.num_ranks
+        if not is_known:
+            print(fitted(error_line(line), sys.stderr), file=sys.stderr)
+        return EXIT_UNSAID if is_known else code
     if isinstance(error, RankError):
         if place.host_index and not error.is_head_told:
             _print(place, line)

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.calibration.link import link_bytes_per_s
 from offload.calibration.quick import timed
 from offload.calibration.startup import pick_threads
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.config import parse_size
+from offload.engine.capacity import capacity_of, roomy
 from offload.engine.meeting import meet
 from offload.engine.team import Given, Team
 from offload.errors import UserError
@@ -38,7 +37,6 @@ from offload.ranks.transport import Transport
 from offload.stats import RankFigures
 from offload.streaming.layers import Layers, open_layers
 
-_ROOMY = 1 << 50
 _TYPICAL_NODES = 64
 _TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
 
@@ -117,9 +115,11 @@ def _share(given: Given, transport: Transport, own_bytes: int, resources: ExitSt
     files, dtype = given.files, given.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     tell_all(transport, None)  # links are measured at one time: they may be the same
-    capacities = [RankCapacity(*one) for one in tell_all(transport, _capacity(given, even, transport.rank))]
+    held = roomy(given.room).plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
+    mine = capacity_of(given, held, shares_kv=even.has_own_heads)
+    capacities = [RankCapacity(*one) for one in tell_all(transport, mine)]
     shape = model_shape(files.target, dtype)
-    kv_bytes = replace(given.room, ram=_ROOMY).plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
+    kv_bytes = roomy(given.room).plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
     fractions = hear_head(transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes)))
     sharding, exchange = share_layers(files.target, fractions), Exchange(transport)
     column = torch.zeros(1, 1, dtype=getattr(torch, compute_dtype_name(files.target, dtype)))
@@ -129,16 +129,6 @@ def _share(given: Given, transport: Transport, own_bytes: int, resources: ExitSt
     row_bytes = Gathers(gathered_widths(sharding), num_layers, width, column.itemsize).sent_bytes(1)[transport.rank]
     measured = _Measured(own_bytes, row_bytes, Curve(_TIMED_ROWS, pass_s))
     return Shards(transport, sharding, exchange, measured, resources)
-
-
-def _capacity(given: Given, sharding: Sharding, rank: int) -> RankCapacity:
-    """What this rank has for layers, were its share this one, and what its disk gives while all others read as well."""
-    room, files = given.room, given.files
-    own = replace(room, ram=_ROOMY).plan(shard_files(files, sharding, rank), _TYPICAL_NODES)
-    budget_bytes = parse_size(room.ram if room.gpu is None else room.gpu, "`ram`")
-    held_bytes = own.fixed_bytes - (own.kv_bytes if sharding.has_own_heads else 0)
-    link = link_bytes_per_s(files.target.shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
-    return RankCapacity(budget_bytes - held_bytes, link)
 
 
 def _layers_alone(checkpoint: Checkpoint) -> Section:

@@ -14,14 +14,14 @@ import torch
 
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS
-from offload.calibration.link import link_bytes_per_s
 from offload.calibration.quick import timed
 from offload.calibration.startup import pick_threads, trees_of
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.section import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.config import parse_size
+from offload.config import format_bytes, parse_size
 from offload.engine.build import Words, check_vocabulary, end_ids_of, resident_model
+from offload.engine.capacity import capacity_of, roomy
 from offload.engine.decoder import Settled
 from offload.engine.meeting import meet
 from offload.engine.pipeline import Pipe, PipelineDecoder
@@ -29,11 +29,12 @@ from offload.engine.session import Models
 from offload.engine.team import Given
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Files
+from offload.memory.plan import MemoryPlan, draft_bytes
+from offload.memory.planner import RUNTIME_BYTES, Files
 from offload.model.section import SectionModel
 from offload.planning.pipeline import PipelineOptions
 from offload.planning.roles import Roles
+from offload.planning.room import Room
 from offload.planning.shares import Load, RankCapacity, stage_layers
 from offload.ranks.agreement import agree_on, hear_head, tell_all
 from offload.ranks.draft import serve_draft
@@ -47,7 +48,6 @@ from offload.streaming.layers import open_layers
 from offload.threads.policy import Mode, Modes, ThreadPolicy
 from offload.verification.rules import find_rule
 
-_ROOMY = 1 << 50
 _TIMED_ROWS, _LONG_S, _FREE = (1, 4, 8, 16, 32), 1.0, 1.15
 _MOST_FREE = 32
 _LEAST_UNCOMMITTED, _MOST_UNCOMMITTED = 64, 1024
@@ -81,12 +81,16 @@ class _Rank(NamedTuple):
         """Of a stage with these layers."""
         return Section(layers.start, layers.stop, index == 0, index == len(self.roles.stages) - 1)
 
-    def plan(self, index: int, layers: range, ram: str | int) -> MemoryPlan:
+    def plan(self, index: int, layers: range, room: Room) -> MemoryPlan:
         """What this rank takes as that stage, the draft beside it included if it drafts. Raises `UserError`."""
         files = self.given.files
         own = checkpoint_of(files.target, self.section(index, layers))
-        room = replace(self.given.room, ram=ram)
         return room.plan(Files(own, files.draft if self.drafts else None), self.num_uncommitted)
+
+    @property
+    def context(self) -> int:
+        """Positions of a text, on every rank."""
+        return self.plan(0, range(1), roomy(self.given.room)).context
 
 
 def open_pipeline(given: Given, resources: ExitStack, transport: Transport | None = None) -> PipelineDecoder:
@@ -107,7 +111,7 @@ def open_pipeline(given: Given, resources: ExitStack, transport: Transport | Non
     services = _load(rank, plan, resources)
     given.hooks.on_phase("timing passes")
     price = _price(rank, services)
-    if rank.transport.rank:
+    if rank.transport.rank or plan is None:
         services.run()
         raise SystemExit(0)
     events = list[RunEvent]()
@@ -133,59 +137,52 @@ def _settled(rank: _Rank, plan: MemoryPlan) -> Settled:
 
 def _with_layers(rank: _Rank) -> _Rank:
     """Measure, and share layers out so that the slowest stage is as quick as can be."""
-    agree_on(rank.transport, _refusal(rank))  # links are measured at one time: they may be the same
-    everybody = tell_all(rank.transport, None if rank.stage is None else _capacity(rank, rank.stage))
-    shape = model_shape(rank.given.files.target, rank.given.options.dtype)
-    whole = replace(rank.given.room, ram=_ROOMY).plan(rank.given.files, rank.num_uncommitted)
+    files, room = rank.given.files, roomy(rank.given.room)
+    agree_on(rank.transport, _refusal(lambda: _try_least(rank)))  # and measure at one time: links may be the same
+    mine, shape = None, model_shape(files.target, rank.given.options.dtype)
+    if rank.stage is not None:
+        held = rank.plan(rank.stage, range(len(shape.layer_bytes)), room)
+        mine = capacity_of(rank.given, held, shares_kv=True)
+    everybody = tell_all(rank.transport, mine)
     capacities = [RankCapacity(*everybody[one]) for one in rank.roles.stages]
-    layers = stage_layers(capacities, Load(shape.layer_bytes, whole.kv_bytes))
+    layers = stage_layers(capacities, Load(shape.layer_bytes, room.plan(files, rank.num_uncommitted).kv_bytes))
     bounds = hear_head(rank.transport, [(one.start, one.stop) for one in layers])
     return rank._replace(layers=tuple(range(*one) for one in bounds))
 
 
-def _refusal(rank: _Rank) -> str | None:
-    """What this rank has against taking even one layer."""
+def _refusal(attempt: Callable[[], object]) -> str | None:
+    """What this rank has against it."""
     try:
-        if rank.stage is not None:
-            rank.plan(rank.stage, range(1), rank.given.room.ram)
+        attempt()
     except UserError as error:
         return str(error)
     return None
 
 
-def _capacity(rank: _Rank, index: int) -> RankCapacity:
-    given, room = rank.given, rank.given.room
-    num_layers = config_sizes(given.files.target)["num_hidden_layers"]
-    roomy = rank.plan(index, range(num_layers), _ROOMY)
-    link = link_bytes_per_s(given.files.target.shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
-    return RankCapacity(parse_size(room.ram, "`ram`") - roomy.fixed_bytes + roomy.kv_bytes, link)
-
-
-def _agreed_plan(rank: _Rank) -> MemoryPlan:
-    """Of this rank, when all others have one as well. Raises `UserError` where one has not."""
-    refusal = plan = None
-    try:
-        plan = _plan_of(rank)
-    except UserError as error:
-        refusal = str(error)
-    agree_on(rank.transport, refusal)
-    assert plan is not None, "it was agreed on"
-    return plan
-
-
-def _plan_of(rank: _Rank) -> MemoryPlan:
+def _try_least(rank: _Rank) -> None:
+    """Raises `UserError` where there is no room for even one layer, or for the draft."""
     if rank.stage is not None:
-        return rank.plan(rank.stage, rank.layers[rank.stage], rank.given.room.ram)
-    draft = rank.given.files.draft
-    assert draft is not None, "a rank without layers drafts"
-    plan = rank.given.room.plan(Files(draft), rank.num_uncommitted)
-    if plan.streamed_bytes:
-        roomy = replace(rank.given.room, ram=_ROOMY).plan(Files(draft), rank.num_uncommitted)
-        raise UserError(
-            f"needs {roomy.total_bytes >> 20} MiB of RAM to hold the draft, budget is {plan.ram_bytes >> 20} MiB: "
-            "raise `ram`, or take a smaller draft"
-        )
-    return plan
+        rank.plan(rank.stage, range(1), rank.given.room)
+    elif rank.drafts:
+        _require_room_for_draft(rank)
+
+
+def _require_room_for_draft(rank: _Rank) -> None:
+    given, draft = rank.given, rank.given.files.draft
+    assert draft is not None, "whoever drafts has one"
+    is_gpu, shape = given.room.gpu is not None, model_shape(draft, given.options.dtype)
+    needed_bytes = draft_bytes(shape, rank.context, rank.num_uncommitted, is_gpu=is_gpu) + RUNTIME_BYTES
+    has_bytes = parse_size(given.room.ram, "`ram`")
+    if needed_bytes > has_bytes:
+        needed, has = format_bytes(needed_bytes), format_bytes(has_bytes)
+        raise UserError(f"needs {needed} of RAM for the draft, budget is {has}: raise `ram`, or take a smaller draft")
+
+
+def _agreed_plan(rank: _Rank) -> MemoryPlan | None:
+    """Of this rank's stage, if it is one, when all others have theirs as well. Raises `UserError` where one has not."""
+    attempt = None if rank.stage is None else partial(rank.plan, rank.stage, rank.layers[rank.stage], rank.given.room)
+    agree_on(rank.transport, attempt and _refusal(attempt))
+    return attempt and attempt()
 
 
 class _Services:
@@ -215,15 +212,15 @@ class _Services:
             self._errors.append(error)
 
 
-def _load(rank: _Rank, plan: MemoryPlan, resources: ExitStack) -> _Services:
+def _load(rank: _Rank, plan: MemoryPlan | None, resources: ExitStack) -> _Services:
     work, stage = list[Callable[[], None]](), None
-    if rank.stage is not None:
+    if rank.stage is not None and plan is not None:
         stage = _load_stage(rank, rank.stage, plan, resources)
         before = rank.roles.stages[rank.stage - 1] if rank.stage else 0
         after = rank.roles.stages[rank.stage + 1] if rank.stage + 1 < len(rank.roles.stages) else None
         work.append(partial(serve_stage, rank.transport, Neighbours(before, after), stage))
     if rank.drafts:
-        work.append(_load_draft(rank, plan))
+        work.append(_load_draft(rank))
     if not work:  # a draft's rank, where nobody guesses
         work.append(partial(_wait_for_end, rank.transport))
     agree_on(rank.transport, None)
@@ -250,12 +247,14 @@ def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack)
     return Stage(model, stream, plan, slow_layer_s=given.options.slow_layer_s)
 
 
-def _load_draft(rank: _Rank, plan: MemoryPlan) -> Callable[[], None]:
+def _load_draft(rank: _Rank) -> Callable[[], None]:
     files, dtype = rank.given.files, rank.given.options.dtype
     assert files.draft is not None, "there is one to load"
+    if rank.stage is None:
+        torch.set_num_threads(rank.given.options.threads or torch.get_num_threads())
     model, vocab_size = resident_model(files.draft, dtype), config_sizes(files.target)["vocab_size"]
     check_vocabulary(load_tokenizer(files.target.directory), files.draft, Words(vocab_size), model)
-    tree = DraftTree(model, vocab_size, plan.context, rank.num_uncommitted)
+    tree = DraftTree(model, vocab_size, rank.context, rank.num_uncommitted)
     return partial(serve_draft, rank.transport, tree, vocab_size)
 
 

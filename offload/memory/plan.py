@@ -10,11 +10,12 @@ from enum import StrEnum
 
 from offload.checkpoint.sizes import ModelShape
 from offload.config import NOISE_POSITIONS, format_bytes
-from offload.tree.pace import most_rows
+from offload.tree.pace import PACES, most_rows
 
 MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
 PATH_SCRATCH_BYTES = 16 << 20  # scores, keys and values in float32 while rows attend in the order of their paths
 MIN_SLOTS, WANTED_SLOTS = 2, 3
+_RANKING_COPIES = 4  # of the scores of a pass: perturbed, put together, weighted, as chances
 DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
 
 
@@ -186,7 +187,13 @@ def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool
     kv_bytes = draft.kv_bytes_per_token * num_slots
     weights_bytes = draft.num_bytes + draft.cast_bytes * len((*draft.layer_bytes, *draft.encoder_bytes))
     pass_bytes = activation_bytes(draft, max(MAX_PROMPT_ROWS, num_nodes), num_nodes, context)
-    return weights_bytes + kv_bytes + (2 if is_gpu else 1) * pass_bytes
+    return weights_bytes + kv_bytes + (2 if is_gpu else 1) * pass_bytes + growth_bytes(draft.vocab_size, num_nodes)
+
+
+def growth_bytes(vocab_size: int, num_nodes: int) -> int:
+    """Scores in float32 of all rows that a dynamic tree runs, and the copies that the largest pass ranks them by."""
+    widest = max(pace.rows_per_pass(num_nodes) for pace in PACES)
+    return 4 * vocab_size * (most_rows(num_nodes) + _RANKING_COPIES * widest) if num_nodes > 1 else 0
 
 
 def distribution_bytes(vocab_size: int, num_nodes: int) -> int:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from offload.model.row_sizes import LADDER, Multiply, RowSizes, find_sizes, parts_of
+from offload.model.row_sizes import LADDER, Multiply, RowSizes, find_sizes, is_tried_by_likeness, parts_of
 
 Work = Callable[[Tensor], Tensor]
 _VECTOR = 64  # numbers: no processor that torch knows handles more at once
@@ -82,9 +82,10 @@ class InvariantRows(TorchFunctionMode):
             more = () if bias is None else (torch.zeros_like(bias),)
             trial = lambda rows, like: product(rows, like, *more)  # noqa: E731
             settings = (find_sizes, self._thread_counts, torch.get_float32_matmul_precision(), mkldnn.enabled)
-            if (key, settings) not in _TRIED:
-                _TRIED[key, settings] = find_sizes(trial, factor, self._thread_counts, is_transposed=is_transposed)
-            self._found[key] = _TRIED[key, settings]
+            tried = _TRIED if is_tried_by_likeness(factor) else {}
+            if (key, settings) not in tried:
+                tried[key, settings] = find_sizes(trial, factor, self._thread_counts, is_transposed=is_transposed)
+            self._found[key] = tried[key, settings]
         self.num_refused += not self._found[key]
         return self._found[key] or LADDER[-1:]
 

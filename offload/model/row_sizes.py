@@ -113,11 +113,16 @@ def _cheapest(num_rows: int, sizes: RowSizes) -> tuple[int, list[int]]:
     return min(choices)
 
 
+def is_tried_by_likeness(factor: Tensor) -> bool:
+    """Whether other numbers stand for its own in a trial; a large matrix is tried itself, to save the memory."""
+    return factor.ndim > 2 or factor.numel() * factor.element_size() <= _MOST_BYTES
+
+
 def _trial_numbers(factor: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tensor]:
     """Rows and a factor like this one in all but its numbers: of every sum the second half undoes the first."""
     num_columns, width = factor.shape[-2:] if is_transposed else (factor.shape[-1], factor.shape[-2])
     chance = torch.Generator().manual_seed(0)
-    if num_columns * width * factor.element_size() > _MOST_BYTES and factor.ndim == 2:
+    if not is_tried_by_likeness(factor):
         return _cancelling_rows(factor if is_transposed else factor.mT, chance), factor
     order = torch.randperm(width // 2, generator=chance).to(factor.device)
     halves = [

@@ -242,10 +242,10 @@ class Trees:
 
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
         """Seconds of a step by rows of its sweep and its draft passes; always the same where nothing was measured."""
-        traffic = self.traffic_of(num_rows)
-        if self.costs is None or traffic is None:
+        traffic, costs = self.traffic_of(num_rows), self._costs_of(None)
+        if costs is None or traffic is None:
             return 1.0
-        return step_of(self.costs, traffic, num_rows, draft_widths).total_s
+        return step_of(costs, traffic, num_rows, draft_widths).total_s
 
     def _costs_of(self, profile: Profile | None) -> Costs | None:
         """The profile's curves where its most threads are ours, else what was measured at start; today's link."""

@@ -3,6 +3,7 @@
 And SIGTERM, which torchrun sends to all ranks as soon as one fails: rank 0 has more to say than that it was ended.
 """
 
+import os
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_LOSS_S = 2.0
+_LOSS_S, _AGAIN_S = 2.0, 0.05
 
 
 @contextmanager
@@ -39,6 +40,11 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
         return
 
     def hear(number: int, frame: FrameType | None) -> None:
+        if _is_deleting(frame):  # where an exception would be passed over
+            again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
         due_s = time.monotonic() + _LOSS_S
         while (loss := find_loss()) is None and time.monotonic() < due_s:
             time.sleep(0.05)
@@ -66,3 +72,10 @@ def terminated_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _is_deleting(frame: FrameType | None) -> bool:
+    """Whether Python is in a `__del__` there."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None

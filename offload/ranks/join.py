@@ -138,7 +138,8 @@ def ended_by(transport: Gloo) -> Iterator[None]:
             yield
     except (RankError, GeneratorExit):
         raise
-    except SystemExit:  # this rank has done what it was for
+    except SystemExit as leaving:  # how a rank ends that has followed the head to the end
+        why = f"exit code {leaving.code}" if leaving.code else ""
         raise
     except KeyboardInterrupt:
         why = "interrupted"

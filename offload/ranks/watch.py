@@ -29,10 +29,12 @@ class Loss(NamedTuple):
     line: str
     is_refusal: bool = False  # what a user can mend
     is_told: bool = True  # by the rank itself
+    is_death: bool = False  # its connection is closed
 
     def error(self) -> RankError:
         """To be raised on a rank that is left."""
-        return RankError(self.line, is_head_told=self.rank == 0 and self.is_told, is_refusal=self.is_refusal)
+        is_head_told = self.rank == 0 and self.is_told
+        return RankError(self.line, is_head_told=is_head_told, is_refusal=self.is_refusal, is_death=self.is_death)
 
 
 class Watch:
@@ -126,7 +128,7 @@ class Watch:
             return
         is_silent = "imed out" in error
         why = f"has been silent for {self._silence_s:g} s" if is_silent else "is gone (connection closed)"
-        self.lose(Loss(peer, f"rank {peer} {why}", is_told=False))
+        self.lose(Loss(peer, f"rank {peer} {why}", is_told=False, is_death=not is_silent))
 
 
 def limit(seconds: float) -> timedelta:

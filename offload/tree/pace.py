@@ -5,6 +5,7 @@ fastest is a matter of what a pass costs here, see `planning.cost_model.paced`. 
 for the rows of any pace, so that one may be chosen after memory is planned.
 """
 
+import math
 from typing import NamedTuple
 
 _ROOM = 1.25  # rows for every node, those that are run in vain included
@@ -24,8 +25,9 @@ class Pace(NamedTuple):
 
     def widths(self, num_nodes: int) -> list[int]:
         """Rows of every pass behind the root's, as many as are expected."""
-        num_passes = num_nodes.bit_length() + self.more_passes
-        return [max(1, round(self.rows_share * num_nodes / num_passes))] * min(num_nodes - 2, num_passes)
+        num_rows = self.rows_share * num_nodes
+        num_passes = max(num_nodes.bit_length() + self.more_passes, math.ceil(num_rows / self.rows_per_pass(num_nodes)))
+        return [max(1, round(num_rows / num_passes))] * min(num_nodes - 2, num_passes)
 
 
 PACES = (Pace(4, 2, 1.1), Pace(8, 4, 1.03))  # the first where nothing is known of costs

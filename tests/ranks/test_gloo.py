@@ -72,6 +72,7 @@ def _messages(transport, rank):
         ("refuse", "rank 2: `ram` is too small"),
         ("lie", "rank 2 sent what cannot be: a payload of shape (1073741824, 8) is not possible"),
         ("leave", "rank 2 has ended"),
+        ("exit", "rank 2 has ended"),
     ],
 )
 def test_the_others_learn_within_seconds_why_a_rank_has_failed(how, line):
@@ -95,7 +96,7 @@ def _fail(place, report, how):
             elif how == "lie":
                 ranks.transport.receive(2, Channel.RESULT)
             elif place.rank == 1:
-                ranks.transport.receive(0 if how != "leave" else 2, Channel.DATA)
+                ranks.transport.receive(2 if how in ("leave", "exit") else 0, Channel.DATA)
             else:
                 ranks.transport.gather(torch.zeros(1, 1), [1, 1, 1])
     except (RankError, UserError, OSError) as error:
@@ -111,6 +112,8 @@ def _come_to_an_end(transport, how):
         raise OSError("the disk is broken")
     if how == "refuse":
         raise UserError("`ram` is too small")
+    if how == "exit":
+        raise SystemExit(0)
     if how == "lie":
         for to in (0, 1):
             header = torch.tensor([Kind.RUN | 1 << 8 | 2 << 16, 0, 2**30, 8], dtype=torch.int32)
