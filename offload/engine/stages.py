@@ -113,7 +113,9 @@ def open_pipeline(given: Given, resources: ExitStack, transport: Transport | Non
     head = Head(rank.transport, roles, pipeline, rank.num_uncommitted, price=price, listen=events.append)
     services.start(resources)
     resources.callback(head.stop)
-    notes = [f"layers by stage: {', '.join(f'{one.start} to {one.stop - 1}' for one in rank.layers)}", *met.notes]
+    shares = ", ".join(f"{one.start} to {one.stop - 1}" for one in rank.layers)
+    drafts = "" if roles.draft is None else f"; rank {roles.draft} drafts"
+    notes = [f"layers by stage: {shares}{drafts}", *met.notes]
     pipe = Pipe(head, events, config_sizes(given.files.target)["vocab_size"])
     return PipelineDecoder(pipe, _settled(rank, plan), resources=resources.pop_all(), notes=notes)
 
