@@ -23,6 +23,7 @@ from offload.bench.harness.row_log import add_row
 from offload.bench.harness.setting import CEILING_BYTES, Setting, find_setting, place_of, synthetic_setting
 from offload.cli import flags
 from offload.cli.console import Console
+from offload.cli.rank_process import is_worker
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 
@@ -40,6 +41,7 @@ _FLAGS: dict[str, tuple[Any, Any]] = {  # name: how it is given, default
     "device": _flag(str, "auto, cpu, cuda, cuda:N, or pretend, to rehearse", metavar="DEVICE", default="auto"),
     "gpu_mem": (flags.GpuMem, None),
     "ram": _flag(str | None, "memory budget; default: a quarter of the target", metavar="SIZE"),
+    "ranks": _flag(str | None, "of offload launch: shards", metavar="ROLES", envvar="OFFLOAD_RANKS"),
     "source": _flag(list[str] | None, "code, copy, or a text or .jsonl file; several", "--prompts", metavar="SET"),
     "quick": _flag(bool, "up to four minutes on two cores, larger errors", "--quick", default=False),
     "rows_file": _flag(Path | None, "append each row when it is known, one JSON object a line", "--rows", **_TO_WRITE),
@@ -57,7 +59,7 @@ class Bench:
         self.name, self._given, self._resources = name, given, resources
         self.quick: bool = given.get("quick", False)
         self.json_file: Path | None = given.get("json_file")
-        self.screen = Console(is_quiet=False)
+        self.screen = Console(is_quiet=is_worker())
         self._old = None if given.get("compare") is None else read(given["compare"])
         if self._old is not None:
             require_same(self._old, name, {})
@@ -78,7 +80,7 @@ class Bench:
                 setting = find_setting(ask("model"), ask("draft"), ask("size") or "2GB", ask("ram"), self.screen)
         if needs_draft and setting.draft is None:
             raise UserError(f"bench {self.name} compares trees, which a draft fills: give --draft")
-        return setting._replace(**place)
+        return setting._replace(ranks=ask("ranks"), **place)
 
     def prompts(self, num_each: int) -> tuple[list[Prompt], list[str]]:
         """Prompts of the sets that were asked for, and their names."""

@@ -49,6 +49,7 @@ class Setting(NamedTuple):
     device: str = "cpu"
     gpu_memory: str | int | None = None
     opened: Device | None = None  # None is the CPU
+    ranks: str | None = None  # that run the target together
 
     @property
     def shards(self) -> Sequence[Path]:
@@ -65,7 +66,7 @@ class Setting(NamedTuple):
             options.get("lenience", 1) == 1, "what is measured is proved: `lenience` must be 1", "less", "leave it out"
         )
         place: dict[str, Any] = {"device": self.opened or "cpu", "gpu_memory": self.gpu_memory}
-        how = {"profile": "none", "open_source": open_source, **place, **options}
+        how = {"profile": "none", "open_source": open_source, "ranks": self.ranks, **place, **options}
         return load(self.target, self.draft, self.ram_bytes, tree, **how)
 
     def open_streamed(self, tree: str, **options: Any) -> Decoder:
@@ -102,7 +103,8 @@ class Setting(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         target_bytes = sum(path.stat().st_size for path in self.shards)
         names = {"target": self.target.name, "target_bytes": target_bytes, "draft": self.draft and self.draft.name}
-        return {**names, "ram_bytes": self.ram_bytes, "device": self.device, "gpu_memory": self.gpu_memory}
+        place = {"ram_bytes": self.ram_bytes, "device": self.device, "gpu_memory": self.gpu_memory}
+        return {**names, **place, **({} if self.ranks is None else {"ranks": self.ranks})}
 
 
 def find_setting(model: str | None, draft: str | None, size: str, ram: str | None, screen: Console) -> Setting:

@@ -274,7 +274,7 @@ Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="tokens per s
 _EXAMPLES = ("offload bench decode -m big -d small --ram 16GiB --preset sequoia --prompts mt_bench.jsonl",)
 
 
-@command("decode", MODELS, PLACE, "source quick compare", examples=_EXAMPLES)
+@command("decode", MODELS, PLACE, "ranks source quick compare", examples=_EXAMPLES)
 def main(
     bench: Bench, temp: Temps = None, tree: Trees = None, rule: Rules = None, num_prompts: Num = None,
     max_tokens: MaxTokens = None, preset: Preset = None, trace: Trace = None, picture: Picture = None,

@@ -129,9 +129,10 @@ class Names(NamedTuple):
     draft: str | None
 
     @classmethod
-    def of(cls, model: str, draft: str | None) -> "Names":
-        """Without the folders around them, or the owner on the hub."""
-        return cls(Path(model).absolute().name, draft and Path(draft).absolute().name)
+    def of(cls, model: str, draft: str | None, ranks: str | None = None) -> "Names":
+        """Without the folders around them, or the owner on the hub; of several `ranks` what is told is the head's."""
+        name = Path(model).absolute().name
+        return cls(name if ranks is None else f"{name} on rank 0", draft and Path(draft).absolute().name)
 
 
 def opening_lines(names: Names, decoder: "Decoder", choice: "TreeChoice | None", *, is_decimal: bool = False) -> str:

@@ -23,7 +23,9 @@ Draft = Annotated[
 Ram = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", callback=_of_this_rank, help="memory budget, such as 8GiB; default: 3/4 of what is free"
+        metavar="SIZE",
+        callback=_of_this_rank,
+        help="memory budget, such as 8GiB, or one per rank; default: 3/4 of what is free",
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N")]

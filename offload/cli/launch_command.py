@@ -21,8 +21,10 @@ from offload.cli.live_line import fitted
     offload launch -n 2 --hosts alpha,beta -- generate -m big -p "the same on each host" """,
 )
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="generate or chat, with its flags")],
-    num_ranks: Annotated[int, typer.Option("-n", metavar="N", min=1, help="ranks on all hosts together")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="generate, chat or bench decode, with flags")],
+    num_ranks: Annotated[
+        int, typer.Option("-n", metavar="N", min=1, help="ranks on all hosts together; see docs/ranks.md")
+    ],
     hosts: Annotated[
         str | None, typer.Option(metavar="A,B", help="start the same on each; rank 0 is on the first")
     ] = None,

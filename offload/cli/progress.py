@@ -65,16 +65,18 @@ class Writing:
         num_later = sum(stats.accepted_per_sweep)
         num_done, num_run = stats.num_first_tokens + num_later, self.num_layers % self.layers_per_sweep
         is_drafting = stats.tree_depth > 0 and not num_run
-        layer = "drafting" if is_drafting else f"layer {num_run} of {self.layers_per_sweep}"
+        layer = ["drafting" if is_drafting else f"layer {num_run} of {self.layers_per_sweep}"]
+        if not self.num_layers:  # other ranks run them
+            layer = []
         if self.max_new_tokens is None:
             written = plural(num_done, "token")
         else:
             written = f"{num_done} of {plural(self.max_new_tokens, 'token')}"
         if not num_later or not stats.decode_s:
-            return [written, layer]
+            return [written, *layer]
         rate = num_later / stats.decode_s
         speed = [f"{rate:.2f} tokens/s", *self._left(num_done, rate, elapsed_s)]
-        return [written, layer, *speed, f"{stats.tokens_per_sweep:.1f} a sweep"]
+        return [written, *layer, *speed, f"{stats.tokens_per_sweep:.1f} a sweep"]
 
     def _prompt_parts(self, elapsed_s: float) -> list[str]:
         total = self.layers_per_sweep * self.num_prompt_sweeps

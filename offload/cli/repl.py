@@ -78,7 +78,7 @@ def converse(model: str, draft: str | None, options: LoadOptions, console: Conso
 
     first, hooks = _any_question(wishes), console.hooks._replace(on_layer=on_layer)
     with open_decoder(model, draft, options, first, hooks=hooks) as decoder:
-        console.open(Names.of(model, draft), decoder, decoder.tree_choice(sampling))
+        console.open(Names.of(model, draft, options.ranks), decoder, decoder.tree_choice(sampling))
         console.say(wishes.note)
         chat = Chat(
             decoder, sampling, system=wishes.system, max_new_tokens=wishes.max_new_tokens, stop=wishes.stop

@@ -33,7 +33,7 @@ def write_text(
             console.wait("reading the session")
         begun = begun_text(decoder, session, text)
         run = decoder.run(begun, sampling, max_new_tokens=num_new, stop=stop, raw=request.raw, continues=continues)
-        console.open(Names.of(model, draft), decoder, run.tree_choice)
+        console.open(Names.of(model, draft, options.ranks), decoder, run.tree_choice)
         console.say(note)
         console.follow(run, decoder.plan, num_new)
         with kept_text(decoder, run, session, console):

@@ -132,7 +132,7 @@ def open_decoder(
         if roles is not None and not roles.is_sharded:
             from offload.engine.stages import open_pipeline  # what torch.distributed brings takes time
 
-            return open_pipeline(given, resources, transport)
+            return open_pipeline(given, request, resources, transport)
         team = _join(given, resources, transport)
         files, options = team.own(files), replace(options, profile=team.profile or options.profile)
         plan_for = partial(room.plan, files)

@@ -5,7 +5,7 @@ Invariant: the text is that of the same seed in one process; what runs are on th
 
 import time
 from contextlib import ExitStack
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -14,14 +14,21 @@ from offload.engine.decoder import Decoder, Settled
 from offload.engine.sequence import Sequence
 from offload.errors import UserError
 from offload.ranks.head import Head
-from offload.ranks.timings import RunEvent
 from offload.stats import RankFigures
 
 
 class _Nowhere(NoState):
-    """What stands for a cache here: the stages have those of the target."""
+    """What stands for a cache here: the stages have those of the target.
+
+    Attributes:
+        length: tokens that a text may keep of the one before.
+    """
 
     length = 0
+
+    def clear(self, num_kept: int = 0) -> None:
+        """From now on so many."""
+        self.length = num_kept
 
 
 class _Elsewhere:
@@ -47,37 +54,35 @@ class _Elsewhere:
         return []
 
 
-class Pipe(NamedTuple):
-    """A pipeline as its decoder knows it."""
-
-    head: Head
-    events: list[RunEvent]  # that the head adds to
-    vocab_size: int
-
-
 class PipelineDecoder(Decoder):
     """A `Decoder` over the head of a pipeline; its trees are made of what the draft rank guesses, run by run."""
 
-    def __init__(self, pipe: Pipe, settled: Settled, *, resources: ExitStack, notes: list[str]) -> None:
-        elsewhere: Any = _Elsewhere(pipe.vocab_size)
+    def __init__(
+        self, head: Head, vocab_size: int, settled: Settled, *, resources: ExitStack, notes: list[str]
+    ) -> None:
+        elsewhere: Any = _Elsewhere(vocab_size)
         super().__init__(elsewhere, NoDrafter(), settled, resources=resources, notes=notes)
-        self._head, self._events, self._begun = pipe.head, pipe.events, list[Sequence]()
+        self._head, self._last, self._is_under_way = head, list[Sequence](), False
 
     def _step(self, sequence: Sequence) -> list[int]:
-        sequence.caches  # noqa: B018  # refuses a text that was overtaken
-        started = time.perf_counter()
-        if sequence not in self._begun:
-            self._events.clear()
+        kept, started = sequence.caches.target.length, time.perf_counter()
+        is_known = sequence in self._last
+        if not (is_known and self._is_under_way):
             most = sequence.num_prompt_tokens + sequence.limits.max_new_tokens
-            self._head.begin(sequence.tokens, sequence.sampler.sampling, min(most, self.plan.context))
-            self._begun = [sequence]
+            self._last, self._head.listen = [sequence], sequence.stats.runs.append
+            most_kept = len(sequence.tokens) if is_known else kept
+            self._head.begin(sequence.tokens, sequence.sampler.sampling, min(most, self.plan.context), most_kept)
+        self._is_under_way = False  # where a step is cut short, the head may have gone further than the text
         counted = sequence.accept(self._head.advance())
+        self._is_under_way = True
         if sequence.has_ended:
             self._head.end()
         took_s = time.perf_counter() - started
         sequence.stats.add_step(draft_s=0.0, sweep_s=took_s, verify_s=0.0, stall_s=0.0, num_bytes=0)
-        sequence.stats.runs = list(self._events)
         return counted
+
+    def _other_rule(self, name: str) -> NoReturn:
+        raise UserError(f"stages draw by `rule` match alone, got {name}: leave it out, or use `ranks` shards")
 
     def save_session(self, *_: Any) -> NoReturn:
         """Refused: keys and values lie on all ranks."""

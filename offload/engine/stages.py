@@ -24,12 +24,13 @@ from offload.engine.build import Words, check_vocabulary, end_ids_of, resident_m
 from offload.engine.capacity import capacity_of, roomy
 from offload.engine.decoder import Settled
 from offload.engine.meeting import meet
-from offload.engine.pipeline import Pipe, PipelineDecoder
+from offload.engine.pipeline import PipelineDecoder
+from offload.engine.request import Request
 from offload.engine.session import Models
 from offload.engine.team import Given
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
-from offload.memory.plan import MemoryPlan, draft_bytes
+from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
 from offload.memory.planner import RUNTIME_BYTES, Files
 from offload.model.section import SectionModel
 from offload.planning.pipeline import PipelineOptions
@@ -42,14 +43,13 @@ from offload.ranks.draft_tree import DraftTree
 from offload.ranks.head import Head, RowPrice
 from offload.ranks.messages import Channel
 from offload.ranks.stage import Neighbours, Stage, serve_stage
-from offload.ranks.timings import RunEvent
 from offload.ranks.transport import Transport
 from offload.streaming.layers import open_layers
 from offload.threads.policy import Mode, Modes, ThreadPolicy
 from offload.verification.rules import find_rule
 
-_TIMED_ROWS, _LONG_S, _FREE = (1, 4, 8, 16, 32), 1.0, 1.15
-_MOST_FREE = 32
+_TIMED_ROWS, _NUM_TIMES, _LONG_S, _FREE = (4, 8, 16, 32), 2, 1.0, 1.15
+_MOST_FREE, _NAME = 32, "offload-rank"
 _LEAST_UNCOMMITTED, _MOST_UNCOMMITTED = 64, 1024
 
 
@@ -93,20 +93,23 @@ class _Rank(NamedTuple):
         return self.plan(0, range(1), roomy(self.given.room)).context
 
 
-def open_pipeline(given: Given, resources: ExitStack, transport: Transport | None = None) -> PipelineDecoder:
+def open_pipeline(
+    given: Given, request: Request | None, resources: ExitStack, transport: Transport | None = None
+) -> PipelineDecoder:
     """The head's decoder, once all ranks have loaded. On any other rank: serve to the end, then raise `SystemExit`.
 
-    Raises `UserError` where ranks do not come or do not fit, and `ReadError`.
+    Raises `UserError` where ranks do not come or do not fit, or the request cannot be served, and `ReadError`.
     """
+    target, vocab_size = given.files.target, config_sizes(given.files.target)["vocab_size"]
     roles, pipeline = given.options.pipeline_roles(has_draft=given.files.draft is not None)
-    if has_encoder(given.files.target.config):
-        raise UserError(
-            f"{given.files.target.directory.name}: it has an encoder, and stages have none: leave `ranks` out"
-        )
+    if has_encoder(target.config):
+        raise UserError(f"{target.directory.name}: it has an encoder, and stages have none: leave `ranks` out")
     met = meet(given, resources, transport)
     given.hooks.on_phase("measuring links, sharing layers")
     rank = _with_layers(_Rank(given, met.transport, roles, pipeline))
     plan = _agreed_plan(rank)
+    if plan is not None and request is not None and request.prompt is not None and rank.transport.rank == 0:
+        request.ids(load_tokenizer(target.directory), vocab_size, plan.context, plan.has_longest_context)
     given.hooks.on_phase("reading layers")
     services = _load(rank, plan, resources)
     given.hooks.on_phase("timing passes")
@@ -114,13 +117,13 @@ def open_pipeline(given: Given, resources: ExitStack, transport: Transport | Non
     if rank.transport.rank or plan is None:
         services.run()
         raise SystemExit(0)
-    events = list[RunEvent]()
-    head = Head(rank.transport, roles, pipeline, rank.num_uncommitted, price=price, listen=events.append)
+    head = Head(rank.transport, roles, pipeline, rank.num_uncommitted, price=price)
     services.start(resources)
     resources.callback(head.stop)
-    notes = [f"layers by stage: {', '.join(f'{one.start} to {one.stop - 1}' for one in rank.layers)}", *met.notes]
-    pipe = Pipe(head, events, config_sizes(given.files.target)["vocab_size"])
-    return PipelineDecoder(pipe, _settled(rank, plan), resources=resources.pop_all(), notes=notes)
+    shares = ", ".join(f"{one.start} to {one.stop - 1}" for one in rank.layers)
+    drafts = "" if roles.draft is None else f"; rank {roles.draft} drafts"
+    notes = [f"layers by stage: {shares}{drafts}", *met.notes]
+    return PipelineDecoder(head, vocab_size, _settled(rank, plan), resources=resources.pop_all(), notes=notes)
 
 
 def _settled(rank: _Rank, plan: MemoryPlan) -> Settled:
@@ -172,6 +175,7 @@ def _require_room_for_draft(rank: _Rank) -> None:
     assert draft is not None, "whoever drafts has one"
     is_gpu, shape = given.room.gpu is not None, model_shape(draft, given.options.dtype)
     needed_bytes = draft_bytes(shape, rank.context, rank.num_uncommitted, is_gpu=is_gpu) + RUNTIME_BYTES
+    needed_bytes += noise_bytes(shape.vocab_size) + PATH_SCRATCH_BYTES
     has_bytes = parse_size(given.room.ram, "`ram`")
     if needed_bytes > has_bytes:
         needed, has = format_bytes(needed_bytes), format_bytes(has_bytes)
@@ -180,9 +184,12 @@ def _require_room_for_draft(rank: _Rank) -> None:
 
 def _agreed_plan(rank: _Rank) -> MemoryPlan | None:
     """Of this rank's stage, if it is one, when all others have theirs as well. Raises `UserError` where one has not."""
-    attempt = None if rank.stage is None else partial(rank.plan, rank.stage, rank.layers[rank.stage], rank.given.room)
-    agree_on(rank.transport, attempt and _refusal(attempt))
-    return attempt and attempt()
+    if rank.stage is None:
+        agree_on(rank.transport, None)
+        return None
+    attempt = partial(rank.plan, rank.stage, rank.layers[rank.stage], rank.given.room)
+    agree_on(rank.transport, _refusal(attempt))
+    return attempt()
 
 
 class _Services:
@@ -194,7 +201,7 @@ class _Services:
 
     def start(self, resources: ExitStack) -> None:
         """Serve beside whoever calls; on closing, all have ended."""
-        for thread in [Thread(target=self._guarded, args=(one,), daemon=True) for one in self._work]:
+        for thread in [Thread(target=self._guarded, args=(one,), name=_NAME, daemon=True) for one in self._work]:
             thread.start()
             resources.callback(thread.join)
 
@@ -259,22 +266,24 @@ def _load_draft(rank: _Rank) -> Callable[[], None]:
 
 
 def _price(rank: _Rank, services: _Services) -> RowPrice:
-    """What rows cost at the slowest stage, in passes that nobody else runs at the same time."""
+    """What rows cost at the slowest stage, while all stages try it; of use to guesses alone."""
+    if not rank.pipeline.speculates:
+        return RowPrice()
     seconds = [] if services.stage is None else _pass_times(services.stage)
     everybody = [times for times in tell_all(rank.transport, seconds) if times]
-    slowest = [max(times) for times in zip(*everybody, strict=False)]
-    rows = _TIMED_ROWS[: len(slowest)]
-    row_s = max(0.0, slowest[-1] - slowest[0]) / max(1, rows[-1] - rows[0])
-    num_free = max(size for size, time_s in zip(rows, slowest, strict=True) if time_s <= _FREE * slowest[0])
+    one_s, *more_s = [max(times) for times in zip(*everybody, strict=False)]
+    rows = _TIMED_ROWS[: len(more_s)]
+    if not rows:  # so long that it is the link's doing, which does not mind rows
+        return RowPrice(0.0, _MOST_FREE)
+    row_s = max(0.0, more_s[-1] - one_s) / (rows[-1] - 1)
+    num_free = max([1, *(size for size, time_s in zip(rows, more_s, strict=True) if time_s <= _FREE * one_s)])
     return RowPrice(row_s, num_free)
 
 
 def _pass_times(stage: Stage) -> list[float]:
-    """Of passes over ever more rows, as long as they do not take too long."""
-    seconds = list[float]()
-    for num_rows in _TIMED_ROWS:
-        timed(partial(stage.try_out, num_rows))
-        seconds.append(timed(partial(stage.try_out, num_rows)))
-        if seconds[-1] > _LONG_S:
-            break
+    """Of a pass over one row, and over ever more where it does not take long."""
+    seconds = [timed(partial(stage.try_out, 1))]
+    for num_rows in _TIMED_ROWS if seconds[0] < _LONG_S else ():
+        seconds[0] = min(seconds[0], timed(partial(stage.try_out, 1)))
+        seconds.append(min(timed(partial(stage.try_out, num_rows)) for _ in range(_NUM_TIMES)))
     return seconds

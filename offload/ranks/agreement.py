@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from offload.errors import UserError
+from offload.errors import RankError, UserError, ensure, reason
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.transport import Transport
 
 _HEAD = 0
+_MOST_BYTES = 1 << 20
 
 
 def tell_all(transport: Transport, value: Any) -> list[Any]:
@@ -17,8 +18,8 @@ def tell_all(transport: Transport, value: Any) -> list[Any]:
     ranks = range(transport.num_ranks)
     if transport.rank != _HEAD:
         transport.send(_HEAD, Channel.DATA, _word(value))
-        return list(_read(transport.receive(_HEAD, Channel.DATA)))
-    values = [value if rank == _HEAD else _read(transport.receive(rank, Channel.DATA)) for rank in ranks]
+        return list(_read(transport.receive(_HEAD, Channel.DATA), _HEAD))
+    values = [value if rank == _HEAD else _read(transport.receive(rank, Channel.DATA), rank) for rank in ranks]
     for rank in ranks[1:]:
         transport.send(rank, Channel.DATA, _word(values))
     return values
@@ -40,6 +41,11 @@ def _word(value: Any) -> Message:
     return Message(Kind.WORD, payload=torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8))
 
 
-def _read(message: Message) -> Any:
-    assert message.kind is Kind.WORD and message.payload is not None, f"{message.kind.name} is no word"
-    return json.loads(bytes(message.payload.tolist()))
+def _read(message: Message, rank: int) -> Any:
+    payload = message.payload
+    try:
+        ensure(message.kind is Kind.WORD and payload is not None, f"{message.kind.name} is no word")
+        ensure(payload.dtype == torch.uint8 and payload.numel() <= _MOST_BYTES, "a word is short")
+        return json.loads(payload.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise RankError(f"rank {rank} has said what is no word: {reason(error)}") from None

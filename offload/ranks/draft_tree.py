@@ -152,7 +152,7 @@ class DraftTree:
         best_WK = log_p_WV.topk(min(_NUM_CHILDREN, log_p_WV.shape[1]))
         for row, (log_p_K, token_K) in enumerate(zip(best_WK.values.tolist(), best_WK.indices.tolist(), strict=True)):
             node = nodes[row]
-            node.score_V = score_WV[row]
+            node.score_V = score_WV[row].clone()  # a view would keep those of all the pass
             node.children = [
                 Node(token, node.position + 1, node, math.exp(log_p), node.log_f + log_p)
                 for log_p, token in zip(log_p_K, token_K, strict=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from offload.errors import UserError
 from offload.model.meta import layer_stacks
 from offload.ranks.sharding import Role, Sharding
 from offload.ranks.transport import Transport
@@ -56,7 +57,7 @@ class Exchange:
 def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:
     """Let every layer of a model without storage compute one rank's rows, and gather where others are needed.
 
-    What goes into the first layer of the head's, others ask `Exchange.share` for.
+    What goes into the first layer of the head's, others ask `Exchange.share` for. Raises `UserError` for other modules.
     """
     layers = layer_stacks(meta_model)[0]
     if rank == 0:
@@ -64,7 +65,10 @@ def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, ran
     for layer in layers:
         for name, matrix in sharding.matrices.items():
             module = layer.get_submodule(name)
-            assert isinstance(module, nn.Linear), f"{name} is no matrix product"
+            if not isinstance(module, nn.Linear):
+                raise UserError(
+                    f"layers cannot be shared, {name} is no plain product: run it on one rank, or as stages"
+                )
             _cut(module, matrix.rows_R[rank].num)
             if matrix.role is Role.JOINED:
                 widths = sharding.input_widths(name)

@@ -10,8 +10,10 @@ What runs are about is the run table's (`runs.py`); here is when. Replies come o
 DRAFT), failures on CONTROL as well. Invariant: what is emitted is a walk over draws, whatever arrives when.
 """
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from itertools import takewhile
 from typing import NamedTuple
@@ -20,6 +22,7 @@ import torch
 
 from offload.config import Sampling, require
 from offload.errors import RankError
+from offload.memory.plan import MAX_PROMPT_ROWS
 from offload.planning.pipeline import PipelineOptions
 from offload.planning.roles import Roles
 from offload.ranks.cut_off import CutOff, Price, RisingCut
@@ -29,8 +32,6 @@ from offload.ranks.runs import Issue, Node, RunTable, Step
 from offload.ranks.timings import Listener, RunEvent, TokenTime, What
 from offload.ranks.transport import Transport
 from offload.sampling.sampler import require_token
-
-PROMPT_ROWS = 512
 
 
 class RowPrice(NamedTuple):
@@ -79,30 +80,33 @@ class Head:
         remedy = "name a draft rank, or `pipeline` plain"
         require(roles.draft is not None or not options.speculates, "guesses need a draft", "none", remedy)
         self._transport, self._roles, self._options = transport, roles, options
-        self._listen, self._clock = listen, clock
+        self.listen, self._clock = listen, clock
         self._most_rows = min(options.num_rows(price.num_free), num_uncommitted)
         self._table = RunTable(options.num_runs(len(roles.stages)), num_uncommitted)
         self._cut: CutOff = Price(price.row_s) if options.cut is None else RisingCut(options.cut)
         self._ways, self._time, self._tokens = _ways(roles), TokenTime(), list[int]()
         self._draft, self._num_asked, self._num_stale = _Draft.IDLE, 0, 0
 
-    def begin(self, tokens: Sequence[int], sampling: Sampling, end: int) -> None:
-        """A text that begins with these tokens, at least one, and has at most `end`; what agrees is not run again."""
-        with held_back():
-            self._begin(tokens, sampling, end)
+    def begin(self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int = sys.maxsize) -> None:
+        """A text that begins with these tokens, at least one, and has at most `end`.
 
-    def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int) -> None:
+        What agrees with the text before is not run again, up to `most_kept` tokens.
+        """
+        with held_back():
+            self._begin(tokens, sampling, end, most_kept)
+
+    def _begin(self, tokens: Sequence[int], sampling: Sampling, end: int, most_kept: int) -> None:
         self.end()
         known = self._tokens[: self._table.num_committed]
         agreed = takewhile(lambda pair: pair[0] == pair[1], zip(known, tokens[:-1], strict=False))
-        num_kept = sum(1 for _ in agreed)
+        num_kept = min(sum(1 for _ in agreed), most_kept)
         self._tokens = list(tokens)
         self._table.begin(tokens[-1], len(tokens) - 1, end, num_kept)
         self._time.begin()
         self._tell("begun")
         self._reset(num_kept, sampling)
-        for lo in range(num_kept, len(tokens), PROMPT_ROWS):
-            self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
+        for lo in range(num_kept, len(tokens), MAX_PROMPT_ROWS):
+            self._issue_prompt(lo, min(lo + MAX_PROMPT_ROWS, len(tokens)))
         self._fill()
 
     def advance(self) -> list[int]:
@@ -128,13 +132,15 @@ class Head:
         self._cut.accepted()
 
     def stop(self) -> None:
-        """The services end, whatever they wait for."""
-        self.end()
-        for rank in range(self._transport.num_ranks):
-            self._transport.send(rank, Channel.CONTROL, Message(Kind.STOP))
-        self._data(Kind.STOP)
-        if self._roles.draft is not None:
-            self._transport.send(self._roles.draft, Channel.DRAFT, Message(Kind.STOP))
+        """The services end, whatever they wait for, as far as they are there."""
+        with suppress(RankError):
+            self.end()
+        ways = [(rank, Channel.CONTROL) for rank in range(self._transport.num_ranks)]
+        ways += [(self._roles.stages[0], Channel.DATA)]
+        ways += [] if self._roles.draft is None else [(self._roles.draft, Channel.DRAFT)]
+        for way in ways:
+            with suppress(RankError):
+                self._transport.send(*way, Message(Kind.STOP))
 
     def _reset(self, num_kept: int, sampling: Sampling) -> None:
         numbers = [num_kept, sampling.seed, sampling.top_k]
@@ -269,7 +275,7 @@ class Head:
             self._transport.send(self._roles.draft, Channel.DRAFT, message)
 
     def _tell(self, what: What, run: int = -1, num: int = 0) -> None:
-        self._listen(RunEvent(self._clock(), what, run, num))
+        self.listen(RunEvent(self._clock(), what, run, num))
 
 
 def _run_numbers(rows: Issue, num_drawn: int) -> list[int]:

@@ -7,7 +7,7 @@ rank runs every pass to its end, since a gather that one of them misses cannot b
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -108,8 +108,13 @@ class _HeadCache(KVCache):
             self._tell(Message(Kind.RESET, [num_kept]))
         super().clear(num_kept)
 
-    def refill(self, *_: Any) -> None:
+    def states(self, *_: Any) -> NoReturn:
+        """Refused: other ranks have the others."""
         raise UserError("sessions keep keys and values of one rank, and there are several: leave `ranks` out")
+
+    def refill(self, *_: Any) -> NoReturn:
+        """Refused like `states`."""
+        self.states()
 
 
 def serve_shard(

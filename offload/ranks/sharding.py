@@ -17,12 +17,14 @@ from typing import NamedTuple
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.rows import Rows, cut_rows, layer_tensors
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.sizes import config_sizes, head_dim
+from offload.checkpoint.sizes import config_sizes, head_dim, text_config
 from offload.errors import UserError
 
 _STEP, _MANY = 16, 4  # rows that a share of a matrix is a multiple of, where a rank has so many times that many
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+# Families whose heads can be computed apart: whatever else attention does there, it does head by head.
+_BY_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 _EXPERTS = ("expert", "router", "mlp.gate.", "block_sparse_moe")
 
 
@@ -78,7 +80,8 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
     Raises `UserError` for families whose layers cannot be cut, and where a rank would get nothing.
     """
     where, shapes = checkpoint.directory.name, layer_tensors(checkpoint)
-    stems = {name.removesuffix(".weight"): sizes for name, sizes in shapes.items() if name.endswith(".weight")}
+    stems = {name.removesuffix(".weight"): sizes for name, sizes in shapes.items()
+             if name.endswith(".weight") and "norm" not in name}  # fmt: skip
     matrices = {stem: sizes for stem, sizes in stems.items() if any(len(shape) > 1 for shape in sizes)}
     odd = next((stem for stem, sizes in matrices.items() if len(sizes) > 1 or len(next(iter(sizes))) != 2), None)
     odd = odd or next((stem for stem in stems if any(word in f"{stem}." for word in _EXPERTS)), None)
@@ -118,7 +121,8 @@ def _has_heads(checkpoint: Checkpoint, shapes: dict[str, set[tuple[int, ...]]]) 
     width = head_dim(sizes)
     matrices = {name.removesuffix(".weight"): next(iter(found)) for name, found in shapes.items()
                 if name.endswith(".weight") and len(next(iter(found))) == 2}  # fmt: skip
-    if set(matrices) != {*_ATTENTION, *_FEED_FORWARD} or num_groups is None:
+    is_known = text_config(checkpoint).get("model_type") in _BY_HEADS
+    if not is_known or set(matrices) != {*_ATTENTION, *_FEED_FORWARD} or num_groups is None:
         return False
     expected = {"q": num_heads * width, "k": num_groups * width, "v": num_groups * width}
     of_heads = all(matrices[f"self_attn.{key}_proj"][0] == rows for key, rows in expected.items())

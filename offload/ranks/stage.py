@@ -202,10 +202,10 @@ class _Service:
         return message.kind not in _ENDS
 
     def fail(self, error: Exception) -> NoReturn:
-        """Tell why, first those who need not wait any longer."""
+        """Tell why, the head first: it tells the user."""
         message = error_message(error)
-        self._pass_on(message)
         self._transport.send(self._neighbours.head, Channel.RESULT, message)
+        self._pass_on(message)
         raise error
 
     def _run(self, message: Message) -> None:

@@ -79,6 +79,7 @@ def test_what_runs_is_told_in_two_lines() -> None:
         "Llama-70B: 1 of 4 layers in RAM (2 GB allowed), 3 GB a sweep from disk",
         "draft Llama-1B, tree dynamic:64x8, 8.00 tokens/s expected",
     ]
+    assert Names.of("/models/Llama-70B/", None, "shards").model == "Llama-70B on rank 0"
     alone = opening_lines(names._replace(draft=None), decoder, TreeChoice(chain(0), "named"))
     assert alone == "Llama-70B: 1 of 4 layers in RAM (1.86 GiB allowed), 2.79 GiB a sweep from disk"
     named = opening_lines(names, decoder, TreeChoice(SHAPES["64x8"], "named", 3.25))

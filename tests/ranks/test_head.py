@@ -11,9 +11,10 @@ from simulator import Speeds, World, own_text, simulated, written
 
 from offload.config import Sampling
 from offload.errors import RankError, UserError
+from offload.memory.plan import MAX_PROMPT_ROWS
 from offload.planning.pipeline import parse_pipeline
 from offload.planning.roles import Roles
-from offload.ranks.head import PROMPT_ROWS, Head, RowPrice
+from offload.ranks.head import Head, RowPrice
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.timings import Pace, RunEvent, TokenTime, pace_of
 
@@ -49,7 +50,11 @@ def test_a_prompt_goes_in_parts_each_committed_at_once_before_anything_comes_bac
     world.head.begin(prompt, Sampling(), len(prompt) + 2)
     orders = [message for _, _, message in sent(world, Kind.RUN, Kind.COMMIT)]
     assert [order.kind for order in orders] == [Kind.RUN, Kind.COMMIT] * 3 and world.now_s == 0
-    assert [tuple(order.numbers[2:4]) for order in orders[::2]] == [(PROMPT_ROWS, 0), (PROMPT_ROWS, 0), (176, 1)]
+    assert [tuple(order.numbers[2:4]) for order in orders[::2]] == [
+        (MAX_PROMPT_ROWS, 0),
+        (MAX_PROMPT_ROWS, 0),
+        (176, 1),
+    ]
     assert world.head.advance() + world.head.advance() == own_text(prompt, len(prompt) + 2)
 
 
