@@ -34,7 +34,7 @@ def meet(given: Given, resources: ExitStack, transport: Transport | None) -> Met
     content = [json.dumps([target.config, target.tensors], sort_keys=True).encode(), *map(_sample, target.shards)]
     has_draft = "given" if given.files.draft else "none"
     alike = {"--ranks": options.ranks, "--pipeline": options.pipeline, "--draft": has_draft}
-    alike |= {"--dtype": options.dtype, "--context": options.context}
+    alike |= {"--dtype": options.dtype, "--context": str(options.context)}
     agreed = " ".join(f"{flag} {value}" for flag, value in alike.items())
     meeting = resources.enter_context(joined(require_place(), headers_digest(content), agreed, target.shards))
     return Met(meeting.transport, tuple(filter(None, [meeting.note()])))

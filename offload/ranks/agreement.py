@@ -42,9 +42,9 @@ def _word(value: Any) -> Message:
 
 
 def _read(message: Message, rank: int) -> Any:
-    payload = message.payload
+    payload = torch.empty(0) if message.payload is None else message.payload
     try:
-        ensure(message.kind is Kind.WORD and payload is not None, f"{message.kind.name} is no word")
+        ensure(message.kind is Kind.WORD, f"{message.kind.name} is no word")
         ensure(payload.dtype == torch.uint8 and payload.numel() <= _MOST_BYTES, "a word is short")
         return json.loads(payload.numpy().tobytes())
     except (ValueError, RecursionError) as error:

@@ -209,7 +209,7 @@ class Gloo(Transport):
             return self._locks[to, channel]
 
     def _start(self, work: Callable[..., None], *of: object) -> None:
-        self._threads.append(threading.Thread(target=work, args=of, daemon=True))
+        self._threads.append(threading.Thread(target=work, args=of, name="offload-rank", daemon=True))
         self._threads[-1].start()
 
     def _wake(self) -> None:
