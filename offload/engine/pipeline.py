@@ -4,6 +4,7 @@ Invariant: the text is that of the same seed in one process; what runs are on th
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -55,14 +56,19 @@ class _Elsewhere:
 
 
 class PipelineDecoder(Decoder):
-    """A `Decoder` over the head of a pipeline; its trees are made of what the draft rank guesses, run by run."""
+    """A `Decoder` over the head of a pipeline; its trees are made of what the draft rank guesses, run by run.
+
+    `on_layer` is called when ranks have computed anything.
+    """
 
     def __init__(
-        self, head: Head, vocab_size: int, settled: Settled, *, resources: ExitStack, notes: list[str]
-    ) -> None:
+        self, head: Head, vocab_size: int, settled: Settled, *, resources: ExitStack, notes: list[str],
+        on_layer: Callable[[], None],
+    ) -> None:  # fmt: skip
         elsewhere: Any = _Elsewhere(vocab_size)
         super().__init__(elsewhere, NoDrafter(), settled, resources=resources, notes=notes)
-        self._head, self._last, self._is_under_way = head, list[Sequence](), False
+        self._head, self._on_layer = head, on_layer
+        self._last, self._is_under_way = list[Sequence](), False
 
     def _step(self, sequence: Sequence) -> list[int]:
         kept, started = sequence.caches.target.length, time.perf_counter()
@@ -73,7 +79,7 @@ class PipelineDecoder(Decoder):
             most_kept = len(sequence.tokens) if is_known else kept
             self._head.begin(sequence.tokens, sequence.sampler.sampling, min(most, self.plan.context), most_kept)
         self._is_under_way = False  # where a step is cut short, the head may have gone further than the text
-        counted = sequence.accept(self._head.advance())
+        counted = sequence.accept(self._head.advance(self._on_layer))
         self._is_under_way = True
         if sequence.has_ended:
             self._head.end()

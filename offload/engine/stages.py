@@ -123,7 +123,9 @@ def open_pipeline(
     shares = ", ".join(f"{one.start} to {one.stop - 1}" for one in rank.layers)
     drafts = "" if roles.draft is None else f"; rank {roles.draft} drafts"
     notes = [f"layers by stage: {shares}{drafts}", *met.notes]
-    return PipelineDecoder(head, vocab_size, _settled(rank, plan), resources=resources.pop_all(), notes=notes)
+    settled, on_layer = _settled(rank, plan), given.hooks.on_layer
+    all_of_it = resources.pop_all()
+    return PipelineDecoder(head, vocab_size, settled, resources=all_of_it, notes=notes, on_layer=on_layer)
 
 
 def _settled(rank: _Rank, plan: MemoryPlan) -> Settled:
