@@ -272,7 +272,7 @@ def _over_network(
 def in_stages(bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]) -> Shown:
     """Ways to run a pipeline, side by side."""
     setting = find_setting(None, None, _STAGED_SIZE, None, bench.screen)
-    ways = stages.BASELINES if bench.quick else (*stages.BASELINES, *stages.ABLATIONS)
+    ways = stages.BASELINES if bench.quick else (*stages.BASELINES, *stages.OTHERS)
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting stages")
         clusters = stages.open_ways(setting, ways, slow_layer_s, resources)
@@ -305,7 +305,8 @@ Size = Annotated[str, typer.Option(metavar="SIZE", help="of the target that is s
 Limit = Annotated[str, typer.Option("--link-limit", metavar="RATE", help="of each rank's link, below the disk's share")]
 Slow = Annotated[float, typer.Option("--slow-layer", metavar="S", help="seconds that a layer of a stage takes longer")]
 Num = Annotated[int | None, typer.Option(metavar="N", min=1, help="texts of every part")]
-Parts = Annotated[list[str] | None, typer.Option("--part", metavar="PART", help=f"of {', '.join(PARTS)}; several")]
+_TOLD = f"of {', '.join(PARTS)}, several; default: all, with --quick the first"
+Parts = Annotated[list[str] | None, typer.Option("--part", metavar="PART", help=_TOLD)]
 Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="runs in flight over time", callback=writable)]
 
 
@@ -316,10 +317,12 @@ def main(
 ) -> None:  # fmt: skip
     """How long does a pass take on several ranks with a link each, over networks, and in stages?"""
     one_of(part or (), PARTS, "--part")
-    parts, effort = part or PARTS, QUICK if bench.quick else FULL
+    parts, effort = part or (PARTS[:1] if bench.quick else PARTS), QUICK if bench.quick else FULL
     effort = replace(effort, num_prompts=num_prompts or effort.num_prompts)
     if picture is not None:
         require_pictures()
+        if "stages" not in parts:
+            raise UserError("--picture shows runs of stages: add --part stages")
     rate, found = parse_size(link_limit, "--link-limit"), prompts([CODE], effort.num_prompts)
     setting = find_setting(None, None, size, None, bench.screen)
     same = {"prompts": [one.name for one in found], "link_bytes_per_s": rate, "slow_layer_s": slow_layer}
@@ -341,7 +344,8 @@ def main(
     if staged:
         say_table(stages.HEAD, map(stages.cells, staged))
     if picture is not None and staged:
-        draw_flights(staged, settings, picture)
+        model = f"the packaged target, {_STAGED_SIZE}, {slow_layer:g} s a layer longer"
+        draw_flights(staged, {**settings, "target": model}, picture)
     print(*(note for each in shown for note in each.notes), sep="\n")
     guards = say_wanted([figure for each in shown for figure in each.figures])
     bench.finish([*map(bench.row, rows)], settings=settings,
