@@ -222,7 +222,7 @@ class Gloo(Transport):
 
 def _received(source: int, group: dist.ProcessGroup) -> Message | None:
     """One message; None after the last. Raises `ValueError` for a header that cannot be, `RuntimeError` for a loss."""
-    header = torch.empty(HEADER_NUMBERS, dtype=torch.int64)
+    header = torch.empty(HEADER_NUMBERS, dtype=torch.int32)
     _receive(header, source, group)
     if (announced := read_header(header)) is None:
         return None

@@ -58,7 +58,7 @@ def _messages(transport, rank):
     assert all(transport.poll(source, Channel.DATA) is None for source in range(3))
     sent = transport.bytes_sent.total() - before
     transport.broadcast(torch.zeros(1))  # who has left is no longer asked
-    header_bytes, num_sent = 64, 2 * NUM_MESSAGES  # to oneself nothing is sent
+    header_bytes, num_sent = 16, 2 * NUM_MESSAGES  # to oneself nothing is sent
     numbers = 8 * (2 * num_sent + 2 * sum(range(NUM_MESSAGES)))
     rows = 2 * sum(number % 3 * 5 * 2 for number in range(NUM_MESSAGES))
     assert sent == 2 * header_bytes * num_sent + numbers + rows
@@ -113,7 +113,7 @@ def _come_to_an_end(transport, how):
         raise UserError("`ram` is too small")
     if how == "lie":
         for to in (0, 1):
-            header = torch.tensor([Kind.RUN, 0, 0, 2, 2**30, 8, 0, 0])
+            header = torch.tensor([Kind.RUN | 1 << 8 | 2 << 16, 0, 2**30, 8], dtype=torch.int32)
             transport._send(to, Channel.RESULT, [header])
         time.sleep(1)
 
