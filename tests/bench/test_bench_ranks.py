@@ -115,7 +115,7 @@ def test_a_network_is_as_slow_as_it_says_and_is_gone_afterwards() -> None:
         probe.bind((hosts[0].address, 0))
 
 
-def test_two_ranks_write_what_is_proved_and_move_what_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_ranks_write_and_move_what_they_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for module in (setting, commands):
         monkeypatch.setattr(module, "CEILING_BYTES", 20_000_000)
