@@ -3,7 +3,8 @@
 Links are emulated (`--link-limit`), far below what the disk gives, so that ranks which share it here read as if each
 had its own. Each rank has the least memory that it can do with, so that nearly all layers stream however many there
 are. All clusters are open at once, computing in float32, and take turns text by text. Then two ranks talk over
-networks, emulated as well, and a pass stands beside max(link, drafting + computing + exchange).
+networks, emulated as well, and a pass stands beside max(link, drafting + computing + exchange). A short text may run a
+little faster than its link: it begins with full slots.
 
 Invariant: nothing is printed before all clusters wrote the same ids, and every one was proved.
 """
@@ -346,7 +347,8 @@ def main(
     if picture is not None and staged:
         model = f"the packaged target, {_STAGED_SIZE}, {slow_layer:g} s a layer longer"
         draw_flights(staged, {**settings, "target": model}, picture)
-    print(*(note for each in shown for note in each.notes), sep="\n")
+    for note in (note for each in shown for note in each.notes):
+        print(note)
     guards = say_wanted([figure for each in shown for figure in each.figures])
     bench.finish([*map(bench.row, rows)], settings=settings,
         ceiling={"bytes_per_s": rate, "disk_bytes_per_s": disk_bytes_per_s}, guards=guards, proof=proof)  # fmt: skip
