@@ -313,7 +313,7 @@ Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="runs in flig
 
 @command("ranks", "quick compare", examples=["offload bench ranks --quick --part stages --picture runs.png"])
 def main(
-    bench: Bench, part: Parts = None, size: Size = "300MB", link_limit: Limit = "100MB", slow_layer: Slow = 0.05,
+    bench: Bench, part: Parts = None, size: Size = "300MB", link_limit: Limit = "100MB", slow_layer: Slow = 0.03,
     num_prompts: Num = None, picture: Picture = None,
 ) -> None:  # fmt: skip
     """How long does a pass take on several ranks with a link each, over networks, and in stages?"""
