@@ -124,6 +124,8 @@ class Cluster:
                 process.wait(_END_S)
             process.kill()
             process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
         self._words.close()
 
     def _line(self) -> str:

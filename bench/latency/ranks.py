@@ -3,7 +3,8 @@
 Links are emulated (`--link-limit`), far below what the disk gives, so that ranks which share it here read as if each
 had its own. Each rank has the least memory that it can do with, so that nearly all layers stream however many there
 are. All clusters are open at once, computing in float32, and take turns text by text. Then two ranks talk over
-networks, emulated as well, and a pass stands beside max(link, drafting + computing + exchange).
+networks, emulated as well, and a pass stands beside max(link, drafting + computing + exchange). A short text may run a
+little faster than its link: it begins with full slots.
 
 Invariant: nothing is printed before all clusters wrote the same ids, and every one was proved.
 """
@@ -272,7 +273,7 @@ def _over_network(
 def in_stages(bench: Bench, effort: Effort, slow_layer_s: float, texts: Sequence[list[int]]) -> Shown:
     """Ways to run a pipeline, side by side."""
     setting = find_setting(None, None, _STAGED_SIZE, None, bench.screen)
-    ways = stages.BASELINES if bench.quick else (*stages.BASELINES, *stages.ABLATIONS)
+    ways = stages.BASELINES if bench.quick else (*stages.BASELINES, *stages.OTHERS)
     with bench.screen as screen, ExitStack() as resources:
         screen.wait("starting stages")
         clusters = stages.open_ways(setting, ways, slow_layer_s, resources)
@@ -305,21 +306,24 @@ Size = Annotated[str, typer.Option(metavar="SIZE", help="of the target that is s
 Limit = Annotated[str, typer.Option("--link-limit", metavar="RATE", help="of each rank's link, below the disk's share")]
 Slow = Annotated[float, typer.Option("--slow-layer", metavar="S", help="seconds that a layer of a stage takes longer")]
 Num = Annotated[int | None, typer.Option(metavar="N", min=1, help="texts of every part")]
-Parts = Annotated[list[str] | None, typer.Option("--part", metavar="PART", help=f"of {', '.join(PARTS)}; several")]
+_TOLD = f"of {', '.join(PARTS)}, several; default: all, with --quick the first"
+Parts = Annotated[list[str] | None, typer.Option("--part", metavar="PART", help=_TOLD)]
 Picture = Annotated[Path | None, typer.Option(metavar="FILE", help="runs in flight over time", callback=writable)]
 
 
 @command("ranks", "quick compare", examples=["offload bench ranks --quick --part stages --picture runs.png"])
 def main(
-    bench: Bench, part: Parts = None, size: Size = "300MB", link_limit: Limit = "100MB", slow_layer: Slow = 0.05,
+    bench: Bench, part: Parts = None, size: Size = "300MB", link_limit: Limit = "100MB", slow_layer: Slow = 0.03,
     num_prompts: Num = None, picture: Picture = None,
 ) -> None:  # fmt: skip
     """How long does a pass take on several ranks with a link each, over networks, and in stages?"""
     one_of(part or (), PARTS, "--part")
-    parts, effort = part or PARTS, QUICK if bench.quick else FULL
+    parts, effort = part or (PARTS[:1] if bench.quick else PARTS), QUICK if bench.quick else FULL
     effort = replace(effort, num_prompts=num_prompts or effort.num_prompts)
     if picture is not None:
         require_pictures()
+        if "stages" not in parts:
+            raise UserError("--picture shows runs of stages: add --part stages")
     rate, found = parse_size(link_limit, "--link-limit"), prompts([CODE], effort.num_prompts)
     setting = find_setting(None, None, size, None, bench.screen)
     same = {"prompts": [one.name for one in found], "link_bytes_per_s": rate, "slow_layer_s": slow_layer}
@@ -341,8 +345,10 @@ def main(
     if staged:
         say_table(stages.HEAD, map(stages.cells, staged))
     if picture is not None and staged:
-        draw_flights(staged, settings, picture)
-    print(*(note for each in shown for note in each.notes), sep="\n")
+        model = f"the packaged target, {_STAGED_SIZE}, {slow_layer:g} s a layer longer"
+        draw_flights(staged, {**settings, "target": model}, picture)
+    for note in (note for each in shown for note in each.notes):
+        print(note)
     guards = say_wanted([figure for each in shown for figure in each.figures])
     bench.finish([*map(bench.row, rows)], settings=settings,
         ceiling={"bytes_per_s": rate, "disk_bytes_per_s": disk_bytes_per_s}, guards=guards, proof=proof)  # fmt: skip

@@ -17,7 +17,8 @@ from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting
 from offload.bench.harness.wanted import wanted_row
 
-BASELINES, ABLATIONS = ("plain", "sync", "async"), ("async,no-cancel", "async,no-continuous")
+BASELINES = ("plain", "sync", "async")
+OTHERS = ("async,rows=16", "async,no-cancel", "async,no-continuous")  # a fixed number of rows, and two ablations
 NUM_STAGES = 4
 _RAM, _CONTEXT = "800MiB", 512
 _WANTED = (  # way, figure, beside which, at most or at least

@@ -92,6 +92,28 @@ def test_shards_with_other_trees_and_uneven_shares(
         assert _texts(decoder) == wanted("llama")
 
 
+@pytest.mark.parametrize(("family", "num_ranks", "is_streamed"), [("llama", 3, True), ("phi3", 2, False)])
+def test_each_rank_reads_and_sends_what_is_planned(
+    pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, family: str, num_ranks: int,
+    is_streamed: bool,
+) -> None:  # fmt: skip
+    as_started_by_torchrun(monkeypatch, num_ranks)
+    pair = pairs(family)
+    ram = _streaming(pair)
+    with rank_threads(num_ranks, *pair, lambda rank: _options("shards", ram - rank, tree=TREE)) as decoder:
+        before = decoder.target.figures()
+        stats = decoder.generate(PROMPT, max_new_tokens=NUM_NEW).stats
+        after = decoder.target.figures()
+    assert [one.ram_bytes for one in after] == [ram - rank for rank in range(num_ranks)]
+    assert (after[0].pass_bytes > 0) is is_streamed
+    for begun, end in zip(before, after, strict=True):
+        num_passes, num_rows = end.num_passes - begun.num_passes, end.num_rows - begun.num_rows
+        assert num_passes == stats.num_sweeps + 1 and num_rows > num_passes + len(PROMPT)
+        assert end.bytes_streamed - begun.bytes_streamed == end.pass_bytes * num_passes
+        sent = [sum(one.bytes_sent.get(way, 0) for way in ("gather", "broadcast")) for one in (begun, end)]
+        assert sent[1] - sent[0] == end.row_bytes * num_rows > 0
+
+
 def _random_delays(seed: int) -> Delay:
     draw = random.Random(seed)
     return lambda *_: draw.choice([0.0, 0.0, 0.002, 0.02])

@@ -1,0 +1,131 @@
+"""Many ranks on the bench: figures of counts that are made up, a network that is real where it may be, and one run."""
+
+import json
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import shell
+
+from offload.bench.harness import command as commands
+from offload.bench.harness import setting
+from offload.bench.harness.cluster import Answer, Order
+from offload.bench.harness.metrics import Burst
+from offload.bench.harness.network import NoNetworkError, network
+from offload.bench.latency import ranks, stages
+from offload.errors import UserError
+from offload.planning.exchange import Gathers, Network
+from offload.stats import RankFigures
+
+LIMIT = 1000.0  # bytes per second
+
+
+def figures(num_passes: int, *, read_bytes: int | None = None, sent: int | None = None) -> RankFigures:
+    """Of a rank that streams 500 bytes in a pass of 4 rows and sends 10 for each, whatever else it sends."""
+    num_rows = 4 * num_passes
+    bytes_sent = {"gather": 10 * num_rows if sent is None else sent, "WORD": 99}
+    read = 500 * num_passes if read_bytes is None else read_bytes
+    return RankFigures(1000, 500, 1400, num_passes, num_rows, 500, read, 0.1 * num_passes, 10, bytes_sent,
+                       0.2 * num_passes)  # fmt: skip
+
+
+def text(num_ranks: int, last: RankFigures, tree: str = "none", step_s: float = 0.5) -> ranks.Text:
+    """Two passes after the prompt's."""
+    moments = [[figures(at)] * num_ranks for at in (3, 4)] + [[last] * num_ranks]
+    bursts = [Burst(1.0, 1), Burst(1.0 + step_s, 2), Burst(1.0 + 2 * step_s, 2)]
+    stats = {"tpot_s": step_s / 2, "tokens_per_sweep": 2.0}
+    return ranks.Text(num_ranks, Order([1], 5, tree), Answer([7] * 5, bursts, stats, moments))
+
+
+def test_a_pass_stands_beside_its_link_one_rank_and_the_plan() -> None:
+    alone = text(1, figures(6), step_s=1.0)
+    row = ranks.row_of([text(2, figures(6))], LIMIT, [alone])
+    assert (row["pass_s"], row["link_s"], row["ratio"]) == (0.5, 0.5, 0.5)
+    assert row["exchange_s"] == pytest.approx(0.2) and row["compute_s"] == pytest.approx(0.5 - 0.3)
+    assert row["tokens_per_s"] == pytest.approx(4.0) and row["ttft_s"] == 1.0
+    rank = row["ranks"][1]
+    assert rank["bytes_read"] == rank["planned_read_bytes"] == 3 * 500
+    assert rank["exchanged_bytes"] == rank["planned_exchanged_bytes"] == 3 * 4 * 10 and rank["rows_per_pass"] == 4
+    assert all(one["is_met"] for one in ranks.promises([row]))
+
+
+@pytest.mark.parametrize(
+    ("last", "what"),
+    [
+        (figures(6, read_bytes=3001), "bytes read"),
+        (figures(6, sent=239), "bytes exchanged"),
+        (figures(6)._replace(peak_rss_bytes=1501), "peak RSS"),
+    ],
+)
+def test_what_is_off_its_plan_is_missed(last: RankFigures, what: str) -> None:
+    missed = [one["name"] for one in ranks.promises([ranks.row_of([text(2, last)], LIMIT)]) if not one["is_met"]]
+    assert len(missed) == 1 and missed[0].startswith(what)
+
+
+def test_over_a_network_the_slower_of_link_and_computing_decides() -> None:
+    row, gathers = ranks.row_of([text(2, figures(6))], LIMIT), Gathers([[1, 1]], 1, 0, 4)
+    fast, slow = (ranks._beside(row, gathers, Network(rate, 0.0), alone_s=0.2, sent=[132, 120]) for rate in (1e9, 20.0))
+    assert fast["predicted_s"] == 0.5, "the link"
+    assert slow["predicted_exchange_s"] == 4 * 4 / 20 and slow["predicted_s"] == pytest.approx(0.2 + 0.8)
+    assert fast["wire_share"] == pytest.approx(1.1)
+
+
+def test_links_that_the_disk_could_not_have_are_refused() -> None:
+    ranks.require_slower(1e8, 6e8, 3)
+    with pytest.raises(UserError, match="--link-limit must be 100MB or less on this disk, got 101MB"):
+        ranks.require_slower(1.01e8, 6e8, 3)
+
+
+def test_ways_of_a_pipeline_are_compared_text_by_text() -> None:
+    def row(way: str, step_s: float) -> dict[str, Any]:
+        bursts = [Burst(1.0, 1), Burst(1.0 + step_s, 1)]
+        events = [(0.0, "begun", -1, 0), (0.1, "issued", 0, 4), (0.2, "cancelled", 0, 0), (0.3, "dead", 0, 0)]
+        answer = Answer([7, 7], bursts, {"runs": events}, [])
+        return stages.row_of([stages.Piped(way, Order([1], 2), answer)] * 2, [1 << 20])
+
+    rows = [row("plain", 0.6), row("sync", 0.375), row("async", 0.3), row("async,no-cancel", 0.2)]
+    assert rows[0]["tokens_per_s"] == pytest.approx(1 / 0.6) and rows[0]["num_cancelled"] == rows[0]["num_dead"] == 2
+    verdicts = {one["name"]: (one["value"], one["is_met"]) for one in stages.promises(rows)}
+    assert verdicts["tokens_per_s, async / sync"] == (pytest.approx(1.25), True)
+    assert verdicts["tokens_per_s, async,no-cancel / async"] == (pytest.approx(1.5), False)
+    assert stages.cells(rows[0])[-1] == "1 MiB"
+
+
+def test_a_network_is_as_slow_as_it_says_and_is_gone_afterwards() -> None:
+    num_bytes, between = 400_000, Network(2e6, 0.01)
+    listen = "import socket; one = socket.create_server(('', 5001)).accept()[0]\nwhile one.recv(65536): pass"
+    send = f"import socket, time; from sys import argv; one = socket.create_connection((argv[1], 5001)); \
+        begun = time.time(); one.sendall(bytes({num_bytes})); one.shutdown(1); one.recv(1); print(time.time() - begun)"
+    try:
+        with network(2, between) as (hosts, switch):
+            server = subprocess.Popen([*hosts[1].prefix, "python3", "-c", listen])
+            time.sleep(0.5)
+            command = [*hosts[0].prefix, "python3", "-c", send, hosts[1].address]
+            took_s = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            assert server.wait(10) == 0 and switch.sent_bytes[0] > num_bytes > switch.sent_bytes[1]
+    except NoNetworkError as error:
+        pytest.skip(str(error))
+    assert took_s > num_bytes / between.bytes_per_s + 2 * between.latency_s, "the bytes, and a trip forth and back"
+    known = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert not any(host.namespace in known for host in hosts)
+    with socket.socket() as probe, pytest.raises(OSError):
+        probe.bind((hosts[0].address, 0))
+
+
+def test_two_ranks_write_and_move_what_they_should(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module in (setting, commands):
+        monkeypatch.setattr(module, "CEILING_BYTES", 20_000_000)
+    monkeypatch.setattr(ranks, "QUICK", ranks.Effort(1, 6, 3, 6, "dynamic:8x4", sizes=(2,)))
+    monkeypatch.setattr(ranks, "_DISK_MARGIN", 0.1)
+    outcome = shell("bench", "ranks", "--quick", "--size", "60MB", "--link-limit", "400MB", "--json", tmp_path / "r")
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out.splitlines()[-1])
+    assert found == json.loads((tmp_path / "r").read_text()) and "gate: " in outcome.out
+    assert [(row["num_ranks"], row["tree"]) for row in found["rows"]] == [(2, "none"), (2, "dynamic:8x4")]
+    for rank in (rank for row in found["rows"] for rank in row["ranks"]):
+        assert rank["bytes_read"] == rank["planned_read_bytes"] > 0
+        assert rank["exchanged_bytes"] == rank["planned_exchanged_bytes"]
