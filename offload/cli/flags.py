@@ -7,13 +7,18 @@ from typing import Annotated
 import typer
 
 from offload.config import RULES, require
-from offload.planning.place import find_place, own_value
+from offload.planning.place import Place, find_place, own_value
 from offload.threads import cores
 
 
-def _of_this_rank(param: typer.CallbackParam, text: str | None) -> str | None:
+def _place(context: typer.Context) -> Place | None:
+    """Of this process, where the command runs on many ranks; what else sets RANK, a job that calls it, is not asked."""
+    return find_place() if isinstance(context.params.get("ranks"), str) else None  # of `plan` it is a file
+
+
+def _of_this_rank(context: typer.Context, param: typer.CallbackParam, text: str | None) -> str | None:
     """Of one value per rank its own; a list where there are no ranks is left to whoever reads the value."""
-    return None if text is None else own_value(text, param.opts[0], find_place())
+    return None if text is None else own_value(text, param.opts[0], _place(context))
 
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder or hub id of the target")]
@@ -51,19 +56,21 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="nothing on stderr bu
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="say more: threads, slots, why this tree")]
 
 
-def _own_threads(text: str | int) -> int:
+def _own_threads(context: typer.Context, text: str | None) -> int | None:
     """A whole number, this rank's own where there is one for each."""
-    own = own_value(str(text), "--threads", find_place())
+    if text is None:
+        return None
+    own = own_value(text, "--threads", _place(context))
     if not (own.isascii() and own.isdigit()):
         raise typer.BadParameter(f"{own!r} is not a valid integer.")
     if int(own) < 1:
         raise typer.BadParameter(f"{own} is not greater than or equal to 1.")
-    return int(own)
+    return _at_most_cores(int(own))
 
 
-def _at_most_cores(num_threads: int | None) -> int | None:
+def _at_most_cores(num_threads: int) -> int:
     """More than there are cores only wait for each other, and thousands are more than a process may start."""
-    if num_threads is not None and num_threads > (most := cores.num_cores()):
+    if num_threads > (most := cores.num_cores()):
         rule = f"--threads must be at most {most}, the cores that this process may use"
         require(False, rule, num_threads, "leave it out to have it measured")
     return num_threads
@@ -73,8 +80,8 @@ Threads = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        parser=_own_threads,
-        callback=_at_most_cores,
+        parser=str,
+        callback=_own_threads,
         help="compute threads; default: the fastest, by what steps take",
     ),
 ]
@@ -88,7 +95,9 @@ LinkLimit = Annotated[
 ]
 Ranks = Annotated[
     str | None,
-    typer.Option(metavar="ROLES", help="of offload launch: shards, or stages:0-2,draft:3; see docs/ranks.md"),
+    typer.Option(
+        metavar="ROLES", is_eager=True, help="of offload launch: shards, or stages:0-2,draft:3; see docs/ranks.md"
+    ),  # eager: values of one rank among many are read by it
 ]
 Pipeline = Annotated[
     str | None,
@@ -147,7 +156,7 @@ _FLAG_OF = {
     "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram",
     "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks",
     "raw": "--raw", "rule": "--rule", "seed": "--seed", "session": "--session",
-    "stop": "--stop", "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep",
+    "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep",
     "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from offload.errors import UserError, reason
 
 LAUNCHER = "OFFLOAD_LAUNCHER"  # the process that the ranks' parent must be
 EXIT_UNSAID = 3  # of rank 0: another rank has died, and the launcher says how
-_COMMANDS = ("generate", "chat", "bench")
+_COMMANDS = ("generate", "chat", "bench decode")
 _MEET_S = 120
 _HOST_RULE = "--hosts must name this host once"
 _KILLING_PRESSES = {"chat": 3}  # there the second ends the program in order; elsewhere two are enough
@@ -46,8 +46,8 @@ def plan_launch(
     num_ranks: int, hosts: str | None, host_index: int | None, port: int | None, command: list[str]
 ) -> Launch:
     """What the flags say. Raises `UserError`."""
-    rule = f"offload launch starts one of {', '.join(_COMMANDS)}"
-    require(command[0] in _COMMANDS, rule, command[0], "offload launch -n 2 -- generate ...")
+    rule, named = f"offload launch starts one of {', '.join(_COMMANDS)}", command[: 1 + (command[0] == "bench")]
+    require(takes_ranks(command), rule, " ".join(named), "offload launch -n 2 -- generate ...")
     if hosts is None:
         require(host_index is None, "--host-index is a place in --hosts", host_index, "give --hosts, or leave it out")
         return Launch(num_ranks, ["127.0.0.1"], 0, port or free_port(), command)
@@ -61,12 +61,22 @@ def plan_launch(
     return Launch(num_ranks // len(names), names, host_index, port or 29500, command)
 
 
+def takes_ranks(command: Sequence[str]) -> bool:
+    """Whether it is one that runs on many ranks."""
+    return any(list(command[: len(one.split())]) == one.split() for one in _COMMANDS)
+
+
+def names_ranks(command: Sequence[str]) -> bool:
+    """Whether it says who does what."""
+    return any(one.split("=")[0] == "--ranks" for one in command)
+
+
 def launch(plan: Launch) -> tuple[int, list[str]]:
     """Start the ranks and wait for their end: an exit code, and lines on those that could not say a word."""
     logging.disable(logging.CRITICAL)  # what torchrun would log stands in the code and lines that are returned
     os.environ.update({LAUNCHER: str(os.getpid()), "TORCH_ELASTIC_WORKER_IDENTICAL": "1"})
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not any(one.split("=")[0] == "--ranks" for one in plan.command):
+    if not names_ranks(plan.command):
         os.environ.setdefault("OFFLOAD_RANKS", "shards")
     presses = _Presses(_KILLING_PRESSES.get(plan.command[0], 2))
     signal.signal(signal.SIGINT, presses.hear)

@@ -30,13 +30,13 @@ def main() -> None:
     """Run the command that `sys.argv` names, and leave by `sys.exit`."""
     given, own, place = sys.argv[1:] or ["--help"], OwnDefaults({}, {}, {}), None
     try:
-        place = rank_process.begin()
         command: Any = typer.main.get_command(app)
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the live line tells what is under way
         if "_OFFLOAD_COMPLETE" in os.environ:
             command.main(prog_name="offload")
         if not {"-h", "--help", "--version"} & {*given}:
             own = own_defaults({name: one for name, one in command.commands.items() if name != "bench"})
+            place = rank_process.begin(given, own.by_command.get(given[0], {}))
         # Not command.main(), which has its own idea of what a closed pipe and Ctrl-C mean.
         with command.make_context("offload", given, default_map=own.by_command) as context:
             command.invoke(context)

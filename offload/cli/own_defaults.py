@@ -15,6 +15,7 @@ from offload.checkpoint.small_files import read_small
 from offload.errors import UserError, reason
 
 _EACH_TIME = ("prompt", "file", "help")  # said anew in every call
+_OF_ITS_OWN = {("plan", "ranks")}  # what only shares its name: a file of machines there, roles of ranks elsewhere
 
 
 class OwnDefaults(NamedTuple):
@@ -42,7 +43,11 @@ class OwnDefaults(NamedTuple):
 def own_defaults(commands: Mapping[str, Any]) -> OwnDefaults:
     """What file and environment say about these commands. Raises `UserError` for a key that is no flag of theirs."""
     flags = {name: _flags(command) for name, command in commands.items()}
-    shared = {name: known for name, known in flags.items() if "model" in known}
+    shared = {
+        name: {flag: param for flag, param in known.items() if (name, flag) not in _OF_ITS_OWN}
+        for name, known in flags.items()
+        if "model" in known
+    }
     path, found = config_file(), OwnDefaults(commands, {name: {} for name in flags}, {})
     told = _read(path) if path else {}
     tables = {name: told.pop(name) for name in flags if isinstance(told.get(name), dict)}

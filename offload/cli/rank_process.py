@@ -8,9 +8,10 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 
 from offload.cli.console import error_line
-from offload.cli.launch import EXIT_UNSAID, LAUNCHER
+from offload.cli.launch import EXIT_UNSAID, LAUNCHER, names_ranks, takes_ranks
 from offload.cli.live_line import fitted
 from offload.errors import TOLD, RankError, UserError
 from offload.planning.place import Place, find_place
@@ -19,9 +20,14 @@ _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _MEET_S, _HEARD_S = 5.0, 3.0
 
 
-def begin() -> Place | None:
-    """Take this process's place, if it is one of many ranks of a launcher. Raises `UserError`."""
-    place = find_place()
+def begin(command: Sequence[str], own: Mapping[str, object]) -> Place | None:
+    """Take this process's place, if the command is for many ranks and a launcher started it. Raises `UserError`.
+
+    Args:
+        own: what is set for it elsewhere, by parameter.
+    """
+    is_for_many = takes_ranks(command) and (names_ranks(command) or own.get("ranks"))
+    place = find_place() if is_for_many else None
     if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return place
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what is lost is said in a line of ours
@@ -36,9 +42,9 @@ def begin() -> Place | None:
     return place
 
 
-def is_worker() -> bool:
-    """Whether another rank talks to the user."""
-    place = find_place()
+def is_worker(ranks: str | None) -> bool:
+    """Whether another rank talks to the user; never without roles of ranks. Raises `UserError`."""
+    place = None if ranks is None else find_place()
     return place is not None and place.rank > 0
 
 

@@ -69,7 +69,7 @@ def generate(
 ) -> None:
     """Write text with a model larger than memory."""
     found, own = found_session(session, ranks), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
-    text = "" if is_worker() else read_prompt(prompt, file, is_needed=found is None)
+    text = "" if is_worker(ranks) else read_prompt(prompt, file, is_needed=found is None)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
@@ -78,7 +78,7 @@ def generate(
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
         pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or as_json or is_worker(), is_verbose=verbose, sizes_like=ram) as console:
+    with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.text_run import write_text
@@ -150,7 +150,7 @@ def chat(
         pipeline=pipeline, slow_layer_s=slow_layer,
     )  # fmt: skip
     check_models(model, draft, options)
-    with Console(is_quiet=quiet or is_worker(), is_verbose=verbose, sizes_like=ram) as console:
+    with Console(is_quiet=quiet or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.repl import ChatOptions, converse

@@ -52,9 +52,13 @@ class LoadOptions:
             require_exact_rule(roles, self.rule, self.lenience)
             is_free = self.profile is None or self.has_no_profile
             require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
+            rule = "`invariant` is promised by one process"
+            require(not self.invariant, rule, f"`ranks` {self.ranks}", "leave one of them out")
             self._check_pipeline(roles)
         is_idle = roles is None and self.pipeline is not None
         require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
+        is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
+        require(is_slow, "`slow_layer_s` is of stages", f"`ranks` {self.ranks or 'none'}", "leave it out")
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
                 parse_size(size, name)
@@ -89,7 +93,7 @@ class LoadOptions:
         return parse_rate(self.link_limit, "`link_limit`")
 
     def _check_pipeline(self, roles: Roles) -> None:
-        names = ("tree", "lookup", "ngram", "datastore", "invariant")
+        names = ("tree", "lookup", "ngram", "datastore")
         for name, value in ((name, getattr(self, name)) for name in names):
             is_left_out = roles.is_sharded or value in (None, "auto", "none", False)
             rule = f"`{name}` is for one pass at a time, and stages run several"
@@ -97,14 +101,19 @@ class LoadOptions:
         remedy = "name ranks as stages:0-2,draft:3"
         require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
         if self.pipeline is not None:
-            parse_pipeline(self.pipeline)
+            pipeline = parse_pipeline(self.pipeline)
+            is_one = self.tree != "none" or not pipeline.speculates
+            require(is_one, f"`pipeline` {pipeline.mode} guesses", "`tree` none", "leave one of them out")
 
     def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
         """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses without a draft."""
-        roles, pipeline = self.roles(), parse_pipeline(self.pipeline or ("async" if has_draft else "plain"))
+        usual = "async" if has_draft and self.tree != "none" else "plain"
+        roles, pipeline = self.roles(), parse_pipeline(self.pipeline or usual)
         assert roles is not None, "there are ranks"
         rule = f"`pipeline` {pipeline.mode} guesses with a draft"
         require(has_draft or not pipeline.speculates, rule, "none", "give `draft`, or `pipeline` plain")
+        is_served = has_draft or roles.draft is None
+        require(is_served, f"rank {roles.draft} of `ranks` drafts", "no draft", "give `draft`, or leave that rank out")
         return roles._replace(draft=(roles.draft or 0) if pipeline.speculates else None), pipeline
 
     def roles(self) -> Roles | None:
@@ -129,6 +138,8 @@ class LoadOptions:
 def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
     """Refuse folders that hold no model that could be read; hub ids are let pass. Raises `UserError`."""
     options.tree_spec(has_draft=draft is not None)
+    if (roles := options.roles()) is not None and not roles.is_sharded:
+        options.pipeline_roles(has_draft=draft is not None)
     for name in (model, draft):
         if name is not None and (os.path.isdir(os.path.expanduser(name)) or not is_hub_id(name)):
             open_headers(name)

@@ -19,7 +19,8 @@ from offload.config import require
 from offload.errors import UserError
 
 Mode = Literal["plain", "sync", "async"]
-_MOST = 4096  # rows of a run, and runs on their way: far beyond what pays
+_MOST = 1024  # rows of a run, and runs on their way: what caches are planned for
+_LEAST_DECAY = 0.001  # by which a cut falls in an attempt: from 1 to nothing in a thousand
 _PAPER_ROWS, _SYNC_NODES = 4, 64
 _FORM = "plain, sync or async, then for example ,rows=8,runs=3,cut=0.3/0.4/0.01,no-cancel,no-continuous"
 
@@ -51,6 +52,9 @@ class PipelineOptions:
         for part in self.cut or ():
             rule = "start, recovery and decay of `pipeline` must lie in [0, 1]"
             require(0 <= part <= 1, rule, part, "try cut=0.3/0.4/0.01")  # which NaN does not
+        falls = self.cut is None or self.cut.decay == 0 or self.cut.decay >= _LEAST_DECAY
+        rule = f"decay of `pipeline` must be 0 or {_LEAST_DECAY} at least"
+        require(falls, rule, self.cut and self.cut.decay, "try cut=0.3/0.4/0.01")
         for is_set, name, mode in (
             (self.credits is not None and self.mode != "async", "runs", "async"),
             (not self.cancels and self.mode != "async", "no-cancel", "async"),

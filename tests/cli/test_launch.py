@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from launched import FATAL_WORD
+from reciting import PROMPT as SAYING
+from reciting import SAID, settings
 from refusals import assert_refused
 from shell import ROOT, Outcome, shell, start
 
@@ -125,7 +127,9 @@ def test_what_cannot_be_started_is_refused() -> None:
     for arguments, words in [
         (("launch", "-n", "2"), ("COMMAND", "offload launch --help")),
         (("launch", "-n", "0", "generate"), ("-n", "greater than or equal to 1")),
-        (("launch", "-n", "2", "plan"), ("starts one of generate, chat", "got plan")),
+        (("launch", "-n", "2", "plan"), ("starts one of generate, chat, bench decode, got plan",)),
+        (("launch", "-n", "2", "bench", "passes"), ("starts one of generate, chat, bench decode, got bench passes",)),
+        (("launch", "-n", "2", "bench"), ("got bench:",)),
         (("launch", "-n", "3", "--hosts", "a,b", "chat"), ("-n must be a multiple of 2", "got 3: try 2")),
         (("launch", "-n", "2", "--hosts", "a,", "chat"), ("--hosts must be names", "got a,")),
         (("launch", "-n", "2", "--hosts", "127.0.0.1,127.0.0.2", "chat"), ("this host once", "--host-index 0 to 1")),
@@ -135,6 +139,20 @@ def test_what_cannot_be_started_is_refused() -> None:
         ((*GENERATE, "--ranks", "shards", "--session", "kept"), ("--session keeps", "leave one of them out")),
     ]:
         assert_refused(shell(*arguments), *words)
+
+
+def test_a_job_that_has_ranks_of_its_own_changes_nothing(ender: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `--ranks` nobody asks who else there is, and a prompt is read by whoever is given one."""
+    assert_refused(shell("generate", "-m", ender, "-p", "x", "--ram", "1GiB,2GiB"), "--ram", "'1GiB,2GiB'")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert shell("generate", *settings(ender), "-p", SAYING, "--quiet") == Outcome(0, SAID + "\n", "")
+    assert_refused(shell("generate", "-m", ender, "-p", "x", "--ram", "1GiB,2GiB"), "--ram", "'1GiB,2GiB'")
+    monkeypatch.setenv("MASTER_PORT", "many")
+    assert shell("--help").code == shell("plan", "-m", ender, "--ram", "1GiB", "--device", "cpu").code == 0
+    assert_refused(shell(*GENERATE, "--ranks", "shards"), "MASTER_PORT must be a whole number")
+    monkeypatch.setenv("OFFLOAD_RANKS", "shards")
+    assert_refused(shell(*GENERATE), "MASTER_PORT must be a whole number")
 
 
 @pytest.fixture

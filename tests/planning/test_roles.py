@@ -1,9 +1,12 @@
 """Who does what among many ranks: what adds up, and what is refused."""
 
+import re
+from typing import Any
+
 import pytest
 
 from offload.errors import UserError
-from offload.planning.options import LoadOptions
+from offload.planning.options import LoadOptions, check_models
 from offload.planning.place import Place, find_place, own_value
 from offload.planning.roles import Roles, parse_roles, require_exact_rule
 
@@ -84,8 +87,45 @@ def test_options_know_the_ranks_that_were_started(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match="`rule` sequoia"):
         LoadOptions(ranks="stages:0,1", rule="sequoia")
     monkeypatch.delenv("RANK")
+    assert LoadOptions().roles() is None
     with pytest.raises(UserError, match=r"`ranks` needs several processes.*offload launch -n 2 -- generate"):
         LoadOptions(ranks="shards")
+
+
+@pytest.mark.usefixtures("_two_ranks")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ranks": "shards", "invariant": True}, "`invariant` is promised by one process, got `ranks` shards"),
+        ({"ranks": "stages:0-1", "invariant": True}, "`invariant` is promised by one process, got `ranks` stages:0-1"),
+        ({"slow_layer_s": 0.1}, "`slow_layer_s` is of stages, got `ranks` none"),
+        ({"ranks": "shards", "slow_layer_s": 0.1}, "`slow_layer_s` is of stages, got `ranks` shards"),
+        ({"ranks": "stages:0-1", "tree": "none", "pipeline": "async"}, "`pipeline` async guesses, got `tree` none"),
+        ({"ranks": "stages:0-1", "tree": "none", "pipeline": "sync"}, "`pipeline` sync guesses, got `tree` none"),
+        ({"ranks": "stages:0-1", "tree": "64x16"}, "`tree` is for one pass at a time"),
+        ({"ranks": "shards", "pipeline": "plain"}, "`pipeline` says how stages run"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        LoadOptions(**options)
+
+
+@pytest.mark.usefixtures("_two_ranks")
+def test_stages_guess_where_there_is_a_draft_and_a_tree_is_not_ruled_out() -> None:
+    def found(has_draft: bool, **options: Any) -> tuple[str, int | None]:
+        roles, pipeline = LoadOptions(**options).pipeline_roles(has_draft=has_draft)
+        return pipeline.mode, roles.draft
+
+    assert found(True, ranks="stages:0-1") == ("async", 0) and found(True, ranks="stages:0,draft:1") == ("async", 1)
+    assert found(True, ranks="stages:0-1", tree="none") == found(False, ranks="stages:0-1") == ("plain", None)
+    assert found(True, ranks="stages:0-1", tree="none", pipeline="plain") == ("plain", None)
+    with pytest.raises(UserError, match="rank 1 of `ranks` drafts, got no draft: give `draft`"):
+        found(False, ranks="stages:0,draft:1")
+    with pytest.raises(UserError, match="`pipeline` sync guesses with a draft"):
+        found(False, ranks="stages:0-1", pipeline="sync")
+    with pytest.raises(UserError, match="rank 1 of `ranks` drafts"):
+        check_models("nowhere/at-all", None, LoadOptions(ranks="stages:0,draft:1"))
 
 
 @pytest.mark.usefixtures("_two_ranks")
