@@ -132,7 +132,7 @@ def _settled(rank: _Rank, plan: MemoryPlan) -> Settled:
     """What a decoder has to know; of trees that there are none."""
     files, options, index = rank.given.files, rank.given.options, rank.stage or 0
     own = Files(checkpoint_of(files.target, rank.section(index, rank.layers[index])))
-    trees = trees_of(own, replace(options, tree="none", profile="none"), rank.given.room)
+    trees = trees_of(own, replace(options, tree="none", pipeline=None, profile="none"), rank.given.room)
     models = Models(*files, options.dtype, plan.context, plan.has_longest_context)
     mode = Mode(torch.get_num_threads())
     threads, invariance = ThreadPolicy([mode.num_threads], Modes(mode, mode)), Invariance(reason="several ranks run it")
