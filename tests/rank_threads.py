@@ -11,9 +11,11 @@ import torch
 from in_memory import Delay, InMemory, in_memory
 
 from offload.engine.decoder import Decoder
+from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
 from offload.planning.options import LoadOptions
 
+_NOBODY = Hooks()
 Options = Callable[[int], LoadOptions]  # by rank
 
 
@@ -43,13 +45,15 @@ class _Others:
 
 @contextmanager
 def rank_threads(
-    num_ranks: int, target: Path, draft: Path | None, options: Options, delay: Delay = lambda *_: 0.0
-) -> Iterator[Decoder]:
-    """The head's decoder. On leaving, all other ranks have ended as they should."""
+    num_ranks: int, target: Path, draft: Path | None, options: Options, delay: Delay = lambda *_: 0.0,
+    hooks: Hooks = _NOBODY,
+) -> Iterator[Decoder]:  # fmt: skip
+    """The head's decoder, and its hooks. On leaving, all other ranks have ended as they should."""
     transports = in_memory(num_ranks, delay)
 
     def load(transport: InMemory) -> Decoder:
-        return open_decoder(str(target), draft and str(draft), options(transport.rank), transport=transport)
+        own = hooks if transport.rank == 0 else _NOBODY
+        return open_decoder(str(target), draft and str(draft), options(transport.rank), transport=transport, hooks=own)
 
     others = _Others(transports[1:], load)
     try:

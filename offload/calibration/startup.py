@@ -23,6 +23,7 @@ from offload.memory.planner import Files
 from offload.model.weights import StreamedModel
 from offload.planning.cost_model import NOTHING, Costs
 from offload.planning.options import LoadOptions
+from offload.planning.place import find_place
 from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.planning.room import Room
 from offload.planning.tree_policy import FindProfile, Trees
@@ -92,8 +93,12 @@ def calibrate(
 
 
 def pick_threads(target: StreamedModel, draft: StreamedModel | None, num_rows: int = _TYPICAL_NODES) -> ThreadPolicy:
-    """The policy for this machine, beginning with what is fastest for sweeps of so many rows and for drafting."""
-    ladder = thread_ladder(cores.num_cores())
+    """The policy for this machine, beginning with what is fastest for sweeps of so many rows and for drafting.
+
+    Ranks on one host compute at the same time, and share its cores.
+    """
+    place = find_place()
+    ladder = thread_ladder(max(1, cores.num_cores() // (1 if place is None else place.num_on_host)))
     with closing(ThreadWaiting()) as waiting:
         waiting.let_sleep(True)  # as they will at first
         sweep = _fastest(ladder, target, num_rows)

@@ -94,7 +94,8 @@ def launch(plan: Launch) -> tuple[int, list[str]]:
         elastic_launch(config, sys.executable)(*_own_program(), *(one.replace("$", "$$") for one in plan.command))
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        return verdict({rank: failure.exitcode for rank, failure in failures}, presses.has_killed)
+        exit_codes = {rank: failure.exitcode for rank, failure in failures}
+        return verdict(exit_codes, has_head=plan.host_index == 0, is_interrupted=presses.has_killed)
     except SignalException as error:
         return 128 + error.sigval, []
     except (RuntimeError, OSError, TimeoutError) as error:
@@ -103,14 +104,19 @@ def launch(plan: Launch) -> tuple[int, list[str]]:
     return 0, []
 
 
-def verdict(exit_codes: Mapping[int, int], is_interrupted: bool = False) -> tuple[int, list[str]]:
+def verdict(
+    exit_codes: Mapping[int, int], *, has_head: bool = True, is_interrupted: bool = False
+) -> tuple[int, list[str]]:
     """(exit code, lines) of ranks that failed; rank 0's code is that of the command, the others' only tell of it.
 
     Args:
         exit_codes: by rank, of those that did not end with 0, the first to fail first; a signal's is negative.
+        has_head: whether rank 0 is one of these; if it has ended well, the others have nothing more to lose.
     """
     if is_interrupted:
         return 128 + signal.SIGINT, []
+    if has_head and 0 not in exit_codes:
+        return 0, []
     own, silent = exit_codes.get(0, 0), (EXIT_UNSAID, 128 + signal.SIGTERM)
     killed = sorted(rank for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM)
     if own == EXIT_UNSAID:

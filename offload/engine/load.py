@@ -32,6 +32,7 @@ from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
 from offload.planning.options import LoadOptions
+from offload.planning.place import find_place
 from offload.planning.room import Room
 from offload.planning.tree_policy import Trees
 from offload.ranks.transport import Transport
@@ -120,7 +121,9 @@ def open_decoder(
     spec = options.tree_spec(has_draft=draft is not None)
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
-    device = device or open_device(options.device, options.gpu_memory)
+    place = find_place() if options.ranks is not None else None
+    rank_on_host = 0 if place is None else place.rank_on_host
+    device = device or open_device(options.device, options.gpu_memory, rank_on_host=rank_on_host)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
     names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.is_chosen else spec.num_nodes

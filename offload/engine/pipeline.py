@@ -4,6 +4,7 @@ Invariant: the text is that of the same seed in one process; what runs are on th
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple, NoReturn
 
@@ -53,6 +54,7 @@ class Pipe(NamedTuple):
     head: Head
     events: list[RunEvent]  # that the head adds to
     vocab_size: int
+    on_layer: Callable[[], None] = lambda: None  # called when ranks have computed anything
 
 
 class PipelineDecoder(Decoder):
@@ -61,7 +63,7 @@ class PipelineDecoder(Decoder):
     def __init__(self, pipe: Pipe, settled: Settled, *, resources: ExitStack, notes: list[str]) -> None:
         elsewhere: Any = _Elsewhere(pipe.vocab_size)
         super().__init__(elsewhere, NoDrafter(), settled, resources=resources, notes=notes)
-        self._head, self._events, self._begun = pipe.head, pipe.events, list[Sequence]()
+        self._pipe, self._head, self._events, self._begun = pipe, pipe.head, pipe.events, list[Sequence]()
 
     def _step(self, sequence: Sequence) -> list[int]:
         sequence.caches  # noqa: B018  # refuses a text that was overtaken
@@ -71,7 +73,7 @@ class PipelineDecoder(Decoder):
             most = sequence.num_prompt_tokens + sequence.limits.max_new_tokens
             self._head.begin(sequence.tokens, sequence.sampler.sampling, min(most, self.plan.context))
             self._begun = [sequence]
-        counted = sequence.accept(self._head.advance())
+        counted = sequence.accept(self._head.advance(self._pipe.on_layer))
         if sequence.has_ended:
             self._head.end()
         took_s = time.perf_counter() - started

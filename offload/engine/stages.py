@@ -119,7 +119,7 @@ def open_pipeline(given: Given, resources: ExitStack, transport: Transport | Non
     services.start(resources)
     resources.callback(head.stop)
     notes = [f"layers by stage: {', '.join(f'{one.start} to {one.stop - 1}' for one in rank.layers)}", *met.notes]
-    pipe = Pipe(head, events, config_sizes(given.files.target)["vocab_size"])
+    pipe = Pipe(head, events, config_sizes(given.files.target)["vocab_size"], given.hooks.on_layer)
     return PipelineDecoder(pipe, _settled(rank, plan), resources=resources.pop_all(), notes=notes)
 
 

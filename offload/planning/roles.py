@@ -36,6 +36,7 @@ def parse_roles(text: str, num_ranks: int) -> Roles:
     stages, drafts = named.get("stages", []), named.get("draft", [])
     require(len(stages) > 0 and len(drafts) < 2 and len(named) <= 2, _RULE, text, "name the stages, and one draft rank")
     require(len({*stages}) == len(stages), "a rank in `ranks` must be one stage", text, "name each rank once")
+    require(0 in stages, "rank 0 in `ranks` must be a stage, since it has the text", text, "name 0 among the stages")
     is_apart = not {*drafts} & {*stages}
     require(is_apart, "the draft rank in `ranks` must be no stage", text, "leave draft out to have rank 0 draft")
     unknown = [rank for rank in (*stages, *drafts) if rank >= num_ranks]

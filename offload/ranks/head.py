@@ -105,12 +105,16 @@ class Head:
             self._issue_prompt(lo, min(lo + PROMPT_ROWS, len(tokens)))
         self._fill()
 
-    def advance(self) -> list[int]:
-        """The next tokens, at least one; none where the text has reached its end."""
+    def advance(self, on_arrival: Callable[[], None] = lambda: None) -> list[int]:
+        """The next tokens, at least one; none where the text has reached its end.
+
+        `on_arrival` is called when anything has arrived; what it raises leaves the text where it is.
+        """
         while not self._table.is_complete:
             with held_back():  # what stages are told and what the table holds must be the same
                 self._fill()
             self._transport.wait_any(self._ways)
+            on_arrival()
             with held_back():
                 self._take_arrived()
                 step = self._table.walk()

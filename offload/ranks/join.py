@@ -31,6 +31,7 @@ PROTOCOL = 1  # of messages and cards; another number for every change that an o
 JOIN_LIMIT_S, EXCHANGE_LIMIT_S = 120.0, 60.0
 _MAX_CARD_BYTES = 65536
 _ASK_AGAIN_S = 0.1
+_PATIENCE = 1.2  # of who waits in an exchange, so that silence is noticed first
 _TELL_S = 1.0  # for rank 0 to print what it has heard, before torchrun ends it because another has ended
 _REMEDIES = {
     "offload": "install the same version on both", "torch": "install the same version on both",
@@ -226,7 +227,7 @@ def _open(store: dist.Store, place: Place, limit_s: float, exchange_limit_s: flo
             "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=limit(exchange_limit_s)
         )
         channels = {one: dist.new_group(timeout=limit(limit_s), backend="gloo") for one in Channel}
-        exchange = dist.new_group(timeout=limit(exchange_limit_s), backend=backend)
+        exchange = dist.new_group(timeout=limit(_PATIENCE * exchange_limit_s), backend=backend)
         dist.barrier()
     except RuntimeError as error:
         rule = f"rank {place.rank} must reach all others at the address by which it is known"

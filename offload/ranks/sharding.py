@@ -83,8 +83,9 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
     odd = next((stem for stem, sizes in matrices.items() if len(sizes) > 1 or len(next(iter(sizes))) != 2), None)
     odd = odd or next((stem for stem in stems if any(word in f"{stem}." for word in _EXPERTS)), None)
     if has_encoder(checkpoint.config) or odd or not matrices:
-        what = f"{odd} cannot be cut by rows" if odd else "it has an encoder"
-        raise UserError(f"{where}: layers cannot be shared, {what}: run it on one rank, or as stages")
+        encodes = has_encoder(checkpoint.config)
+        what, other = ("it has an encoder", "") if encodes else (f"{odd} cannot be cut by rows", ", or as stages")
+        raise UserError(f"{where}: layers cannot be shared, {what}: run it on one rank{other}")
     rows = {stem: next(iter(sizes))[0] for stem, sizes in matrices.items()}
     if _has_heads(checkpoint, shapes) and len(fractions) <= config_sizes(checkpoint).get("num_key_value_heads", 0):
         return _by_heads(checkpoint, rows, fractions)

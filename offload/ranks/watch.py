@@ -1,8 +1,9 @@
 """Whether all ranks are alive, and why one is not: known within milliseconds of a death, on every rank.
 
 Two threads per peer, on a process group of their own: one sends a pulse every few seconds, one listens. A connection
-that closes is a death, no pulse for the group's time limit is silence, and a rank that ends by itself says why first.
-The first loss is the one that counts: whatever fails afterwards fails because of it.
+that closes is a death, no pulse for too long is silence, and a rank that ends by itself says why first. Silence is
+counted here and not by a limit of gloo's, which would close the connections to all others: they would take that for a
+death. The first loss is the one that counts: whatever fails afterwards fails because of it.
 """
 
 import threading
@@ -18,7 +19,8 @@ from offload.errors import RankError
 
 _WORD_BYTES = 1024  # kind, two bytes of length, a reason in UTF-8
 _PULSE, _ENDED, _FAILED, _REFUSED = range(4)
-_PULSES_PER_LIMIT = 12
+_PULSES_PER_LIMIT, _TICKS_PER_LIMIT = 12, 120
+_NEVER = timedelta(days=30)
 _LAST_WORD_S = 2.0  # for it to be heard, or for its absence to be noticed
 
 
@@ -41,7 +43,7 @@ class Watch:
     """One rank's ear to all others.
 
     Args:
-        group: nobody else's; its time limit is what counts as silence.
+        group: nobody else's.
         on_loss: called once, by a thread.
     """
 
@@ -50,6 +52,8 @@ class Watch:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._lock, self._is_lost, self._is_closed = threading.Lock(), threading.Event(), threading.Event()
         self._ended, self._loss = dict[int, Loss](), list[Loss]()
+        self._ticks = dict.fromkeys(self._peers(), 0)  # of this rank's clock, which stands still when it is stopped
+        threading.Thread(target=self._count, daemon=True).start()
         self.threads = [
             threading.Thread(target=work, args=(peer,), daemon=True)
             for peer in self._peers()
@@ -100,20 +104,32 @@ class Watch:
         while not self._is_closed.wait(self._silence_s / _PULSES_PER_LIMIT) and peer not in self._ended:
             self._say(peer, _PULSE, "")
 
+    def _count(self) -> None:
+        """Notice silence."""
+        while not self._is_closed.wait(self._silence_s / _TICKS_PER_LIMIT):
+            for peer in set(self._ticks) - set(self._ended):
+                self._ticks[peer] += 1
+                if self._ticks[peer] == _TICKS_PER_LIMIT:
+                    self.lose(Loss(peer, f"rank {peer} has been silent for {self._silence_s:g} s", is_told=False))
+
     def _say(self, peer: int, kind: int, reason: str) -> None:
+        word = _word(kind, reason)
         try:
-            dist.send(_word(kind, reason), peer, group=self._group)
-        except RuntimeError as error:
-            self._judge(peer, str(error))
+            if (work := dist.isend(word, peer, group=self._group)) is not None:
+                work.wait(_NEVER)
+        except RuntimeError:
+            self._judge(peer)
 
     def _listen(self, peer: int) -> None:
         word = torch.empty(_WORD_BYTES, dtype=torch.uint8)
         while True:
             try:
-                dist.recv(word, peer, group=self._group)
-            except RuntimeError as error:
-                self._judge(peer, str(error))
+                if (work := dist.irecv(word, peer, group=self._group)) is not None:
+                    work.wait(_NEVER)
+            except RuntimeError:
+                self._judge(peer)
                 return
+            self._ticks[peer] = 0
             if (kind := int(word[0])) == _ENDED:
                 self._ended[peer] = Loss(peer, f"rank {peer} has ended")
                 return
@@ -122,13 +138,10 @@ class Watch:
                 self.lose(Loss(peer, line, is_refusal=kind == _REFUSED))
                 return
 
-    def _judge(self, peer: int, error: str) -> None:
-        """What a failed send or receive means; of one that ran into its limit, the group's other ends fail as well."""
-        if peer in self._ended or "Application timeout" in error:
-            return
-        is_silent = "imed out" in error
-        why = f"has been silent for {self._silence_s:g} s" if is_silent else "is gone (connection closed)"
-        self.lose(Loss(peer, f"rank {peer} {why}", is_told=False, is_death=not is_silent))
+    def _judge(self, peer: int) -> None:
+        """What a failed send or receive means."""
+        if peer not in self._ended:
+            self.lose(Loss(peer, f"rank {peer} is gone (connection closed)", is_told=False, is_death=True))
 
 
 def limit(seconds: float) -> timedelta:

@@ -161,8 +161,10 @@ class _SeenByKernels:
         self.__cuda_array_interface__ = {**address, "version": 3}
 
 
-def open_device(name: str | Device, gpu_memory: str | int | None = None) -> Device | None:
+def open_device(name: str | Device, gpu_memory: str | int | None = None, *, rank_on_host: int = 0) -> Device | None:
     """The device that `name` says (`auto`, `cpu`, `cuda`, `cuda:N`), or is, limited to `gpu_memory`; None is the CPU.
+
+    Of several GPUs, `cuda` and `auto` give each rank of this host the next one.
 
     Raises `UserError`: no such name, driver or GPU, or a budget where there is none or larger than the GPU.
     """
@@ -177,7 +179,8 @@ def open_device(name: str | Device, gpu_memory: str | int | None = None) -> Devi
         return None
     if not torch.cuda.is_available():
         raise UserError(f"`device` {name} {_what_lacks()}: use `device` cpu")
-    index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    index = int(name.partition(":")[2] or rank_on_host % max(1, count))
     if index >= count:
         raise UserError(f"`device` {name} does not exist, this machine shows {count} of them: use cuda:0")
     limit_bytes = None if gpu_memory is None else parse_size(gpu_memory, "`gpu_memory`")

@@ -189,7 +189,12 @@ def test_a_host_finds_itself_by_name_or_address() -> None:
     ],
 )
 def test_exit_codes_of_ranks_become_one(exit_codes: dict[int, int], code: int, lines: list[str]) -> None:
-    assert launch.verdict(exit_codes) == (code, lines)
+    assert launch.verdict(exit_codes, has_head=0 in exit_codes) == (code, lines)
+    assert launch.verdict({**exit_codes, 0: 1}, is_interrupted=True) == (130, [])
+
+
+def test_what_happens_after_the_end_of_rank_0_is_no_failure() -> None:
+    assert launch.verdict({2: 1, 1: -9}) == (0, [])
 
 
 def test_no_torch_before_ranks_are_started() -> None:

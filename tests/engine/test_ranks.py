@@ -16,6 +16,7 @@ from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
 
 import offload
 from offload.engine.decoder import Decoder
+from offload.engine.hooks import Hooks
 from offload.errors import UserError
 from offload.planning.options import LoadOptions
 from offload.planning.place import Place
@@ -121,6 +122,27 @@ def test_every_pipeline_writes_the_same(
     options = _options("stages:0-1,draft:2", "4GiB", pipeline=pipeline)
     with rank_threads(3, *pairs("llama"), lambda _: options, _random_delays(1)) as decoder:
         assert _texts(decoder) == wanted("llama")
+
+
+@pytest.mark.parametrize("ranks", ["shards", "stages:0-1,draft:2"])
+def test_a_text_that_is_broken_off_leaves_the_next_one_right(
+    pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], monkeypatch: pytest.MonkeyPatch, ranks: str
+) -> None:
+    """As Ctrl-C does in a chat: at any moment at which the decoder says that stopping is safe."""
+    as_started_by_torchrun(monkeypatch, 3)
+    left = [0]  # moments
+
+    def break_off() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise TimeoutError
+
+    options = _options(ranks, "4GiB")
+    with rank_threads(3, *pairs("llama"), lambda _: options, hooks=Hooks(on_layer=break_off)) as decoder:
+        for left[0] in (1, 11, 16):
+            with pytest.raises(TimeoutError):
+                decoder.generate(PROMPT[:30], max_new_tokens=80)
+            assert _texts(decoder) == wanted("llama")
 
 
 @pytest.mark.parametrize("ranks", ["shards", "stages:0-1"])

@@ -19,7 +19,7 @@ from offload.planning.roles import Roles, parse_roles, require_exact_rule
         ("stages:0-2,draft:3", 4, Roles(4, (0, 1, 2), 3)),
         ("stages:0,1,2", 3, Roles(3, (0, 1, 2))),
         ("draft:1,stages:2,0", 3, Roles(3, (2, 0), 1)),
-        ("stages:1-2,4,draft:3", 5, Roles(5, (1, 2, 4), 3)),
+        ("stages:0-2,4,draft:3", 5, Roles(5, (0, 1, 2, 4), 3)),
         ("stages:0", 1, Roles(1, (0,))),
     ],
 )
@@ -50,6 +50,8 @@ def test_roles_that_add_up(text: str, num_ranks: int, roles: Roles) -> None:
         ("stages:0-2,draft:99", "from 0 to 3"),
         ("stages:0-1", "a role for each of 4 ranks, got stages:0-1: name 2, 3 too"),
         ("stages:3-0", "must rise"),
+        ("stages:1-3", "rank 0 in `ranks` must be a stage"),
+        ("stages:1-3,draft:0", "name 0 among the stages"),
     ],
 )
 def test_roles_that_do_not_add_up_are_refused(text: str, words: str) -> None:

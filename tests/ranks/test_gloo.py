@@ -10,6 +10,7 @@ import torch
 from processes import Ranks
 
 from offload.errors import RankError, UserError
+from offload.ranks.interrupts import terminated_later
 from offload.ranks.join import joined
 from offload.ranks.messages import Channel, Kind, Message
 
@@ -174,3 +175,17 @@ def _interrupted(place, report):
         else:
             report("whole")
         ranks.transport.broadcast(rows)
+
+
+def test_a_loss_that_sigterm_tells_of_is_raised_where_it_is_heard():
+    loss = RankError("rank 1 is gone")
+    with pytest.raises(RankError, match="rank 1 is gone"), terminated_later(lambda: loss, is_head=True):
+        _Deleted()
+        time.sleep(5)
+
+
+class _Deleted:
+    """Is ended in a place where Python passes over what is raised."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)

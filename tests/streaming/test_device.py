@@ -138,6 +138,13 @@ def test_auto_takes_a_card_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         assert opened is not None and opened.place == torch.device("cuda", index)
 
 
+def test_ranks_of_a_host_take_one_card_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper_torch(monkeypatch, PaperCuda(2))
+    for name, rank, index in (("auto", 0, 0), ("auto", 1, 1), ("cuda", 2, 0), ("cuda:1", 0, 1), ("cuda:0", 1, 0)):
+        opened = open_device(name, rank_on_host=rank)
+        assert opened is not None and opened.place == torch.device("cuda", index)
+
+
 def test_a_torch_for_the_cpu_is_told_from_a_missing_card(monkeypatch: pytest.MonkeyPatch) -> None:
     paper_torch(monkeypatch, PaperCuda(0), version=None)
     with pytest.raises(UserError, match=r"cuda needs a CUDA device, and a torch .* built for CUDA.*: use `device` cpu"):
