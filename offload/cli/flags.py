@@ -154,7 +154,8 @@ _FLAG_OF = {
     "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram",
     "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks",
     "raw": "--raw", "rule": "--rule", "seed": "--seed", "session": "--session",
-    "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep",
+    "slow_layer_s": "--slow-layer",
+    "stop": "--stop", "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep",
     "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
 }  # fmt: skip
 
