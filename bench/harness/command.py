@@ -59,7 +59,7 @@ class Bench:
         self.name, self._given, self._resources = name, given, resources
         self.quick: bool = given.get("quick", False)
         self.json_file: Path | None = given.get("json_file")
-        self.screen = Console(is_quiet=is_worker())
+        self.screen = Console(is_quiet=is_worker(given.get("ranks")))
         self._old = None if given.get("compare") is None else read(given["compare"])
         if self._old is not None:
             require_same(self._old, name, {})

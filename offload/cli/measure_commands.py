@@ -76,7 +76,7 @@ def plan(
             from offload.ranks.forecast import forecast
 
             of_cluster = forecast(model, draft, options, ranks, tokens_per_sweep)
-            figures, lines = of_cluster.as_dict(), cluster_lines(of_cluster)
+            figures, lines = of_cluster.as_dict(), cluster_lines(of_cluster, is_verbose=verbose)
         else:
             from offload.calibration.estimate import estimate
             from offload.cli.plan_lines import answer_lines

@@ -26,8 +26,8 @@ def begin(command: Sequence[str], own: Mapping[str, object]) -> Place | None:
     Args:
         own: what is set for it elsewhere, by parameter.
     """
-    is_for_many = takes_ranks(command) and (names_ranks(command) or own.get("ranks"))
-    place = find_place() if is_for_many else None
+    is_told = names_ranks(command) or own.get("ranks") or os.environ.get("OFFLOAD_RANKS")  # of benches the last
+    place = find_place() if is_told and takes_ranks(command) else None
     if place is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return place
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what is lost is said in a line of ours

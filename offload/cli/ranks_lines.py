@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from offload.cli.plan_lines import model_words, seconds_words, wrapped
+from offload.cli.plan_lines import model_words, plan_picture, seconds_words, wrapped
 from offload.cli.progress import plural
 from offload.config import format_bytes
 
@@ -17,8 +17,11 @@ _ALIKE = 1.02  # of the seconds of two ranks that are done at once
 _WAYS = {"shards": "a part of every layer on each rank", "stages": "layers of its own on each rank"}
 
 
-def cluster_lines(found: "Forecast") -> str:
-    """The better way as the headline and what it rests on; then both, rank by rank and pass by pass."""
+def cluster_lines(found: "Forecast", *, is_verbose: bool = False) -> str:
+    """The better way as the headline and what it rests on; then both, rank by rank and pass by pass.
+
+    And where it is asked for, what takes each rank's memory in the better way.
+    """
     network, head = found.cluster.network, found.cluster.ranks[0].name
     rows = [
         ("model", model_words(found.models[0])),
@@ -32,7 +35,13 @@ def cluster_lines(found: "Forecast") -> str:
         rows.append(("note", "computing is not counted: give each rank its flops and memory, or its hardware"))
     lines = [_headline(found), "", *(wrapped(*row) for row in rows)]
     for way in found.ways:
-        lines += ["", *(_way_lines(way) if way.layout else [wrapped(way.kind, f"do not work here: {way.refusal}")])]
+        works = way.layout is not None
+        own = _way_lines(way, found.is_link_alone) if works else [wrapped(way.kind, f"do not work here: {way.refusal}")]
+        lines += ["", *own]
+    if is_verbose and found.best.layout:
+        for part in found.best.layout.parts:
+            name = f"memory of {part.machine.name} as one of the {found.better}"
+            lines += ["", name, plan_picture(part.plan, is_decimal=True)]
     return "\n".join(lines)
 
 
@@ -48,10 +57,10 @@ def _headline(found: "Forecast") -> str:
 
 def _tokens_words(rate: "Rate") -> str:
     low, high = (f"{tokens:.1f}" for tokens in rate.tokens_range)
-    return f"{low if low == high else f'{low} to {high}'} a pass with the tree {rate.label}: {rate.basis}"
+    return f"{low if low == high else f'{low} to {high}'} a pass with {rate.label}: {rate.basis}"
 
 
-def _way_lines(way: "Way") -> Iterator[str]:
+def _way_lines(way: "Way", is_link_alone: bool) -> Iterator[str]:
     assert way.layout is not None, "it works here"
     yield f"{way.kind}: {_WAYS[way.kind]}"
     yield f"  {'rank':<11} {'share':>5} {'has':>13} {'memory':>18} {'reads':>8} {'at':>9} {'seconds':>7}"
@@ -59,14 +68,20 @@ def _way_lines(way: "Way") -> Iterator[str]:
         yield _rank_row(way, part)
     yield wrapped("waiting", _waiting_words(way))
     for rate in way.rates:
-        low, high = map(seconds_words, reversed(rate.tokens_per_s_range))
         at_once = f", {rate.num_in_flight} runs in flight" if rate.num_in_flight > 1 else ""
-        tokens = high if low == high else f"{high} to {low}"
-        yield wrapped("decoding", f"{tokens} tokens per second {_tree_words(rate)}{at_once}")
+        yield wrapped("decoding", f"{_speed_words(rate, is_link_alone)} {_tree_words(rate)}{at_once}")
     yield f"  {'rows':<12} {'a pass s':>9} {'next after s':>13} {'network s':>10} {'on the wire':>12}"
     for one in way.passes:
         times = f"{one.seconds:>9.3g} {one.cycle_s:>13.3g} {one.exchange_s:>10.2g}"
         yield f"  {one.num_rows:<12} {times} {_gb(sum(one.sent_bytes)):>12}"
+
+
+def _speed_words(rate: "Rate", is_link_alone: bool) -> str:
+    if rate.tokens_per_s_range is None:
+        return "as fast as it computes, which is not known,"
+    low, high = map(seconds_words, rate.tokens_per_s_range)
+    tokens = low if low == high else f"{low} to {high}"
+    return f"{'at most ' if is_link_alone else ''}{tokens} tokens per second"
 
 
 def _tree_words(rate: "Rate") -> str:
@@ -96,6 +111,8 @@ def _waiting_words(way: "Way") -> str:
     slowest = max(range(len(times)), key=lambda rank: times[rank].seconds)
     what = times[slowest].limit
     whose = "the network" if what == "network" else f"its {what}"
+    if not times[slowest].seconds:
+        return "for no disk: computing alone decides"
     if len(times) == 1:
         return f"for {whose}"
     if times[slowest].seconds <= _ALIKE * min(one.seconds for one in times):

@@ -101,9 +101,7 @@ class LoadOptions:
         remedy = "name ranks as stages:0-2,draft:3"
         require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
         if self.pipeline is not None:
-            pipeline = parse_pipeline(self.pipeline)
-            is_one = self.tree != "none" or not pipeline.speculates
-            require(is_one, f"`pipeline` {pipeline.mode} guesses", "`tree` none", "leave one of them out")
+            parse_pipeline(self.pipeline)
 
     def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
         """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses without a draft."""
@@ -112,6 +110,8 @@ class LoadOptions:
         assert roles is not None, "there are ranks"
         rule = f"`pipeline` {pipeline.mode} guesses with a draft"
         require(has_draft or not pipeline.speculates, rule, "none", "give `draft`, or `pipeline` plain")
+        is_one = self.tree != "none" or not pipeline.speculates
+        require(is_one, f"`pipeline` {pipeline.mode} guesses", "`tree` none", "leave one of them out")
         is_served = has_draft or roles.draft is None
         require(is_served, f"rank {roles.draft} of `ranks` drafts", "no draft", "give `draft`, or leave that rank out")
         return roles._replace(draft=(roles.draft or 0) if pipeline.speculates else None), pipeline

@@ -11,7 +11,7 @@
 Invariant: none of it changes what is emitted. No torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -22,6 +22,7 @@ Mode = Literal["plain", "sync", "async"]
 _MOST = 1024  # rows of a run, and runs on their way: what caches are planned for
 _LEAST_DECAY = 0.001  # by which a cut falls in an attempt: from 1 to nothing in a thousand
 _PAPER_ROWS, _SYNC_NODES = 4, 64
+TIMED_ROWS, _FREE = (1, 4, 8, 16, 32), 1.15  # runs that are timed, and what they may take beside one row
 _FORM = "plain, sync or async, then for example ,rows=8,runs=3,cut=0.3/0.4/0.01,no-cancel,no-continuous"
 
 
@@ -78,6 +79,11 @@ class PipelineOptions:
         if self.mode == "plain":
             return 1
         return self.micro_batch or (_SYNC_NODES if self.mode == "sync" else num_free)
+
+
+def free_rows(seconds: Sequence[float]) -> int:
+    """Rows that take next to no extra time, of runs of `TIMED_ROWS`, or of the first of these."""
+    return max(rows for rows, took_s in zip(TIMED_ROWS, seconds, strict=False) if took_s <= _FREE * seconds[0])
 
 
 def parse_pipeline(text: str) -> PipelineOptions:

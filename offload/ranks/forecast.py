@@ -2,8 +2,9 @@
 
 Ranks with rows of every layer wait for the slowest link, or for computing and exchanging, whichever is longer: weights
 are read ahead meanwhile. Ranks with layers of their own take turns for one run; with as many runs in flight as there
-are stages the slowest one decides, but most of those runs are for nothing. Without rates of computing, seconds are
-those of links and network: a lower bound. No torch. Invariant: nothing is measured, so any cluster can be asked for.
+are stages the slowest one decides, but most of those runs are for nothing. Whatever tree is named, stages run batches
+of as many guesses as cost next to nothing, as `--pipeline async` does. Without rates of computing, seconds are those of
+links and network: a lower bound. No torch. Invariant: nothing is measured, so any cluster can be asked for.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,12 @@ from offload.planning.cost_model import NOTHING, VERIFY_S, Costs, Curve, Traffic
 from offload.planning.exchange import Gathers
 from offload.planning.in_flight import in_flight_gain
 from offload.planning.options import LoadOptions
+from offload.planning.pipeline import TIMED_ROWS, PipelineOptions, free_rows
 from offload.planning.profile import Profile, parse_profile
+from offload.planning.roles import Roles, require_exact_rule
 from offload.planning.tree_policy import AUTO_MAX_NODES, TreeSelector
 from offload.ranks.layout import Layout, Part, Wish, lay_out_shards, lay_out_stages
-from offload.tree.spec import TreeSpec, label_of
+from offload.tree.spec import AUTO_DEPTH, TreeSpec, label_of
 from offload.tree.topology import Shape, chain
 
 Kind = Literal["shards", "stages"]
@@ -58,9 +61,10 @@ class Rate(NamedTuple):
     num_in_flight: int  # runs at a time
 
     @property
-    def tokens_per_s_range(self) -> tuple[float, float]:
+    def tokens_per_s_range(self) -> tuple[float, float] | None:
+        """None where nothing that is counted takes any time."""
         low, high = self.s_per_token_range
-        return 1 / high, 1 / low
+        return (1 / high, 1 / low) if low else None
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
@@ -121,7 +125,7 @@ class Way(NamedTuple):
         is_disk = not part.machine.gpu_bytes or Traffic.of(part.plan, part.machine).is_disk_slower
         compute_s = part.compute_s.at(self.num_rows) if part.compute_s else 0.0
         exchange_s = self.usual.exchange_s if self.kind == "shards" else 0.0
-        if part.link_s >= compute_s + exchange_s:
+        if part.link_s and part.link_s >= compute_s + exchange_s:
             return Busy(part.link_s, "disk" if is_disk else "link")
         return Busy(compute_s + exchange_s, "processor" if compute_s >= exchange_s else "network")
 
@@ -182,6 +186,10 @@ def _one_way(wish: Wish, tree: TreeSpec, profile: Profile | None, tokens: float 
     try:
         plain, rates = _LAY_OUT[kind](wish._replace(files=Files(wish.files.target)), 1), list[Rate]()
         chosen = plain
+        if kind == "stages":
+            num_ranks = len(wish.cluster.ranks)
+            require_exact_rule(Roles(num_ranks, tuple(range(num_ranks))), wish.rule, 1.0)
+            tree, tokens = _batches(wish, plain, tree), None
         if wish.files.draft is not None and tree.kind != "none":
             shape, drawn, basis = _choice(wish, tree, profile, lay_out)
             drawn = (tokens, tokens) if tokens else drawn
@@ -193,6 +201,15 @@ def _one_way(wish: Wish, tree: TreeSpec, profile: Profile | None, tokens: float 
     rates.insert(0, _rate(wish, plain, chain(0), (1.0, 1.0), "no tree"))
     rows = sorted({*SHOWN_ROWS, rates[-1].shape.num_nodes})
     return Way(kind, chosen, "", tuple(_pass(wish, chosen, count) for count in rows), tuple(rates))
+
+
+def _batches(wish: Wish, layout: Layout, tree: TreeSpec) -> TreeSpec:
+    """What a run of stages holds: as many guesses as the slowest stage computes at next to no extra time."""
+    seconds = [max(map(max, zip(*_stage_times(wish, layout, rows), strict=True))) for rows in TIMED_ROWS]
+    pipeline = PipelineOptions(mode="plain" if tree.kind == "none" else "async")
+    num_rows = pipeline.num_rows(free_rows(seconds)) if seconds[0] else pipeline.num_rows()
+    depth = min(num_rows - 1, AUTO_DEPTH, layout.parts[0].plan.context - 1)
+    return TreeSpec("dynamic", num_rows, depth) if depth > 0 else TreeSpec("none")
 
 
 def _choice(
@@ -226,32 +243,41 @@ def _fits(lay_out: Callable[[int], Layout], num_nodes: int) -> bool:
 
 
 def _rate(wish: Wish, layout: Layout, shape: Shape, tokens: tuple[float, float], basis: str) -> Rate:
-    """One run at a time, or of stages as many as there are, where that is quicker."""
-    num_rows = shape.num_nodes
+    """One run at a time, or of stages as many as they take, where that is quicker."""
+    num_rows, label = shape.num_nodes, label_of(shape)
     one, curve = _pass(wish, layout, num_rows), _draft_curve(wish, layout)
     draft_s = sum(curve.at(width) for width in draft_widths(shape)) if num_rows > 1 else 0.0
     seconds, num_in_flight = draft_s + one.seconds + (VERIFY_S if _knows_compute(wish) else 0.0), 1
     num_stages = len(layout.parts)
-    if num_rows > 1 and num_stages > 1 and not isinstance(layout.exchange, Gathers):
-        # One begins and one ends in every cycle; drafting goes on meanwhile.
-        flying_s = max(one.cycle_s, draft_s) * num_stages / in_flight_gain(num_stages, num_rows)
-        if flying_s < seconds:
-            seconds, num_in_flight = flying_s, num_stages
+    if num_rows > 1 and not isinstance(layout.exchange, Gathers):
+        label = f"runs of {num_rows} rows"
+        # One begins and one ends in every cycle; the draft computes where the first stage does, beside its link.
+        cycle_s = _pass(wish, layout, num_rows, draft_s).cycle_s
+        flying_s = cycle_s * num_stages / in_flight_gain(num_stages, num_rows)
+        if num_stages > 1 and flying_s < seconds:  # those beyond one a stage wait, and keep none of them idle
+            seconds, num_in_flight = flying_s, PipelineOptions().num_runs(num_stages)
     low, high = tokens
-    return Rate(label_of(shape), shape, tokens, basis, draft_s, (seconds / high, seconds / low), num_in_flight)
+    return Rate(label, shape, tokens, basis, draft_s, (seconds / high, seconds / low), num_in_flight)
 
 
-def _pass(wish: Wish, layout: Layout, num_rows: int) -> Pass:
+def _pass(wish: Wish, layout: Layout, num_rows: int, draft_s: float = 0.0) -> Pass:
+    """One pass; `draft_s` is what the first stage computes between two of them."""
     exchange_s = layout.exchange.seconds(num_rows, wish.cluster.network)
-    compute_s = [part.compute_s.at(num_rows) if part.compute_s else 0.0 for part in layout.parts]
-    link_s = [part.link_s for part in layout.parts]
+    link_s, compute_s = _stage_times(wish, layout, num_rows)
     sent_bytes = layout.exchange.sent_bytes(num_rows)
     if isinstance(layout.exchange, Gathers):
         seconds = max(*link_s, max(compute_s) + exchange_s)
         return Pass(num_rows, seconds, exchange_s, seconds, sent_bytes)
     stage_s = [max(one) for one in zip(link_s, compute_s, strict=True)]
-    cycle_s = max(*stage_s, layout.exchange.hop_s(num_rows, wish.cluster.network) if len(stage_s) > 1 else 0.0)
+    hop_s = layout.exchange.hop_s(num_rows, wish.cluster.network) if len(stage_s) > 1 else 0.0
+    cycle_s = max(*stage_s, compute_s[0] + draft_s, hop_s)
     return Pass(num_rows, sum(stage_s) + exchange_s, exchange_s, cycle_s, sent_bytes)
+
+
+def _stage_times(wish: Wish, layout: Layout, num_rows: int) -> tuple[list[float], list[float]]:
+    """(seconds of links, seconds of processors) by rank."""
+    compute_s = [part.compute_s.at(num_rows) if part.compute_s else 0.0 for part in layout.parts]
+    return [part.link_s for part in layout.parts], compute_s if _knows_compute(wish) else [0.0] * len(compute_s)
 
 
 def _knows_compute(wish: Wish) -> bool:

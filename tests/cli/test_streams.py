@@ -123,7 +123,8 @@ print("torch._dynamo.eval_frame" in sys.modules)
 
 
 LISTS_UNUSED = """
-import sys
+import os, sys
+os.environ["TRANSFORMERS_VERBOSITY"] = "warning"  # --quiet comes first
 from offload.__main__ import main
 unused = {"torch._dynamo.eval_frame", "torch.distributed.tensor", "scipy", "triton", "offload.tuning.trace_acceptance"}
 try:

@@ -24,7 +24,10 @@ SOURCE = Path(heapq.__file__).read_text(encoding="utf-8")
 PROMPT = SOURCE[7000:7800] + "\n\n# The same again\n" + SOURCE[7000:7100]
 NUM_NEW = 24
 SAMPLINGS = ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 5})
-RUNS = (("dynamic:64x16", 0), ("dynamic:64x16", 1), ("32x6", 1), ("chain:5", 0), ("sequences:3x4", 1))  # tree, sampling
+RUNS = (  # tree, sampling
+    *(("dynamic:64x16", 0), ("dynamic:64x16", 1), ("32x6", 1)),
+    *(("chain:5", 0), ("chain:5", 1), ("sequences:3x4", 1), ("none", 0)),
+)
 load = partial(offload.load, context=640, dtype="float32", device="cpu", threads=1, profile="none")
 
 

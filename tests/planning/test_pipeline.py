@@ -3,7 +3,7 @@
 import pytest
 
 from offload.errors import UserError
-from offload.planning.pipeline import PaperCut, PipelineOptions, parse_pipeline
+from offload.planning.pipeline import PaperCut, PipelineOptions, free_rows, parse_pipeline
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,10 @@ def test_what_does_not_fit_is_refused_in_one_line(text: str, what: str) -> None:
     with pytest.raises(UserError, match=what) as refusal:
         parse_pipeline(text)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+
+
+def test_rows_are_free_as_long_as_a_pass_takes_hardly_longer() -> None:
+    assert [free_rows(times) for times in ([1, 1, 1, 1, 1], [1, 1.1, 1.2, 2, 4], [1, 2], [1])] == [32, 4, 1, 1]
 
 
 def test_numbers_follow_from_the_mode_where_none_are_named() -> None:

@@ -100,8 +100,6 @@ def test_options_know_the_ranks_that_were_started(monkeypatch: pytest.MonkeyPatc
         ({"ranks": "stages:0-1", "invariant": True}, "`invariant` is promised by one process, got `ranks` stages:0-1"),
         ({"slow_layer_s": 0.1}, "`slow_layer_s` is of stages, got `ranks` none"),
         ({"ranks": "shards", "slow_layer_s": 0.1}, "`slow_layer_s` is of stages, got `ranks` shards"),
-        ({"ranks": "stages:0-1", "tree": "none", "pipeline": "async"}, "`pipeline` async guesses, got `tree` none"),
-        ({"ranks": "stages:0-1", "tree": "none", "pipeline": "sync"}, "`pipeline` sync guesses, got `tree` none"),
         ({"ranks": "stages:0-1", "tree": "64x16"}, "`tree` is for one pass at a time"),
         ({"ranks": "shards", "pipeline": "plain"}, "`pipeline` says how stages run"),
     ],
@@ -122,6 +120,9 @@ def test_stages_guess_where_there_is_a_draft_and_a_tree_is_not_ruled_out() -> No
     assert found(True, ranks="stages:0-1", tree="none", pipeline="plain") == ("plain", None)
     with pytest.raises(UserError, match="rank 1 of `ranks` drafts, got no draft: give `draft`"):
         found(False, ranks="stages:0,draft:1")
+    for mode in ("async", "sync"):
+        with pytest.raises(UserError, match=f"`pipeline` {mode} guesses, got `tree` none"):
+            found(True, ranks="stages:0-1", tree="none", pipeline=mode)
     with pytest.raises(UserError, match="`pipeline` sync guesses with a draft"):
         found(False, ranks="stages:0-1", pipeline="sync")
     with pytest.raises(UserError, match="rank 1 of `ranks` drafts"):

@@ -16,6 +16,7 @@ from offload.planning.cluster import Cluster
 from offload.planning.exchange import Network
 from offload.planning.hardware import Hardware
 from offload.planning.in_flight import in_flight_gain
+from offload.planning.pipeline import PipelineOptions
 from offload.ranks.layout import Layout, Wish, lay_out_shards, lay_out_stages
 
 GB, LAYER = 10**9, 1_711_308_800  # bytes of a layer of the 70B model
@@ -145,14 +146,38 @@ def test_a_slow_network_is_for_stages_that_fit(cluster: Any) -> None:
 
 
 def test_runs_in_flight_are_counted_where_they_are_quicker(cluster: Any) -> None:
-    tree = ("--tree", "64x16", "--tokens-per-sweep", "5")
-    stages = figures(*cluster(LAPTOP, LAPTOP), *tree)["stages"]
-    plain, with_tree = stages["predictions"]
-    assert (plain["num_in_flight"], with_tree["num_in_flight"]) == (1, 2)
-    one = next(one for one in stages["passes"] if one["num_rows"] == 64)
-    assert 5 * with_tree["s_per_token_range"][0] == pytest.approx(one["cycle_s"] * 2 / 1.04)
+    """A tree that is named is the shards' alone: stages run batches of rows that cost nothing beside their links."""
+    found = figures(*cluster(LAPTOP, LAPTOP), "--tree", "64x16", "--tokens-per-sweep", "5")
+    assert found["shards"]["predictions"][1]["tokens_per_pass_range"] == [5, 5]
+    stages = found["stages"]
+    plain, batches = stages["predictions"]
+    assert (plain["num_in_flight"], batches["num_in_flight"]) == (1, PipelineOptions().num_runs(2))
+    assert batches["tree"] == "runs of 32 rows" and batches["num_nodes"] == 32
+    one = next(one for one in stages["passes"] if one["num_rows"] == 32)
+    most = batches["tokens_per_pass_range"][1]
+    assert most * batches["s_per_token_range"][0] == pytest.approx(one["cycle_s"] * 2 / in_flight_gain(2, 32))
+    assert len(figures(*cluster(LAPTOP, LAPTOP), "--tree", "none")["stages"]["predictions"]) == 1
     assert in_flight_gain(1, 64) == 1.0 and in_flight_gain(64, 4) == in_flight_gain(8, 4) == 1.39
     assert in_flight_gain(2, 32) == pytest.approx(1.04) and 1.07 < in_flight_gain(3, 8) < 1.14
+
+
+def test_the_first_stage_drafts_between_its_passes(cluster: Any) -> None:
+    """Beside its link: what counts is whichever of the two takes longer."""
+    for disk, draft_counts in (("3GB/s", False), ("100GB/s", True)):
+        rank = {"ram": "32GB", "disk": disk, "flops": 2e13, "memory": "400GB/s"}
+        stages = figures(*cluster(rank, rank))["stages"]
+        batches = stages["predictions"][1]
+        assert batches["num_in_flight"] == 3 and batches["num_nodes"] == 32 and batches["draft_s"] > 0.3
+        cycle_s = next(one["cycle_s"] for one in stages["passes"] if one["num_rows"] == 32)
+        run_s = batches["tokens_per_pass_range"][1] * batches["s_per_token_range"][0]
+        longer_s = run_s * in_flight_gain(2, 32) / 2 - cycle_s
+        assert 0 < longer_s < batches["draft_s"] if draft_counts else longer_s == pytest.approx(0, abs=1e-6)
+
+
+def test_rules_that_stages_refuse_are_refused_here(cluster: Any) -> None:
+    found = figures(*cluster(LAPTOP, LAPTOP), "--rule", "sequoia", "--tree", "32x8")
+    assert found["better"] == "shards" and not found["stages"]["works"]
+    assert "--rule sequoia compares" in found["stages"]["refusal"] and found["shards"]["works"]
 
 
 def test_the_answer_is_for_people(cluster: Any) -> None:
@@ -161,7 +186,8 @@ def test_the_answer_is_for_people(cluster: Any) -> None:
     assert outcome.code == 0 and outcome.err == "" and max(map(len, lines)) < 80
     assert lines[0].startswith("As shards: at least ") and lines[0].endswith(" as stages).")
     told = " ".join(outcome.out.split())
-    for words in ("118 MB/s each way, 100 us a message", "stays on r0", "3 heads", "layers 0-34", "2 runs in flight",
+    for words in ("118 MB/s each way, 100 us a message", "stays on r0", "3 heads", "layers 0-34", "3 runs in flight",
+                  "at most 0.07 tokens",
                   "all ranks are done at once; each waits for its disk", "of 32 GB", "a long name"):  # fmt: skip
         assert words in told
 
@@ -169,7 +195,20 @@ def test_the_answer_is_for_people(cluster: Any) -> None:
 def test_where_nothing_is_streamed_nothing_is_promised(cluster: Any) -> None:
     out = shell("plan", *cluster({**LAPTOP, "ram": "96GB"}, {**LAPTOP, "ram": "96GB"}, draft=False)).out
     assert out.startswith("As shards all of it stays in memory: computing alone decides how fast.\n")
-    assert "nothing is known of it" in " ".join(out.split())
+    told = " ".join(out.split())
+    assert "nothing is known of it" in told and "waiting for no disk: computing alone decides" in told
+    assert "for its disk" not in told and "decoding at most" in told
+    one = shell("plan", *cluster({**LAPTOP, "ram": "300GB"}, draft=False)).out
+    assert "inf" not in one and "as fast as it computes, which is not known" in " ".join(one.split())
+    [rate] = figures(*cluster({**LAPTOP, "ram": "300GB"}, draft=False))["shards"]["predictions"]
+    assert rate["tokens_per_s_range"] is None
+
+
+def test_all_of_it_is_where_memory_goes(cluster: Any) -> None:
+    told = shell("plan", *cluster(LAPTOP, LAPTOP), "--verbose").out
+    for words in ("memory of r0 as one of the shards", "memory of r1 as", "draft with its cache", "keys and values"):
+        assert words in told
+    assert "memory of" not in shell("plan", *cluster(LAPTOP, LAPTOP)).out
 
 
 @pytest.mark.parametrize(
