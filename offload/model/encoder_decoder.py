@@ -69,10 +69,8 @@ class SourceCache(KVCache):
 class EncoderDecoderModel(StreamedModel):
     """A `StreamedModel` whose `take_in` runs the encoder; all passes are those of the decoder."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *, has_host_table: bool = False
-    ) -> None:
-        super().__init__(checkpoint, dtype, place, has_host_table=has_host_table)
+    def __init__(self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, **more: Any) -> None:
+        super().__init__(checkpoint, dtype, place, **more)
         self.start = start_tokens(checkpoint)
         rule = f"{checkpoint.directory.name}: decoder_start_token_id must be less than {self.vocab_size}"
         require(self.start[0] < self.vocab_size, rule, self.start[0], "mend generation_config.json")

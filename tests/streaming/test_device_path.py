@@ -50,7 +50,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """`load` finds a device; slots hold NaN unless something valid lies in them."""
     fake = FakeDevice(seed=3)
-    monkeypatch.setattr(loading, "open_device", lambda name, gpu_memory: fake)
+    monkeypatch.setattr(loading, "open_device", lambda *_, **__: fake)
     poison(monkeypatch)
     monkeypatch.setattr(FakeDevice, "place", torch.device("cpu"))
     yield fake
