@@ -146,7 +146,7 @@ def synthetic_setting(num_layers: int, ram: str | None, device: Device | None) -
 def place_of(device: str, gpu_memory: str | None) -> dict[str, Any]:
     """What a setting has to know of `--device` and `--gpu-mem`. Raises `UserError`."""
     if device == PRETEND:
-        return {"device": PRETEND, "gpu_memory": gpu_memory or "1136MiB", "opened": HostDevice()}
+        return {"device": PRETEND, "gpu_memory": gpu_memory or "1152MiB", "opened": HostDevice()}
     opened: Device | None = open_device(device, gpu_memory)
     return {"device": str(opened.place) if opened else "cpu", "gpu_memory": gpu_memory, "opened": opened}
 
