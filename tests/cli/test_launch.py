@@ -93,6 +93,7 @@ def test_ctrl_c_ends_the_run_with_its_text() -> None:
 
 def test_nobody_outlives_a_launcher_that_is_killed() -> None:
     started = Started(*LAUNCH, misfortune="nothing:").join()
+    assert started.process.stdout is not None and started.process.stdout.read(4)  # the text has begun
     started.process.kill()
     assert started.wait_for_ranks() == []
     _, out, _ = started.end()
