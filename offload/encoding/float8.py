@@ -1,0 +1,96 @@
+"""Weights of 8 bits each, floating-point, with a scale for each block, row or tensor (DeepSeek, Qwen, compressed-tensors).
+
+DeepSeek's `weight_scale_inv` is a factor in spite of its name. Where sizes are no multiple of a block's, the last blocks
+are cut.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offload.encoding.base import Format, Found, Header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from offload.kernels.expansion import Expansion
+
+_SCALES = (".weight_scale_inv", ".weight_scale")
+_USUAL_BLOCK = (128, 128)
+_TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """See `Coding`."""
+
+    kind: str  # as headers have it
+    block: tuple[int, int]  # rows and columns that share a scale
+    dtype: str = "bfloat16"
+    align_bytes: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"fp8 in blocks of {self.block[0]}x{self.block[1]}"
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """One byte each."""
+        return math.prod(shape)
+
+    def companion_bytes(self, shape: Sequence[int]) -> int:
+        """A float32 scale for each block."""
+        return 4 * math.prod(self._grid(shape))
+
+    def prepare(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "Mapping[str, Tensor]":
+        """Scales in float32, one for each block."""
+        import torch
+
+        (stored,) = companions.values()
+        scale = stored.float() if stored.element_size() > 1 else (stored.view(torch.uint8).float() - 127).exp2()
+        if not bool(scale.isfinite().all()):
+            raise ValueError(f"scales must be finite, {int((~scale.isfinite()).sum())} are not")
+        return {"scale": scale.reshape(self._grid(shape))}
+
+    def expand(
+        self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
+    ) -> None:
+        """Of a stack every matrix by itself."""
+        import torch
+
+        weight = stored_B.view(getattr(torch, _TYPES[self.kind])).view(out.shape)
+        scale = companions["scale"]
+        for one, own, place in zip(*(t.reshape(-1, *t.shape[-2:]) for t in (weight, scale, out)), strict=True):
+            expansion.float8(one, own, self.block, place)
+
+    def _grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (*shape[:-2], *(-(-size // part) for size, part in zip(shape[-2:], self.block, strict=True)))
+
+
+def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found | None:
+    weight, suffix = stored.get(".weight"), next((suffix for suffix in _SCALES if suffix in stored), None)
+    if weight is None or suffix is None or weight.dtype not in _TYPES:
+        return None
+    block, scale = _block(weight.shape, stored[suffix].shape, settings), stored[suffix]
+    coding = Float8(weight.dtype, block)
+    if len(weight.shape) < 2 or 4 * math.prod(scale.shape) != coding.companion_bytes(weight.shape):
+        raise ValueError(
+            f"{suffix} must have one scale for each of its {block[0]}x{block[1]} numbers, has shape "
+            f"{list(scale.shape)} for weights of {list(weight.shape)}: download the checkpoint again"
+        )
+    return Found(coding, weight.shape, (".weight",), (suffix,))
+
+
+def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[str, Any]) -> tuple[int, int]:
+    """How many rows and columns share a scale: all, those of one row, or what the config says."""
+    if math.prod(scale_shape) == 1:
+        return max(shape[-2], 1), max(shape[-1], 1)
+    if tuple(scale_shape) == (*shape[:-1], 1):
+        return 1, max(shape[-1], 1)
+    block = settings.get("weight_block_size") or _USUAL_BLOCK
+    if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [True, True]:
+        raise ValueError(f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json")
+    return block[0], block[1]
+
+
+FORMAT = Format((".weight", *_SCALES), _recognise)
