@@ -7,13 +7,21 @@ signatures and results equal bit for bit: a product in float32, rounded once to 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from offload.kernels.expand_codebook import expand_codebook_reference
+from offload.kernels.expand_columns import expand_columns_reference
 from offload.kernels.expand_float8 import expand_float8_reference
+from offload.kernels.expand_integers import expand_integers_reference
 
 
 class Expansion(NamedTuple):
     """The signatures are those of the references."""
 
     float8: Callable[..., None]
+    integers: Callable[..., None]
+    columns: Callable[..., None]
+    codebook: Callable[..., None]
 
 
-REFERENCE = Expansion(expand_float8_reference)
+REFERENCE = Expansion(
+    expand_float8_reference, expand_integers_reference, expand_columns_reference, expand_codebook_reference
+)
