@@ -287,9 +287,7 @@ RECIPES: Mapping[str, Recipe] = {
     "awq": Recipe(_AWQ, awq),
     "gptq": Recipe(_gptq_config(), gptq(4, GROUP)),
     "gptq-order": Recipe(_gptq_config(desc_act=True), gptq(4, GROUP, ordered=True)),
-    "gptq-v2": Recipe(
-        _gptq_config(checkpoint_format="gptq_v2", sym=False), gptq(4, GROUP, version=2, symmetric=False)
-    ),
+    "gptq-v2": Recipe(_gptq_config(checkpoint_format="gptq_v2", sym=False), gptq(4, GROUP, version=2, symmetric=False)),
     "gptq-8": Recipe(_gptq_config(8, -1), gptq(8, None)),
     "nf4": Recipe(_NF4, nf4(nested=False)),
     "nf4-nested": Recipe(_NF4 | {"bnb_4bit_use_double_quant": True}, nf4(nested=True)),
