@@ -4,34 +4,21 @@ Not every processor has these products, or vector instructions for them. Invaria
 used, and a number of rows counts only if all smaller ones did.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.calibration.host_timer import host_seconds
 from offload.calibration.kernel_comparison import Comparison, Timer, fight, verdicts
 from offload.kernels.int4_product import int4_linear, int4_linear_reference, pack_int4
 from offload.kernels.int8_product import Int8Weight, int8_linear, int8_linear_reference
 
 NUM_ROWS = (1, 2, 4, 8, 16, 32)
 _NUM_OUT, _NUM_IN, _GROUP = 1024, 2048, 128  # as bfloat16 more than most caches keep for one core
-_NUM_ROUNDS = 5
 _TOLERANCE = 2e-2  # of half precision, relative to the largest product
 Product = Callable[[Tensor], Tensor]
-
-
-def host_seconds(work: Callable[[], Any], *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The shortest of a few runs behind a first one: others that use the machine only ever add to it."""
-    work()
-    seconds = []
-    for _ in range(_NUM_ROUNDS):
-        started = clock()
-        work()
-        seconds.append(clock() - started)
-    return min(seconds)
 
 
 def int4_rows(
