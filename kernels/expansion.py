@@ -8,15 +8,33 @@ a measurement decides (`expansion_choice.py`).
 from collections.abc import Callable
 from typing import NamedTuple
 
+from offload.kernels.expand_codebook import (
+    expand_codebook_compiled,
+    expand_codebook_kernel,
+    expand_codebook_reference,
+)
+from offload.kernels.expand_columns import expand_columns_compiled, expand_columns_kernel, expand_columns_reference
 from offload.kernels.expand_float8 import expand_float8_compiled, expand_float8_kernel, expand_float8_reference
+from offload.kernels.expand_integers import (
+    expand_integers_compiled,
+    expand_integers_kernel,
+    expand_integers_reference,
+)
 
 
 class Expansion(NamedTuple):
     """One function for each kind; the signatures are those of the references."""
 
     float8: Callable[..., None]
+    integers: Callable[..., None]
+    columns: Callable[..., None]
+    codebook: Callable[..., None]
 
 
-REFERENCE = Expansion(expand_float8_reference)
-COMPILED = Expansion(expand_float8_compiled)
-KERNELS = Expansion(expand_float8_kernel)
+REFERENCE = Expansion(
+    expand_float8_reference, expand_integers_reference, expand_columns_reference, expand_codebook_reference
+)
+COMPILED = Expansion(
+    expand_float8_compiled, expand_integers_compiled, expand_columns_compiled, expand_codebook_compiled
+)
+KERNELS = Expansion(expand_float8_kernel, expand_integers_kernel, expand_columns_kernel, expand_codebook_kernel)
