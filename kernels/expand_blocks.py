@@ -6,7 +6,6 @@ of computing it, fused or not, give the same bits. Layouts: ggml-common.h of lla
 """
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,12 +13,13 @@ from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.jit import jit, tl
+from offload.kernels.rounding import numbers, rounded
 
 _CHUNK_NUMBERS = 1 << 15  # what is made of them in float32 stays in the cache
 _TILE = 1024  # numbers of one program
 _NOTHING = -0.0  # as an offset: 0.0 would make a zero of another sign
 _ZERO_OF = {"Q4_0": 8, "Q5_0": 16}  # what q is counted from
-U, L, I, F = np.uint32, np.uint64, np.int32, np.float32
+U32, U64, I8, I32, F32 = np.uint32, np.uint64, np.int8, np.int32, np.float32
 
 
 def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
@@ -82,123 +82,108 @@ def _q6_k(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
-    """The same on a CPU, compiled; float16, which numba has not, is rounded by torch from float32 in the cache."""
-    fill, halves, source = _COMPILED[kind], _float_of_half(), block_MB.numpy()
-    bits = torch.uint16 if out_MW.dtype == torch.bfloat16 else torch.uint32
-    step = max(1, _CHUNK_NUMBERS // out_MW.shape[1])
-
-    def work(first: int, last: int) -> None:
-        if out_MW.dtype != torch.float16:
-            return fill(source[first:last], halves, out_MW[first:last].view(bits).numpy())
-        scratch_MW = torch.empty(step, out_MW.shape[1])
-        for lo in range(first, last, step):
-            rows = slice(lo, min(lo + step, last))
-            part_MW = scratch_MW[: rows.stop - lo]
-            fill(source[rows], halves, part_MW.view(bits).numpy())
-            out_MW[rows] = part_MW
-
-    share_rows(work, len(block_MB))
+    """The same on a CPU, compiled."""
+    fill, source, out = _COMPILED[kind].to(out_MW.dtype), block_MB.numpy(), numbers(out_MW)
+    halves = _float_of_half()
+    share_rows(lambda lo, hi: fill(source[lo:hi], halves, out[lo:hi]), len(source))
 
 
 @cache
-def _float_of_half() -> Any:
+def _float_of_half() -> np.ndarray:
     """All fp16 numbers in float32: numba has none of them, and a scale is for 16 numbers or more."""
-    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float().numpy()
+    table: np.ndarray = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float().numpy()
+    return table
 
 
-# In what follows a number's bits in float32, v, are stored as (v + half + (v >> 16 & odd)) >> shift: bfloat16 rounded to
-# the nearest, of two the even one, where numbers have 2 bytes, and themselves where they have 4. Indices are unsigned, or
-# numba would look for negative ones in every turn of a loop.
-
-
-@compiled
-def _fill_q8_0(block_MB: Any, halves: Any, out_MW: Any) -> None:
-    shift = U(32 - 8 * out_MW.itemsize)
-    half, odd = (U(0x7FFF), U(1)) if shift else (U(0), U(0))
-    for i in range(L(len(block_MB))):
-        scale = halves[block_MB[i, 0] | U(block_MB[i, 1]) << U(8)]
-        for k in range(U(32)):
-            v = F(scale * F(np.int8(block_MB[i, U(2) + k]))).view(U)
-            out_MW[i, k] = (v + half + ((v >> U(16)) & odd)) >> shift
+# Memory as one run is twice as fast as rows of it. Indices are unsigned, see `Compiled`.
 
 
 @compiled
-def _fill_q45(block_MB: Any, halves: Any, out_MW: Any) -> None:
-    """Which of the four kinds it is, the size of a block tells."""
-    shift = U(32 - 8 * out_MW.itemsize)
-    half, odd = (U(0x7FFF), U(1)) if shift else (U(0), U(0))
-    num_bytes = block_MB.shape[1]
-    has_fifth, has_offset = num_bytes >= 22, num_bytes % 4 == 0
-    zero, low_at, high = I(0 if has_offset else 16 if has_fifth else 8), U(num_bytes - 16), U(0)
-    for i in range(L(len(block_MB))):
-        scale = halves[block_MB[i, 0] | U(block_MB[i, 1]) << U(8)]
-        offset = halves[block_MB[i, 2] | U(block_MB[i, 3]) << U(8) if has_offset else U(0x8000)]  # or -0
-        if has_fifth:
-            a, b, c, d = low_at - U(4), low_at - U(3), low_at - U(2), low_at - U(1)
-            high = U(block_MB[i, a]) | U(block_MB[i, b]) << U(8) | U(block_MB[i, c]) << U(16) | U(block_MB[i, d]) << U(24)
-        for k in range(U(16)):
-            byte = U(block_MB[i, low_at + k])
-            v = F(scale * F(I((byte & U(15)) | ((high >> k) & U(1)) << U(4)) - zero) + offset).view(U)
-            out_MW[i, k] = (v + half + ((v >> U(16)) & odd)) >> shift
-            v = F(scale * F(I((byte >> U(4)) | ((high >> (k + U(16))) & U(1)) << U(4)) - zero) + offset).view(U)
-            out_MW[i, k + U(16)] = (v + half + ((v >> U(16)) & odd)) >> shift
+def _half_at(source, halves, at):  # type: ignore[no-untyped-def]  # numba infers types
+    return halves[U32(source[at]) | U32(U32(source[at + U64(1)]) << U32(8))]
 
 
 @compiled
-def _fill_q45_k(block_MB: Any, halves: Any, out_MW: Any) -> None:
-    """The scales and offsets of a block first, then 64 of its numbers at a time; memory as one run is twice as fast."""
-    shift = U(32 - 8 * out_MW.itemsize)
-    half, odd = (U(0x7FFF), U(1)) if shift else (U(0), U(0))
+def _fill_q8_0(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
     source, out = block_MB.ravel(), out_MW.ravel()
-    size, has_fifth = L(block_MB.shape[1]), block_MB.shape[1] == 176
-    scale, offset = np.empty(8, F), np.empty(8, F)
-    for i in range(L(len(block_MB))):
-        first, byte_at = i * size, i * size + size - L(128)
-        by = halves[source[first] | U(source[first + L(1)]) << U(8)]
-        off_by = halves[source[first + L(2)] | U(source[first + L(3)]) << U(8)]
-        for j in range(L(4)):
-            low, off, high = source[first + L(4) + j], source[first + L(8) + j], source[first + L(12) + j]
-            scale[j], scale[L(4) + j] = by * F(low & 63), by * F((high & 15) | (low >> 6) << 4)
-            offset[j], offset[L(4) + j] = off_by * F(off & 63), off_by * F((high >> 4) | (off >> 6) << 4)
-        for j in range(L(4)):
-            scale_a, scale_b = scale[L(2) * j], scale[L(2) * j + L(1)]
-            offset_a, offset_b = offset[L(2) * j], offset[L(2) * j + L(1)]
-            at, a, b, two = byte_at + L(32) * j, L(256) * i + L(64) * j, L(256) * i + L(64) * j + L(32), U(2) * U(j)
-            if has_fifth:
-                for k in range(L(32)):
-                    byte, high = U(source[at + k]), U(source[first + L(16) + k]) >> two
-                    v = F(scale_a * F(I((byte & U(15)) | (high & U(1)) << U(4))) - offset_a).view(U)
-                    out[a + k] = (v + half + ((v >> U(16)) & odd)) >> shift
-                    v = F(scale_b * F(I((byte >> U(4)) | (high & U(2)) << U(3))) - offset_b).view(U)
-                    out[b + k] = (v + half + ((v >> U(16)) & odd)) >> shift
-            else:
-                for k in range(L(32)):
-                    byte = U(source[at + k])
-                    v = F(scale_a * F(I(byte & U(15))) - offset_a).view(U)
-                    out[a + k] = (v + half + ((v >> U(16)) & odd)) >> shift
-                    v = F(scale_b * F(I(byte >> U(4))) - offset_b).view(U)
-                    out[b + k] = (v + half + ((v >> U(16)) & odd)) >> shift
+    for i in range(U64(len(block_MB))):
+        at, to = U64(34) * i + U64(2), U64(32) * i
+        scale = _half_at(source, halves, U64(34) * i)
+        for k in range(U64(32)):
+            out[to + k] = rounded(F32(scale * F32(I8(source[at + k]))))
 
 
 @compiled
-def _fill_q6_k(block_MB: Any, halves: Any, out_MW: Any) -> None:
+def _fill_q45(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    """Which of the four kinds it is, the size of a block tells."""
+    source, out, size = block_MB.ravel(), out_MW.ravel(), U64(block_MB.shape[1])
+    has_fifth, has_offset = size >= U64(22), size % U64(4) == U64(0)
+    zero, high, offset = I32(0 if has_offset else 16 if has_fifth else 8), U32(0), F32(-0.0)
+    for i in range(U64(len(block_MB))):
+        to, at = U64(32) * i, size * i + size - U64(16)
+        scale = _half_at(source, halves, size * i)
+        if has_offset:
+            offset = _half_at(source, halves, size * i + U64(2))
+        if has_fifth:
+            high = U32(0)
+            for k in range(U64(4)):
+                high = U32(high | U32(U32(source[at - U64(4) + k]) << U32(U64(8) * k)))
+        for k in range(U64(16)):
+            byte, bits = U32(source[at + k]), U32(high >> U32(k))
+            low_q = I32(U32(byte & U32(15)) | U32(U32(bits & U32(1)) << U32(4)))
+            high_q = I32(U32(byte >> U32(4)) | U32(U32(U32(bits >> U32(16)) & U32(1)) << U32(4)))
+            out[to + k] = rounded(F32(F32(scale * F32(I32(low_q - zero))) + offset))
+            out[to + U64(16) + k] = rounded(F32(F32(scale * F32(I32(high_q - zero))) + offset))
+
+
+@compiled
+def _fill_q45_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    """The scales and offsets of a block first, then 64 of its numbers at a time."""
+    source, out, size = block_MB.ravel(), out_MW.ravel(), U64(block_MB.shape[1])
+    has_fifth, scale, offset = size == U64(176), np.empty(8, np.float32), np.empty(8, np.float32)
+    for i in range(U64(len(block_MB))):
+        first = size * i
+        by, off_by = _half_at(source, halves, first), _half_at(source, halves, first + U64(2))
+        for j in range(U64(4)):
+            low, off, high = source[first + U64(4) + j], source[first + U64(8) + j], source[first + U64(12) + j]
+            scale[j], scale[U64(4) + j] = by * F32(low & 63), by * F32((high & 15) | (low >> 6) << 4)
+            offset[j], offset[U64(4) + j] = off_by * F32(off & 63), off_by * F32((high >> 4) | (off >> 6) << 4)
+        for j in range(U64(4)):
+            scale_a, scale_b = scale[U64(2) * j], scale[U64(2) * j + U64(1)]
+            offset_a, offset_b = offset[U64(2) * j], offset[U64(2) * j + U64(1)]
+            at, to, two = first + size - U64(128) + U64(32) * j, U64(256) * i + U64(64) * j, U32(U64(2) * j)
+            if has_fifth:
+                for k in range(U64(32)):
+                    byte, high = U32(source[at + k]), U32(U32(source[first + U64(16) + k]) >> two)
+                    low_q = I32(U32(byte & U32(15)) | U32(U32(high & U32(1)) << U32(4)))
+                    high_q = I32(U32(byte >> U32(4)) | U32(U32(high & U32(2)) << U32(3)))
+                    out[to + k] = rounded(F32(F32(scale_a * F32(low_q)) - offset_a))
+                    out[to + U64(32) + k] = rounded(F32(F32(scale_b * F32(high_q)) - offset_b))
+            else:
+                for k in range(U64(32)):
+                    byte = U32(source[at + k])
+                    out[to + k] = rounded(F32(F32(scale_a * F32(I32(byte & U32(15)))) - offset_a))
+                    out[to + U64(32) + k] = rounded(F32(F32(scale_b * F32(I32(byte >> U32(4)))) - offset_b))
+
+
+@compiled
+def _fill_q6_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
     """Of 128 numbers, four runs of 32 share bytes: a byte of the first 32 low ones has halves for runs 0 and 2."""
-    shift = U(32 - 8 * out_MW.itemsize)
-    half, odd = (U(0x7FFF), U(1)) if shift else (U(0), U(0))
-    for i in range(L(len(block_MB))):
-        by = halves[block_MB[i, 208] | U(block_MB[i, 209]) << U(8)]
-        for j in range(U(8)):  # both halves of a block, both low runs, both groups of 16 of a run
-            first, run, group = U(j >> U(2)), U(j >> U(1)) & U(1), U(j) & U(1)
-            low_at = U(64) * first + U(32) * run + U(16) * group
-            high_at, two = U(128) + U(32) * first + U(16) * group, U(2) * run
-            scale_at, out_at = U(192) + U(8) * first + U(2) * run + group, U(128) * first + U(32) * run + U(16) * group
-            scale_a, scale_b = by * F(np.int8(block_MB[i, scale_at])), by * F(np.int8(block_MB[i, scale_at + U(4)]))
-            for k in range(U(16)):
-                low, high = U(block_MB[i, low_at + k]), U(block_MB[i, high_at + k]) >> two
-                v = F(scale_a * F(I((low & U(15)) | (high & U(3)) << U(4)) - I(32))).view(U)
-                out_MW[i, out_at + k] = (v + half + ((v >> U(16)) & odd)) >> shift
-                v = F(scale_b * F(I((low >> U(4)) | (high >> U(4) & U(3)) << U(4)) - I(32))).view(U)
-                out_MW[i, out_at + U(64) + k] = (v + half + ((v >> U(16)) & odd)) >> shift
+    source, out = block_MB.ravel(), out_MW.ravel()
+    for i in range(U64(len(block_MB))):
+        by = _half_at(source, halves, U64(210) * i + U64(208))
+        for j in range(U64(8)):  # both halves of a block, both low runs, both groups of 16 of a run
+            half, run, group = j >> U64(2), (j >> U64(1)) & U64(1), j & U64(1)
+            at, to = U64(210) * i + U64(16) * group, U64(256) * i + U64(128) * half + U64(32) * run + U64(16) * group
+            low_at, high_at = at + U64(64) * half + U64(32) * run, at + U64(128) + U64(32) * half
+            scale_at, two = U64(210) * i + U64(192) + U64(8) * half + U64(2) * run + group, U32(U64(2) * run)
+            scale_a, scale_b = by * F32(I8(source[scale_at])), by * F32(I8(source[scale_at + U64(4)]))
+            for k in range(U64(16)):
+                low, high = U32(source[low_at + k]), U32(U32(source[high_at + k]) >> two)
+                q_a = I32(U32(low & U32(15)) | U32(U32(high & U32(3)) << U32(4)))
+                q_b = I32(U32(low >> U32(4)) | U32(high & U32(48)))
+                out[to + k] = rounded(F32(scale_a * F32(I32(q_a - I32(32)))))
+                out[to + U64(64) + k] = rounded(F32(scale_b * F32(I32(q_b - I32(32)))))
 
 
 _COMPILED = {"Q8_0": _fill_q8_0, "Q6_K": _fill_q6_k, "Q5_K": _fill_q45_k, "Q4_K": _fill_q45_k}
