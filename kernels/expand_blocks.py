@@ -1,8 +1,8 @@
 """Weights in the blocks of GGUF: 32 or 256 numbers with scales of their own, of 4 to 8 bits each.
 
-A number is `scale x (q - zero) + offset` of its group. Whatever the kind, q has at most 8 bits and a scale at most 18, so
-that the product is exact in float32 and one rounding is left, that of the sum; without an offset there is none. So ways
-of computing it, fused or not, give the same bits. Layouts: ggml-common.h of llama.cpp.
+A number is `scale x (q - zero) + offset` of its group. Whatever the kind, the bits of q and of the scale fit together
+into float32, so that their product is exact and one rounding is left, that of the sum; without an offset there is none.
+So ways of computing it, fused or not, give the same bits. Layouts: ggml-common.h of llama.cpp.
 """
 
 from functools import cache
@@ -187,7 +187,7 @@ def _fill_q6_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
 
 
 _COMPILED = {"Q8_0": _fill_q8_0, "Q6_K": _fill_q6_k, "Q5_K": _fill_q45_k, "Q4_K": _fill_q45_k}
-_COMPILED |= {kind: _fill_q45 for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1")}
+_COMPILED |= dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _fill_q45)
 
 
 def expand_blocks_kernel(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:

@@ -1,8 +1,8 @@
 """How a GGUF file stores weights: in blocks with scales of their own, or as plain numbers changed by its writer.
 
-llama.cpp's rotary embedding turns neighbours where Hugging Face's turns halves, so that for Llama files have the rows of
-the query and key projections in another order: head by head, both halves interleaved. Gemma's norms are stored with the
-1 added that its model adds again. Rows are whole blocks, so their order is undone before anything is expanded.
+llama.cpp's rotary embedding turns neighbours where Hugging Face's turns halves, so that files of Llama have the rows of
+query and key projections in another order: head by head, both halves interleaved. Gemma's norms are stored with the 1
+added that its model adds again. Rows are whole blocks, so their order is undone before anything is expanded.
 """
 
 import math
@@ -29,12 +29,17 @@ class GgufBlocks:
     kind: str  # as GGUF names it: one of `BLOCKS`, or plain numbers that are not what the model has
     num_heads: int = 0  # whose rows are interleaved; 0 where rows lie in order
     added: int = 0  # what the writer added
-    dtype: str = "bfloat16"
     align_bytes: int = 4
+    is_transposed: bool = False
 
     @property
     def name(self) -> str:
         return self.kind
+
+    @property
+    def dtype(self) -> str:
+        """Of plain numbers their own; what blocks are for, computing in 16 bits, keeps what they have."""
+        return ENCODINGS[self.kind].dtype if self.kind in ENCODINGS else "bfloat16"
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Whole blocks."""

@@ -109,7 +109,7 @@ def open_pipeline(
     rank = _with_layers(_Rank(given, met.transport, roles, pipeline))
     plan = _agreed_plan(rank)
     if plan is not None and request is not None and request.prompt is not None and rank.transport.rank == 0:
-        request.ids(load_tokenizer(target.directory), vocab_size, plan.context, plan.has_longest_context)
+        request.ids(load_tokenizer(target.tokenizer_path), vocab_size, plan.context, plan.has_longest_context)
     given.hooks.on_phase("reading layers")
     services = _load(rank, plan, resources)
     given.hooks.on_phase("timing passes")
@@ -136,7 +136,7 @@ def _settled(rank: _Rank, plan: MemoryPlan) -> Settled:
     models = Models(*files, options.dtype, plan.context, plan.has_longest_context)
     mode = Mode(torch.get_num_threads())
     threads, invariance = ThreadPolicy([mode.num_threads], Modes(mode, mode)), Invariance(reason="several ranks run it")
-    text = load_tokenizer(files.target.directory), end_ids_of(files.target)
+    text = load_tokenizer(files.target.tokenizer_path), end_ids_of(files.target)
     return Settled(plan, models, trees, find_rule(options.rule), threads, NO_KERNELS, *text, invariance)
 
 
@@ -262,7 +262,7 @@ def _load_draft(rank: _Rank) -> Callable[[], None]:
     if rank.stage is None:
         torch.set_num_threads(rank.given.options.threads or torch.get_num_threads())
     model, vocab_size = resident_model(files.draft, dtype), config_sizes(files.target)["vocab_size"]
-    check_vocabulary(load_tokenizer(files.target.directory), files.draft, Words(vocab_size), model)
+    check_vocabulary(load_tokenizer(files.target.tokenizer_path), files, Words(vocab_size), model)
     tree = DraftTree(model, vocab_size, rank.context, rank.num_uncommitted)
     return partial(serve_draft, rank.transport, tree, vocab_size)
 
