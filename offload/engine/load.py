@@ -172,7 +172,7 @@ def open_decoder(
         target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         if instead is not None:
-            pair.notes.append(f"computing in {instead}: this CPU is slow with float16 (`dtype` float16 to have it)")
+            pair.notes.append(f"computing in {instead}: CPUs are slow with float16 (`dtype` float16 to have it)")
         pair.notes.extend([*team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
