@@ -154,7 +154,7 @@ def estimate(
     if machine is not None and disk_bytes_per_s is not None:
         machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
     names = [model] if draft is None else [model, draft]
-    files = Files(*map(describe, names))
+    files = Files(*map(describe, names, [options.config, None]))
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
     tree, device = planned_tree(options, draft, tokens_per_sweep), _find_device(options, machine)

@@ -31,6 +31,7 @@ from offload.config import Sampling, require
 def plan(
     model: flags.Model,
     draft: flags.Draft = None,
+    config: flags.Config = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
@@ -64,7 +65,7 @@ def plan(
         own = own or ("`device`" if device != "auto" else None)
         require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile,
     )  # fmt: skip
     with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
@@ -107,6 +108,7 @@ def tune(
     rule: flags.RuleName = "match",
     seed: flags.Seed = 0,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="positions to trace")] = 2048,
+    config: flags.Config = None,
     teacher_forced: Annotated[bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")] = False,
     tree: Annotated[
         str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
@@ -125,7 +127,7 @@ def tune(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
         threads=threads, link_limit=link_limit,
     )  # fmt: skip
     check_models(model, draft, options)

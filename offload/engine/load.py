@@ -56,6 +56,7 @@ def load(
     tree: str = "auto",
     rule: str = "match",
     *,
+    config: str | os.PathLike[str] | None = None,
     lenience: float = 1.0,
     device: str | Device = "auto",
     gpu_memory: str | int | None = None,
@@ -74,7 +75,8 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model, draft: folders or hub ids of the target and of a small model with its vocabulary.
+        model, draft: folders, GGUF files or hub ids of the target and of a small model with its vocabulary.
+        config: folder or hub id that a target in GGUF was made from, see docs/gguf.md.
         ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine, and
             `chain:auto` the length of chains, again in every step.
@@ -99,8 +101,8 @@ def load(
     is_device = isinstance(device, str) or hasattr(device, "place")
     require(is_device, "`device` must be auto, cpu, cuda, cuda:N or an open one", repr(device), "try `device` auto")
     options = LoadOptions(
-        device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
-        context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
+        config=config, device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram,
+        dtype=dtype, context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
         invariant=invariant, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
         datastore=datastore, ranks=ranks, pipeline=pipeline,
     )  # fmt: skip
@@ -131,7 +133,7 @@ def open_decoder(
     hooks.on_phase("reading headers")
     with ExitStack() as resources:
         refuse = (lambda *headers: room.plan(Files(*headers), least_nodes)) if options.ranks is None else _accept
-        files, roles = Files(*fetch(names, refuse, hooks.on_phase)), options.roles()
+        files, roles = Files(*fetch(names, refuse, hooks.on_phase, options.config)), options.roles()
         instead = computed_instead(files.target, options.dtype, device.place if device else None)
         if instead is not None:
             options, room = replace(options, dtype=instead), replace(room, dtype=instead)

@@ -120,8 +120,8 @@ class StreamedModel:
         Raises `UserError` where scales and the like cannot be right, and what `fetch` raises.
         """
         layout = self._beside.layout
-        if layout.coded or layout.parameters:
-            self._bind_beside(fetch(layout))
+        is_empty = not layout.coded and not layout.parameters  # where codings have no companions
+        self._bind_beside(np.empty(0, np.uint8) if is_empty else fetch(layout))
         self.bind_rest(fetch(self.rest_layout))
         return self.rest_bytes
 

@@ -23,6 +23,7 @@ from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_
 class LoadOptions:
     """Arguments of `offload.load`, which explains them. Raises `UserError` for what no model and machine could do."""
 
+    config: str | os.PathLike[str] | None = None
     device: str = "auto"
     gpu_memory: str | int | None = None
     ram: str | int | None = None
@@ -90,7 +91,8 @@ class LoadOptions:
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
 
     def _check_guesses(self) -> None:
-        for path, name in ((self.profile, "profile"), (self.ngram, "ngram"), (self.datastore, "datastore")):
+        for name in ("config", "profile", "ngram", "datastore"):
+            path = getattr(self, name)
             is_path = path is None or isinstance(path, str | os.PathLike)
             require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
         parse_match_length(self.lookup_length)
@@ -149,6 +151,6 @@ def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
     options.tree_spec(has_draft=draft is not None)
     if (roles := options.roles()) is not None and not roles.is_sharded:
         options.pipeline_roles(has_draft=draft is not None)
-    for name in (model, draft):
-        if name is not None and (os.path.isdir(os.path.expanduser(name)) or not is_hub_id(name)):
-            open_headers(name)
+    for name, config in ((model, options.config), (draft, None)):
+        if name is not None and (os.path.exists(os.path.expanduser(name)) or not is_hub_id(name)):
+            open_headers(name, config)

@@ -168,7 +168,7 @@ def forecast(
     """
     cluster, tree = read_cluster(ranks), planned_tree(options, draft, tokens_per_sweep)
     names = [model] if draft is None else [model, draft]
-    files = Files(*map(describe, names))
+    files = Files(*map(describe, names, [options.config, None]))
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
     profile = None if options.profile is None or options.has_no_profile else parse_profile(Path(options.profile))
