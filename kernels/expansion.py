@@ -7,6 +7,7 @@ signatures and results equal bit for bit: a product in float32, rounded once to 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from offload.kernels.expand_exponents import expand_exponents_reference
 from offload.kernels.expand_float8 import expand_float8_reference
 
 
@@ -14,6 +15,7 @@ class Expansion(NamedTuple):
     """The signatures are those of the references."""
 
     float8: Callable[..., None]
+    exponents: Callable[..., None]
 
 
-REFERENCE = Expansion(expand_float8_reference)
+REFERENCE = Expansion(expand_float8_reference, expand_exponents_reference)

@@ -18,6 +18,8 @@ from no_gpu import tell_compiled
 from torch import Tensor
 
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
+from offload.kernels.encode_exponents import Window, encode_exponents_reference
+from offload.kernels.expand_exponents import expand_exponents_kernel
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
@@ -56,6 +58,13 @@ def match(seed: int, temperature: float) -> None:
     match_rows_kernel(logits_NV, torch.arange(3), seed, temperature=temperature)
 
 
+def exponents(num_weights: int, width: int, dtype: torch.dtype) -> None:
+    window = Window(120, width, 0)
+    words = encode_exponents_reference(torch.zeros(num_weights, dtype=torch.int16), window)
+    start_C = torch.zeros(len(words.count_C) + 1, dtype=torch.int64)
+    expand_exponents_kernel(*words[:3], start_C, torch.tensor([120]), torch.zeros(num_weights, dtype=dtype))
+
+
 DISTRIBUTION = torch.zeros(2, 32000)
 # What is compiled, and what then must come from the cache: other lengths, seeds, positions, 1 and multiples of 16.
 ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
@@ -69,6 +78,8 @@ ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (attention, [(8, 300, 1, None), (8, 1, 1, None)]),
     (attention, [(64, 300, 77, None, MAX_WIDTH)]),
     (attention, [(64, 300, 77, None, MAX_WIDTH, torch.float32)]),
+    (exponents, [(5000, 4, torch.bfloat16), (4096, 4, torch.bfloat16), (1, 4, torch.bfloat16)]),
+    (exponents, [(5000, 3, torch.float16), (4096, 3, torch.float16), (1, 3, torch.float16)]),
 ]
 
 is_repeated = False
