@@ -11,15 +11,15 @@ from typing import Any
 
 from offload.checkpoint.safetensors import (
     Checkpoint,
-    TensorEntry,
     checked_entry,
     has_weights,
     is_hub_id,
-    language_model,
     not_on_the_hub,
     open_checkpoint,
     read_config,
+    weights_of,
 )
+from offload.checkpoint.tensors import TensorEntry
 from offload.config import require
 from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
@@ -164,4 +164,4 @@ def _on_the_hub(repo: str) -> Checkpoint:
                 tensors[name] = checked_entry(Path(file), name, meta, index, 0)
     settings = read_config(config)
     shards = tuple(Path(f"{repo}/{file}") for file in files)
-    return Checkpoint(Path(repo), settings, shards, language_model(settings, tensors))
+    return Checkpoint(Path(repo), settings, shards, weights_of(repo, settings, tensors))

@@ -6,17 +6,20 @@ bounce buffer.
 
 The blocks of a direct slab begin before its first weight, which may lie anywhere. A device, whose wide loads want 16
 bytes and more, gets the slab from its first weight on. Invariant: pieces never leave the slab, and a parameter's bytes
-are covered exactly once.
+are covered exactly once; so are the words of coded weights, which lie wherever their file has them.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from offload.checkpoint.safetensors import Checkpoint, TensorEntry
-from offload.encoding.registry import ENCODINGS
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.tensors import TensorEntry
+from offload.encoding.registry import STORED
 
 BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
 _PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
@@ -25,10 +28,10 @@ _LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\
 
 
 class Part(NamedTuple):
-    """A checkpoint tensor and where its bytes start inside the parameter that it belongs to."""
+    """A checkpoint tensor and where its numbers start inside the parameter that it belongs to."""
 
     entry: TensorEntry
-    offset_bytes: int = 0
+    first: int = 0
 
 
 class Piece(NamedTuple):
@@ -49,7 +52,14 @@ class Placed(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return ENCODINGS[self.dtype].stored_bytes(self.shape)
+        return STORED[self.dtype].stored_bytes(self.shape)
+
+
+class Words(NamedTuple):
+    """Words of a coded parameter, or of some of its rows, inside a slab."""
+
+    part: Part
+    slab_lo: int
 
 
 @dataclass(frozen=True)
@@ -60,13 +70,15 @@ class SlabLayout:
     parameters: Mapping[str, Placed]
     slab_bytes: int
     is_direct: bool
+    coded: Mapping[str, tuple[Words, ...]] = field(default_factory=dict)
 
     @cached_property
     def lead_bytes(self) -> int:
         """What lies before the first weight, as far as weights of the widest type keep their own alignment without."""
-        placed = self.parameters.values()
-        widest = max((ENCODINGS[one.dtype].align_bytes for one in placed), default=1)
-        return min((one.slab_lo for one in placed), default=0) // widest * widest
+        placed, words = self.parameters.values(), [one for several in self.coded.values() for one in several]
+        widths = [STORED[one.dtype].align_bytes for one in placed] + [_align_bytes(one.part.entry) for one in words]
+        starts = [one.slab_lo for one in placed] + [one.slab_lo for one in words]
+        return min(starts, default=0) // math.lcm(1, *widths) * math.lcm(1, *widths)
 
     @property
     def sent(self) -> slice:
@@ -77,10 +89,15 @@ class SlabLayout:
 def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]) -> SlabLayout:
     """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else scattered."""
     entries = [part.entry for _, parts in parameters.values() for part in parts]
-    whole = all(len(parts) == 1 for _, parts in parameters.values())
-    if whole and all(entry.lo % ENCODINGS[entry.dtype].align_bytes == 0 for entry in entries):
+    whole = all(len(parts) == 1 or is_coded(parts) for _, parts in parameters.values())
+    if whole and all(entry.lo % _align_bytes(entry) == 0 for entry in entries):
         return _direct(parameters, entries)
     return _scattered(parameters)
+
+
+def is_coded(parts: Sequence[Part]) -> bool:
+    """Whether a parameter of these parts has to be expanded."""
+    return any(part.entry.coded is not None for part in parts)
 
 
 def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
@@ -113,21 +130,38 @@ def _direct(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]], en
     for shard, lo, hi in sorted(_runs(entries), key=lambda run: run[1] - run[2]):  # a device has the largest aligned
         pieces.append(Piece(shard, lo, hi, base + lo % BLOCK_BYTES))
         base += _aligned_span(lo, hi)
-    placed = {}
-    for name, (shape, parts) in parameters.items():
-        entry = parts[0].entry
+
+    def place(entry: TensorEntry) -> int:
         run = next(piece for piece in pieces if piece.shard == entry.shard and piece.lo <= entry.lo <= piece.hi)
-        placed[name] = Placed(entry.dtype, shape, run.slab_lo + entry.lo - run.lo)
-    return SlabLayout(tuple(pieces), placed, base, is_direct=True)
+        return run.slab_lo + entry.lo - run.lo
+
+    placed, coded = {}, {}
+    for name, (shape, parts) in parameters.items():
+        if is_coded(parts):
+            coded[name] = tuple(Words(part, place(part.entry)) for part in parts)
+        else:
+            placed[name] = Placed(parts[0].entry.dtype, shape, place(parts[0].entry))
+    return SlabLayout(tuple(pieces), placed, base, is_direct=True, coded=coded)
 
 
 def _scattered(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]) -> SlabLayout:
-    pieces, placed, base = [], {}, 0
+    pieces, placed, coded, base = [], {}, {}, 0
     for name, (shape, parts) in parameters.items():
-        placed[name] = Placed(parts[0].entry.dtype, shape, base)
-        pieces += [Piece(e.shard, e.lo, e.hi, base + offset) for e, offset in parts]
-        base += _up(placed[name].num_bytes, _PARAMETER_ALIGN_BYTES)
-    return SlabLayout(tuple(sorted(pieces)), placed, _up(base, BLOCK_BYTES), is_direct=False)
+        if is_coded(parts):
+            starts = [*accumulate((_up(one.entry.num_bytes, _PARAMETER_ALIGN_BYTES) for one in parts), initial=base)]
+            coded[name] = tuple(Words(part, start) for part, start in zip(parts, starts, strict=False))
+        else:
+            item_bytes = STORED[parts[0].entry.dtype].align_bytes
+            placed[name] = Placed(parts[0].entry.dtype, shape, base)
+            starts = [base + item_bytes * part.first for part in parts]
+            starts.append(base + _up(placed[name].num_bytes, _PARAMETER_ALIGN_BYTES))
+        pieces += [Piece(e.shard, e.lo, e.hi, start) for (e, _), start in zip(parts, starts, strict=False)]
+        base = starts[-1]
+    return SlabLayout(tuple(sorted(pieces)), placed, _up(base, BLOCK_BYTES), is_direct=False, coded=coded)
+
+
+def _align_bytes(entry: TensorEntry) -> int:
+    return STORED[entry.dtype].align_bytes if entry.coded is None else entry.coded.coding.align_bytes
 
 
 def _runs(entries: Iterable[TensorEntry]) -> list[tuple[int, int, int]]:

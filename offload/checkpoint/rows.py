@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from offload.checkpoint.safetensors import Checkpoint, TensorEntry
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.tensors import TensorEntry
 
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)\.(weight|bias)$")
 

@@ -5,6 +5,7 @@ downstream works with `TensorEntry` values that are known to lie inside their fi
 """
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.coded import with_codings
 from offload.checkpoint.small_files import open_regular, read_object
-from offload.encoding.registry import ENCODINGS, PLAIN_OF
+from offload.checkpoint.tensors import TensorEntry
+from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
 from offload.errors import UserError, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -24,19 +27,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone are their own language model
 NOT_TEXT_ALONE = f"of models with more than text, {' and '.join(TEXT_INSIDE)} are known"
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
+_READ_INSTEAD = "use a bf16, fp16, fp32 or fp8 checkpoint"
 _AGAIN = "download the checkpoint again"
 _LFS = b"version https://git-lfs"
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
-
-
-class TensorEntry(NamedTuple):
-    """Where one tensor lies on disk."""
-
-    shard: int  # index into Checkpoint.shards
-    dtype: str  # name used by the format: BF16, F16, F32
-    shape: tuple[int, ...]
-    lo: int  # absolute byte offsets in the shard: [lo, hi)
-    hi: int
 
 
 class Stamp(NamedTuple):
@@ -66,7 +60,8 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.hi - entry.lo for entry in self.tensors.values())
+        companions = (entry.coded.num_bytes for entry in self.tensors.values() if entry.coded is not None)
+        return sum(entry.num_bytes for entry in self.tensors.values()) + sum(companions)
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
@@ -86,10 +81,20 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise _damaged(f"{directory.name}: the index places {name} in {file}, which lacks it")
-    return Checkpoint(directory, config, shards, language_model(config, tensors), tuple(stamps))
+    return Checkpoint(directory, config, shards, weights_of(directory.name, config, tensors), tuple(stamps))
 
 
-def language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """What a model of text has of these tensors, by its own names. Raises `UserError` where they contradict."""
+    weights = with_codings(where, config, _language_model(config, tensors))
+    named = config.get("quantization_config")
+    if named and not any(entry.coded for entry in weights.values()):
+        method = f"{named.get('quant_method', 'un')} " if isinstance(named, dict) else ""
+        raise UserError(f"{where}: {method}quantised weights are not known by their tensors: {_READ_INSTEAD}")
+    return weights
+
+
+def _language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Of a model that sees or hears as well, what reads and writes text alone, by the names that it has on its own."""
     if "text_config" not in config or not any(_TEXT_PART in name for name in tensors):
         return tensors
@@ -109,16 +114,21 @@ def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
         return wish
     stored = Counter[str]()
     for entry in checkpoint.tensors.values():
-        stored[entry.dtype] += entry.hi - entry.lo
-    usual = stored.most_common(1)[0][0] if stored else "F32"
-    decoded = ENCODINGS[usual].dtype if usual in ENCODINGS else usual
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or decoded
+        stored[_decoded_dtype(entry)] += math.prod(entry.shape)
+    usual = stored.most_common(1)[0][0] if stored else "float32"
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or usual
     name = str(named).removeprefix("torch.")
     if name not in PLAIN_OF:
         raise UserError(
             f"{checkpoint.directory.name}: cannot compute in {name}: give `dtype` bfloat16, float16 or float32"
         )
     return name
+
+
+def _decoded_dtype(entry: TensorEntry) -> str:
+    if entry.coded is not None:
+        return entry.coded.coding.dtype
+    return ENCODINGS[entry.dtype].dtype if entry.dtype in ENCODINGS else entry.dtype
 
 
 def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
@@ -183,7 +193,7 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
         sound = False
     if not sound:
         raise _damaged(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}")
-    wanted = ENCODINGS[dtype].stored_bytes(shape) if dtype in ENCODINGS else hi - lo
+    wanted = STORED[dtype].stored_bytes(shape) if dtype in STORED else hi - lo
     if wanted != hi - lo:
         raise _damaged(f"{path.name}: {name} of shape {shape} and {dtype} needs {wanted} bytes, has {hi - lo}")
     return TensorEntry(shard, dtype, tuple(shape), data_lo + lo, data_lo + hi)
@@ -249,13 +259,8 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's config. Raises `UserError` where it is missing, or says that the weights are quantised."""
+    """A model's config. Raises `UserError` where it is missing, or says that the weights are of a kind not read."""
     config = read_json(path)
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = f"{quantised['quant_method']} " if isinstance(quantised, dict) and "quant_method" in quantised else ""
-        what = f"{path.parent.name}: {method}quantised weights are not supported"
-        raise UserError(f"{what}: use a bf16, fp16 or fp32 checkpoint")
     if isinstance(config.get("text_config"), dict) and config.get("model_type") not in TEXT_INSIDE:
         raise unsupported(path.parent, config, NOT_TEXT_ALONE)
     return config

@@ -5,13 +5,15 @@ No weights are read and no model is built. Invariant: a size is never smaller th
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from offload.checkpoint.encoder_decoder import decoder_config, has_encoder
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
-from offload.checkpoint.safetensors import Checkpoint, TensorEntry, compute_dtype_name
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import Encoding
 from offload.encoding.registry import ENCODINGS, PLAIN_OF
 from offload.errors import UserError
@@ -20,6 +22,8 @@ _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
 _PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
 _TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$")
 _ROUTED_NAME = re.compile(r"\blayers\.\d+\..*\bexperts\.")  # not `shared_experts.`, which every row meets
+_EXPERT = re.compile(r"\.experts\..*")
+_SCRATCH_ALIGN_BYTES = 256
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -47,10 +51,13 @@ class ModelShape:
     routed_bytes: int = 0  # of the layers
     routed_share: float = 1.0  # of the experts that one row meets, k / E
     encoder_bytes: tuple[int, ...] = ()  # of layers that run once per prompt
+    companion_bytes: int = 0  # of coded weights in layers, which stay
+    scratch_bytes: int = 0  # into which the coded weights of one module are expanded
+    beside_bytes: int = 0  # read at once before layers, turned into something else, and let go
 
     @property
     def num_bytes(self) -> int:
-        return sum(self.layer_bytes) + sum(self.encoder_bytes) + self.rest_bytes
+        return sum(self.layer_bytes) + sum(self.encoder_bytes) + self.rest_bytes + self.companion_bytes
 
 
 def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
@@ -83,6 +90,9 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         routed_weights=sum(math.prod(entry.shape) for entry in routed),
         routed_bytes=sum(entry.hi - entry.lo for entry in routed),
         routed_share=_routed_share(sizes),
+        companion_bytes=sum(coded_companion_bytes(entry) for entries in layers for entry in entries),
+        scratch_bytes=_scratch_bytes(checkpoint, rest, computed),
+        beside_bytes=_beside_bytes(layers, rest),
     )
 
 
@@ -138,13 +148,37 @@ def _routed_share(sizes: dict[str, int]) -> float:
 
 
 def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
-    return slab_bytes_bound(entries) + _cast_bytes(entries, computed)
+    """What is stored as it is, and copies in the compute type of all else."""
+    plain = [entry for entry in entries if entry.coded is None]
+    expanded = (computed.stored_bytes(entry.shape) for entry in entries if entry.coded is not None)
+    return slab_bytes_bound(plain) + _cast_bytes(plain, computed) + sum(expanded)
 
 
 def _cast_bytes(entries: Iterable[TensorEntry], computed: Encoding) -> int:
-    """What the copies of these tensors take that are not stored in the compute type."""
-    others = (entry for entry in entries if entry.dtype != computed.name and entry.dtype in ENCODINGS)
+    """What the copies of these tensors take that are not stored in the compute type; coded ones have the scratch."""
+    others = (e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None)
     return sum(computed.stored_bytes(entry.shape) for entry in others)
+
+
+def coded_companion_bytes(entry: TensorEntry) -> int:
+    """What stays in memory beside the words of a tensor; nothing where it is not coded."""
+    return 0 if entry.coded is None else entry.coded.coding.companion_bytes(entry.shape)
+
+
+def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: Encoding) -> int:
+    """Of the module that owns most in coded weights; experts of a layer are one."""
+    sizes, around = Counter[str](), set(rest)
+    for name, entry in checkpoint.tensors.items():
+        if entry.coded is not None and entry not in around:
+            module = _EXPERT.sub(".experts", name) if _EXPERT.search(name) else name.rpartition(".")[0]
+            sizes[module] += computed.stored_bytes(entry.shape) + _SCRATCH_ALIGN_BYTES
+    return max(sizes.values(), default=0)
+
+
+def _beside_bytes(layers: list[list[TensorEntry]], rest: list[TensorEntry]) -> int:
+    coded = [entry for entries in (*layers, rest) for entry in entries if entry.coded is not None]
+    companions = [companion for entry in coded if entry.coded for _, companion in entry.coded.companions]
+    return slab_bytes_bound([*companions, *(entry for entry in rest if entry.coded is not None)])
 
 
 def _row_bytes(sizes: dict[str, int], item_bytes: int) -> int:

@@ -52,6 +52,10 @@ class Coding(Protocol):
         """The type, by torch's name, that the format's own library expands into."""
 
     @property
+    def is_transposed(self) -> bool:
+        """Whether models have the last two dimensions of what `expand` fills the other way round."""
+
+    @property
     def align_bytes(self) -> int:
         """Words must begin at multiples of this where they are expanded."""
 

@@ -1,7 +1,7 @@
-"""Weights of 8 bits each, floating-point, with a scale for each block, row or tensor (DeepSeek, Qwen, compressed-tensors).
+"""Weights of 8 bits each, floating-point, with a scale for each block, row or tensor, as DeepSeek and Qwen store them.
 
-DeepSeek's `weight_scale_inv` is a factor in spite of its name. Where sizes are no multiple of a block's, the last blocks
-are cut.
+Their `weight_scale_inv` is a factor in spite of its name. Where sizes are no multiple of a block's, the last blocks are
+cut. compressed-tensors has the same numbers with a `weight_scale`.
 """
 
 import math
@@ -29,6 +29,7 @@ class Float8:
     block: tuple[int, int]  # rows and columns that share a scale
     dtype: str = "bfloat16"
     align_bytes: int = 1
+    is_transposed: bool = False
 
     @property
     def name(self) -> str:

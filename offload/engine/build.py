@@ -80,18 +80,18 @@ def open_pair(
 
 def read_pair(pair: Pair, on_bytes: Progress) -> None:
     """All of the draft, and of the target what lies around its layers."""
-    layouts = [pair.target.rest_layout]
-    if pair.draft is not None:
-        layouts += [pair.draft.rest_layout, *pair.draft.layer_layouts, *pair.draft.encoder_layouts]
-    count = counter(sum(layout.slab_bytes for layout in layouts), on_bytes)
-    if pair.draft is not None:
-        draft = pair.draft.checkpoint
-        source = pair.open_source(draft.shards, stamps=draft.stamps, rate_limit_bytes_per_s=None)
-        _fill(pair.draft, source, count)
-        note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
+    total_bytes, draft = pair.target.rest_bytes, pair.draft
+    if draft is not None:
+        layouts = (*draft.layer_layouts, *draft.encoder_layouts)
+        total_bytes += draft.rest_bytes + sum(layout.slab_bytes for layout in layouts)
+    count = counter(total_bytes, on_bytes)
+    if draft is not None:
+        files = draft.checkpoint
+        source = pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)
+        _fill(draft, source, count)
+        note = use_graphs(draft) if draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
-    pair.target.bind_rest(pair.store.fetch(pair.target.rest_layout))
-    count(pair.target.rest_layout.slab_bytes)
+    count(pair.target.read_rest(pair.store.fetch))
 
 
 def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
@@ -116,8 +116,7 @@ def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HO
 def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] = lambda _: None) -> None:
     """Bind all weights; the source is closed."""
     try:
-        model.bind_rest(store.fetch(model.rest_layout))
-        count(model.rest_layout.slab_bytes)
+        count(model.read_rest(store.fetch))
         for layer, layout in enumerate([*model.layer_layouts, *model.encoder_layouts]):
             model.bind_layer(layer, store.fetch(layout))
             count(layout.slab_bytes)

@@ -249,7 +249,7 @@ def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack)
     limit = given.options.limit_bytes_per_s
     store = given.open_source(target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit)
     resources.callback(store.close)
-    model.bind_rest(store.fetch(model.rest_layout))
+    model.read_rest(store.fetch)
     torch.set_num_threads(given.options.threads or pick_threads(model, None).start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, given.device, resources)
     stream.load_resident()

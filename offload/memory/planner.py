@@ -135,17 +135,19 @@ def make_plan(
     source_tokens = context if target.encoder_bytes else 0
     rows, num_logits = min(MAX_PROMPT_ROWS, context), min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
     items = {
-        "rest_bytes": target.head_bytes if is_gpu else target.rest_bytes,
+        "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
         "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions and draft else 0,
         "kv_bytes": target.kv_bytes_per_token * (source_tokens + context + num_nodes + rows),
         "activation_bytes": PATH_SCRATCH_BYTES
         + activation_bytes(target, rows + num_nodes, num_logits, context)
         + target.cast_bytes
+        + target.scratch_bytes
         + noise_bytes(target.vocab_size),
     }
     runtime_bytes = RUNTIME_BYTES + HOST_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
-    places = [_computing_place(budgets, items, target, context)]
+    beside_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
+    places = [_computing_place(budgets, items, context, passing_bytes=0 if is_gpu else beside_bytes)]
     if is_gpu:
         places.append(_feeding_place(budgets, runtime_bytes + target.table_bytes, target, draft))
     all_bytes, num_layers = (*target.layer_bytes, *target.encoder_bytes), len(target.layer_bytes)
@@ -190,7 +192,7 @@ def _fill(place: _Place, layer_bytes: Sequence[int], layers: Sequence[int], num_
     return _Filling(spread(layer_bytes, swept, room_bytes - num_slots * slot_bytes), num_slots)
 
 
-def _computing_place(budgets: Budgets, items: dict[str, int], target: ModelShape, context: int) -> _Place:
+def _computing_place(budgets: Budgets, items: dict[str, int], context: int, *, passing_bytes: int) -> _Place:
     """Where layers are computed: a GPU's memory, or the host's."""
     where, argument, runtime_bytes, budget_bytes = "RAM", "ram", RUNTIME_BYTES, budgets.ram_bytes
     if budgets.gpu_bytes is not None:
@@ -214,12 +216,12 @@ def _computing_place(budgets: Budgets, items: dict[str, int], target: ModelShape
             f"{budgets.enough(fixed_bytes + slots_bytes)}{smaller} or lower `context` from {context}"
         )
 
-    return _Place(budget_bytes, fixed_bytes, 0, refusal)
+    return _Place(budget_bytes, fixed_bytes, passing_bytes, refusal)
 
 
 def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> _Place:
     """Pinned memory of the host, from which a GPU is fed; what loading passes through lies where layers will."""
-    slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes] if draft else []
+    slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes] if draft else []
 
     def refusal(least_bytes: int) -> UserError:
         return UserError(
@@ -228,9 +230,8 @@ def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft
             f"{budgets.enough(least_bytes + fixed_bytes)}"
         )
 
-    return _Place(
-        budgets.ram_bytes, fixed_bytes, max([*target.layer_bytes, target.head_bytes, *slabs_of_draft]), refusal
-    )
+    slabs_of_target = [*target.layer_bytes, target.head_bytes, target.beside_bytes]
+    return _Place(budgets.ram_bytes, fixed_bytes, max(slabs_of_target + slabs_of_draft), refusal)
 
 
 def default_ram_bytes() -> int:

@@ -14,6 +14,7 @@ from offload.checkpoint.hub import LLAMA_LIKE, checkpoint_of_config, config_alon
 from offload.checkpoint.safetensors import Checkpoint, read_config
 from offload.checkpoint.sizes import config_sizes
 from offload.config import require
+from offload.errors import UserError
 
 _MOST_MODULES, _MOST_NUMBERS = 4096, 1 << 28  # layers or experts to build, and any other size: beyond every model
 
@@ -24,6 +25,8 @@ def describe(model: str) -> Checkpoint:
     if path is None:
         return open_headers(model)
     config = read_config(path)
+    if config.get("quantization_config"):
+        raise UserError(f"{path}: a config alone does not say how quantised weights are stored: give the folder")
     return _of_built_model(config, path) if is_built(model) else checkpoint_of_config(config, path)
 
 

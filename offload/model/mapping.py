@@ -4,6 +4,7 @@ Mostly they are one and the same. Where transformers fuses what the file keeps a
 says how; stacking and row-wise joining can be streamed, anything that would have to compute is refused.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,12 @@ from transformers.core_model_loading import (
 )
 
 from offload.checkpoint.layout import Part
-from offload.checkpoint.safetensors import Checkpoint, TensorEntry
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
+_UNKNOWN = "use another checkpoint of this model"
 _RESAVE = "save the model once with save_pretrained"
 Shape = tuple[int, ...]
 _Found = list[tuple[str | None, str, TensorEntry]]  # (pattern of the converter, name in the file, place in the file)
@@ -80,46 +83,54 @@ def _parts(
 ) -> list[Part]:
     if not found:
         raise UserError(f"{where}: tensor {parameter} is missing: download the checkpoint again")
-    unknown = next((f"{name} is {e.dtype}" for _, name, e in found if e.dtype not in ENCODINGS), None)
+    unknown = next((f"{n} is {e.dtype}" for _, n, e in found if e.coded is None and e.dtype not in ENCODINGS), None)
     if unknown:
-        raise UserError(f"{where}: weights must be bf16, fp16 or fp32, {unknown}: use an unquantised checkpoint")
+        raise UserError(f"{where}: weights must be bf16, fp16, fp32 or quantised, {unknown}: {_UNKNOWN}")
     pattern = found[0][0]
     if any((own is None) != (pattern is None) for own, _, _ in found) or (pattern is None and len(found) > 1):
         names = " and ".join(name for _, name, _ in found[:2])
         raise UserError(f"{where}: {names} are both stored for {parameter}: {_RESAVE}")
-    if pattern is None:
-        parts = [Part(found[0][2])]
-        fits = found[0][2].shape == shape
-    else:
-        parts = _fused(where, parameter, found, by_pattern[pattern])
-        fits = all(part.entry.shape[-1:] == shape[-1:] for part in parts)
-    num_bytes = sum(part.entry.hi - part.entry.lo for part in parts)
-    if not fits or num_bytes != ENCODINGS[parts[0].entry.dtype].stored_bytes(shape):
-        shapes = sorted({str(list(part.entry.shape)) for part in parts})
+    entries = [found[0][2]] if pattern is None else _fused(where, parameter, found, by_pattern[pattern])
+    parts = _placed(shape, entries, is_whole=pattern is None)
+    if parts is None:
+        shapes = sorted({str(list(entry.shape)) for entry in entries})
         raise UserError(f"{where}: {parameter} must have shape {list(shape)}, the file has {' and '.join(shapes)}: "
                         "config.json and weights do not belong together")  # fmt: skip
     return parts
 
 
-def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter) -> list[Part]:
-    """Parts of a stack of experts: expert by expert, and within one expert in the order of the converter's patterns."""
+def _placed(shape: Shape, entries: Sequence[TensorEntry], *, is_whole: bool) -> list[Part] | None:
+    """One behind the other, they fill the parameter; None where they do not."""
+    parts, first = [], 0
+    for entry in entries:
+        coding = None if entry.coded is None else entry.coded.coding
+        own = shape
+        if coding is not None and coding.is_transposed:
+            own = (*shape[:-2], shape[-1], shape[-2])
+        if not is_whole:  # rows of it; headers may not say how wide a coded one is
+            own = (*entry.shape[:-1], shape[-1])
+        wanted = (coding or ENCODINGS[entry.dtype]).stored_bytes(own)
+        if wanted != entry.num_bytes or (coding is None and entry.shape != own):
+            return None
+        parts.append(Part(entry._replace(shape=own), first))
+        first += math.prod(own)
+    return parts if first == math.prod(shape) else None
+
+
+def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter) -> list[TensorEntry]:
+    """Those of a stack of experts: expert by expert, and within one expert in the order of the converter's patterns."""
     kinds = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
     if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)]):
         raise UserError(
             f"{where}: {parameter} is stored in a form that must be computed, which cannot be streamed: {_RESAVE}"
         )
     dtypes = sorted({entry.dtype for _, _, entry in found})
-    if len(dtypes) > 1:
+    if len({dtype for dtype in dtypes if dtype in ENCODINGS}) and len(dtypes) > 1:
         raise UserError(f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}: {_RESAVE}")
     columns = [column for pattern in converter.source_patterns if (column := _natural_order(found, pattern))]
     if len({len(column) for column in columns}) > 1:
         raise UserError(f"{where}: a tensor that {parameter} is made of is missing: download the checkpoint again")
-    parts, offset_bytes = [], 0
-    for experts in zip(*columns, strict=True):
-        for entry in experts:
-            parts.append(Part(entry, offset_bytes))
-            offset_bytes += entry.hi - entry.lo
-    return parts
+    return [entry for experts in zip(*columns, strict=True) for entry in experts]
 
 
 def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:

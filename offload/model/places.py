@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from offload.checkpoint.layout import SlabLayout
-from offload.encoding.registry import ENCODINGS
+from offload.encoding.registry import STORED
 
 Value = TypeVar("Value")
 
@@ -20,6 +20,7 @@ class Place(NamedTuple):
     table: dict[str, Tensor | None]
     key: str
     empty: Tensor
+    module: nn.Module  # that it belongs to
 
 
 def parameter_places(meta_model: nn.Module) -> dict[str, Place]:
@@ -29,7 +30,7 @@ def parameter_places(meta_model: nn.Module) -> dict[str, Place]:
         dot = f"{prefix}." if prefix else ""
         saved = {key: b for key, b in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for table, held in ((module._parameters, module._parameters), (module._buffers, saved)):
-            places.update({f"{dot}{key}": Place(table, key, value) for key, value in held.items() if value is not None})
+            places.update({f"{dot}{key}": Place(table, key, v, module) for key, v in held.items() if v is not None})
     return places
 
 
@@ -49,4 +50,4 @@ def view_of(sent: Tensor, layout: SlabLayout, name: str) -> Tensor:
     dtype, shape, slab_lo = layout.parameters[name]
     lo = slab_lo - layout.lead_bytes
     flat = sent[lo : lo + layout.parameters[name].num_bytes]
-    return ENCODINGS[dtype].decode(flat, shape)
+    return STORED[dtype].decode(flat, shape)

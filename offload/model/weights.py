@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.layout import slab_layout
+from offload.checkpoint.layout import SlabLayout, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section
 from offload.errors import UserError
+from offload.kernels.expansion import Expansion
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.model import attention
+from offload.model.expanded import Beside, ExpandedWeights
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
@@ -91,12 +93,17 @@ class StreamedModel:
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
         self._layouts = [slab_layout(below(stored, names[block])) for block in blocks]
         self.layer_layouts, self.encoder_layouts = self._layouts[: self.num_layers], self._layouts[self.num_layers :]
-        self.rest_layout = slab_layout({source: stored[source] for source in source_of.values()})
+        rest = {source: stored[source] for source in source_of.values()}
+        coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
+        self.rest_layout = slab_layout({name: one for name, one in rest.items() if name not in coded})
+        self._beside = Beside(checkpoint.directory.name, coded, self._layouts)
+        self._expanded = ExpandedWeights(self._layouts, self._layer_places, place)
+        self._expanded_rest: dict[str, Tensor] = {}
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks = [
             layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
             for index, layer in enumerate(self._layers)
-        ]
+        ] + self._expanded.hooks
         for table in self._tables:
             self._hooks.append(table.register_forward_pre_hook(lambda _, args: (args[0].to(_HOST), *args[1:])))
             self._hooks.append(table.register_forward_hook(lambda _, __, rows: self.send(rows)))
@@ -106,11 +113,39 @@ class StreamedModel:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    def read_rest(self, fetch: Callable[[SlabLayout], np.ndarray]) -> int:
+        """Read and bind all but layers, and what stays of coded ones. Returns the bytes read.
+
+        Raises `UserError` where scales and the like cannot be right, and what `fetch` raises.
+        """
+        layout = self._beside.layout
+        if layout.coded or layout.parameters:
+            self._bind_beside(fetch(layout))
+        self.bind_rest(fetch(self.rest_layout))
+        return self.rest_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """What `read_rest` reads."""
+        return self._beside.layout.slab_bytes + self.rest_layout.slab_bytes
+
+    def _bind_beside(self, slab: np.ndarray) -> None:
+        dtypes = {source: place.empty.dtype for source, place in self._rest_places}
+        companions_of = self._beside.companions(slab)
+        self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
+        self._expanded.keep(companions_of)
+
+    def expand_with(self, expansion: Expansion) -> None:
+        """From now on coded weights of layers are expanded by these functions."""
+        self._expanded.expand_with(expansion)
+
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""
         flat = torch.from_numpy(slab[self.rest_layout.sent])
         weights = {name: view_of(flat, self.rest_layout, name) for name in self.rest_layout.parameters}
         weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
+        weights |= self._expanded_rest
+        self._expanded_rest = {}
         sent: dict[tuple[str, bool], Tensor] = {}
         for source, place in self._rest_places:
             is_table = any(place.table is table._parameters for table in self._tables)
@@ -127,21 +162,25 @@ class StreamedModel:
         Views of a tensor are kept: slots are few.
         """
         if isinstance(slab, np.ndarray):
-            views = self._views_of(layer, torch.from_numpy(slab[self._layouts[layer].sent]).to(self.place))
+            sent = torch.from_numpy(slab[self._layouts[layer].sent]).to(self.place)
+            views = self._views_of(layer, sent)
         else:
-            key = (layer, slab.data_ptr())
+            sent, key = slab, (layer, slab.data_ptr())
             views = self._views[key] = self._views.get(key) or self._views_of(layer, slab)
-        for name, place in self._layer_places[layer].items():
-            place.table[place.key] = views[name].to(place.empty.dtype)
+        for name, view in views.items():
+            place = self._layer_places[layer][name]
+            place.table[place.key] = view.to(place.empty.dtype)
+        self._expanded.bind(layer, sent)
 
     def _views_of(self, layer: int, sent: Tensor) -> dict[str, Tensor]:
         layout = self._layouts[layer]
-        return {name: view_of(sent, layout, name) for name in self._layer_places[layer]}
+        return {name: view_of(sent, layout, name) for name in layout.parameters}
 
     def unbind_layer(self, layer: int) -> None:
         """Let go of the slab that a layer's parameters are views of."""
         for place in self._layer_places[layer].values():
             place.table[place.key] = place.empty
+        self._expanded.unbind(layer)
 
     @contextmanager
     def cut_to(self, num_layers: int) -> Iterator[None]:

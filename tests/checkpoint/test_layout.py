@@ -9,7 +9,8 @@ import pytest
 from random_files import Planned, assert_same_bytes, parameter_bytes, random_checkpoint, stored_bytes, write_file
 
 from offload.checkpoint.layout import BLOCK_BYTES, Part, SlabLayout, group_by_layer, slab_bytes_bound, slab_layout
-from offload.checkpoint.safetensors import Checkpoint, TensorEntry, open_checkpoint, read_header
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
+from offload.checkpoint.tensors import TensorEntry
 
 MIB = 1 << 20
 SEEDS = range(25)
@@ -80,8 +81,8 @@ def test_parts_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
         parts, end = [], 0
         for name in group:
             parts.append(Part(checkpoint.tensors[name], end))
-            end += len(wanted[name])
-        parameters[f"fused{index}"] = ((end // 4,), parts)
+            end += len(wanted[name]) // 4
+        parameters[f"fused{index}"] = ((end,), parts)
         joined[f"fused{index}"] = b"".join(wanted[name] for name in group)
     layout = slab_layout(parameters)
     assert not layout.is_direct

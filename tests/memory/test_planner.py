@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from offload import machine
-from offload.checkpoint.safetensors import Checkpoint, TensorEntry
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 from offload.memory import planner as plan

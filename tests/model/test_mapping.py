@@ -292,7 +292,7 @@ REFUSED = {
     store_fused_and_apart: r"are both stored for model\.layers\.1\.mlp\.experts\.down_proj",
     wrong_width: r"q_proj\.weight must have shape \[64, 64\], the file has \[64, 63\]",
     transposed: r"k_proj\.weight must have shape \[32, 64\], the file has \[64, 32\]",
-    integers: r"must be bf16, fp16 or fp32, model\.norm\.weight is I32",
+    integers: r"must be bf16, fp16, fp32 or quantised, model\.norm\.weight is I32",
     no_norm: r"tensor model\.norm\.weight is missing: download the checkpoint again",
 }
 

@@ -1,0 +1,77 @@
+"""Rounding of float32 to what is computed in, for compiled functions: numba knows neither bfloat16 nor float16.
+
+So numbers are written as the bits that they have: one by one (`numbers`, `rounded`) or, where words hold neighbours,
+two at once (`pairs`, `rounded_pair`). Invariant: to the nearest, ties to even, overflow to infinity, the bits of
+`tensor.to(dtype)`; NaN stays NaN.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kernels.compiled import ByType, compiled
+
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
+_PAIRS = {torch.bfloat16: torch.uint32, torch.float16: torch.uint32, torch.float32: torch.uint64}
+U32, U64, F32 = np.uint32, np.uint64, np.float32
+
+
+def numbers(out: Tensor) -> np.ndarray:
+    """The same memory, for what `rounded` gives. `out` is a contiguous bfloat16, float16 or float32 on the host."""
+    return out.detach().view(_BITS[out.dtype]).numpy()
+
+
+def pairs(out: Tensor) -> np.ndarray:
+    """The same memory, for what `rounded_pair` gives: rows half as long. Rows must have even length."""
+    return out.detach().view(_PAIRS[out.dtype]).numpy()
+
+
+# Numba makes 64 bits of any two numbers of 32: what is cast back in every step becomes instructions for twice as many.
+
+
+@compiled
+def _bits(value):  # type: ignore[no-untyped-def]  # numba infers types
+    return F32(value).view(U32)
+
+
+@compiled
+def _high_half(value):  # type: ignore[no-untyped-def]
+    """Bits of the bfloat16 in the upper half; what is left in the lower one means nothing."""
+    bits = _bits(value)
+    return U32(bits + U32(0x7FFF) + U32(U32(bits >> U32(16)) & U32(1)))
+
+
+@compiled
+def _bfloat16(value):  # type: ignore[no-untyped-def]
+    return U32(_high_half(value) >> U32(16))
+
+
+@compiled
+def _bfloat16_pair(first, second):  # type: ignore[no-untyped-def]
+    return U32(U32(_high_half(first) >> U32(16)) | U32(_high_half(second) & U32(0xFFFF0000)))
+
+
+@compiled
+def _float16(value):  # type: ignore[no-untyped-def]
+    """Normal numbers lose 13 bits; those below 2^-14 are added to 0.5, whose last bits are theirs."""
+    bits = _bits(value)
+    sign, size = U32(U32(bits >> U32(16)) & U32(0x8000)), U32(bits & U32(0x7FFFFFFF))
+    normal = U32(U32(size + U32(0xC8000FFF) + U32(U32(size >> U32(13)) & U32(1))) >> U32(13))
+    small = U32(F32(size.view(F32) + F32(0.5)).view(U32) - U32(0x3F000000))
+    large = U32(0x7E00) if size > U32(0x7F800000) else U32(0x7C00)
+    kept = small if size < U32(0x38800000) else normal
+    return U32(sign | (large if size >= U32(0x47800000) else kept))
+
+
+@compiled
+def _float16_pair(first, second):  # type: ignore[no-untyped-def]
+    return U32(_float16(first) | U32(_float16(second) << U32(16)))
+
+
+@compiled
+def _float32_pair(first, second):  # type: ignore[no-untyped-def]
+    return U64(_bits(first)) | (U64(_bits(second)) << U64(32))
+
+
+rounded = ByType({torch.bfloat16: _bfloat16, torch.float16: _float16, torch.float32: _bits})
+rounded_pair = ByType({torch.bfloat16: _bfloat16_pair, torch.float16: _float16_pair, torch.float32: _float32_pair})

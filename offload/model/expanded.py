@@ -1,0 +1,180 @@
+"""Weights that are stored coded: expanded just before the module that owns them runs, gone right after it.
+
+Modules run one after another, so one scratch serves all of them: it is as large as what the largest module owns. What
+is streamed and what stays are words as they are stored; companions are prepared once. Invariant: a parameter has
+numbers only while its module runs, and these are those of the layer that is bound.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offload.checkpoint.layout import Part, SlabLayout, slab_layout
+from offload.checkpoint.tensors import Coded
+from offload.errors import UserError
+from offload.kernels.expansion import REFERENCE, Expansion
+from offload.model.places import Place, view_of
+
+_ALIGN_BYTES = 256
+Companions = Mapping[str, Tensor]
+
+
+class _Parameter(NamedTuple):
+    """One of a module, and where its words lie in the slab of its layer."""
+
+    place: Place
+    parts: Sequence[tuple[Part, slice]]  # in what was sent of the slab
+    scratch_lo: int
+
+
+class ExpandedWeights:
+    """The coded parameters of a model's layers.
+
+    Args:
+        layouts: of the slabs of all layers, by number.
+        places: of their parameters, by name within the layer.
+        where: the model computes.
+
+    Attributes:
+        hooks: what has to be taken off when the model is closed.
+        scratch_bytes: what the largest module needs.
+    """
+
+    def __init__(
+        self, layouts: Sequence[SlabLayout], places: Sequence[Mapping[str, Place]], where: torch.device
+    ) -> None:
+        self._where, self._scratch_B = where, torch.empty(0, dtype=torch.uint8)
+        self._sent: dict[int, Tensor] = {}
+        self._companions: Mapping[Part, Companions] = {}
+        self._expansion = REFERENCE
+        self.hooks: list[Any] = []
+        self.scratch_bytes = 0
+        for layer, (layout, own) in enumerate(zip(layouts, places, strict=True)):
+            self._hook_modules(layer, layout, own)
+
+    def expand_with(self, expansion: Expansion) -> None:
+        """From now on by these functions."""
+        self._expansion = expansion
+
+    def keep(self, companions_of: Mapping[Part, Companions]) -> None:
+        """Companions of all words, prepared, go where the model computes; makes room to expand into."""
+        self._companions = {
+            part: {name: tensor.to(self._where) for name, tensor in companions.items()}
+            for part, companions in companions_of.items()
+        }
+        self._scratch_B = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self._where)
+
+    def bind(self, layer: int, sent: Tensor) -> None:
+        """Modules of `layer` expand from here until it is unbound."""
+        self._sent[layer] = sent
+
+    def unbind(self, layer: int) -> None:
+        """Let go of the slab."""
+        self._sent.pop(layer, None)
+
+    def _hook_modules(self, layer: int, layout: SlabLayout, places: Mapping[str, Place]) -> None:
+        owned = defaultdict[nn.Module, list[tuple[str, Place]]](list)
+        for name in layout.coded:
+            owned[places[name].module].append((name, places[name]))
+        for module, named in owned.items():
+            parameters, end = [], 0
+            for name, place in named:
+                parts = [(one.part, _within(layout, one.part, one.slab_lo)) for one in layout.coded[name]]
+                parameters.append(_Parameter(place, parts, end))
+                end += -(-place.empty.numel() * place.empty.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
+            self.scratch_bytes = max(self.scratch_bytes, end)
+            self.hooks.append(module.register_forward_pre_hook(partial(self._fill, layer, parameters)))
+            self.hooks.append(module.register_forward_hook(partial(self._clear, parameters), always_call=True))
+
+    def _fill(self, layer: int, parameters: Sequence[_Parameter], *_: Any) -> None:
+        sent = self._sent[layer]
+        for place, parts, lo in parameters:
+            out = self._scratch_B[lo : lo + place.empty.numel() * place.empty.element_size()].view(place.empty.dtype)
+            for part, words in parts:
+                _expand(part, sent[words], self._companions[part], out, self._expansion)
+            is_whole = len(parts) == 1
+            place.table[place.key] = _as_in_model(parts[0][0], out) if is_whole else out.view(place.empty.shape)
+
+    def _clear(self, parameters: Sequence[_Parameter], *_: Any) -> None:
+        for place, _parts, _lo in parameters:
+            place.table[place.key] = place.empty
+
+
+class Beside:
+    """What is read once, turned into something else, and let go: companions, and words of weights around the layers.
+
+    Args:
+        where: names the model.
+        rest: the coded weights around the layers, by name.
+        layouts: of the slabs of layers.
+
+    Attributes:
+        layout: of all of it.
+    """
+
+    def __init__(self, where: str, rest: Mapping[str, Sequence[Part]], layouts: Sequence[SlabLayout]) -> None:
+        self._where, self._rest = where, rest
+        layers = [{name: [one.part for one in words] for name, words in one.coded.items()} for one in layouts]
+        self._parts = [(name, part) for own in (rest, *layers) for name, parts in own.items() for part in parts]
+        companions = {
+            f"{index}{suffix}": (entry.shape, [Part(entry)])
+            for index, (_, part) in enumerate(self._parts)
+            for suffix, entry in _coded(part).companions
+        }
+        shapes = {name: (parts[0].entry.shape, parts) for name, parts in rest.items()}
+        self.layout = slab_layout({**companions, **shapes})
+
+    def companions(self, slab: np.ndarray) -> dict[Part, Companions]:
+        """Of all coded weights, prepared. Raises `UserError` where they cannot be right."""
+        flat = torch.from_numpy(slab[self.layout.sent])
+        found = dict[Part, Companions]()
+        for index, (name, part) in enumerate(self._parts):
+            own = {suffix: view_of(flat, self.layout, f"{index}{suffix}") for suffix, _ in _coded(part).companions}
+            try:
+                ready = _coded(part).coding.prepare(own, part.entry.shape)
+            except ValueError as error:
+                raise UserError(f"{self._where}: {name}: {error}: download the checkpoint again") from None
+            found[part] = {suffix: tensor.clone() for suffix, tensor in ready.items()}  # the slab can go
+        return found
+
+    def expanded(
+        self, slab: np.ndarray, companions_of: Mapping[Part, Companions], dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, Tensor]:
+        """The weights around the layers, in these types."""
+        flat, weights = torch.from_numpy(slab[self.layout.sent]), {}
+        for name, parts in self._rest.items():
+            out = torch.empty(sum(math.prod(part.entry.shape) for part in parts), dtype=dtypes[name])
+            for one in self.layout.coded[name]:
+                words = flat[_within(self.layout, one.part, one.slab_lo)]
+                _expand(one.part, words, companions_of[one.part], out, REFERENCE)
+            weights[name] = _as_in_model(parts[0], out)
+        return weights
+
+
+def _coded(part: Part) -> Coded:
+    assert part.entry.coded is not None, "others are views"
+    return part.entry.coded
+
+
+def _expand(part: Part, stored_B: Tensor, companions: Companions, flat: Tensor, expansion: Expansion) -> None:
+    """Fill one part of a parameter, all of whose numbers are `flat`."""
+    shape = part.entry.shape
+    own = flat[part.first : part.first + math.prod(shape)].view(shape)
+    _coded(part).coding.expand(stored_B, companions, own, expansion)
+
+
+def _as_in_model(part: Part, flat: Tensor) -> Tensor:
+    """A matrix of one part by itself."""
+    matrix = flat.view(part.entry.shape)
+    return matrix.transpose(-1, -2) if _coded(part).coding.is_transposed else matrix
+
+
+def _within(layout: SlabLayout, part: Part, slab_lo: int) -> slice:
+    lo = slab_lo - layout.lead_bytes
+    return slice(lo, lo + part.entry.num_bytes)

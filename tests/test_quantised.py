@@ -1,0 +1,70 @@
+"""Quantised models, end to end: a model that is streamed as it is stored writes what transformers writes from weights
+that were expanded beforehand.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from quantised import RECIPES, Quantised, save_quantised
+from safetensors.torch import save_file
+from test_tiny import prompts, reference
+from tiny import FAMILIES, build, save, save_pair
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.build import resident_model
+from offload.memory.planner import plan_memory
+
+FORMATS = [name for name in RECIPES if name != "mxfp4"]  # which only stacks of experts are stored in
+
+
+def expanded(model: Quantised, plain: Path, directory: Path) -> Path:
+    """The same weights as a plain checkpoint in float32."""
+    directory.mkdir()
+    for small in plain.glob("*.json"):
+        if "safetensors" not in small.name:
+            shutil.copy(small, directory)
+    weights = {name: tensor.clone().contiguous() for name, tensor in model.weights.items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe"])
+def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, family: str, tmp_path: Path) -> None:
+    target, draft = save_pair(FAMILIES[family](), tmp_path, noise=0.003)
+    model = save_quantised(target, format, tmp_path / "quantised")
+    plain = expanded(model, target, tmp_path / "expanded")
+    prompt = prompts()[1]
+    wanted = reference(plain, prompt, 24)
+    files = (open_checkpoint(model.directory), open_checkpoint(draft))
+    roomy = plan_memory(files, ram=1 << 40, dtype="auto", context=256, num_nodes=64)
+    ram = roomy.fixed_bytes + 2 * max(roomy.layer_bytes) + 100
+    with offload.load(model.directory, draft, ram=ram, context=256, tree="64x16", threads=1) as decoder:
+        assert decoder.plan.num_resident == 0, "all layers are streamed"
+        for tree in ("none", "64x16"):
+            assert decoder.generate(prompt, max_new_tokens=24, tree=tree).token_ids == wanted, tree
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_logits_of_a_resident_model_equal_those_of_transformers(format: str, family: str, tmp_path: Path) -> None:
+    target = save(build(FAMILIES[family]()), tmp_path / "plain")
+    model = save_quantised(target, format, tmp_path / "quantised")
+    own = resident_model(open_checkpoint(model.directory), "float32")
+    token_T = torch.tensor(prompts()[1])
+    sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
+    got_TV = own.forward(token_T, torch.arange(len(token_T)), sees_TT, own.new_cache(64))
+    wanted_TV = logits(expanded(model, target, tmp_path / "expanded"), token_T)
+    torch.testing.assert_close(got_TV, wanted_TV, rtol=1e-4, atol=1e-4)
+    assert (logits(target, token_T) - wanted_TV).abs().max() > 0.01, "quantising must change them, or nothing is shown"
+
+
+@torch.no_grad()
+def logits(directory: Path, token_T: Tensor) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return model(token_T[None]).logits[0]
