@@ -12,8 +12,6 @@ from torch import Tensor
 from offload.kernels.compiled import compiled
 from offload.kernels.expand_exponents import BLOCK, CHUNK, RUN
 
-WIDTHS = (4, 3)  # bits of a distance
-ESCAPE_BYTES = 3
 I16, U8, U16, U64 = np.int16, np.uint8, np.uint16, np.uint64
 
 
@@ -26,52 +24,32 @@ class Words(NamedTuple):
     count_C: Tensor  # int64, escapes of each chunk
 
 
-class Window(NamedTuple):
-    """Exponents top, top - 1, ... that need no escape, and what a weight takes with them."""
+def encode_exponents_reference(bits_N: Tensor, top: int, width: int) -> Words:
+    """Words of bfloat16 weights, seen as int16, in plain torch.
 
-    top: int
-    width: int  # bits of a distance
-    bits: float
-
-
-def best_window(histogram_256: np.ndarray) -> Window:
-    """The fewest bits for weights with exponents as frequent as these."""
-    below = np.concatenate(([0], np.cumsum(histogram_256, dtype=np.float64)))
-    found = []
-    for width in WIDTHS:
-        size = (1 << width) - 1
-        inside = below[1:] - below[np.maximum(np.arange(1, 257) - size, 0)]
-        top, escaped = int(inside.argmax()), float(1 - inside.max() / max(below[-1], 1))
-        found.append(Window(top, width, 8 + width + 8 * ESCAPE_BYTES * escaped))
-    return min(found, key=lambda window: window.bits)
-
-
-def histogram(bits_N: np.ndarray) -> np.ndarray:
-    """How often each of the 256 exponents occurs, of bfloat16 as uint16."""
-    return np.bincount((bits_N >> 7) & 0xFF, minlength=256)
-
-
-def encode_exponents_reference(bits_N: Tensor, window: Window) -> Words:
-    """Words of bfloat16 weights, seen as int16, in plain torch."""
-    num_weights, mark = len(bits_N), (1 << window.width) - 1
+    Args:
+        top: the exponent at distance 0.
+        width: bits of a distance, 3 or 4.
+    """
+    num_weights, mark = len(bits_N), (1 << width) - 1
     exponent = (bits_N >> 7) & 0xFF
-    distance = window.top - exponent
+    distance = top - exponent
     distance = torch.where((distance < 0) | (distance > mark), mark, distance)
     place = (distance == mark).nonzero()[:, 0]
     low, high, escaped = (part.to(torch.uint8) for part in (place & 0xFF, (place % CHUNK) >> 8, exponent[place]))
     counts = torch.bincount(place // CHUNK, minlength=-(-num_weights // CHUNK))
     filled = torch.nn.functional.pad(distance.to(torch.uint8), (0, -num_weights % BLOCK)).view(-1, BLOCK)
-    parts = [_packed(filled, 4)] if window.width == 4 else [_packed(filled & 3, 2), _packed(filled >> 2, 1)]
+    parts = [_packed(filled, 4)] if width == 4 else [_packed(filled & 3, 2), _packed(filled >> 2, 1)]
     kept = (((bits_N >> 8) & 0x80) | (bits_N & 0x7F)).to(torch.uint8)
     return Words(kept, torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts)
 
 
-def encode_exponents_compiled(bits_N: Tensor, window: Window) -> Words:
+def encode_exponents_compiled(bits_N: Tensor, top: int, width: int) -> Words:
     """The same by numba, on this thread."""
     num_weights, num_blocks = len(bits_N), -(-len(bits_N) // BLOCK)
-    kept, plane = np.empty(num_weights, np.uint8), np.empty(num_blocks * window.width * RUN, np.uint8)
+    kept, plane = np.empty(num_weights, np.uint8), np.empty(num_blocks * width * RUN, np.uint8)
     lists, counts = np.empty((3, num_weights), np.uint8), np.zeros(-(-num_weights // CHUNK), np.int64)
-    _encode(bits_N.numpy(), window.top, window.width, kept, plane, lists, counts)
+    _encode(bits_N.numpy(), top, width, kept, plane, lists, counts)
     escapes = lists[:, : counts.sum()].reshape(-1)
     return Words(*map(torch.from_numpy, (kept, plane, escapes, counts)))
 

@@ -18,7 +18,7 @@ from no_gpu import tell_compiled
 from torch import Tensor
 
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
-from offload.kernels.encode_exponents import Window, encode_exponents_reference
+from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expand_exponents import expand_exponents_kernel
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
 from offload.kernels.kv_commit import kv_commit_kernel
@@ -59,8 +59,7 @@ def match(seed: int, temperature: float) -> None:
 
 
 def exponents(num_weights: int, width: int, dtype: torch.dtype) -> None:
-    window = Window(120, width, 0)
-    words = encode_exponents_reference(torch.zeros(num_weights, dtype=torch.int16), window)
+    words = encode_exponents_reference(torch.zeros(num_weights, dtype=torch.int16), 120, width)
     start_C = torch.zeros(len(words.count_C) + 1, dtype=torch.int64)
     expand_exponents_kernel(*words[:3], start_C, torch.tensor([120]), torch.zeros(num_weights, dtype=dtype))
 

@@ -7,12 +7,9 @@ from torch import Tensor
 
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.encode_exponents import (
-    Window,
     Words,
-    best_window,
     encode_exponents_compiled,
     encode_exponents_reference,
-    histogram,
 )
 from offload.kernels.expand_exponents import (
     CHUNK,
@@ -49,7 +46,7 @@ def parts(words: Words, top: int) -> tuple[Tensor, ...]:
 def test_every_pattern_comes_back(encode, decode, width: int) -> None:
     for top in (0, 120, 255):
         out = torch.empty(65536, dtype=torch.bfloat16)
-        decode(*parts(encode(ALL_PATTERNS, Window(top, width, 0)), top), out)
+        decode(*parts(encode(ALL_PATTERNS, top, width), top), out)
         assert torch.equal(out.view(torch.int16), ALL_PATTERNS)
 
 
@@ -59,7 +56,7 @@ def test_every_pattern_comes_back(encode, decode, width: int) -> None:
 def test_weights_of_any_number_come_back(decode, width: int, num: int) -> None:
     bits = weights(num)
     out = torch.full((num + 9,), 7, dtype=torch.bfloat16)  # what stands behind must stay
-    decode(*parts(encode_exponents_reference(bits, Window(121, width, 0)), 121), out[:num])
+    decode(*parts(encode_exponents_reference(bits, 121, width), 121), out[:num])
     assert torch.equal(out[:num].view(torch.int16), bits)
     assert (out[num:] == 7).all()
 
@@ -70,9 +67,8 @@ def test_weights_of_any_number_come_back(decode, width: int, num: int) -> None:
 def test_encoders_write_the_same_words(width: int, num: int) -> None:
     bits = weights(num, scale=1e-3) if num != CHUNK else ALL_PATTERNS
     for top in (0, 119, 250):
-        window = Window(top, width, 0)
         for one, other in zip(
-            encode_exponents_reference(bits, window), encode_exponents_compiled(bits, window), strict=True
+            encode_exponents_reference(bits, top, width), encode_exponents_compiled(bits, top, width), strict=True
         ):
             assert torch.equal(one, other)
 
@@ -83,7 +79,7 @@ def test_encoders_write_the_same_words(width: int, num: int) -> None:
 def test_other_types_are_rounded_once(decode, dtype: torch.dtype) -> None:
     bits = torch.cat((ALL_PATTERNS, weights(CHUNK)))
     out = torch.empty(len(bits), dtype=dtype)
-    decode(*parts(encode_exponents_reference(bits, Window(121, 4, 0)), 121), out)
+    decode(*parts(encode_exponents_reference(bits, 121, 4), 121), out)
     torch.testing.assert_close(out, bits.view(torch.bfloat16).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
@@ -92,31 +88,10 @@ def test_other_types_are_rounded_once(decode, dtype: torch.dtype) -> None:
 def test_damaged_words_stay_within_their_bounds(decode, width: int) -> None:
     """And are not what they were: so the comparisons above can fail."""
     num, random = CHUNK + 700, np.random.default_rng(0)
-    words = encode_exponents_reference(weights(num), Window(121, width, 0))
+    words = encode_exponents_reference(weights(num), 121, width)
     damaged = [torch.from_numpy(random.integers(0, 256, len(part), dtype=np.uint8)) for part in words[:3]]
     damaged[2][len(damaged[2]) // 3 : 2 * len(damaged[2]) // 3] = 255  # all places of the last chunk lie behind its end
     out = torch.full((num + 2 * CHUNK,), 7, dtype=torch.bfloat16)
     decode(*parts(Words(*damaged, words.count_C), 121), out[:num])
     assert (out[num:] == 7).all()
     assert not torch.equal(out[:num].view(torch.int16), weights(num))
-
-
-def test_the_window_is_the_best_one() -> None:
-    bits = weights(1 << 16)
-    counts = histogram(bits.numpy().view(np.uint16))
-    found = best_window(counts)
-    words = encode_exponents_reference(bits, found)
-    taken = {
-        (top, width): 8 + width + 24 * encode_exponents_reference(bits, Window(top, width, 0)).count_C.sum() / len(bits)
-        for top in range(110, 130)
-        for width in (3, 4)
-    }
-    assert found.bits == pytest.approx(float(min(taken.values())))
-    assert found.bits * len(bits) / 8 == len(words.mantissa_N) + len(words.distance_B) + len(words.escape_3E)
-    assert found.width == 3  # a bell of one width has few exponents
-
-
-def test_wide_exponents_take_four_bits_and_all_of_them_none() -> None:
-    assert best_window(np.bincount(np.repeat(np.arange(100, 115), 100), minlength=256))[:2] == (114, 4)
-    assert best_window(np.ones(256)).bits > 16
-    assert best_window(np.bincount([0], minlength=256))[1] == 3
