@@ -89,8 +89,9 @@ class Exponents:
 
         (code,) = companions.values()
         top_1, count_C = code[:1], code[1:]
-        if len(count_C) != -(-math.prod(shape) // CHUNK) or not 0 <= int(top_1) < 256:
-            raise ValueError(f"a code of {len(code)} numbers with top {int(code[0])} is not of this weight")
+        num_chunks, top = -(-math.prod(shape) // CHUNK), top_1.tolist()
+        if len(count_C) != num_chunks or not top or not 0 <= top[0] < 256:
+            raise ValueError(f"its code must be a top below 256 and {num_chunks} counts, got {code[:8].tolist()}")
         start_C = torch.cat((torch.zeros(1, dtype=torch.int64), count_C.cumsum(0)))
         spare_bytes = self.escape_bytes - ESCAPE_BYTES * int(start_C[-1])
         if bool(((count_C < 0) | (count_C > CHUNK)).any()) or not 0 <= spare_bytes < ALIGN_BYTES:
