@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.coded import with_codings
+from offload.checkpoint.held import Held
 from offload.checkpoint.small_files import open_regular, read_object
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
@@ -57,6 +58,7 @@ class Checkpoint:
     shards: tuple[Path, ...]
     tensors: dict[str, TensorEntry]
     stamps: tuple[Stamp, ...] = ()  # of the shards as their headers were read; none where only headers are known
+    held: Held | None = None  # of a draft, that lies in memory in fewer bits
 
     @property
     def num_bytes(self) -> int:

@@ -42,6 +42,7 @@ class LoadOptions:
     ranks: str | None = None
     pipeline: str | None = None
     slow_layer_s: float = 0.0
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)

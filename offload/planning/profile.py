@@ -122,7 +122,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
     Raises `ReadError`.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr(checkpoint.held).encode() if checkpoint.held else b"")
     for path in (checkpoint.directory / "config.json", *checkpoint.shards):
         try:
             with open_regular(path) as file:
