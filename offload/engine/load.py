@@ -21,6 +21,7 @@ from offload.calibration.startup import RunSettings, calibrate, pick_threads, tr
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
 from offload.engine.build import Pair, counter, open_pair, read_pair
+from offload.engine.compute_type import computed_instead
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
@@ -82,7 +83,8 @@ def load(
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         lenience: 1 is exact; less accepts more guesses, and the text is no longer the target's, see `verification`.
         device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default: what is free there.
-        dtype: to compute in, `auto` as stored; draft_dtype: `int8` or `int4` to hold the draft in; context: room for prompt and new tokens, default 4096 or the model's.
+        dtype: to compute in, `auto` as stored; draft_dtype: `int8` or `int4` to hold the draft in.
+        context: room for prompt and new tokens, default 4096 or the model's.
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
         threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
@@ -102,8 +104,8 @@ def load(
     options = LoadOptions(
         device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
         context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
-        invariant=invariant, draft_dtype=draft_dtype, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
-        datastore=datastore, ranks=ranks, pipeline=pipeline,
+        invariant=invariant, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
+        datastore=datastore, ranks=ranks, pipeline=pipeline, draft_dtype=draft_dtype,
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
@@ -135,6 +137,9 @@ def open_decoder(
         as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
         refuse = (lambda *headers: room.plan(as_files(headers), least_nodes)) if options.ranks is None else _accept
         files, roles = as_files(fetch(names, refuse, hooks.on_phase)), options.roles()
+        instead = computed_instead(files.target, options.dtype, device.place if device else None)
+        if instead is not None:
+            options, room = replace(options, dtype=instead), replace(room, dtype=instead)
         given = Given(files, options, room, device, open_source, hooks)
         if roles is not None and not roles.is_sharded:
             from offload.engine.stages import open_pipeline  # what torch.distributed brings takes time
@@ -169,6 +174,8 @@ def open_decoder(
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
+        if instead is not None:
+            pair.notes.append(f"computing in {instead}: CPUs are slow with float16 (`dtype` float16 to have it)")
         pair.notes.extend([*team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)

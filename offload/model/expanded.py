@@ -49,7 +49,7 @@ class ExpandedWeights:
     def __init__(
         self, layouts: Sequence[SlabLayout], places: Sequence[Mapping[str, Place]], where: torch.device
     ) -> None:
-        self._where, self._scratch_B = where, torch.empty(0, dtype=torch.uint8)
+        self._where, self._scratch_B = where, torch.zeros(0, dtype=torch.uint8)
         self._sent: dict[int, Tensor] = {}
         self._companions: Mapping[Part, Companions] = {}
         self._expansion = REFERENCE
@@ -69,7 +69,7 @@ class ExpandedWeights:
             part: {name: tensor.to(self._where) for name, tensor in companions.items()}
             for part, companions in companions_of.items()
         }
-        self._scratch_B = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self._where)
+        self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._where)
 
     def bind(self, layer: int, sent: Tensor) -> None:
         """Modules of `layer` expand from here until it is unbound."""

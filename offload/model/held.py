@@ -131,12 +131,11 @@ def int4(weight_NK: Tensor) -> Int4:
     num_rows, num_columns = weight_NK.shape
     group, layout = group_of(num_columns), layout_for(weight_NK.device)
     assert group is not None, "columns come in groups"
-    kept = {"device": weight_NK.device}
-    word_NK = torch.empty(padded_rows(num_rows), num_columns // 2, dtype=torch.uint8, **kept)
-    scale_GN2 = torch.zeros(num_columns // group, len(word_NK), 2, dtype=weight_NK.dtype, **kept)
+    word_NK = torch.empty(padded_rows(num_rows), num_columns // 2, dtype=torch.uint8, device=weight_NK.device)
+    scale_GN2 = torch.zeros(num_columns // group, len(word_NK), 2, dtype=weight_NK.dtype, device=weight_NK.device)
     for lo in range(0, num_rows, _CHUNK_ROWS):
         rows, num_here = slice(lo, lo + _CHUNK_ROWS), min(_CHUNK_ROWS, num_rows - lo)
-        code_NK = torch.zeros(_CHUNK_ROWS, num_columns, dtype=torch.uint8, **kept)
+        code_NK = torch.zeros(_CHUNK_ROWS, num_columns, dtype=torch.uint8, device=weight_NK.device)
         weight_NGk = weight_NK[rows].float().unflatten(1, (-1, group))
         low_NG, high_NG = weight_NGk.aminmax(dim=2)
         scale_NG = ((high_NG - low_NG) / _LEVELS).clamp(min=_TINY).to(weight_NK.dtype).float()
@@ -183,7 +182,7 @@ class HeldWeights:
         self._matrices.append(matrix)
         empty = torch.empty(matrix.shape, dtype=linear.weight.dtype, device="meta")
         linear._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
-        linear.forward = partial(self._forward, matrix, linear)
+        vars(linear)["forward"] = partial(self._forward, matrix, linear)
 
     def settle(self) -> None:
         """All matrices are here: try out how many rows are few."""

@@ -33,24 +33,21 @@ def copy_bits(draft: str | os.PathLike[str] | None) -> int | None:
 
 def check_held(draft: str | os.PathLike[str] | None, draft_dtype: str | None, ranks: str | None) -> None:
     """Raises `UserError` for what no model could make good."""
-    is_known = draft_dtype is None or draft_dtype in BITS
-    require(is_known, f"`draft_dtype` must be {' or '.join(BITS)}", repr(draft_dtype), "leave it out to have it as stored")
+    is_known, rule = draft_dtype is None or draft_dtype in BITS, f"`draft_dtype` must be {' or '.join(BITS)}"
+    require(is_known, rule, repr(draft_dtype), "leave it out to have the draft as stored")
     require(draft_dtype is None or draft is not None, "`draft_dtype` goes with `draft`", "none", "leave it out")
     if copy_bits(draft) is not None:
-        require(draft_dtype is None, f"`draft` {draft} says its bits itself", f"`draft_dtype` {draft_dtype}", "leave one out")
+        rule = f"`draft` {draft} says its bits itself"
+        require(draft_dtype is None, rule, f"`draft_dtype` {draft_dtype}", "leave one of them out")
         require(ranks is None, f"`draft` {draft} is of one process", f"`ranks` {ranks}", "name a small draft")
 
 
-def models_to_read(
-    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None
-) -> list[str | os.PathLike[str]]:
+def models_to_read(model: str | os.PathLike[str], draft: str | os.PathLike[str] | None) -> list[str | os.PathLike[str]]:
     """Target first."""
     return [model] if draft is None or copy_bits(draft) is not None else [model, draft]
 
 
-def files_of(
-    headers: Sequence[Checkpoint], draft: str | os.PathLike[str] | None, draft_dtype: str | None
-) -> Files:
+def files_of(headers: Sequence[Checkpoint], draft: str | os.PathLike[str] | None, draft_dtype: str | None) -> Files:
     """The checkpoints of a run, by those of `models_to_read`. Raises `UserError` for a draft that is not worth it."""
     target, bits = headers[0], copy_bits(draft)
     if bits is not None:
@@ -65,8 +62,10 @@ def files_of(
 def _check_copy(target: Checkpoint, draft: str, bits: int) -> None:
     where = target.directory.name
     rule = f"{where}: `draft` {draft} rounds matrices of layers"
-    require(not has_encoder(target.config), rule, "an encoder as well", "name a small draft of the family")
-    require(not model_shape(target).routed_weights, rule, "experts, which are fused", "name a small draft of the family")
+    for is_in_the_way, what in (
+        (has_encoder(target.config), "an encoder"), (model_shape(target).routed_weights > 0, "fused experts"),
+    ):  # fmt: skip
+        require(not is_in_the_way, rule, what, "name a small draft of the family")
     stored = _stored_bits(target)
     if stored < _LEAST_GAIN * bits:
         rule = f"{where}: `draft` {draft} must take fewer bits than the target, which has {stored:.1f} a weight"
