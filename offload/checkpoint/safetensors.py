@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.coded import with_codings
+from offload.checkpoint.held import Held
 from offload.checkpoint.small_files import open_regular, read_object
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
@@ -60,6 +61,7 @@ class Checkpoint:
     stamps: tuple[Stamp, ...] = ()  # of the shards as their headers were read; none where only headers are known
     beside: Path | None = None  # folder of small files such as generation_config.json, where it is not `directory`
     tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
+    held: Held | None = None  # of a draft, that lies in memory in fewer bits
 
     @property
     def num_bytes(self) -> int:
