@@ -70,7 +70,7 @@ def unpack(
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
-    """Write the files that a model was packed from, byte for byte. Where it was interrupted, the same command goes on."""
+    """Write the files that a model was packed from, byte for byte. An interrupted command goes on where it stopped."""
     with Console(is_quiet=quiet or as_json) as console, libraries(console):
         from offload.checkpoint.pack import unpack as restore
 
