@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from offload.calibration.expansion_choice import choose_expansion
+from offload.calibration.kernel_comparison import Outcome
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.vocabulary import are_same, other_vocabulary
@@ -86,13 +88,30 @@ def read_pair(pair: Pair, on_bytes: Progress) -> None:
         layouts = (*draft.layer_layouts, *draft.encoder_layouts)
         total_bytes += draft.rest_bytes + sum(layout.slab_bytes for layout in layouts)
     count = counter(total_bytes, on_bytes)
+    count(pair.target.read_rest(pair.store.fetch))
     if draft is not None:
         files = draft.checkpoint
         source = pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)
-        _fill(draft, source, count)
+        _fill(draft, source, count, pair.target)
         note = use_graphs(draft) if draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
-    count(pair.target.read_rest(pair.store.fetch))
+
+
+def pick_expansions(pair: Pair) -> list[Outcome]:
+    """How the coded weights of both models are expanded, and what the trials were."""
+    outcomes = list[Outcome]()
+    for model in filter(None, (pair.target, pair.draft)):
+        files = model.checkpoint
+        with ExitStack() as resources:
+            store = pair.store
+            if model is pair.draft:
+                store = pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)
+                resources.callback(store.close)
+            choice = choose_expansion(model, store.fetch, pair.device)
+        model.expand_with(choice.expansion)
+        pair.notes.extend(note for note in choice.notes if note not in pair.notes)
+        outcomes += choice.comparisons
+    return outcomes
 
 
 def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
@@ -114,12 +133,16 @@ def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HO
     return model
 
 
-def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] = lambda _: None) -> None:
-    """Bind all weights; the source is closed."""
+def _fill(
+    model: StreamedModel, store: ByteSource, count: Callable[[int], None] = lambda _: None,
+    target: StreamedModel | None = None,
+) -> None:  # fmt: skip
+    """Bind all weights, layer by layer; the source is closed."""
     try:
-        count(model.read_rest(store.fetch))
+        count(model.read_rest(store.fetch, target))
         for layer, layout in enumerate([*model.layer_layouts, *model.encoder_layouts]):
             model.bind_layer(layer, store.fetch(layout))
+            model.hold_layer(layer)
             count(layout.slab_bytes)
     finally:
         store.close()

@@ -12,6 +12,7 @@ from offload.checkpoint.safetensors import is_hub_id
 from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
 from offload.datastore.store import read_store
 from offload.memory.planner import require_dtype, require_positions
+from offload.planning.near_copy import check_held, models_to_read
 from offload.planning.pipeline import PipelineOptions, parse_pipeline
 from offload.planning.place import require_place
 from offload.planning.profile import parse_profile
@@ -43,6 +44,7 @@ class LoadOptions:
     ranks: str | None = None
     pipeline: str | None = None
     slow_layer_s: float = 0.0
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
@@ -148,9 +150,10 @@ class LoadOptions:
 
 def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
     """Refuse folders that hold no model that could be read; hub ids are let pass. Raises `UserError`."""
+    check_held(draft, options.draft_dtype, options.ranks)
     options.tree_spec(has_draft=draft is not None)
     if (roles := options.roles()) is not None and not roles.is_sharded:
         options.pipeline_roles(has_draft=draft is not None)
-    for name, config in ((model, options.config), (draft, None)):
-        if name is not None and (os.path.exists(os.path.expanduser(name)) or not is_hub_id(name)):
+    for name, config in zip(models_to_read(model, draft), (options.config, None), strict=False):
+        if os.path.exists(os.path.expanduser(name)) or not is_hub_id(str(name)):
             open_headers(name, config)
