@@ -108,9 +108,8 @@ def test_headers_are_read_as_gguf_reads_them(kind: str, tmp_path: Path) -> None:
         one.name: (one.tensor_type.name, tuple(reversed(one.shape.tolist())), one.data_offset, one.n_bytes)
         for one in wanted.tensors
     }
-    values: dict[str, Any] = {
-        key: field.contents() for key, field in wanted.fields.items() if not key.startswith("GGUF.")
-    }
+    fields = wanted.fields.items()
+    values: dict[str, Any] = {key: field.contents() for key, field in fields if not key.startswith("GGUF.")}
     assert found.metadata == values
 
 
@@ -119,7 +118,7 @@ def test_random_damage_never_surprises(tmp_path: Path) -> None:
     whole = path.read_bytes()
     first = min(entry.lo for entry in read_gguf_header(path).tensors.values())
     rng, num_refused, begun = random.Random(1), 0, time.monotonic()
-    for _ in range(400):
+    for _ in range(300):
         path.write_bytes(damaged(whole[:first], rng) + whole[first:])
         try:
             found = read_gguf_header(path)

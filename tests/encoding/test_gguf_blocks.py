@@ -1,4 +1,4 @@
-"""Codings of GGUF: rows that llama.cpp has put into another order, norms that it has added one to, and plain numbers."""
+"""Codings of GGUF: rows that llama.cpp has put into another order, norms that it has added one to, plain numbers."""
 
 import numpy as np
 import pytest

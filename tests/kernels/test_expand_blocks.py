@@ -31,7 +31,7 @@ def is_equal(got: Tensor, wanted: Tensor) -> bool:
     return torch.equal(got.view(BITS[got.dtype]), wanted.to(got.dtype).view(BITS[got.dtype]))
 
 
-@pytest.mark.parametrize("num_blocks", [1, 67, 300])
+@pytest.mark.parametrize("num_blocks", [1, 67])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_numbers_are_those_of_gguf(kind: str, num_blocks: int) -> None:
     raw_MB, value_MW = blocks(kind, num_blocks)
