@@ -150,7 +150,7 @@ def _fill_blocks(
     size = code & 0x7F
     place = size << SHIFT
     bits = tl.where(size >= FIRST_SPECIAL, (place & 0x7FFFFF) | 0x7F800000, place + BIAS)
-    value = tl.where(size < LEAST_NORMAL, size.to(tl.float32) * UNIT, bits.to(tl.float32, bitcast=True))
+    bits = tl.where(size < LEAST_NORMAL, (size.to(tl.float32) * UNIT).to(tl.int32, bitcast=True), bits)
+    value = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)  # `-value` would make 0 of -0
     factor = tl.load(scale + row // block_rows * num_scales + column // block_columns, mask=is_inside, other=0)
-    value = tl.where(code >= 0x80, -value, value) * factor
-    tl.store(out + begin + column, value.to(out.dtype.element_ty), mask=is_inside)
+    tl.store(out + begin + column, (value * factor).to(out.dtype.element_ty), mask=is_inside)

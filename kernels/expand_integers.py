@@ -227,9 +227,6 @@ def _expand(
     else:
         code = tl.load(words + row * row_bytes + column, mask=here, other=0).to(tl.int32)
     one = row * num_groups + (tl.load(index + column, mask=here, other=0) if IS_ORDERED else column // group)
-    if HAS_ZERO:
-        code = code - tl.load(zero + one, mask=here, other=0).to(tl.int32)
-    else:
-        code = code - MIDDLE
+    code = code - (tl.load(zero + one, mask=here, other=0).to(tl.int32) if HAS_ZERO else MIDDLE)
     product = code.to(tl.float32) * tl.load(scale + one, mask=here, other=0).to(tl.float32)
     tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)

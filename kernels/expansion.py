@@ -15,6 +15,11 @@ from offload.kernels.expand_codebook import (
     expand_codebook_reference,
 )
 from offload.kernels.expand_columns import expand_columns_compiled, expand_columns_kernel, expand_columns_reference
+from offload.kernels.expand_exponents import (
+    expand_exponents_compiled,
+    expand_exponents_kernel,
+    expand_exponents_reference,
+)
 from offload.kernels.expand_float8 import expand_float8_compiled, expand_float8_kernel, expand_float8_reference
 from offload.kernels.expand_integers import (
     expand_integers_compiled,
@@ -31,6 +36,7 @@ class Expansion(NamedTuple):
     columns: Callable[..., None]
     codebook: Callable[..., None]
     blocks: Callable[..., None]
+    exponents: Callable[..., None]
 
 
 REFERENCE = Expansion(
@@ -39,6 +45,7 @@ REFERENCE = Expansion(
     expand_columns_reference,
     expand_codebook_reference,
     expand_blocks_reference,
+    expand_exponents_reference,
 )
 COMPILED = Expansion(
     expand_float8_compiled,
@@ -46,6 +53,7 @@ COMPILED = Expansion(
     expand_columns_compiled,
     expand_codebook_compiled,
     expand_blocks_compiled,
+    expand_exponents_compiled,
 )
 KERNELS = Expansion(
     expand_float8_kernel,
@@ -53,4 +61,5 @@ KERNELS = Expansion(
     expand_columns_kernel,
     expand_codebook_kernel,
     expand_blocks_kernel,
+    expand_exponents_kernel,
 )

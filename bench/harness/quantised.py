@@ -59,7 +59,7 @@ def quantised(source: Path, name: str) -> Path:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     for small in source.iterdir():
-        if small.suffix != ".safetensors":
+        if "safetensors" not in small.name:
             shutil.copy(small, scratch)
     write_tensors(scratch / "model.safetensors", {}, dict(_tensors(source, quantise)))
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.coded import with_codings
+from offload.checkpoint.held import Held
 from offload.checkpoint.small_files import open_regular, read_object
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
@@ -60,6 +61,7 @@ class Checkpoint:
     stamps: tuple[Stamp, ...] = ()  # of the shards as their headers were read; none where only headers are known
     beside: Path | None = None  # folder of small files such as generation_config.json, where it is not `directory`
     tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
+    held: Held | None = None  # of a draft, that lies in memory in fewer bits
 
     @property
     def num_bytes(self) -> int:
@@ -143,14 +145,31 @@ def _decoded_dtype(entry: TensorEntry) -> str:
 
 def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
     """A safetensors file's header, and its stamp. Raises `UserError` where the header contradicts the file."""
+    raw, stamp = read_raw_header(path)
+    return parse_header(path, raw, stamp.num_bytes, shard), stamp
+
+
+def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
+    """The JSON that a safetensors file begins with, and the file's stamp. Raises `UserError` where there is none."""
     try:
-        raw, stamp = _raw_header(path)
+        return _raw_header(path)
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dict[str, TensorEntry]:
+    """What a header says of a file of so many bytes. Raises `UserError` where it contradicts itself, or the file."""
     data_lo = 8 + len(raw)
-    entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in _parse_json(path, raw).items()}
-    check_extents(path, entries, stamp.num_bytes)
-    return entries, stamp
+    found, _ = _parse_json(path, raw)
+    entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in found.items()}
+    check_extents(path, entries, file_bytes)
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says of itself. Raises `UserError` where its header cannot be read."""
+    _, metadata = _parse_json(path, read_raw_header(path)[0])
+    return {key: value for key, value in metadata.items() if isinstance(value, str)}
 
 
 def _raw_header(path: Path) -> tuple[bytes, Stamp]:
@@ -177,15 +196,16 @@ def unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot read {path} ({error.strerror}): check that it is a file and yours to read")
 
 
-def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors, and what the file says of itself."""
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise damaged(f"{path.name}: its header is not valid JSON ({reason(error)})") from None
     if not isinstance(header, dict):
         raise damaged(f"{path.name}: its header is a JSON {type(header).__name__}, not an object")
-    header.pop("__metadata__", None)
-    return header
+    metadata = header.pop("__metadata__", None)
+    return header, metadata if isinstance(metadata, dict) else {}
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def plan(
     ram: flags.Ram = None,
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
+    draft_dtype: flags.DraftDtype = None,
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     hardware: Annotated[
@@ -57,6 +58,7 @@ def plan(
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.model.headers import is_built
+    from offload.planning.near_copy import copy_bits
     from offload.planning.options import LoadOptions
 
     if ranks is not None:
@@ -66,10 +68,10 @@ def plan(
         require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        profile=profile,
+        profile=profile, draft_dtype=draft_dtype,
     )  # fmt: skip
     with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
-        if any(is_built(name) for name in (model, draft) if name):
+        if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
         if ranks is not None:
@@ -100,7 +102,7 @@ def plan(
 )
 def tune(
     model: flags.Model,
-    draft: Annotated[str, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")],
+    draft: Annotated[str, typer.Option("--draft", "-d", metavar="MODEL", help="small model, or self:int4, self:int8")],
     text: Annotated[list[Path], typer.Option(metavar="FILE", help="UTF-8, of the kind to be decoded; several times")],
     temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
@@ -117,6 +119,7 @@ def tune(
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
     dtype: flags.Dtype = "auto",
+    draft_dtype: flags.DraftDtype = None,
     threads: flags.Threads = None,
     link_limit: flags.LinkLimit = None,
     as_json: flags.Json = False,
@@ -128,7 +131,7 @@ def tune(
 
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
-        threads=threads, link_limit=link_limit,
+        threads=threads, link_limit=link_limit, draft_dtype=draft_dtype,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, sizes_like=ram) as console, libraries(console):

@@ -49,6 +49,7 @@ def generate(
     ram: flags.Ram = None,
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
+    draft_dtype: flags.DraftDtype = None,
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     lenience: flags.Lenience = 1.0,
@@ -77,7 +78,7 @@ def generate(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
+        draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(config or model, own, seed, console.wait)
@@ -124,6 +125,7 @@ def chat(
     ram: flags.Ram = None,
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
+    draft_dtype: flags.DraftDtype = None,
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     lenience: flags.Lenience = 1.0,
@@ -149,7 +151,7 @@ def chat(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
         ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        pipeline=pipeline, slow_layer_s=slow_layer,
+        draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:

@@ -86,13 +86,13 @@ def read_pair(pair: Pair, on_bytes: Progress) -> None:
         layouts = (*draft.layer_layouts, *draft.encoder_layouts)
         total_bytes += draft.rest_bytes + sum(layout.slab_bytes for layout in layouts)
     count = counter(total_bytes, on_bytes)
+    count(pair.target.read_rest(pair.store.fetch))
     if draft is not None:
         files = draft.checkpoint
         source = pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)
-        _fill(draft, source, count)
+        _fill(draft, source, count, pair.target)
         note = use_graphs(draft) if draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
-    count(pair.target.read_rest(pair.store.fetch))
 
 
 def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
@@ -114,12 +114,16 @@ def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HO
     return model
 
 
-def _fill(model: StreamedModel, store: ByteSource, count: Callable[[int], None] = lambda _: None) -> None:
-    """Bind all weights; the source is closed."""
+def _fill(
+    model: StreamedModel, store: ByteSource, count: Callable[[int], None] = lambda _: None,
+    target: StreamedModel | None = None,
+) -> None:  # fmt: skip
+    """Bind all weights, layer by layer; the source is closed."""
     try:
-        count(model.read_rest(store.fetch))
+        count(model.read_rest(store.fetch, target))
         for layer, layout in enumerate([*model.layer_layouts, *model.encoder_layouts]):
             model.bind_layer(layer, store.fetch(layout))
+            model.hold_layer(layer)
             count(layout.slab_bytes)
     finally:
         store.close()
@@ -133,7 +137,7 @@ class Words(NamedTuple):
 
 
 def check_vocabulary(
-    tokenizer: Tokenizer | None, files: Files, target: StreamedModel | Words, drafter: StreamedModel
+    tokenizer: Tokenizer | None, files: Files, target: StreamedModel | Words, drafter: StreamedModel | Words
 ) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell.
 

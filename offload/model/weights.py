@@ -13,14 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from offload.checkpoint.held import is_held
 from offload.checkpoint.layout import SlabLayout, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section
+from offload.encoding.base import Coding
 from offload.errors import UserError
 from offload.kernels.expansion import Expansion
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.model import attention
-from offload.model.expanded import Beside, ExpandedWeights
+from offload.model.expanded import Beside, ExpandedWeights, Words
+from offload.model.held import HeldWeights
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
@@ -99,6 +102,7 @@ class StreamedModel:
         self._beside = Beside(checkpoint.directory.name, coded, self._layouts)
         self._expanded = ExpandedWeights(self._layouts, self._layer_places, place)
         self._expanded_rest: dict[str, Tensor] = {}
+        self._held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks = [
             layer.register_forward_pre_hook(partial(self._give_mask, self._windows[index]), with_kwargs=True)
@@ -113,21 +117,32 @@ class StreamedModel:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def read_rest(self, fetch: Callable[[SlabLayout], np.ndarray]) -> int:
+    def read_rest(self, fetch: Callable[[SlabLayout], np.ndarray], target: "StreamedModel | None" = None) -> int:
         """Read and bind all but layers, and what stays of coded ones. Returns the bytes read.
+
+        What lies around the layers of a copy is its `target`'s.
 
         Raises `UserError` where scales and the like cannot be right, and what `fetch` raises.
         """
         layout = self._beside.layout
         is_empty = not layout.coded and not layout.parameters  # where codings have no companions
         self._bind_beside(np.empty(0, np.uint8) if is_empty else fetch(layout))
-        self.bind_rest(fetch(self.rest_layout))
+        if self.is_copy:
+            assert target is not None, "a copy has a target"
+            self.share_rest(target)
+        else:
+            self.bind_rest(fetch(self.rest_layout))
         return self.rest_bytes
 
     @property
     def rest_bytes(self) -> int:
         """What `read_rest` reads."""
-        return self._beside.layout.slab_bytes + self.rest_layout.slab_bytes
+        return self._beside.layout.slab_bytes + (0 if self.is_copy else self.rest_layout.slab_bytes)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is the target itself, in fewer bits."""
+        return self.checkpoint.held is not None and self.checkpoint.held.is_copy
 
     def _bind_beside(self, slab: np.ndarray) -> None:
         dtypes = {source: place.empty.dtype for source, place in self._rest_places}
@@ -138,6 +153,49 @@ class StreamedModel:
     def expand_with(self, expansion: Expansion) -> None:
         """From now on coded weights of layers are expanded by these functions."""
         self._expanded.expand_with(expansion)
+
+    def codings_of(self, layer: int) -> list[Coding]:
+        """Of its weights; empty where all are plain."""
+        words = [one for several in self._layouts[layer].coded.values() for one in several]
+        return [one.part.entry.coded.coding for one in words if one.part.entry.coded]
+
+    def coded_words(self, layer: int, slab: np.ndarray) -> list[Words]:
+        """What `expand_with` is for, of a layer with this slab, which need not be bound."""
+        return self._expanded.words(self._layouts[layer], self._layer_places[layer], slab)
+
+    def share_rest(self, other: "StreamedModel") -> None:
+        """Use embeddings, norm and head of another model of the same checkpoint, or copies of what lies elsewhere."""
+        theirs: dict[str, Tensor] = {}
+        for source, place in other._rest_places:
+            tensor = place.table[place.key]
+            assert tensor is not None, "the other one's are bound"
+            if source not in theirs or tensor.device == self.place:
+                theirs[source] = tensor
+        theirs = {source: tensor.to(self.place) for source, tensor in theirs.items()}
+        for source, place in self._rest_places:
+            place.table[place.key] = theirs[source]
+
+    def hold_layer(self, layer: int) -> None:
+        """A layer is bound for good: where they are to be held in fewer bits its matrices are, and its slab can go."""
+        if self._held is None:
+            return
+        for name, module in self._blocks[layer].named_modules():
+            self._expanded.release(module)
+            if isinstance(module, nn.Linear) and is_held(f"{name}.weight", tuple(module.weight.shape)):
+                self._held.take(module)
+        for place in self._layer_places[layer].values():
+            own = place.table[place.key]
+            if own is not None and not own.is_meta:
+                place.table[place.key] = own.clone()
+        self._expanded.unbind(layer)
+        if layer == len(self._blocks) - 1:
+            self._expanded.drop_scratch()
+            self._held.settle()
+
+    @property
+    def held(self) -> HeldWeights | None:
+        """Matrices in fewer bits than they are stored in, if any."""
+        return self._held
 
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""

@@ -12,6 +12,7 @@ from offload.checkpoint.safetensors import is_hub_id
 from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
 from offload.datastore.store import read_store
 from offload.memory.planner import require_dtype, require_positions
+from offload.planning.near_copy import check_held, models_to_read
 from offload.planning.pipeline import PipelineOptions, parse_pipeline
 from offload.planning.place import require_place
 from offload.planning.profile import parse_profile
@@ -43,13 +44,21 @@ class LoadOptions:
     ranks: str | None = None
     pipeline: str | None = None
     slow_layer_s: float = 0.0
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
         require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
-        if (roles := self.roles()) is not None:
+        self._check_ranks(self.roles())
+        self._check_sizes()
+        self._check_guesses()
+        if self.profile is not None and not self.has_no_profile:
+            parse_profile(Path(self.profile))
+
+    def _check_ranks(self, roles: Roles | None) -> None:
+        if roles is not None:
             require_exact_rule(roles, self.rule, self.lenience)
             is_free = self.profile is None or self.has_no_profile
             require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
@@ -60,6 +69,19 @@ class LoadOptions:
         require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
         is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
         require(is_slow, "`slow_layer_s` is of stages", f"`ranks` {self.ranks or 'none'}", "leave it out")
+
+    def _check_pipeline(self, roles: Roles) -> None:
+        names = ("tree", "lookup", "ngram", "datastore")
+        for name, value in ((name, getattr(self, name)) for name in names):
+            is_left_out = roles.is_sharded or value in (None, "auto", "none", False)
+            rule = f"`{name}` is for one pass at a time, and stages run several"
+            require(is_left_out, rule, value, "leave it out, or use `ranks` shards")
+        remedy = "name ranks as stages:0-2,draft:3"
+        require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
+        if self.pipeline is not None:
+            parse_pipeline(self.pipeline)
+
+    def _check_sizes(self) -> None:
         for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
             if size is not None:
                 parse_size(size, name)
@@ -69,6 +91,8 @@ class LoadOptions:
             require_positions(self.context)
         is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
+
+    def _check_guesses(self) -> None:
         for name in ("config", "profile", "ngram", "datastore"):
             path = getattr(self, name)
             is_path = path is None or isinstance(path, str | os.PathLike)
@@ -81,8 +105,6 @@ class LoadOptions:
         named = next((name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None)
         rule = f"`{named}` guesses for a tree"
         require(named is None or self.tree != "none", rule, "`tree` none", "leave one of them out")
-        if self.profile is not None and not self.has_no_profile:
-            parse_profile(Path(self.profile))
 
     @property
     def has_no_profile(self) -> bool:
@@ -93,17 +115,6 @@ class LoadOptions:
     def limit_bytes_per_s(self) -> int | None:
         """What the stream is slowed down to, for studies."""
         return parse_rate(self.link_limit, "`link_limit`")
-
-    def _check_pipeline(self, roles: Roles) -> None:
-        names = ("tree", "lookup", "ngram", "datastore")
-        for name, value in ((name, getattr(self, name)) for name in names):
-            is_left_out = roles.is_sharded or value in (None, "auto", "none", False)
-            rule = f"`{name}` is for one pass at a time, and stages run several"
-            require(is_left_out, rule, value, "leave it out, or use `ranks` shards")
-        remedy = "name ranks as stages:0-2,draft:3"
-        require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
-        if self.pipeline is not None:
-            parse_pipeline(self.pipeline)
 
     def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
         """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses without a draft."""
@@ -139,9 +150,10 @@ class LoadOptions:
 
 def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
     """Refuse folders that hold no model that could be read; hub ids are let pass. Raises `UserError`."""
+    check_held(draft, options.draft_dtype, options.ranks)
     options.tree_spec(has_draft=draft is not None)
     if (roles := options.roles()) is not None and not roles.is_sharded:
         options.pipeline_roles(has_draft=draft is not None)
-    for name, config in ((model, options.config), (draft, None)):
-        if name is not None and (os.path.exists(os.path.expanduser(name)) or not is_hub_id(name)):
+    for name, config in zip(models_to_read(model, draft), (options.config, None), strict=False):
+        if os.path.exists(os.path.expanduser(name)) or not is_hub_id(str(name)):
             open_headers(name, config)

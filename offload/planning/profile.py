@@ -122,7 +122,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
     Raises `ReadError`.
     """
-    digest, config = hashlib.sha256(), checkpoint.small_files / "config.json"
+    digest = hashlib.sha256(repr(checkpoint.held).encode() if checkpoint.held else b"")
+    config = checkpoint.small_files / "config.json"
     is_derived = checkpoint.beside is not None and not os.path.isfile(config)  # from the header of a GGUF file
     for path in (*([] if is_derived else [config]), *checkpoint.shards):
         try:
