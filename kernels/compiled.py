@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from threading import Lock
 from types import FunctionType
 from typing import Any
@@ -50,7 +51,7 @@ class Compiled:
 
         others, plain = self._others(dtype), self.function
         found = {name: numba.njit(one.bound(dtype)) for name, one in others.items()}
-        bound = FunctionType(plain.__code__, {**plain.__globals__, **found}, plain.__name__, plain.__defaults__)
+        bound = FunctionType(plain.__code__, {**plain.__globals__, **found}, plain.__name__, None, plain.__closure__)
         bound.__module__ = plain.__module__
         # To see whether what it has kept is up to date, numba looks at this function's file only.
         sources = "".join(one.source(dtype) for one in others.values())
@@ -91,7 +92,7 @@ def share_rows(work: Callable[[int, int], object], num_rows: int) -> None:
     """`work(lo, hi)` over all rows, shared among as many threads as torch has now; `work` holds no lock for long."""
     num_threads = min(torch.get_num_threads(), max(1, num_rows // _LEAST_ROWS))
     bounds = [num_rows * share // num_threads for share in range(num_threads + 1)]
-    first, *shares = zip(bounds, bounds[1:], strict=False)
+    first, *shares = pairwise(bounds)
     others = [_pool(num_threads - 1).submit(work, lo, hi) for lo, hi in shares]
     try:
         work(*first)

@@ -1,16 +1,156 @@
-"""Weights of 8-bit floating-point numbers, with one scale for each block of them."""
+"""Weights of 8-bit floating-point numbers, with one scale for each block of them.
+
+All three forms take the number apart with integers: few processors, and GPUs of the last generations only, know these
+types. Invariant: each number is exact in float32, and rounded once after it was multiplied with its scale.
+"""
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
+from offload.kernels.compiled import Compiled, compiled, share_rows
+from offload.kernels.jit import jit, tl, triton
+from offload.kernels.rounding import F32, U32, bits_of, numbers, rounded
+
+_CHUNK_ROWS = 64  # what is made of them at once stays in the cache
+_BLOCK = 2048  # numbers of a row that one program writes
+_BY_NUMBERS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}  # two in one
+
+
+class _Layout(NamedTuple):
+    """How numbers lie in a byte, from the lowest bit: mantissa, exponent, sign."""
+
+    shift: int  # of the mantissa, to where float32 has it
+    bias: int  # what its exponent lacks there, in that place
+    least_normal: int  # without sign; below it numbers are multiples of `unit`
+    unit: float
+    first_special: int  # infinity or NaN, by the mantissa
+
+
+_LAYOUTS = {
+    torch.float8_e4m3fn: _Layout(20, 120 << 23, 8, 2**-9, 127),
+    torch.float8_e5m2: _Layout(21, 112 << 23, 4, 2**-16, 124),
+}
 
 
 def expand_float8_reference(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
-    """Fill `out` with weight x scale; scales (float32) are for blocks of so many rows and columns, the last ones cut."""
+    """Fill `out` with weight x scale; scales (float32) are for blocks of so many rows and columns, the last ones cut.
+
+    Two numbers are looked up at once where rows are whole words. Weights are contiguous; `out` is, and is bfloat16,
+    float16 or float32.
+    """
     num_rows, num_columns = weight_NK.shape
+    fill = _look_up if num_columns % 2 == 0 and weight_NK.storage_offset() % 2 == 0 else _convert
     for lo in range(0, num_rows, _CHUNK_ROWS):
-        rows = slice(lo, min(lo + _CHUNK_ROWS, num_rows))
-        scale_R = torch.arange(rows.start, rows.stop, device=scale_AB.device) // block[0]
-        scale_RK = scale_AB[scale_R].repeat_interleave(block[1], 1)[:, :num_columns]
-        out_NK[rows] = (weight_NK[rows].float() * scale_RK).to(out_NK.dtype)
+        out_RK = out_NK[lo : lo + _CHUNK_ROWS]
+        fill(weight_NK[lo : lo + _CHUNK_ROWS], out_RK)
+        scale_RB = scale_AB[torch.arange(lo, lo + len(out_RK), device=scale_AB.device) // block[0]]
+        whole = num_columns // block[1]
+        out_RK[:, : whole * block[1]].unflatten(1, (whole, block[1])).mul_(scale_RB[:, :whole, None])
+        out_RK[:, whole * block[1] :].mul_(scale_RB[:, -1:])
+
+
+def expand_float8_compiled(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
+    """The same on a CPU, compiled."""
+    weight, scale, out = weight_NK.view(torch.uint8).numpy(), scale_AB.numpy(), numbers(out_NK)
+    fill = _FILLS[weight_NK.dtype].to(out_NK.dtype)
+    share_rows(lambda lo, hi: fill(weight, scale, (lo, hi, *block), out), len(weight))
+
+
+def expand_float8_kernel(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
+    """The same in Triton."""
+    (num_rows, num_columns), layout = weight_NK.shape, _LAYOUTS[weight_NK.dtype]
+    num_blocks = triton.cdiv(num_columns, _BLOCK)
+    _fill_blocks[(num_rows * num_blocks,)](
+        out_NK,
+        weight_NK.view(torch.uint8),
+        scale_AB,
+        num_columns,
+        num_blocks,
+        *block,
+        scale_AB.shape[1],
+        SHIFT=layout.shift,
+        BIAS=layout.bias,
+        LEAST_NORMAL=layout.least_normal,
+        UNIT=layout.unit,
+        FIRST_SPECIAL=layout.first_special,
+        BLOCK=_BLOCK,
+    )
+
+
+def _convert(weight_RK: Tensor, out_RK: Tensor) -> None:
+    out_RK.copy_(weight_RK)
+
+
+def _look_up(weight_RK: Tensor, out_RK: Tensor) -> None:
+    word_W = weight_RK.reshape(-1).view(torch.int16).int().bitwise_and_(0xFFFF)
+    pair_P = _pairs(weight_RK.dtype, out_RK.dtype, weight_RK.device)
+    torch.index_select(pair_P, 0, word_W, out=out_RK.view(-1).view(pair_P.dtype))
+
+
+@cache
+def _pairs(kind: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What each word of two numbers stands for; all are exact in any of the types."""
+    word_P = torch.arange(1 << 16, device=device).to(torch.uint16)
+    return word_P.view(kind).to(dtype).view(_BY_NUMBERS[dtype])
+
+
+def _fill_rows(layout: _Layout) -> Compiled:
+    """For one layout: numba takes what is bound here for constants, and shifts by these run twice as fast."""
+    shift, bias, unit = U32(layout.shift), U32(layout.bias), F32(layout.unit)
+    least_normal, first_special = U32(layout.least_normal), U32(layout.first_special)
+
+    @compiled
+    def fill_rows(weight, scale, extent, out):  # type: ignore[no-untyped-def]  # numba infers types
+        first, last, block_rows, block_columns = extent
+        for row in range(first, last):
+            source, target, scales = weight[row], out[row], scale[row // block_rows]
+            for index in range(scales.size):
+                begin, factor = U32(index * block_columns), scales[index]
+                for step in range(U32(min(U32(block_columns), U32(source.size) - begin))):
+                    column = U32(begin + step)
+                    code = U32(source[column])
+                    size, sign = U32(code & U32(0x7F)), U32(U32(code & U32(0x80)) << U32(24))
+                    place = U32(size << shift)
+                    normal, special = U32(place + bias), U32(U32(place & U32(0x7FFFFF)) | U32(0x7F800000))
+                    bits = bits_of(F32(size) * unit) if size < least_normal else normal
+                    bits = special if size >= first_special else bits
+                    target[column] = rounded(U32(bits | sign).view(F32) * factor)
+
+    return fill_rows
+
+
+_FILLS = {kind: _fill_rows(layout) for kind, layout in _LAYOUTS.items()}
+
+
+@jit(do_not_specialize=["num_blocks", "block_rows", "block_columns", "num_scales"])
+def _fill_blocks(
+    out: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    num_columns: tl.tensor,
+    num_blocks: tl.tensor,
+    block_rows: tl.tensor,
+    block_columns: tl.tensor,
+    num_scales: tl.tensor,
+    SHIFT: tl.constexpr,
+    BIAS: tl.constexpr,
+    LEAST_NORMAL: tl.constexpr,
+    UNIT: tl.constexpr,
+    FIRST_SPECIAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program writes consecutive numbers of one row."""
+    row = tl.program_id(0) // num_blocks
+    column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    is_inside, begin = column < num_columns, row.to(tl.int64) * num_columns
+    code = tl.load(weight + begin + column, mask=is_inside, other=0).to(tl.int32)
+    size = code & 0x7F
+    place = size << SHIFT
+    bits = tl.where(size >= FIRST_SPECIAL, (place & 0x7FFFFF) | 0x7F800000, place + BIAS)
+    bits = tl.where(size < LEAST_NORMAL, (size.to(tl.float32) * UNIT).to(tl.int32, bitcast=True), bits)
+    value = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)  # `-value` would make 0 of -0
+    factor = tl.load(scale + row // block_rows * num_scales + column // block_columns, mask=is_inside, other=0)
+    tl.store(out + begin + column, (value * factor).to(out.dtype.element_ty), mask=is_inside)

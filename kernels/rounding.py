@@ -30,14 +30,15 @@ def pairs(out: Tensor) -> np.ndarray:
 
 
 @compiled
-def _bits(value):  # type: ignore[no-untyped-def]  # numba infers types
+def bits_of(value):  # type: ignore[no-untyped-def]  # numba infers types
+    """Of a float32."""
     return F32(value).view(U32)
 
 
 @compiled
 def _high_half(value):  # type: ignore[no-untyped-def]
     """Bits of the bfloat16 in the upper half; what is left in the lower one means nothing."""
-    bits = _bits(value)
+    bits = bits_of(value)
     return U32(bits + U32(0x7FFF) + U32(U32(bits >> U32(16)) & U32(1)))
 
 
@@ -54,7 +55,7 @@ def _bfloat16_pair(first, second):  # type: ignore[no-untyped-def]
 @compiled
 def _float16(value):  # type: ignore[no-untyped-def]
     """Normal numbers lose 13 bits; those below 2^-14 are added to 0.5, whose last bits are theirs."""
-    bits = _bits(value)
+    bits = bits_of(value)
     sign, size = U32(U32(bits >> U32(16)) & U32(0x8000)), U32(bits & U32(0x7FFFFFFF))
     normal = U32(U32(size + U32(0xC8000FFF) + U32(U32(size >> U32(13)) & U32(1))) >> U32(13))
     small = U32(F32(size.view(F32) + F32(0.5)).view(U32) - U32(0x3F000000))
@@ -70,8 +71,8 @@ def _float16_pair(first, second):  # type: ignore[no-untyped-def]
 
 @compiled
 def _float32_pair(first, second):  # type: ignore[no-untyped-def]
-    return U64(_bits(first)) | (U64(_bits(second)) << U64(32))
+    return U64(bits_of(first)) | (U64(bits_of(second)) << U64(32))
 
 
-rounded = ByType({torch.bfloat16: _bfloat16, torch.float16: _float16, torch.float32: _bits})
+rounded = ByType({torch.bfloat16: _bfloat16, torch.float16: _float16, torch.float32: bits_of})
 rounded_pair = ByType({torch.bfloat16: _bfloat16_pair, torch.float16: _float16_pair, torch.float32: _float32_pair})

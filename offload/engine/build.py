@@ -132,7 +132,7 @@ class Words(NamedTuple):
 
 
 def check_vocabulary(
-    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel | Words, drafter: StreamedModel
+    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel | Words, drafter: StreamedModel | Words
 ) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell.
 

@@ -21,6 +21,7 @@ from offload.calibration.startup import RunSettings, calibrate, pick_threads, tr
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
 from offload.engine.build import Pair, counter, open_pair, read_pair
+from offload.engine.compute_type import computed_instead
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
@@ -131,6 +132,9 @@ def open_decoder(
     with ExitStack() as resources:
         refuse = (lambda *headers: room.plan(Files(*headers), least_nodes)) if options.ranks is None else _accept
         files, roles = Files(*fetch(names, refuse, hooks.on_phase)), options.roles()
+        instead = computed_instead(files.target, options.dtype, device.place if device else None)
+        if instead is not None:
+            options, room = replace(options, dtype=instead), replace(room, dtype=instead)
         given = Given(files, options, room, device, open_source, hooks)
         if roles is not None and not roles.is_sharded:
             from offload.engine.stages import open_pipeline  # what torch.distributed brings takes time
@@ -165,6 +169,8 @@ def open_decoder(
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
+        if instead is not None:
+            pair.notes.append(f"computing in {instead}: CPUs are slow with float16 (`dtype` float16 to have it)")
         pair.notes.extend([*team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)

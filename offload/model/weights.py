@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from offload.checkpoint.layout import SlabLayout, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section
+from offload.encoding.base import Coding
 from offload.errors import UserError
 from offload.kernels.expansion import Expansion
 from offload.kernels.kv_commit import kv_commit_reference
 from offload.model import attention
-from offload.model.expanded import Beside, ExpandedWeights
+from offload.model.expanded import Beside, ExpandedWeights, Words
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.mapping import sources_of_parameters
@@ -138,6 +139,15 @@ class StreamedModel:
     def expand_with(self, expansion: Expansion) -> None:
         """From now on coded weights of layers are expanded by these functions."""
         self._expanded.expand_with(expansion)
+
+    def codings_of(self, layer: int) -> list[Coding]:
+        """Of its weights; empty where all are plain."""
+        words = [one for several in self._layouts[layer].coded.values() for one in several]
+        return [one.part.entry.coded.coding for one in words if one.part.entry.coded]
+
+    def coded_words(self, layer: int, slab: np.ndarray) -> list[Words]:
+        """What `expand_with` is for, of a layer with this slab, which need not be bound."""
+        return self._expanded.words(self._layouts[layer], self._layer_places[layer], slab)
 
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""

@@ -48,7 +48,14 @@ class LoadOptions:
         require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
-        if (roles := self.roles()) is not None:
+        self._check_ranks(self.roles())
+        self._check_sizes()
+        self._check_guesses()
+        if self.profile is not None and not self.has_no_profile:
+            parse_profile(Path(self.profile))
+
+    def _check_ranks(self, roles: Roles | None) -> None:
+        if roles is not None:
             require_exact_rule(roles, self.rule, self.lenience)
             is_free = self.profile is None or self.has_no_profile
             require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
@@ -59,38 +66,6 @@ class LoadOptions:
         require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
         is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
         require(is_slow, "`slow_layer_s` is of stages", f"`ranks` {self.ranks or 'none'}", "leave it out")
-        for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
-            if size is not None:
-                parse_size(size, name)
-        parse_rate(self.link_limit, "`link_limit`")
-        require_dtype(self.dtype)
-        if self.context is not None:
-            require_positions(self.context)
-        is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
-        require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
-        for path, name in ((self.profile, "profile"), (self.ngram, "ngram"), (self.datastore, "datastore")):
-            is_path = path is None or isinstance(path, str | os.PathLike)
-            require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
-        parse_match_length(self.lookup_length)
-        for store in (self.datastore, self.ngram):
-            if store is not None and (store is self.datastore or os.path.isdir(os.path.expanduser(store))):
-                read_store(store)
-        require(self.lookup in (None, True, False), "`lookup` must be True or False", repr(self.lookup), "leave it out")
-        named = next((name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None)
-        rule = f"`{named}` guesses for a tree"
-        require(named is None or self.tree != "none", rule, "`tree` none", "leave one of them out")
-        if self.profile is not None and not self.has_no_profile:
-            parse_profile(Path(self.profile))
-
-    @property
-    def has_no_profile(self) -> bool:
-        """Whether no profile is wanted, not even one that would be found."""
-        return str(self.profile) == "none"
-
-    @property
-    def limit_bytes_per_s(self) -> int | None:
-        """What the stream is slowed down to, for studies."""
-        return parse_rate(self.link_limit, "`link_limit`")
 
     def _check_pipeline(self, roles: Roles) -> None:
         names = ("tree", "lookup", "ngram", "datastore")
@@ -102,6 +77,40 @@ class LoadOptions:
         require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
         if self.pipeline is not None:
             parse_pipeline(self.pipeline)
+
+    def _check_sizes(self) -> None:
+        for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
+            if size is not None:
+                parse_size(size, name)
+        parse_rate(self.link_limit, "`link_limit`")
+        require_dtype(self.dtype)
+        if self.context is not None:
+            require_positions(self.context)
+        is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
+        require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
+
+    def _check_guesses(self) -> None:
+        for path, name in ((self.profile, "profile"), (self.ngram, "ngram"), (self.datastore, "datastore")):
+            is_path = path is None or isinstance(path, str | os.PathLike)
+            require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
+        parse_match_length(self.lookup_length)
+        for store in (self.datastore, self.ngram):
+            if store is not None and (store is self.datastore or os.path.isdir(os.path.expanduser(store))):
+                read_store(store)
+        require(self.lookup in (None, True, False), "`lookup` must be True or False", repr(self.lookup), "leave it out")
+        named = next((name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None)
+        rule = f"`{named}` guesses for a tree"
+        require(named is None or self.tree != "none", rule, "`tree` none", "leave one of them out")
+
+    @property
+    def has_no_profile(self) -> bool:
+        """Whether no profile is wanted, not even one that would be found."""
+        return str(self.profile) == "none"
+
+    @property
+    def limit_bytes_per_s(self) -> int | None:
+        """What the stream is slowed down to, for studies."""
+        return parse_rate(self.link_limit, "`link_limit`")
 
     def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
         """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses without a draft."""

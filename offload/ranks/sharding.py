@@ -80,6 +80,9 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
     Raises `UserError` for families whose layers cannot be cut, and where a rank would get nothing.
     """
     where, shapes = checkpoint.directory.name, layer_tensors(checkpoint)
+    coded = next((entry.coded.coding.name for entry in checkpoint.tensors.values() if entry.coded), None)
+    if coded is not None:
+        raise UserError(f"{where}: layers cannot be shared, weights are stored as {coded}: run it as stages")
     stems = {name.removesuffix(".weight"): sizes for name, sizes in shapes.items()
              if name.endswith(".weight") and "norm" not in name}  # fmt: skip
     matrices = {stem: sizes for stem, sizes in stems.items() if any(len(shape) > 1 for shape in sizes)}

@@ -1,0 +1,101 @@
+"""Weights of 4 bits each, eight rows of a column in a word, as AWQ packs them.
+
+A code less its zero point, times a scale, is what a weight is. Row r of the eight lies in nibble NIBBLES[r] of their
+word. Invariant: codes and zero points are small integers, so that only the product is rounded.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.jit import jit, tl, triton
+from offload.kernels.rounding import F32, U64, numbers, rounded
+
+NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+_CHUNK_WORDS = 16  # one line of the cache holds as many
+_BLOCK = 1024
+I32 = np.int32
+
+
+def expand_columns_reference(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
+    """Fill `out` with (code - zero point) x scale.
+
+    Args:
+        words_CK: int32, of any strides, for N = 8 C rows.
+        scale_NG: in a floating-point type.
+        zero_NG: integers.
+        group: how many columns share a scale, the last of them maybe fewer.
+        out_NK: bfloat16, float16 or float32.
+    """
+    words_CK, num_columns = words_CK.contiguous(), out_NK.shape[1]
+    shift_R = 4 * torch.tensor(NIBBLES, dtype=torch.int32, device=out_NK.device)
+    for first in range(0, len(words_CK), _CHUNK_WORDS):
+        words = words_CK[first : first + _CHUNK_WORDS]
+        rows = slice(8 * first, 8 * (first + len(words)))
+        code_RK = ((words[:, None] >> shift_R[:, None]) & 15).flatten(0, 1).float()
+        code_RK -= zero_NG[rows].float().repeat_interleave(group, 1)[:, :num_columns]
+        scale_RK = scale_NG[rows].float().repeat_interleave(group, 1)[:, :num_columns]
+        out_NK[rows] = code_RK.mul_(scale_RK).to(out_NK.dtype)
+
+
+def expand_columns_compiled(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
+    """The same on a CPU."""
+    shifts = 4 * np.array(NIBBLES, dtype=np.int32)
+
+    def share(lo: int, hi: int) -> None:
+        lines = np.empty((_CHUNK_WORDS, out_NK.shape[1]), np.int32)
+        for first in range(lo, hi, _CHUNK_WORDS):
+            last = min(first + _CHUNK_WORDS, hi)
+            rows = slice(8 * first, 8 * last)
+            scale, zero, out = scale_NG[rows].float(), zero_NG[rows].float(), out_NK[rows]
+            words = words_CK[first:last].t().numpy()
+            _rows_of_words.to(out.dtype)(words, shifts, scale.numpy(), zero.numpy(), group, lines, numbers(out))
+
+    share_rows(share, len(words_CK))
+
+
+@compiled
+def _rows_of_words(words, shifts, scale, zero, group, lines, out):  # type: ignore[no-untyped-def]  # numba infers types
+    """Words (K, C) are turned in small squares, which stay in the cache; then each row is made by itself."""
+    num_columns, num_words, size, side = U64(out.shape[1]), U64(words.shape[1]), U64(group), U64(16)
+    for first in range(U64(0), num_columns, side):
+        for word in range(num_words):
+            for column in range(first, min(first + side, num_columns)):
+                lines[word, column] = words[column, word]
+    for row in range(U64(out.shape[0])):
+        line, place, shift = lines[row >> U64(3)], out[row], shifts[row & U64(7)]
+        for one in range(U64(scale.shape[1])):
+            s, z = scale[row, one], zero[row, one]
+            for column in range(one * size, min((one + U64(1)) * size, num_columns)):
+                place[column] = rounded((F32(I32(line[column] >> shift) & I32(15)) - z) * s)
+
+
+def expand_columns_kernel(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
+    """The same in Triton."""
+    num_rows, num_columns = out_NK.shape
+    grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
+    _expand[grid](words_CK.contiguous(), scale_NG, zero_NG, out_NK, scale_NG.shape[1], num_columns, group, BLOCK=_BLOCK)
+
+
+@jit
+def _expand(
+    words: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    out: tl.tensor,
+    num_groups: tl.tensor,
+    num_columns: tl.tensor,
+    group: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here, inner = column < num_columns, row % 8
+    word = tl.load(words + (row // 8) * num_columns + column, mask=here, other=0)
+    nibble = (inner // 2 + inner % 2 * 4).to(tl.int32)  # NIBBLES
+    one = row * num_groups + column // group
+    code = ((word >> (4 * nibble)) & 15) - tl.load(zero + one, mask=here, other=0).to(tl.int32)
+    product = code.to(tl.float32) * tl.load(scale + one, mask=here, other=0).to(tl.float32)
+    tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)

@@ -1,0 +1,232 @@
+"""Weights of 4 or 8 bits each, packed along their rows, with a scale and a zero point for each group of columns.
+
+Codes lie one behind the other, the first in the lowest bits, so little-endian words of any size are the same bytes. A
+product of a code less its zero point with a scale is what a weight is. Invariant: codes and zero points are small
+integers, so that float32 holds their difference exactly and only the product is rounded.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.jit import jit, tl, triton
+from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
+
+_CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
+_CHUNK_WORDS = 8  # of a row, likewise
+_BLOCK = 1024
+I32 = np.int32
+
+
+def expand_integers_reference(
+    words_NW: Tensor, bits: int, scale_NG: Tensor, zero_NG: Tensor | None, group: int | Tensor, out_NK: Tensor
+) -> None:
+    """Fill `out` with (code - zero point) x scale.
+
+    Args:
+        words_NW: int32 or uint8, rows of packed codes, of any strides; int8 where codes of 8 bits have a sign.
+        bits: 4 or 8.
+        scale_NG: in a floating-point type, a row's scales.
+        zero_NG: integers; None is the middle of the codes: 8 of 4 bits, 128 of 8, 0 of those with a sign.
+        group: how many columns share a scale, the last of them maybe fewer; or which scale (K,) each column has.
+        out_NK: bfloat16, float16 or float32.
+    """
+    if not words_NW.is_contiguous():
+        words_NW = words_NW.contiguous()  # at once: of a whole matrix torch has a fast way
+    for lo in range(0, len(out_NK), _CHUNK_ROWS):
+        rows = slice(lo, lo + _CHUNK_ROWS)
+        code_RK = _codes(words_NW[rows], bits)[:, : out_NK.shape[1]]
+        code_RK -= _middle(words_NW, bits) if zero_NG is None else _of_columns(zero_NG[rows], group, code_RK)
+        out_NK[rows] = code_RK.mul_(_of_columns(scale_NG[rows], group, code_RK)).to(out_NK.dtype)
+
+
+def _of_columns(value_RG: Tensor, group: int | Tensor, like_RK: Tensor) -> Tensor:
+    """What belongs to each column, in float32."""
+    if isinstance(group, Tensor):
+        return value_RG.float().index_select(1, group)
+    return value_RG.float().repeat_interleave(group, 1)[:, : like_RK.shape[1]]
+
+
+def _middle(words_NW: Tensor, bits: int) -> int:
+    return 0 if words_NW.dtype == torch.int8 else 1 << (bits - 1)
+
+
+def _codes(words_RW: Tensor, bits: int) -> Tensor:
+    """In float32; of 4 bits by a table of pairs, seen as one number of 8 bytes, the fast way to look them up."""
+    if words_RW.dtype == torch.int8:
+        return words_RW.float()
+    bytes_RB = words_RW.view(torch.uint8)
+    if bits == 8:
+        return bytes_RB.float()
+    byte = torch.arange(256, device=bytes_RB.device)
+    pairs_of_byte = torch.stack((byte & 15, byte >> 4), 1).float().view(torch.int64)[:, 0]
+    return pairs_of_byte.index_select(0, bytes_RB.flatten().int()).view(torch.float32).view(len(bytes_RB), -1)
+
+
+def expand_integers_compiled(
+    words_NW: Tensor, bits: int, scale_NG: Tensor, zero_NG: Tensor | None, group: int | Tensor, out_NK: Tensor
+) -> None:
+    """The same on a CPU."""
+    expand = _expand_chunk
+    is_whole = words_NW.dtype == torch.int32 and out_NK.shape[1] % (32 // bits) == 0
+    if is_whole and (isinstance(group, Tensor) or not words_NW.is_contiguous()):
+        expand = _expand_columns
+
+    def rows(lo: int, hi: int) -> None:
+        for first in range(lo, hi, _CHUNK_ROWS):
+            some = slice(first, min(first + _CHUNK_ROWS, hi))
+            scale = scale_NG[some].float()
+            zero = torch.full_like(scale, _middle(words_NW, bits)) if zero_NG is None else zero_NG[some].float()
+            expand(words_NW[some], bits, scale, zero, group, out_NK[some])
+
+    share_rows(rows, len(out_NK))
+
+
+def _index(group: int | Tensor, num_columns: int) -> np.ndarray:
+    """Which scale each column has."""
+    return group.numpy() if isinstance(group, Tensor) else np.arange(num_columns, dtype=np.int32) // group
+
+
+def _expand_chunk(
+    words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
+) -> None:
+    words_RW = words_RW.contiguous()
+    words = (words_RW if words_RW.dtype == torch.int8 else words_RW.view(torch.uint8)).numpy()
+    scale, zero, is_in_order = scale_RG.numpy(), zero_RG.numpy(), isinstance(group, int)
+    if is_in_order and bits == 8:
+        _bytes.to(out_RK.dtype)(words, scale, zero, group, numbers(out_RK))
+    elif is_in_order and group % 2 == out_RK.shape[1] % 2 == 0:
+        _nibble_pairs.to(out_RK.dtype)(words, scale, zero, group, pairs(out_RK))
+    else:
+        index = _index(group, out_RK.shape[1])
+        _one_by_one.to(out_RK.dtype)(words, bits, scale, zero, index, numbers(out_RK))
+
+
+def _expand_columns(
+    words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
+) -> None:
+    words, scale, zero = (one.t().contiguous().numpy() for one in (words_RW, scale_RG, zero_RG))
+    out = pairs(out_RK)
+    made = np.empty((_CHUNK_WORDS * 16 // bits, len(out)), out.dtype)
+    _pairs_of_columns.to(out_RK.dtype)(words, bits, scale, zero, _index(group, out_RK.shape[1]), made, out)
+
+
+@compiled
+def _nibble_pairs(words, scale, zero, group, out):  # type: ignore[no-untyped-def]  # numba infers types
+    half, num_pairs = U64(group // 2), U64(out.shape[1])
+    for row in range(out.shape[0]):
+        source, place = words[row], out[row]
+        for one in range(scale.shape[1]):
+            s, z = scale[row, one], zero[row, one]
+            first = U64(one) * half
+            for pair in range(first, min(first + half, num_pairs)):
+                byte = source[pair]
+                place[pair] = rounded_pair((F32(byte & 15) - z) * s, (F32(byte >> 4) - z) * s)
+
+
+@compiled
+def _bytes(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
+    size, num_columns = U64(group), U64(out.shape[1])
+    for row in range(out.shape[0]):
+        source, place = words[row], out[row]
+        for one in range(scale.shape[1]):
+            s, z = scale[row, one], zero[row, one]
+            first = U64(one) * size
+            for column in range(first, min(first + size, num_columns)):
+                place[column] = rounded((F32(source[column]) - z) * s)
+
+
+@compiled
+def _one_by_one(words, bits, scale, zero, index, out):  # type: ignore[no-untyped-def]
+    """Any groups and sizes, slowly."""
+    for row in range(out.shape[0]):
+        source, place, s, z = words[row], out[row], scale[row], zero[row]
+        for column in range(U64(out.shape[1])):
+            code = source[column] if bits == 8 else (source[column >> U64(1)] >> ((column & U64(1)) << U64(2))) & 15
+            one = U64(index[column])
+            place[column] = rounded((F32(code) - z[one]) * s[one])
+
+
+@compiled
+def _pairs_of_columns(words, bits, scale, zero, index, made, out):  # type: ignore[no-untyped-def]
+    """Words, scales and zero points are those of columns, for all rows: none is looked up in an inner loop.
+
+    Two columns are made at once, and laid into their rows when `made` is full.
+    """
+    num_words, num_rows, pairs_of_word = U64(words.shape[0]), U64(words.shape[1]), U64(16 // bits)
+    mask, step = I32((1 << bits) - 1), U64(made.shape[0]) // pairs_of_word
+    for first in range(U64(0), num_words, step):
+        end = min(first + step, num_words)
+        for number in range(first, end):
+            word = words[number]
+            for pair in range(pairs_of_word):
+                column = U64(2) * (number * pairs_of_word + pair)
+                one, two = U64(index[column]), U64(index[column + U64(1)])
+                s, z, s_two, z_two = scale[one], zero[one], scale[two], zero[two]
+                low, line = I32(I32(2 * bits) * I32(pair)), made[(number - first) * pairs_of_word + pair]
+                high = I32(low + I32(bits))
+                for row in range(num_rows):
+                    code, code_two = I32(word[row] >> low) & mask, I32(word[row] >> high) & mask
+                    line[row] = rounded_pair((F32(code) - z[row]) * s[row], (F32(code_two) - z_two[row]) * s_two[row])
+        start, num_pairs = first * pairs_of_word, (end - first) * pairs_of_word
+        for row in range(num_rows):
+            for pair in range(num_pairs):
+                out[row, start + pair] = made[pair, row]
+
+
+def expand_integers_kernel(
+    words_NW: Tensor, bits: int, scale_NG: Tensor, zero_NG: Tensor | None, group: int | Tensor, out_NK: Tensor
+) -> None:
+    """The same in Triton."""
+    num_rows, num_columns = out_NK.shape
+    words = words_NW.contiguous() if words_NW.dtype == torch.int8 else words_NW.contiguous().view(torch.uint8)
+    is_ordered = isinstance(group, Tensor)
+    _expand[(num_rows, triton.cdiv(num_columns, _BLOCK))](
+        words,
+        scale_NG,
+        scale_NG if zero_NG is None else zero_NG,
+        group if is_ordered else scale_NG,
+        out_NK,
+        words.shape[1],
+        scale_NG.shape[1],
+        num_columns,
+        1 if is_ordered else group,
+        HAS_ZERO=zero_NG is not None,
+        IS_ORDERED=is_ordered,
+        MIDDLE=_middle(words_NW, bits),
+        BITS=bits,
+        BLOCK=_BLOCK,
+    )
+
+
+@jit
+def _expand(
+    words: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    index: tl.tensor,
+    out: tl.tensor,
+    row_bytes: tl.tensor,
+    num_groups: tl.tensor,
+    num_columns: tl.tensor,
+    group: tl.tensor,
+    HAS_ZERO: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < num_columns
+    if BITS == 4:
+        byte = tl.load(words + row * row_bytes + column // 2, mask=here, other=0).to(tl.int32)
+        code = (byte >> (column % 2 * 4)) & 15
+    else:
+        code = tl.load(words + row * row_bytes + column, mask=here, other=0).to(tl.int32)
+    one = row * num_groups + (tl.load(index + column, mask=here, other=0) if IS_ORDERED else column // group)
+    code = code - (tl.load(zero + one, mask=here, other=0).to(tl.int32) if HAS_ZERO else MIDDLE)
+    product = code.to(tl.float32) * tl.load(scale + one, mask=here, other=0).to(tl.float32)
+    tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)
