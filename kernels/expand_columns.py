@@ -75,9 +75,7 @@ def expand_columns_kernel(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, g
     """The same in Triton."""
     num_rows, num_columns = out_NK.shape
     grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
-    _expand[grid](
-        words_CK.contiguous(), scale_NG, zero_NG, out_NK, scale_NG.shape[1], num_columns, group, BLOCK=_BLOCK
-    )
+    _expand[grid](words_CK.contiguous(), scale_NG, zero_NG, out_NK, scale_NG.shape[1], num_columns, group, BLOCK=_BLOCK)
 
 
 @jit

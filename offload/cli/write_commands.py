@@ -32,9 +32,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
-    ] = None,
+    file: flags.PromptFile = None,
     max_tokens: flags.NumTokens = 128,
     temp: flags.OwnTemp = None,
     top_p: flags.OwnTopP = None,
@@ -74,10 +72,10 @@ def generate(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
-        lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
+        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule, threads=threads,
+        profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
+        ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks, pipeline=pipeline, slow_layer_s=slow_layer,
+        draft_dtype=draft_dtype)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(model, own, seed, console.wait)
