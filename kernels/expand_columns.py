@@ -69,7 +69,7 @@ def _rows_of_words(words, scale, zero, group, lines, out):  # type: ignore[no-un
         for one in range(U64(scale.shape[1])):
             s, z = scale[row, one], zero[row, one]
             for column in range(one * size, min((one + U64(1)) * size, num_columns)):
-                place[column] = rounded((F32(I32(line[column] >> shift) & I32(15)) - z) * s)
+                place[column] = rounded((F32(I32(I32(line[column] >> shift) & I32(15))) - z) * s)
 
 
 def expand_columns_kernel(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
