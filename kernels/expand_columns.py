@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
 
@@ -28,15 +29,13 @@ def expand_columns_reference(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor
         group: how many columns share a scale, the last of them maybe fewer.
         out_NK: bfloat16, float16 or float32.
     """
-    words_CK, num_columns = words_CK.contiguous(), out_NK.shape[1]
+    words_CK = words_CK.contiguous()
     shift_R = 4 * torch.tensor(NIBBLES, dtype=torch.int32, device=out_NK.device)
     for first in range(0, len(words_CK), _CHUNK_WORDS):
         words = words_CK[first : first + _CHUNK_WORDS]
         rows = slice(8 * first, 8 * (first + len(words)))
         code_RK = ((words[:, None] >> shift_R[:, None]) & 15).flatten(0, 1).float()
-        code_RK -= zero_NG[rows].float().repeat_interleave(group, 1)[:, :num_columns]
-        scale_RK = scale_NG[rows].float().repeat_interleave(group, 1)[:, :num_columns]
-        out_NK[rows] = code_RK.mul_(scale_RK).to(out_NK.dtype)
+        out_NK[rows] = scale_groups(code_RK, zero_NG[rows], scale_NG[rows], group)
 
 
 def expand_columns_compiled(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
 
@@ -34,33 +35,27 @@ def expand_integers_reference(
     """
     if not words_NW.is_contiguous():
         words_NW = words_NW.contiguous()  # at once: of a whole matrix torch has a fast way
+    middle = _middle(words_NW, bits) if zero_NG is None else 0
     for lo in range(0, len(out_NK), _CHUNK_ROWS):
         rows = slice(lo, lo + _CHUNK_ROWS)
-        code_RK = _codes(words_NW[rows], bits)[:, : out_NK.shape[1]]
-        code_RK -= _middle(words_NW, bits) if zero_NG is None else _of_columns(zero_NG[rows], group, code_RK)
-        out_NK[rows] = code_RK.mul_(_of_columns(scale_NG[rows], group, code_RK)).to(out_NK.dtype)
-
-
-def _of_columns(value_RG: Tensor, group: int | Tensor, like_RK: Tensor) -> Tensor:
-    """What belongs to each column, in float32."""
-    if isinstance(group, Tensor):
-        return value_RG.float().index_select(1, group)
-    return value_RG.float().repeat_interleave(group, 1)[:, : like_RK.shape[1]]
+        code_RK = _codes(words_NW[rows], bits, middle)[:, : out_NK.shape[1]]
+        zero_RG = None if zero_NG is None else zero_NG[rows]
+        out_NK[rows] = scale_groups(code_RK, zero_RG, scale_NG[rows], group)
 
 
 def _middle(words_NW: Tensor, bits: int) -> int:
     return 0 if words_NW.dtype == torch.int8 else 1 << (bits - 1)
 
 
-def _codes(words_RW: Tensor, bits: int) -> Tensor:
-    """In float32; of 4 bits by a table of pairs, seen as one number of 8 bytes, the fast way to look them up."""
+def _codes(words_RW: Tensor, bits: int, middle: int) -> Tensor:
+    """Less the middle, in float32; of 4 bits by a table of pairs, seen as one number of 8 bytes, which is fast."""
     if words_RW.dtype == torch.int8:
         return words_RW.float()
     bytes_RB = words_RW.view(torch.uint8)
     if bits == 8:
-        return bytes_RB.float()
+        return bytes_RB.float().sub_(middle)
     byte = torch.arange(256, device=bytes_RB.device)
-    pairs_of_byte = torch.stack((byte & 15, byte >> 4), 1).float().view(torch.int64)[:, 0]
+    pairs_of_byte = (torch.stack((byte & 15, byte >> 4), 1).float() - middle).view(torch.int64)[:, 0]
     return pairs_of_byte.index_select(0, bytes_RB.flatten().int()).view(torch.float32).view(len(bytes_RB), -1)
 
 
