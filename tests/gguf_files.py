@@ -59,8 +59,9 @@ def random_blocks(kind: str, num_blocks: int, rng: np.random.Generator) -> np.nd
 
 
 def write_gguf(
-    config: PreTrainedConfig, path: Path, kind: str = "Q8_0", *, seed: int = 0, max_tensors: int = 0,
+    config: PreTrainedConfig, path: Path, kind: str = "F16", *, seed: int = 0, max_tensors: int = 0,
     says: Mapping[str, Any] | None = None, changed: Callable[[str, np.ndarray], np.ndarray] | None = None,
+    extra: Mapping[str, np.ndarray] | None = None,
 ) -> Written:  # fmt: skip
     """Write a random model whose matrices are of `kind`, the embedding Q6_K where these are Q4_K, as llama.cpp mixes.
 
@@ -68,6 +69,7 @@ def write_gguf(
         max_tensors: of one part, where the file is to be split.
         says: metadata to be written over, or added to, what the converter says; None drops one.
         changed: stored rows by GGUF's name, for mistakes.
+        extra: tensors that the model has not.
     """
     model, rng = build(config, seed).float(), np.random.default_rng(seed)
     arch, stored, weights = ARCH[config.model_type], {}, {}
@@ -85,11 +87,14 @@ def write_gguf(
             raw = interleaved(raw, heads[part])
         if arch == "gemma3" and own.endswith("norm.weight"):
             raw = raw + np.float32(1)
-        stored[own] = (raw if changed is None else changed(own, raw), used)
+        stored[own] = raw, used
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     if arch == "llama" and (factors := _factors(config)) is not None:
         stored["rope_freqs.weight"] = (factors, "F32")
+    stored |= {own: (raw, "F32") for own, raw in (extra or {}).items()}
+    if changed is not None:
+        stored = {own: (changed(own, raw).astype(raw.dtype), used) for own, (raw, used) in stored.items()}
     return Written(_write(config, path, arch, stored, max_tensors, says or {}), model)
 
 

@@ -85,8 +85,8 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     metadata, stored = _joined(files, headers)
     where, kind = files[0].name, metadata.get("general.architecture")
     if kind not in _ARCHITECTURES or metadata.get("general.type", "model") != "model":
-        what = f"{metadata.get('general.type', '')!s:.40} of architecture".removeprefix("model ")
-        raise UserError(f"{where}: GGUF files {what.strip()} {kind!s:.40} are not read; {_KNOWN}")
+        what = f"{metadata.get('general.type', 'model')!s:.40} of architecture {kind!s:.40}"
+        raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
     factors = _factors(files, stored.get(_FACTORS))
     folder = _folder_of_config(files[0], config)
     if folder is None:

@@ -90,7 +90,10 @@ class _Header:
 
 def _read(header: _Header, shard: int) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
     name = header.path.name
-    if header.take(4) != b"GGUF":
+    magic = header.take(4)
+    if magic == b"vers":
+        raise UserError(f"{name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
+    if magic != b"GGUF":
         raise UserError(f"{name} does not begin as a GGUF file does: check the file, or download it again")
     version = header.number("<I")
     if version not in (2, 3):

@@ -64,6 +64,11 @@ class Checkpoint:
     held: Held | None = None  # of a draft, that lies in memory in fewer bits
 
     @property
+    def is_copy(self) -> bool:
+        """Whether it is a target, held in fewer bits to draft for itself."""
+        return self.held is not None and self.held.is_copy
+
+    @property
     def num_bytes(self) -> int:
         companions = (entry.coded.num_bytes for entry in self.tensors.values() if entry.coded is not None)
         return sum(entry.num_bytes for entry in self.tensors.values()) + sum(companions)
@@ -118,9 +123,6 @@ def _language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> 
         for name, entry in tensors.items()
         if _TEXT_PART in name or name.startswith("lm_head.")
     }
-
-
-_NOT_GGUF = "give the folder or hub id of the same model in safetensors, bf16, fp16 or fp32"
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
@@ -256,8 +258,6 @@ def _resolve(model: str | os.PathLike[str], wanted: Sequence[str] = ("*.safetens
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        if path.suffix == ".gguf":
-            raise UserError(f"{path.name} is a GGUF file: {_NOT_GGUF}")
         raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
@@ -354,9 +354,6 @@ def _refuse_other_formats(directory: Path) -> None:
         raise UserError(
             f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
         )
-    found = min((path.name for path in directory.glob("*.gguf")), default=None)
-    if found is not None:
-        raise UserError(f"{directory} has only GGUF weights ({found}): {_NOT_GGUF}")
 
 
 def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
