@@ -8,7 +8,7 @@ the number of escapes in each chunk.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,7 +66,7 @@ class Exponents:
     """See `Coding`."""
 
     width: int
-    escape_bytes: int  # with what fills them up
+    escape_bytes: int = field(compare=False)  # with what fills them up; every weight has its own, all expand alike
     dtype: str = "bfloat16"
     align_bytes: int = 1
     is_transposed: bool = False

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from offload.calibration.expansion_choice import choose_expansion
+from offload.calibration.kernel_comparison import Outcome
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.vocabulary import are_same, other_vocabulary
@@ -93,6 +95,23 @@ def read_pair(pair: Pair, on_bytes: Progress) -> None:
         _fill(draft, source, count, pair.target)
         note = use_graphs(draft) if draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
+
+
+def pick_expansions(pair: Pair) -> list[Outcome]:
+    """How the coded weights of both models are expanded, and what the trials were."""
+    outcomes = list[Outcome]()
+    for model in filter(None, (pair.target, pair.draft)):
+        files = model.checkpoint
+        with ExitStack() as resources:
+            store = pair.store
+            if model is pair.draft:
+                store = pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)
+                resources.callback(store.close)
+            choice = choose_expansion(model, store.fetch, pair.device)
+        model.expand_with(choice.expansion)
+        pair.notes.extend(note for note in choice.notes if note not in pair.notes)
+        outcomes += choice.comparisons
+    return outcomes
 
 
 def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:

@@ -20,7 +20,7 @@ from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choos
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
-from offload.engine.build import Pair, counter, open_pair, read_pair
+from offload.engine.build import Pair, counter, open_pair, pick_expansions, read_pair
 from offload.engine.compute_type import computed_instead
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
@@ -164,6 +164,7 @@ def open_decoder(
         read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
+        choice = choice._replace(comparisons=(*choice.comparisons, *pick_expansions(pair)))
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = Invariance(reason="several ranks share its rows")
         if team.is_alone:

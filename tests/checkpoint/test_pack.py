@@ -283,7 +283,7 @@ def test_folders_that_are_in_the_way_are_refused(model: Path, tmp_path: Path, bf
     with pytest.raises(UserError, match=r"packed already: run it as it is"):
         pack(packed, tmp_path / "again", progress=silent)
     elsewhere = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "llama")
-    with pytest.raises(UserError, match="is made from .*model: choose another folder"):
+    with pytest.raises(UserError, match=r"is made from .*model: choose another folder"):
         pack(elsewhere, packed, progress=silent)
     with pytest.raises(UserError, match="exists and is not empty"):
         unpack(packed, elsewhere, progress=silent)

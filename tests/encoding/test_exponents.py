@@ -84,7 +84,7 @@ def test_incomplete_weights_are_refused(changed: dict[str, Told | None], words: 
 def test_a_code_that_points_outside_is_refused(code: list[int]) -> None:
     coding = Exponents(4, 64)
     assert coding.prepare({CODE: torch.tensor([120, 1, 1])}, SHAPE)
-    with pytest.raises(ValueError, match="escapes are not what 64 bytes hold|must be a top below 256"):
+    with pytest.raises(ValueError, match=r"escapes are not what 64 bytes hold|must be a top below 256"):
         coding.prepare({CODE: torch.tensor(code, dtype=torch.int64)}, SHAPE)
 
 
