@@ -1,6 +1,5 @@
 """The commands that write text: `generate` and `chat`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
