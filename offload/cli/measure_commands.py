@@ -62,14 +62,7 @@ def plan(
     from offload.planning.options import LoadOptions
 
     if ranks is not None:
-<<<<<<< HEAD
         _require_no_machine(hardware=hardware, ram=ram, gpu_memory=gpu_mem, disk_speed=disk_speed, device=device)
-=======
-        given = {"hardware": hardware, "ram": ram, "gpu_memory": gpu_mem, "disk_speed": disk_speed}
-        given["device"] = None if device == "auto" else device
-        own = next((f"`{name}`" for name, value in given.items() if value is not None), None)
-        require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
->>>>>>> quant
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile, draft_dtype=draft_dtype)  # fmt: skip
