@@ -84,14 +84,16 @@ def plan(
             of_cluster = forecast(model, draft, options, ranks, tokens_per_sweep)
             figures, lines = of_cluster.as_dict(), cluster_lines(of_cluster, is_verbose=verbose)
         else:
+            from offload.calibration.drafts import compare_drafts
             from offload.calibration.estimate import estimate
             from offload.cli.plan_lines import answer_lines
 
             found = estimate(
                 model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
             )
-            figures = found.as_dict()
-            lines = answer_lines(found, is_verbose=verbose, is_decimal=console.is_decimal)
+            drafts = compare_drafts(model, draft, options, hardware) if hardware and tokens_per_sweep is None else []
+            figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
+            lines = answer_lines(found, drafts, is_verbose=verbose, is_decimal=console.is_decimal)
     print(flags.as_flags(json.dumps(figures)) if as_json else fitted(flags.as_flags(lines), sys.stdout))
 
 
