@@ -28,9 +28,6 @@ Draft = Annotated[
         "--draft", "-d", metavar="MODEL", help="small model with the same vocabulary; self:int4, self:int8: a copy"
     ),
 ]
-PromptFile = Annotated[
-    Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
-]
 DraftDtype = Annotated[
     str | None, typer.Option(metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored")
 ]

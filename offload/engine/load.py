@@ -73,7 +73,7 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model, draft: folders, GGUF files or hub ids of the target and of a small model of its vocabulary; or `self:int4`.
+        model, draft: folders, GGUF files or hub ids of the target and a small model of its vocabulary; or `self:int4`.
         config: folder or hub id that a target in GGUF was made from, see docs/gguf.md.
         ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine, and
