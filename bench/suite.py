@@ -32,6 +32,7 @@ COMMANDS = {  # name: file, what it answers
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
     "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
     "choice": ("studies.choice", "whether the tree of --tree auto is the best one, really streamed"),
+    "expansion": ("studies.expansion", "GB/s of expanded weights by kind of words: torch, numba; beside a copy"),
     "chains": ("studies.chains", "what chains of guesses yield beside the formulas of speculative decoding"),
     "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
 }

@@ -41,7 +41,6 @@ def expand_columns_reference(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor
 
 def expand_columns_compiled(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
     """The same on a CPU."""
-    shifts = 4 * np.array(NIBBLES, dtype=np.int32)
 
     def share(lo: int, hi: int) -> None:
         lines = np.empty((_CHUNK_WORDS, out_NK.shape[1]), np.int32)
@@ -50,13 +49,13 @@ def expand_columns_compiled(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor,
             rows = slice(8 * first, 8 * last)
             scale, zero, out = scale_NG[rows].float(), zero_NG[rows].float(), out_NK[rows]
             words = words_CK[first:last].t().numpy()
-            _rows_of_words.to(out.dtype)(words, shifts, scale.numpy(), zero.numpy(), group, lines, numbers(out))
+            _rows_of_words.to(out.dtype)(words, scale.numpy(), zero.numpy(), group, lines, numbers(out))
 
     share_rows(share, len(words_CK))
 
 
 @compiled
-def _rows_of_words(words, shifts, scale, zero, group, lines, out):  # type: ignore[no-untyped-def]  # numba infers types
+def _rows_of_words(words, scale, zero, group, lines, out):  # type: ignore[no-untyped-def]  # numba infers types
     """Words (K, C) are turned in small squares, which stay in the cache; then each row is made by itself."""
     num_columns, num_words, size, side = U64(out.shape[1]), U64(words.shape[1]), U64(group), U64(16)
     for first in range(U64(0), num_columns, side):
@@ -64,7 +63,9 @@ def _rows_of_words(words, shifts, scale, zero, group, lines, out):  # type: igno
             for column in range(first, min(first + side, num_columns)):
                 lines[word, column] = words[column, word]
     for row in range(U64(out.shape[0])):
-        line, place, shift = lines[row >> U64(3)], out[row], shifts[row & U64(7)]
+        line, place = lines[row >> U64(3)], out[row]
+        inner = row & U64(7)
+        shift = I32(U64(4) * ((inner >> U64(1)) + U64(4) * (inner & U64(1))))  # to the nibble in NIBBLES
         for one in range(U64(scale.shape[1])):
             s, z = scale[row, one], zero[row, one]
             for column in range(one * size, min((one + U64(1)) * size, num_columns)):

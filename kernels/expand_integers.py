@@ -109,7 +109,7 @@ def _expand_columns(
     words, scale, zero = (one.t().contiguous().numpy() for one in (words_RW, scale_RG, zero_RG))
     out = pairs(out_RK)
     made = np.empty((_CHUNK_WORDS * 16 // bits, len(out)), out.dtype)
-    _pairs_of_columns.to(out_RK.dtype)(words, bits, scale, zero, _index(group, out_RK.shape[1]), made, out)
+    _pairs_of_columns.to(out_RK.dtype)(words, bits, (scale, zero), _index(group, out_RK.shape[1]), made, out)
 
 
 @compiled
@@ -149,11 +149,12 @@ def _one_by_one(words, bits, scale, zero, index, out):  # type: ignore[no-untype
 
 
 @compiled
-def _pairs_of_columns(words, bits, scale, zero, index, made, out):  # type: ignore[no-untyped-def]
+def _pairs_of_columns(words, bits, factors, index, made, out):  # type: ignore[no-untyped-def]
     """Words, scales and zero points are those of columns, for all rows: none is looked up in an inner loop.
 
     Two columns are made at once, and laid into their rows when `made` is full.
     """
+    scale, zero = factors
     num_words, num_rows, pairs_of_word = U64(words.shape[0]), U64(words.shape[1]), U64(16 // bits)
     mask, step = I32((1 << bits) - 1), U64(made.shape[0]) // pairs_of_word
     for first in range(U64(0), num_words, step):

@@ -8,6 +8,7 @@ a measurement decides (`expansion_choice.py`).
 from collections.abc import Callable
 from typing import NamedTuple
 
+from offload.kernels.expand_blocks import expand_blocks_compiled, expand_blocks_kernel, expand_blocks_reference
 from offload.kernels.expand_codebook import (
     expand_codebook_compiled,
     expand_codebook_kernel,
@@ -34,6 +35,7 @@ class Expansion(NamedTuple):
     integers: Callable[..., None]
     columns: Callable[..., None]
     codebook: Callable[..., None]
+    blocks: Callable[..., None]
     exponents: Callable[..., None]
 
 
@@ -42,6 +44,7 @@ REFERENCE = Expansion(
     expand_integers_reference,
     expand_columns_reference,
     expand_codebook_reference,
+    expand_blocks_reference,
     expand_exponents_reference,
 )
 COMPILED = Expansion(
@@ -49,6 +52,7 @@ COMPILED = Expansion(
     expand_integers_compiled,
     expand_columns_compiled,
     expand_codebook_compiled,
+    expand_blocks_compiled,
     expand_exponents_compiled,
 )
 KERNELS = Expansion(
@@ -56,5 +60,6 @@ KERNELS = Expansion(
     expand_integers_kernel,
     expand_columns_kernel,
     expand_codebook_kernel,
+    expand_blocks_kernel,
     expand_exponents_kernel,
 )

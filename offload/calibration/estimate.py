@@ -31,6 +31,7 @@ from offload.model.headers import describe
 from offload.planning.cost_model import Costs, Prediction, Traffic, costs_on, link_alone, step_time
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.measured_pairs import SOURCE, range_for
+from offload.planning.near_copy import check_held, copy_bits, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
 from offload.planning.room import Room
@@ -51,14 +52,19 @@ class ModelFacts(NamedTuple):
 
     name: str  # as it was given, less the folders around it
     num_parameters: int
-    num_bytes: int  # as stored
+    num_bytes: int  # as stored, or as held in memory
+    is_held: bool = False  # in fewer bits than it is stored in
 
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
         """From headers."""
         path = Path(os.path.abspath(model))  # a hub id has no folder here, and its last part is its name all the same
         name = path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
-        return cls(name, sum(math.prod(one.shape) for one in checkpoint.tensors.values()), checkpoint.num_bytes)
+        num_bytes, shape = checkpoint.num_bytes, model_shape(checkpoint) if checkpoint.held else None
+        if shape is not None:
+            num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
+        count = sum(math.prod(one.shape) for one in checkpoint.tensors.values())
+        return cls(name, count, num_bytes, is_held=shape is not None)
 
 
 class Packing(NamedTuple):
@@ -171,9 +177,10 @@ def estimate(
     machine = find_hardware(hardware) if hardware else None
     if machine is not None and disk_bytes_per_s is not None:
         machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
-    names = [model] if draft is None else [model, draft]
-    files = Files(*map(describe, names))
-    if files.draft is not None:
+    check_held(draft, options.draft_dtype, None)
+    names = list(map(str, models_to_read(model, draft)))
+    files = files_of(list(map(describe, names, [options.config, None])), draft, options.draft_dtype)
+    if files.draft is not None and copy_bits(draft) is None:
         require_one_vocabulary(files.target, files.draft)
     tree, device = planned_tree(options, draft, tokens_per_sweep), _find_device(options, machine)
     room = _room(options, machine, device)
@@ -183,7 +190,7 @@ def estimate(
     profile, basis = _profile(case)
     link = _link(case)
     costs = _costs(case, profile, link)
-    models = tuple(ModelFacts.of(*one) for one in zip(names, filter(None, files), strict=True))
+    models = tuple(ModelFacts.of(*one) for one in zip(filter(None, (model, draft)), filter(None, files), strict=True))
     predictions: tuple[Prediction, ...] = ()
     if link is not None and (costs or plan.streamed_bytes):
         predictions, basis = _predictions(case, costs, link, profile, basis)

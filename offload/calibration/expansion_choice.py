@@ -25,7 +25,7 @@ from offload.model.expanded import Words
 from offload.model.weights import StreamedModel
 from offload.streaming.device import Device
 
-GAIN = "2 to 8"  # times, by kind: bench/studies/expansion.py
+GAIN = "2 to 20"  # times, by kind: bench/studies/expansion.py
 WITHOUT_NUMBA = f"weights are expanded with torch: pip install 'offload[fast]' makes that {GAIN} times faster"
 _ENOUGH = 1 << 22  # numbers: less says little of speed, more takes long
 

@@ -14,13 +14,14 @@ _INSTEAD = f"take the same model in {_WORKS}, or in bf16"
 _READ = {
     "fp8": "FP8", "compressed-tensors": "compressed-tensors", "awq": "AWQ", "gptq": "GPTQ", "auto-round": "AutoRound",
     "intel/auto-round": "AutoRound", "mxfp4": "MXFP4", "bitsandbytes": "bitsandbytes", "modelopt": "ModelOpt",
-    "modelopt_fp4": "ModelOpt",
+    "modelopt_fp4": "ModelOpt", "fbgemm_fp8": "FP8",
 }  # fmt: skip
 _COMPRESSED = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
     *("mixed-precision", "dense"),
 )
 _BITS = {"awq": (4,), "gptq": (4, 8)}
+_MODELOPT = ("NVFP4", "FP8", "MIXED_PRECISION")
 _MLX = ("group_size", "bits")
 
 
@@ -51,10 +52,9 @@ def _problem(settings: Mapping[str, Any]) -> str | None:
     method = _method(settings)
     if method is None:
         return f"quantised weights of method {settings.get('quant_method')!r:.40} are not read"
-    kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed}
+    kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed,
+             "modelopt": _modelopt}  # fmt: skip
     problem = kinds[method](settings) if method in kinds else None
-    if problem is None and method == "modelopt" and "NVFP4" not in str(settings.get("quant_algo", "NVFP4")):
-        problem = f"ModelOpt's {settings['quant_algo']!r:.40} is not read, its NVFP4 is"
     return problem
 
 
@@ -99,6 +99,11 @@ def _compressed(settings: Mapping[str, Any]) -> str | None:
     if form in _COMPRESSED:
         return None
     return f"compressed-tensors' format {form!r:.40} is not read, {', '.join(_COMPRESSED[:5])} are"
+
+
+def _modelopt(settings: Mapping[str, Any]) -> str | None:
+    kind = settings.get("quant_algo", "NVFP4")
+    return None if kind in _MODELOPT else f"ModelOpt's {kind!r:.40} is not read, {' and '.join(_MODELOPT[:2])} are"
 
 
 def _bits(method: str, bits: Any) -> str | None:

@@ -7,10 +7,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.checkpoint.encoder_decoder import decoder_config, has_encoder
+from offload.checkpoint.held import held_sizes
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.tensors import TensorEntry
@@ -54,6 +55,9 @@ class ModelShape:
     companion_bytes: int = 0  # of coded weights in layers, which stay
     scratch_bytes: int = 0  # into which the coded weights of one module are expanded
     beside_bytes: int = 0  # read at once before layers, turned into something else, and let go
+    layer_weights: int = 0  # numbers in the layers
+    expanded_weights: int = 0  # of these, what a pass of many rows expands, since it is held in fewer bits
+    shares_rest: bool = False  # with the target, whose embeddings, norm and head it uses
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +78,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
     routed = [entry for name, entry in checkpoint.tensors.items() if _ROUTED_NAME.search(name)]
     item_bytes, (table, head) = computed.align_bytes, table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
-    return ModelShape(
+    shape = ModelShape(
         layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers[:num_layers]),
         encoder_bytes=tuple(slab_bytes_bound(entries) for entries in layers[num_layers:]),
         rest_bytes=_rest_bytes(rest, computed),
@@ -93,7 +97,16 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         companion_bytes=sum(coded_companion_bytes(entry) for entries in layers for entry in entries),
         scratch_bytes=_scratch_bytes(checkpoint, rest, computed),
         beside_bytes=_beside_bytes(layers, rest),
+        layer_weights=sum(math.prod(entry.shape) for entries in layers[:num_layers] for entry in entries),
     )
+    if checkpoint.held is None:
+        return shape
+    held = held_sizes(checkpoint.tensors, layers, checkpoint.held, computed)
+    return replace(
+        shape, layer_bytes=held.layer_bytes[:num_layers], encoder_bytes=held.layer_bytes[num_layers:], cast_bytes=0,
+        companion_bytes=0, scratch_bytes=held.scratch_bytes, beside_bytes=shape.beside_bytes + held.passing_bytes,
+        expanded_weights=held.expanded_weights, shares_rest=checkpoint.held.is_copy,
+    )  # fmt: skip
 
 
 def text_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -210,7 +223,10 @@ def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) 
 
 def _projected_kv_width(checkpoint: Checkpoint) -> int:
     """Numbers per token in the keys and values of all layers, by the projections that make them; 0 where fused."""
-    rows = {name: math.prod(entry.shape[:1]) for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    projections = {name: entry for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    if any(len(entry.shape) != 2 for entry in projections.values()):  # headers do not say
+        return 0
+    rows = {name: entry.shape[0] for name, entry in projections.items()}
     keys = {name: width for name, width in rows.items() if name.endswith("k_proj.weight")}
     return sum(width + rows.get(name.replace("k_proj", "v_proj"), width) for name, width in keys.items())
 

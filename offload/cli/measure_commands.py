@@ -31,11 +31,13 @@ from offload.config import Sampling, require
 def plan(
     model: flags.Model,
     draft: flags.Draft = None,
+    config: flags.Config = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
+    draft_dtype: flags.DraftDtype = None,
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     hardware: Annotated[
@@ -56,6 +58,7 @@ def plan(
 ) -> None:
     """Will it fit, and how fast will it be? Reads headers only, of a folder, a hub id or a config.json."""
     from offload.model.headers import is_built
+    from offload.planning.near_copy import copy_bits
     from offload.planning.options import LoadOptions
 
     if ranks is not None:
@@ -64,11 +67,11 @@ def plan(
         own = own or ("`device`" if device != "auto" else None)
         require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        profile=profile,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        profile=profile, draft_dtype=draft_dtype,
     )  # fmt: skip
     with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
-        if any(is_built(name) for name in (model, draft) if name):
+        if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))
         console.wait("reading headers")  # the hub may be asked
         if ranks is not None:
@@ -99,7 +102,7 @@ def plan(
 )
 def tune(
     model: flags.Model,
-    draft: Annotated[str, typer.Option("--draft", "-d", metavar="MODEL", help="small model with the same vocabulary")],
+    draft: Annotated[str, typer.Option("--draft", "-d", metavar="MODEL", help="small model, or self:int4, self:int8")],
     text: Annotated[list[Path], typer.Option(metavar="FILE", help="UTF-8, of the kind to be decoded; several times")],
     temp: flags.Temp = 0.0,
     top_p: flags.TopP = 1.0,
@@ -107,6 +110,7 @@ def tune(
     rule: flags.RuleName = "match",
     seed: flags.Seed = 0,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="positions to trace")] = 2048,
+    config: flags.Config = None,
     teacher_forced: Annotated[bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")] = False,
     tree: Annotated[
         str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
@@ -115,6 +119,7 @@ def tune(
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
     dtype: flags.Dtype = "auto",
+    draft_dtype: flags.DraftDtype = None,
     threads: flags.Threads = None,
     link_limit: flags.LinkLimit = None,
     as_json: flags.Json = False,
@@ -125,8 +130,8 @@ def tune(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
-        threads=threads, link_limit=link_limit,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
+        threads=threads, link_limit=link_limit, draft_dtype=draft_dtype,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, sizes_like=ram) as console, libraries(console):

@@ -57,7 +57,8 @@ def seconds_words(seconds: float) -> str:
 
 def model_words(model: "ModelFacts") -> str:
     """A model and its size, in words."""
-    return f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} as stored"
+    how = "in memory" if model.is_held else "as stored"
+    return f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} {how}"
 
 
 def _machine_words(found: "Estimate", is_decimal: bool) -> str:

@@ -29,6 +29,7 @@ from offload.cli.session_file import found_session
 def generate(
     model: flags.Model,
     draft: flags.Draft = None,
+    config: flags.Config = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
     ] = None,
@@ -48,6 +49,7 @@ def generate(
     ram: flags.Ram = None,
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
+    draft_dtype: flags.DraftDtype = None,
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     lenience: flags.Lenience = 1.0,
@@ -73,13 +75,13 @@ def generate(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
+        draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
-        sampling, note = choose_sampling(model, own, seed, console.wait)
+        sampling, note = choose_sampling(config or model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.text_run import write_text
             from offload.engine.request import Request
@@ -103,6 +105,7 @@ def generate(
 def chat(
     model: flags.Model,
     draft: flags.Draft = None,
+    config: flags.Config = None,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="what the model is told before the first question")
     ] = None,
@@ -122,6 +125,7 @@ def chat(
     ram: flags.Ram = None,
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
+    draft_dtype: flags.DraftDtype = None,
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     lenience: flags.Lenience = 1.0,
@@ -144,14 +148,14 @@ def chat(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
         ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        pipeline=pipeline, slow_layer_s=slow_layer,
+        draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
-        sampling, note = choose_sampling(model, own, seed, console.wait)
+        sampling, note = choose_sampling(config or model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.repl import ChatOptions, converse
 

@@ -22,7 +22,7 @@ _STATE = ".weight.quant_state.bitsandbytes__"
 _STATES = {f"{_STATE}nf4": "nf4", f"{_STATE}fp4": "fp4"}
 _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
 _ABSMAX, _MAP = ".weight.absmax", ".weight.quant_map"
-_BLOCKS = tuple(32 << power for power in range(8))
+_BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)  # the usual one first: for few weights several fit
 _MOST_JSON_BYTES = 1 << 16
 _AGAIN = "download the checkpoint again"
 

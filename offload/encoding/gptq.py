@@ -88,7 +88,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
 def _added(settings: Mapping[str, Any]) -> int:
     """What zero points lack, by the version of the format."""
     version = settings.get("checkpoint_format") or "gptq"
-    if version not in _VERSIONS:
+    if not isinstance(version, str) or version not in _VERSIONS:
         raise ValueError(
             f"checkpoint_format of GPTQ must be one of {', '.join(_VERSIONS)}, got {version!r:.40}: "
             "take a checkpoint of these"

@@ -20,7 +20,7 @@ from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choos
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
-from offload.engine.build import Pair, counter, open_pair, read_pair
+from offload.engine.build import Pair, counter, open_pair, pick_expansions, read_pair
 from offload.engine.compute_type import computed_instead
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
@@ -31,7 +31,7 @@ from offload.engine.team import Given, Team
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
-from offload.memory.planner import Files
+from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.place import find_place
 from offload.planning.room import Room
@@ -56,10 +56,12 @@ def load(
     tree: str = "auto",
     rule: str = "match",
     *,
+    config: str | os.PathLike[str] | None = None,
     lenience: float = 1.0,
     device: str | Device = "auto",
     gpu_memory: str | int | None = None,
     dtype: str = "auto",
+    draft_dtype: str | None = None,
     context: int | None = None,
     threads: int | None = None,
     request: Request | None = None,
@@ -74,14 +76,17 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model, draft: folders or hub ids of the target and of a small model with its vocabulary.
+        model, draft: folders, GGUF files or hub ids of the target and of a small model with its vocabulary; a draft of
+            `self:int4` or `self:int8` is a copy of the target in fewer bits, see docs/drafts.md.
+        config: folder or hub id that a target in GGUF was made from, see docs/gguf.md.
         ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine, and
             `chain:auto` the length of chains, again in every step.
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         lenience: 1 is exact; less accepts more guesses, and the text is no longer the target's, see `verification`.
         device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default: what is free there.
-        dtype: to compute in, `auto` as stored; context: room for prompt and new tokens, default 4096 or the model's.
+        dtype: to compute in, `auto` as stored; draft_dtype: `int8` or `int4` to hold the draft in.
+        context: room for prompt and new tokens, default 4096 or the model's.
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
         threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
@@ -99,10 +104,10 @@ def load(
     is_device = isinstance(device, str) or hasattr(device, "place")
     require(is_device, "`device` must be auto, cpu, cuda, cuda:N or an open one", repr(device), "try `device` auto")
     options = LoadOptions(
-        device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
-        context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
+        config=config, device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram,
+        dtype=dtype, context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
         invariant=invariant, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
-        datastore=datastore, ranks=ranks, pipeline=pipeline,
+        datastore=datastore, ranks=ranks, pipeline=pipeline, draft_dtype=draft_dtype,
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
@@ -119,6 +124,7 @@ def open_decoder(
 
     Raises what `load` raises.
     """
+    check_held(draft, options.draft_dtype, options.ranks)
     spec = options.tree_spec(has_draft=draft is not None)
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
@@ -127,11 +133,12 @@ def open_decoder(
     device = device or open_device(options.device, options.gpu_memory, rank_on_host=rank_on_host)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
-    names, least_nodes = [model] if draft is None else [model, draft], 1 if spec.is_chosen else spec.num_nodes
+    names, least_nodes = models_to_read(model, draft), 1 if spec.is_chosen else spec.num_nodes
     hooks.on_phase("reading headers")
     with ExitStack() as resources:
-        refuse = (lambda *headers: room.plan(Files(*headers), least_nodes)) if options.ranks is None else _accept
-        files, roles = Files(*fetch(names, refuse, hooks.on_phase)), options.roles()
+        as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
+        refuse = (lambda *headers: room.plan(as_files(headers), least_nodes)) if options.ranks is None else _accept
+        files, roles = as_files(fetch(names, refuse, hooks.on_phase, options.config)), options.roles()
         instead = computed_instead(files.target, options.dtype, device.place if device else None)
         if instead is not None:
             options, room = replace(options, dtype=instead), replace(room, dtype=instead)
@@ -157,6 +164,7 @@ def open_decoder(
         read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
+        choice = choice._replace(comparisons=(*choice.comparisons, *pick_expansions(pair)))
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = Invariance(reason="several ranks share its rows")
         if team.is_alone:

@@ -113,7 +113,7 @@ def open_pipeline(
     met = meet(given, resources, transport)
     given.hooks.on_phase("measuring links, sharing layers")
     rank, is_head = _Rank(given, met.transport, roles, pipeline), met.transport.rank == 0
-    tokenizer = load_tokenizer(target.directory) if is_head or rank.drafts else None
+    tokenizer = load_tokenizer(target.tokenizer_path) if is_head or rank.drafts else None
     rank = _with_layers(rank, tokenizer)
     plan = try_together(rank.transport, rank.own_plan)
     if is_head and plan is not None and request is not None and request.prompt is not None:
@@ -172,7 +172,7 @@ def _try_least(rank: _Rank, tokenizer: Tokenizer | None) -> None:
     files = rank.given.files
     if rank.drafts and files.draft is not None:
         target, draft = (Words(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft))
-        check_vocabulary(tokenizer, files.draft, target, draft)
+        check_vocabulary(tokenizer, files, target, draft)
     if rank.stage is not None:
         rank.plan(rank.stage, range(1), rank.given.room)
     elif rank.drafts:

@@ -187,6 +187,8 @@ def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool
     kv_bytes = draft.kv_bytes_per_token * num_slots
     weights_bytes = draft.num_bytes + draft.cast_bytes * len((*draft.layer_bytes, *draft.encoder_bytes))
     weights_bytes += draft.scratch_bytes
+    if draft.shares_rest:  # but for a table that the target keeps on the host
+        weights_bytes -= draft.head_bytes if is_gpu else draft.rest_bytes
     pass_bytes = activation_bytes(draft, max(MAX_PROMPT_ROWS, num_nodes), num_nodes, context)
     return weights_bytes + kv_bytes + (2 if is_gpu else 1) * pass_bytes + growth_bytes(draft.vocab_size, num_nodes)
 

@@ -7,7 +7,7 @@ numbers only while its module runs, and these are those of the layer that is bou
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ class ExpandedWeights:
         self._companions: Mapping[Part, Companions] = {}
         self._expansion = REFERENCE
         self.hooks: list[Any] = []
+        self._owned: dict[nn.Module, tuple[Callable[[], None], list[Any]]] = {}
         self.scratch_bytes = 0
         for layer, (layout, own) in enumerate(zip(layouts, places, strict=True)):
             self._hook_modules(layer, layout, own)
@@ -112,6 +113,20 @@ class ExpandedWeights:
             for one in several
         ]
 
+    def release(self, module: nn.Module) -> None:
+        """Its parameters have their numbers until those of another are expanded, and it expands no more by itself."""
+        if module in self._owned:
+            fill, hooks = self._owned.pop(module)
+            fill()
+            for hook in hooks:
+                hook.remove()
+            if not self._owned:
+                self._companions = {}
+
+    def drop_scratch(self) -> None:
+        """No module expands any more."""
+        self._scratch_B = torch.empty(0, dtype=torch.uint8)
+
     def _hook_modules(self, layer: int, layout: SlabLayout, places: Mapping[str, Place]) -> None:
         owned = defaultdict[nn.Module, list[tuple[str, Place]]](list)
         for name in layout.coded:
@@ -123,8 +138,11 @@ class ExpandedWeights:
                 parameters.append(_Parameter(place, parts, end))
                 end += -(-place.empty.numel() * place.empty.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
             self.scratch_bytes = max(self.scratch_bytes, end)
-            self.hooks.append(module.register_forward_pre_hook(partial(self._fill, layer, parameters)))
-            self.hooks.append(module.register_forward_hook(partial(self._clear, parameters), always_call=True))
+            fill = partial(self._fill, layer, parameters)
+            hooks = [module.register_forward_pre_hook(fill)]
+            hooks.append(module.register_forward_hook(partial(self._clear, parameters), always_call=True))
+            self.hooks += hooks
+            self._owned[module] = fill, hooks
 
     def _fill(self, layer: int, parameters: Sequence[_Parameter], *_: Any) -> None:
         sent = self._sent[layer]

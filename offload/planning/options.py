@@ -12,6 +12,7 @@ from offload.checkpoint.safetensors import is_hub_id
 from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
 from offload.datastore.store import read_store
 from offload.memory.planner import require_dtype, require_positions
+from offload.planning.near_copy import check_held, models_to_read
 from offload.planning.pipeline import PipelineOptions, parse_pipeline
 from offload.planning.place import require_place
 from offload.planning.profile import parse_profile
@@ -23,6 +24,7 @@ from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_
 class LoadOptions:
     """Arguments of `offload.load`, which explains them. Raises `UserError` for what no model and machine could do."""
 
+    config: str | os.PathLike[str] | None = None
     device: str = "auto"
     gpu_memory: str | int | None = None
     ram: str | int | None = None
@@ -42,6 +44,7 @@ class LoadOptions:
     ranks: str | None = None
     pipeline: str | None = None
     slow_layer_s: float = 0.0
+    draft_dtype: str | None = None
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
@@ -90,7 +93,8 @@ class LoadOptions:
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
 
     def _check_guesses(self) -> None:
-        for path, name in ((self.profile, "profile"), (self.ngram, "ngram"), (self.datastore, "datastore")):
+        for name in ("config", "profile", "ngram", "datastore"):
+            path = getattr(self, name)
             is_path = path is None or isinstance(path, str | os.PathLike)
             require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
         parse_match_length(self.lookup_length)
@@ -146,9 +150,10 @@ class LoadOptions:
 
 def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
     """Refuse folders that hold no model that could be read; hub ids are let pass. Raises `UserError`."""
+    check_held(draft, options.draft_dtype, options.ranks)
     options.tree_spec(has_draft=draft is not None)
     if (roles := options.roles()) is not None and not roles.is_sharded:
         options.pipeline_roles(has_draft=draft is not None)
-    for name in (model, draft):
-        if name is not None and (os.path.isdir(os.path.expanduser(name)) or not is_hub_id(name)):
-            open_headers(name)
+    for name, config in zip(models_to_read(model, draft), (options.config, None), strict=False):
+        if os.path.exists(os.path.expanduser(name)) or not is_hub_id(str(name)):
+            open_headers(name, config)

@@ -22,6 +22,7 @@ from offload.planning.cluster import Cluster, read_cluster
 from offload.planning.cost_model import NOTHING, VERIFY_S, Costs, Curve, Traffic, costs_on, draft_widths
 from offload.planning.exchange import Gathers
 from offload.planning.in_flight import in_flight_gain
+from offload.planning.near_copy import check_held, files_of
 from offload.planning.options import LoadOptions
 from offload.planning.pipeline import TIMED_ROWS, PipelineOptions, free_rows
 from offload.planning.profile import Profile, parse_profile
@@ -167,8 +168,9 @@ def forecast(
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
     """
     cluster, tree = read_cluster(ranks), planned_tree(options, draft, tokens_per_sweep)
+    check_held(draft, options.draft_dtype, str(ranks))
     names = [model] if draft is None else [model, draft]
-    files = Files(*map(describe, names))
+    files = files_of(list(map(describe, names, [options.config, None])), draft, options.draft_dtype)
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
     profile = None if options.profile is None or options.has_no_profile else parse_profile(Path(options.profile))
