@@ -1,4 +1,4 @@
-"""Models in GGUF files, end to end: what is written is what transformers writes from the weights they stand for.
+"""Models in GGUF files, end to end: what is written is what transformers writes from the weights they stand for."""
 
 import json
 from dataclasses import replace

@@ -64,6 +64,11 @@ class Checkpoint:
     held: Held | None = None  # of a draft, that lies in memory in fewer bits
 
     @property
+    def is_copy(self) -> bool:
+        """Whether it is a target, held in fewer bits to draft for itself."""
+        return self.held is not None and self.held.is_copy
+
+    @property
     def num_bytes(self) -> int:
         companions = (entry.coded.num_bytes for entry in self.tensors.values() if entry.coded is not None)
         return sum(entry.num_bytes for entry in self.tensors.values()) + sum(companions)

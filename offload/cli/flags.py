@@ -28,6 +28,9 @@ Draft = Annotated[
         "--draft", "-d", metavar="MODEL", help="small model with the same vocabulary; self:int4, self:int8: a copy"
     ),
 ]
+PromptFile = Annotated[
+    Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
+]
 DraftDtype = Annotated[
     str | None, typer.Option(metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored")
 ]
@@ -165,9 +168,8 @@ _FLAG_OF = {
     "greedy": "--greedy",
     "hardware": "--hardware", "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit",
     "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram",
-    "out": "--out",
-    "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed",
-    "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
+    "out": "--out", "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule",
+    "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
     "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
     "tree": "--tree", "verify": "--verify",
 }  # fmt: skip

@@ -63,13 +63,12 @@ def plan(
 
     if ranks is not None:
         given = {"hardware": hardware, "ram": ram, "gpu_memory": gpu_mem, "disk_speed": disk_speed}
+        given["device"] = None if device == "auto" else device
         own = next((f"`{name}`" for name, value in given.items() if value is not None), None)
-        own = own or ("`device`" if device != "auto" else None)
         require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        profile=profile, draft_dtype=draft_dtype,
-    )  # fmt: skip
+        profile=profile, draft_dtype=draft_dtype)  # fmt: skip
     with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))

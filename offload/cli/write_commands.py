@@ -1,6 +1,5 @@
 """The commands that write text: `generate` and `chat`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,9 +32,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
     ] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
-    ] = None,
+    file: flags.PromptFile = None,
     max_tokens: flags.NumTokens = 128,
     temp: flags.OwnTemp = None,
     top_p: flags.OwnTopP = None,

@@ -144,6 +144,8 @@ def _fill(
             model.bind_layer(layer, store.fetch(layout))
             model.hold_layer(layer)
             count(layout.slab_bytes)
+        if model.held is not None:
+            model.held.settle()
     finally:
         store.close()
 

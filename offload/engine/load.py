@@ -31,6 +31,7 @@ from offload.engine.team import Given, Team
 from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
+from offload.memory.planner import Files
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.place import find_place
@@ -60,8 +61,7 @@ def load(
     lenience: float = 1.0,
     device: str | Device = "auto",
     gpu_memory: str | int | None = None,
-    dtype: str = "auto",
-    draft_dtype: str | None = None,
+    dtype: str = "auto", draft_dtype: str | None = None,
     context: int | None = None,
     threads: int | None = None,
     request: Request | None = None,
@@ -76,8 +76,7 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model, draft: folders, GGUF files or hub ids of the target and of a small model with its vocabulary; a draft of
-            `self:int4` or `self:int8` is a copy of the target in fewer bits, see docs/drafts.md.
+        model, draft: folders, GGUF files or hub ids of the target and of a small model with its vocabulary, or `self:int4`.
         config: folder or hub id that a target in GGUF was made from, see docs/gguf.md.
         ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine, and
@@ -85,7 +84,7 @@ def load(
         rule: of acceptance, one of `config.RULES`; generations may choose another that needs no more memory.
         lenience: 1 is exact; less accepts more guesses, and the text is no longer the target's, see `verification`.
         device, gpu_memory: `auto`, `cpu`, `cuda`, `cuda:N` or an open one; a budget on it, default: what is free there.
-        dtype: to compute in, `auto` as stored; draft_dtype: `int8` or `int4` to hold the draft in.
+        dtype: to compute in, `auto` as stored; draft_dtype: `int8` or `int4` to hold the draft in, see docs/drafts.md.
         context: room for prompt and new tokens, default 4096 or the model's.
         request: the first run, refused here if it must be; its sampling is that of the tree which sets the memory.
         threads, profile: to compute with; file of `offload tune`, or `none`; default: the fastest, the cached one.
@@ -124,21 +123,14 @@ def open_decoder(
 
     Raises what `load` raises.
     """
-    check_held(draft, options.draft_dtype, options.ranks)
     spec = options.tree_spec(has_draft=draft is not None)
     if request is not None:
         check_lenience(options.lenience, options.rule, request.sampling)
-    place = find_place() if options.ranks is not None else None
-    rank_on_host = 0 if place is None else place.rank_on_host
-    device = device or open_device(options.device, options.gpu_memory, rank_on_host=rank_on_host)
+    device = device or _device_of(options)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
-    names, least_nodes = models_to_read(model, draft), 1 if spec.is_chosen else spec.num_nodes
-    hooks.on_phase("reading headers")
     with ExitStack() as resources:
-        as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
-        refuse = (lambda *headers: room.plan(as_files(headers), least_nodes)) if options.ranks is None else _accept
-        files, roles = as_files(fetch(names, refuse, hooks.on_phase, options.config)), options.roles()
+        files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
         instead = computed_instead(files.target, options.dtype, device.place if device else None)
         if instead is not None:
             options, room = replace(options, dtype=instead), replace(room, dtype=instead)
@@ -183,6 +175,26 @@ def open_decoder(
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
+
+
+def _device_of(options: LoadOptions) -> Device | None:
+    place = find_place() if options.ranks is not None else None
+    rank_on_host = 0 if place is None else place.rank_on_host
+    return open_device(options.device, options.gpu_memory, rank_on_host=rank_on_host)
+
+
+def _read_headers(
+    model: str | os.PathLike[str], draft: str | os.PathLike[str] | None, options: LoadOptions, room: Room,
+    on_phase: Callable[[str], None],
+) -> Files:  # fmt: skip
+    """Of both models, fetched once there is room for them. Raises `UserError`."""
+    check_held(draft, options.draft_dtype, options.ranks)
+    on_phase("reading headers")
+    spec = options.tree_spec(has_draft=draft is not None)
+    as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
+    least_nodes = 1 if spec.is_chosen else spec.num_nodes
+    refuse = (lambda *headers: room.plan(as_files(headers), least_nodes)) if options.ranks is None else _accept
+    return as_files(fetch(models_to_read(model, draft), refuse, on_phase, options.config))
 
 
 def _join(given: Given, resources: ExitStack, transport: Transport | None) -> Team:

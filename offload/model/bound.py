@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.held import is_held
 from offload.checkpoint.layout import SlabLayout, is_coded, slab_layout
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section
@@ -24,7 +23,7 @@ from offload.model.expanded import Beside, ExpandedWeights, Words
 from offload.model.held import HeldWeights
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, keep_section, layer_stacks
-from offload.model.places import below, parameter_places, tables_around, view_of
+from offload.model.places import below, parameter_places, share, tables_around, view_of
 
 Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
 _HOST = torch.device("cpu")
@@ -43,6 +42,7 @@ class BoundModel:
         encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of the decoder.
         dtype: in which it computes; `place`: where.
         vocab_size: V, width of the logits.
+        held: matrices of a draft in fewer bits than they are stored in; None where none are.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BoundModel:
         self._beside = Beside(checkpoint.directory.name, coded, self._layouts)
         self._expanded = ExpandedWeights(self._layouts, self._layer_places, place)
         self._expanded_rest: dict[str, Tensor] = {}
-        self._held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
+        self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
         self._hooks: list[Any] = self._expanded.hooks
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -99,9 +99,9 @@ class BoundModel:
         layout = self._beside.layout
         is_empty = not layout.coded and not layout.parameters  # where codings have no companions
         self._bind_beside(np.empty(0, np.uint8) if is_empty else fetch(layout))
-        if self.is_copy:
-            assert target is not None, "a copy has a target"
-            self.share_rest(target)
+        if target is not None and self.checkpoint.is_copy:
+            share(target._rest_places, self._rest_places, self.place)
+            self._expanded_rest = {}
         else:
             self.bind_rest(fetch(self.rest_layout))
         return self.rest_bytes
@@ -109,12 +109,7 @@ class BoundModel:
     @property
     def rest_bytes(self) -> int:
         """What `read_rest` reads."""
-        return self._beside.layout.slab_bytes + (0 if self.is_copy else self.rest_layout.slab_bytes)
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it is the target itself, in fewer bits."""
-        return self.checkpoint.held is not None and self.checkpoint.held.is_copy
+        return self._beside.layout.slab_bytes + (0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes)
 
     def _bind_beside(self, slab: np.ndarray) -> None:
         dtypes = {source: place.empty.dtype for source, place in self._rest_places}
@@ -135,39 +130,11 @@ class BoundModel:
         """What `expand_with` is for, of a layer with this slab, which need not be bound."""
         return self._expanded.words(self._layouts[layer], self._layer_places[layer], slab)
 
-    def share_rest(self, other: "BoundModel") -> None:
-        """Use embeddings, norm and head of another model of the same checkpoint, or copies of what lies elsewhere."""
-        theirs: dict[str, Tensor] = {}
-        for source, place in other._rest_places:
-            tensor = place.table[place.key]
-            assert tensor is not None, "the other one's are bound"
-            if source not in theirs or tensor.device == self.place:
-                theirs[source] = tensor
-        theirs = {source: tensor.to(self.place) for source, tensor in theirs.items()}
-        for source, place in self._rest_places:
-            place.table[place.key] = theirs[source]
-
     def hold_layer(self, layer: int) -> None:
-        """A layer is bound for good: where they are to be held in fewer bits its matrices are, and its slab can go."""
-        if self._held is None:
-            return
-        for name, module in self._blocks[layer].named_modules():
-            self._expanded.release(module)
-            if isinstance(module, nn.Linear) and is_held(f"{name}.weight", tuple(module.weight.shape)):
-                self._held.take(module)
-        for place in self._layer_places[layer].values():
-            own = place.table[place.key]
-            if own is not None and not own.is_meta:
-                place.table[place.key] = own.clone()
-        self._expanded.unbind(layer)
-        if layer == len(self._blocks) - 1:
-            self._expanded.drop_scratch()
-            self._held.settle()
-
-    @property
-    def held(self) -> HeldWeights | None:
-        """Matrices in fewer bits than they are stored in, if any."""
-        return self._held
+        """A layer is bound for good; its slab can go where its matrices are to be held in fewer bits."""
+        if self.held is not None:
+            self.held.take_layer(self._blocks[layer], self._layer_places[layer].values(), self._expanded)
+            self._expanded.unbind(layer)
 
     def bind_rest(self, slab: np.ndarray) -> None:
         """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""

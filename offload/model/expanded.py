@@ -120,12 +120,11 @@ class ExpandedWeights:
             fill()
             for hook in hooks:
                 hook.remove()
-            if not self._owned:
-                self._companions = {}
 
-    def drop_scratch(self) -> None:
-        """No module expands any more."""
-        self._scratch_B = torch.empty(0, dtype=torch.uint8)
+    def settle(self) -> None:
+        """Where every module was released, nothing is expanded any more."""
+        if not self._owned:
+            self._companions, self._scratch_B = {}, torch.empty(0, dtype=torch.uint8)
 
     def _hook_modules(self, layer: int, layout: SlabLayout, places: Mapping[str, Place]) -> None:
         owned = defaultdict[nn.Module, list[tuple[str, Place]]](list)

@@ -5,7 +5,7 @@ into a scratch that all share, and multiplied as ever. From how many rows on the
 largest matrix. Rounding is to the nearest. Invariant: a layer that was taken over keeps nothing of its slab.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.held import group_of, padded_rows
+from offload.checkpoint.held import group_of, is_held, padded_rows
 from offload.kernels.int4_blocks import Layout, expand_int4, int4_product, layout_for, pack_int4
+from offload.model.expanded import ExpandedWeights
+from offload.model.places import Place
 
 _LEVELS, _MIDDLE, _MOST_8_BITS = 15, 8, 127
 _CHUNK_ROWS = 64  # rounded at once: a block of rows of any layout
@@ -183,6 +185,18 @@ class HeldWeights:
         empty = torch.empty(matrix.shape, dtype=linear.weight.dtype, device="meta")
         linear._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
         vars(linear)["forward"] = partial(self._forward, matrix, linear)
+
+    def take_layer(self, layer: nn.Module, places: Iterable[Place], expanded: ExpandedWeights) -> None:
+        """All matrices of a layer that is bound; what else it has is copied, so that its slab can go."""
+        for name, module in layer.named_modules():
+            expanded.release(module)
+            if isinstance(module, nn.Linear) and is_held(f"{name}.weight", tuple(module.weight.shape)):
+                self.take(module)
+            for place in places:
+                own = place.table[place.key]
+                if place.module is module and own is not None and not own.is_meta:
+                    place.table[place.key] = own.clone()
+        expanded.settle()
 
     def settle(self) -> None:
         """All matrices are here: try out how many rows are few."""

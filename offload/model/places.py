@@ -6,6 +6,7 @@ Invariant: a view is as wide as its parameter and lies inside of the slab, which
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.layout import SlabLayout
@@ -38,6 +39,19 @@ def tables_around(meta_model: nn.Module, layers: Iterable[nn.Module]) -> list[nn
     """Embeddings around the layers; some families have one more, of inputs to every layer, that is larger still."""
     inside = {module for layer in layers for module in layer.modules()}
     return [module for module in meta_model.modules() if isinstance(module, nn.Embedding) and module not in inside]
+
+
+def share(theirs: Iterable[tuple[str, Place]], own: Iterable[tuple[str, Place]], where: torch.device) -> None:
+    """Let places, by sources, have the tensors of another model; what lies elsewhere is copied to `where`, once."""
+    tensors: dict[str, Tensor] = {}
+    for source, place in theirs:
+        tensor = place.table[place.key]
+        assert tensor is not None, "theirs are bound"
+        if source not in tensors or tensor.device == where:
+            tensors[source] = tensor
+    tensors = {source: tensor.to(where) for source, tensor in tensors.items()}
+    for source, place in own:
+        place.table[place.key] = tensors[source]
 
 
 def below(mapping: Mapping[str, Value], prefix: str) -> dict[str, Value]:

@@ -34,7 +34,7 @@ from offload.tree.topology import (
 )
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32)
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
 SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
 _LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
 _SPARE = 3  # so many times more nodes are ordered than the largest tree has, since a bound on the depth drops some
@@ -119,8 +119,9 @@ def rank_trees(
         if traffic is None:
             continue
         for depth, tree in _trees_of(forest, size, max_depth, is_dynamic=is_dynamic):
-            shape = paced(DynamicShape(size, depth), costs) if is_dynamic and size > 1 else tree
-            tokens = (forest.expected_dynamic if shape is not tree else forest.expected)(size, depth)
+            is_grown = is_dynamic and size > 1
+            tokens = (forest.expected_dynamic if is_grown else forest.expected)(size, depth)
+            shape = paced(DynamicShape(size, depth, num_tokens=tokens), costs) if is_grown else tree
             candidates.append(Prediction(label_of(shape), shape, step_time(costs, traffic, shape), (tokens, tokens)))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
 

@@ -23,10 +23,11 @@ class Pace(NamedTuple):
         """At most, of a tree with so many nodes."""
         return min(_MOST_ROWS, max(1, num_nodes // self.num_parts))
 
-    def widths(self, num_nodes: int) -> list[int]:
-        """Rows of every pass behind the root's, as many as are expected."""
+    def widths(self, num_nodes: int, least_passes: int = 0) -> list[int]:
+        """Rows of every pass behind the root's, as many as are expected: `least_passes` or more."""
         num_rows = self.rows_share * num_nodes
         num_passes = max(num_nodes.bit_length() + self.more_passes, math.ceil(num_rows / self.rows_per_pass(num_nodes)))
+        num_passes = max(num_passes, least_passes)
         return [max(1, round(num_rows / num_passes))] * min(num_nodes - 2, num_passes)
 
 

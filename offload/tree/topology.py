@@ -94,11 +94,14 @@ class DynamicShape:
     num_nodes: int  # at most, the root included
     depth: int  # at most, in edges from the root
     pace: Pace = field(default=PACES[0], compare=False)  # of growth; the bounds are the same at any
+    num_tokens: float = field(default=1.0, compare=False)  # that a sweep is expected to yield: each takes a pass
 
     @property
     def draft_widths(self) -> list[int]:
         """Rows of every draft step: the root's, then those that its pace is expected to take."""
-        return [1] * self.depth if self.depth <= 1 else [1, *self.pace.widths(self.num_nodes)]
+        return (
+            [1] * self.depth if self.depth <= 1 else [1, *self.pace.widths(self.num_nodes, round(self.num_tokens) - 1)]
+        )
 
 
 Shape = Topology | DynamicShape

@@ -27,7 +27,7 @@ from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import Files
 from offload.planning.cost_model import Costs
-from offload.planning.near_copy import check_held, files_of, models_to_read
+from offload.planning.near_copy import files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
     Identity,
@@ -119,10 +119,9 @@ def tune(
     require_writable(profiles_folder())
     room = Room.of(options, str(device.place) if device else None)
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
-    check_held(draft, options.draft_dtype, options.ranks)
     as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
-    names = models_to_read(model, draft)
-    files = as_files(fetch(names, lambda *headers: largest_that_fits(room, as_files(headers), sizes), hooks.on_phase))
+    refuse = lambda *headers: largest_that_fits(room, as_files(headers), sizes)  # noqa: E731
+    files = as_files(fetch(models_to_read(model, draft), refuse, hooks.on_phase))
     room, num_nodes = largest_that_fits(room, files, sizes)
     tokenizer, vocab_size = load_tokenizer(files.target.tokenizer_path), model_shape(files.target).vocab_size
     encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in read]
