@@ -24,6 +24,7 @@ COMMANDS = {  # name: file, what it answers
     "decode": ("latency.decode", "tokens per second and latencies: prompts x temperatures x trees x rules"),
     "lookup": ("latency.lookup", "guesses without a model: copies, a datastore, counts; alone and beside a draft"),
     "ranks": ("latency.ranks", "a pass on one, two and three ranks with a link each, and over networks between them"),
+    "quantised": ("latency.quantised", "a pass and a token with the same target in bf16, fp8 and int4"),
     "gate": ("latency.exact", "whether every tree writes the ids of transformers, every layer streamed"),
     "main-job": ("latency.main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
     "prediction": ("latency.prediction", "what the plan promises beside what the paper measured on an L40"),
@@ -31,7 +32,7 @@ COMMANDS = {  # name: file, what it answers
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
     "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
     "choice": ("studies.choice", "whether the tree of --tree auto is the best one, really streamed"),
-    "retrieval": ("studies.retrieval", "tokens per sweep by nodes, continuation and match of retrieval (REST)"),
+    "expansion": ("studies.expansion", "GB/s of expanded weights by kind of words: torch, numba; beside a copy"),
     "chains": ("studies.chains", "what chains of guesses yield beside the formulas of speculative decoding"),
     "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),
 }

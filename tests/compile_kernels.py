@@ -17,7 +17,11 @@ import torch
 from no_gpu import tell_compiled
 from torch import Tensor
 
+from offload.bench.harness.expansions import samples
 from offload.kernels.draw_without_replacement import draw_without_replacement_kernel
+from offload.kernels.encode_exponents import encode_exponents_reference
+from offload.kernels.expand_exponents import expand_exponents_kernel
+from offload.kernels.expansion import KERNELS
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
@@ -56,6 +60,19 @@ def match(seed: int, temperature: float) -> None:
     match_rows_kernel(logits_NV, torch.arange(3), seed, temperature=temperature)
 
 
+def expand(index: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
+    """Of the kind of words with this number."""
+    sample = samples(num_rows, num_columns)[index]
+    sample.expand(KERNELS, torch.empty(sample.out_shape, dtype=dtype))
+
+
+def exponents(num_weights: int, width: int, dtype: torch.dtype) -> None:
+    words = encode_exponents_reference(torch.zeros(num_weights, dtype=torch.int16), 120, width)
+    start_C = torch.zeros(len(words.count_C) + 1, dtype=torch.int64)
+    expand_exponents_kernel(*words[:3], start_C, torch.tensor([120]), torch.zeros(num_weights, dtype=dtype))
+
+
+NUM_SAMPLES = len(samples(256, 256))
 DISTRIBUTION = torch.zeros(2, 32000)
 # What is compiled, and what then must come from the cache: other lengths, seeds, positions, 1 and multiples of 16.
 ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
@@ -68,7 +85,10 @@ ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (attention, [(64, 300, 77, 50), (64, 320, 64, 64)]),
     (attention, [(8, 300, 1, None), (8, 1, 1, None)]),
     (attention, [(64, 300, 77, None, MAX_WIDTH)]),
+    *((expand, [(index, 256, 768, torch.bfloat16), (index, 768, 256, torch.bfloat16)]) for index in range(NUM_SAMPLES)),
     (attention, [(64, 300, 77, None, MAX_WIDTH, torch.float32)]),
+    (exponents, [(5000, 4, torch.bfloat16), (4096, 4, torch.bfloat16), (1, 4, torch.bfloat16)]),
+    (exponents, [(5000, 3, torch.float16), (4096, 3, torch.float16), (1, 3, torch.float16)]),
 ]
 
 is_repeated = False

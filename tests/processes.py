@@ -2,10 +2,10 @@
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
+from offload.cli.launch import free_port
 from offload.planning.place import Place
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line has it
@@ -49,13 +49,6 @@ class Ranks:
         for rank in ranks:
             self.by_rank[rank].kill()
             self.by_rank[rank].join()
-
-
-def free_port() -> int:
-    """One that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run(work: Callable[..., None], told: Any, place: Place, *args: Any) -> None:

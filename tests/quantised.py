@@ -291,7 +291,9 @@ RECIPES: Mapping[str, Recipe] = {
     "gptq-8": Recipe(_gptq_config(8, -1), gptq(8, None)),
     "nf4": Recipe(_NF4, nf4(nested=False)),
     "nf4-nested": Recipe(_NF4 | {"bnb_4bit_use_double_quant": True}, nf4(nested=True)),
-    "nvfp4": Recipe(_compressed_config("nvfp4-pack-quantized", type="float", group_size=16), nvfp4),
+    "nvfp4": Recipe(
+        _compressed_config("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16), nvfp4
+    ),
     "mxfp4": Recipe(_MXFP4, mxfp4),
 }
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from offload.bench.harness.promises import WrongTokenError
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.hub import open_headers
 from offload.config import Sampling
 from offload.engine.build import resident_model
 from offload.engine.decoder import Decoder
@@ -108,7 +108,7 @@ def reference(target: Path, draft: Path | None, ram: int | str | None) -> Iterat
     Args:
         target: the model itself, or the small one that an inflated target was made from.
     """
-    checkpoint = open_checkpoint(target)
+    checkpoint = open_headers(target)
     num_bytes = sum(path.stat().st_size for path in checkpoint.shards)
     if draft is None or 3 * num_bytes < available_ram_bytes():  # stored in 16 bits it doubles, and some is left
         model = resident_model(checkpoint, "float32")

@@ -1,4 +1,4 @@
-"""What a sweep yields against the size of the tree, a table where there is one size only; or against several numbers.
+"""What a sweep yields against the size of the tree, a table where there is one size only.
 
 And the runs of a pipeline over time, from the moment each is issued to the moment it is back.
 
@@ -32,29 +32,6 @@ def require_pictures() -> None:
 def draw_sizes(rows: Sequence[Row], settings: Row, path: Path) -> None:
     """Rows of `decode`: a line per temperature, rule and kind of tree, in the order of their sizes."""
     figure_of(rows, settings).savefig(path)
-
-
-def draw_sweeps(rows: Sequence[Row], settings: Row, path: Path) -> None:
-    """A panel for each number that was varied, in the order of the rows."""
-    sweeps_of(rows, settings).savefig(path)
-
-
-def sweeps_of(rows: Sequence[Row], settings: Row) -> "Figure":
-    """The picture itself; `settings` name the models."""
-    from matplotlib.figure import Figure
-
-    numbers = list(dict.fromkeys(row["number"] for row in rows))
-    figure = Figure(figsize=(9.5, 3.4), dpi=120, layout="constrained")
-    figure.suptitle(_title(settings), fontsize=9)
-    for place, number in zip(figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0], numbers, strict=True):
-        own = [(row["value"], row["tokens_per_sweep"]) for row in rows if row["number"] == number]
-        place.plot(*zip(*own, strict=True), marker="o")
-        place.set_xscale("log", base=2)
-        place.set_xticks([value for value, _ in own], [str(value) for value, _ in own])
-        place.minorticks_off()
-        place.set(xlabel=number, ylim=(0, 1.05 * max(row["tokens_per_sweep"] for row in rows)))
-    figure.axes[0].set_ylabel("tokens per sweep")
-    return figure
 
 
 def draw_flights(rows: Sequence[Row], settings: Row, path: Path) -> None:

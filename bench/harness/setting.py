@@ -17,8 +17,8 @@ from offload.bench.harness.plain_reader import plain_rate
 from offload.bench.harness.synthetic import LLAMA_2_7B, LLAMA_2_70B, TINY, TINY_DRAFT, open_source, origin, sketch
 from offload.calibration.link import copy_bytes_per_s
 from offload.checkpoint.generation_config import start_tokens
-from offload.checkpoint.hub import fetch
-from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.hub import fetch, open_headers
+from offload.checkpoint.safetensors import Checkpoint
 from offload.cli.console import Console
 from offload.cli.demo import PAIR, inflated_target
 from offload.config import parse_size, require
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
 
     @property
     def shards(self) -> Sequence[Path]:
-        return open_checkpoint(self.target).shards
+        return open_headers(self.target).shards
 
     @property
     def is_synthetic(self) -> bool:
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
 
     def open_streamed(self, tree: str, **options: Any) -> Decoder:
         """The same with every layer streamed: the budget is the least that works. Raises `UserError`."""
-        files = Files(open_checkpoint(self.target), None if self.draft is None else open_checkpoint(self.draft))
+        files = Files(open_headers(self.target), None if self.draft is None else open_headers(self.draft))
         how = {"context": options["context"], "dtype": options.get("dtype", "auto")}
         plan = partial(plan_memory, files, num_nodes=parse_tree(tree).num_nodes, **how)
         if self.opened is None:
@@ -95,7 +95,7 @@ class Setting(NamedTuple):
 
     def prove(self, written: Sequence[Written]) -> Proof:
         """The gate; call it when all measuring is over and decoders are closed. Raises `UserError`."""
-        start = start_tokens(open_checkpoint(self.origin))
+        start = start_tokens(open_headers(self.origin))
         begun = [run._replace(prompt_ids=with_start(run.prompt_ids, start)) for run in written]
         with reference(self.origin, None if self.is_synthetic else self.draft, self.ram_bytes) as score:
             return prove(begun, score)
@@ -116,7 +116,7 @@ def find_setting(model: str | None, draft: str | None, size: str, ram: str | Non
         return Setting(target.directory, small[0].directory if small else None, target.directory, budget_bytes)
     size_bytes = parse_size(size, "--size")
     made = inflated_target(size_bytes, partial(screen.bytes_landed, label="making the target"))
-    named = PAIR / "draft" if draft is None else open_checkpoint(draft).directory
+    named = PAIR / "draft" if draft is None else open_headers(draft).directory
     return Setting(made, named, PAIR / "target", parse_size(ram or size_bytes // 4, "--ram"))
 
 

@@ -19,7 +19,7 @@ from offload.bench.harness.prompts import Prompt, encoded, prompts
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PRETEND, PROMPT_TOKENS, Setting
 from offload.bench.harness.steps import Pass, PassRunner, draft_passes
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.hub import open_headers
 from offload.checkpoint.sizes import model_shape
 from offload.engine.decoder import Decoder
 
@@ -105,7 +105,7 @@ def _row(name: str, num_nodes: int, seconds: list[float], floor_s: float) -> Row
 def draft_rows(setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], budget_s: float) -> Iterator[Row]:
     """A forward of the draft against its rows, beside reading its weights once."""
     assert setting.draft is not None, "there is a draft"
-    shape, rate = model_shape(open_checkpoint(setting.draft)), memory_bytes_per_s(setting.opened)
+    shape, rate = model_shape(open_headers(setting.draft)), memory_bytes_per_s(setting.opened)
     least_s = (sum(shape.layer_bytes) + shape.head_bytes) / rate
     curve = draft_passes(decoder, prompt_ids, budget_s)
     for width, seconds in zip(curve.sizes, curve.seconds, strict=True):
@@ -115,7 +115,7 @@ def draft_rows(setting: Setting, decoder: Decoder, prompt_ids: Sequence[int], bu
 
 def compute_s(setting: Setting, num_rows: int) -> float:
     """The least that the products of so many rows take, at the rate of the target's own largest matrix."""
-    target = open_checkpoint(setting.target)
+    target = open_headers(setting.target)
     rate = flops_per_s(setting.opened, target.config["intermediate_size"], target.config["hidden_size"])
     return 2 * model_shape(target).num_weights * num_rows / rate
 

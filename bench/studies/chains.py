@@ -3,33 +3,21 @@
 Tokens per pass and alpha do not depend on streaming, so they are measured on the packaged pair as it is, by the
 paper's own rule, which is `specinfer` on a chain. What a pass takes is measured with the target inflated and streamed,
 lengths in turns. c is a draft step over a pass without guesses; the expected gain is Theorem 3.8 for that alpha and c.
-
-The last lines are their section A.4: how many steps of a beam search one pass of the target would settle, an estimate.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from statistics import mean, median
 from time import perf_counter
 from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from offload.bench.harness.command import Bench, command, say_link, say_table
 from offload.bench.harness.gate import Written
 from offload.bench.harness.prompts import Prompt, encoded
 from offload.bench.harness.record import Row
 from offload.bench.harness.setting import Setting, find_setting, resident_pair
-from offload.bench.studies.beams import Beam, Floats, LogProbs, beam_steps_per_run
-from offload.checkpoint.safetensors import open_checkpoint
-from offload.cli.demo import PAIR
 from offload.config import Sampling, parse_size
-from offload.engine.build import resident_model
-from offload.model.kv_cache import KVCache
-from offload.model.weights import StreamedModel
 from offload.planning.chains import tokens_per_run, wall_clock_gain
 from offload.stats import Estimate
 from offload.tree.topology import chain
@@ -45,13 +33,11 @@ class Effort(NamedTuple):
     num_tokens: int  # of every run
     lengths: tuple[int, ...]
     num_steps: int  # streamed, of every length and prompt
-    num_beam_steps: int  # of the first two prompts
-    draft_beams: tuple[int, ...]
     temperatures: tuple[float, ...] = (0.0, 1.0)
 
 
-FULL = Effort(8, 160, (1, 2, 3, 5, 7, 10, 14), 6, 24, (4, 8, 16))
-QUICK = Effort(3, 48, (1, 3, 7), 3, 6, (4, 8))
+FULL = Effort(8, 160, (1, 2, 3, 5, 7, 10, 14), 6)
+QUICK = Effort(3, 48, (1, 3, 7), 3)
 
 
 class Yield(NamedTuple):
@@ -123,36 +109,6 @@ def rows_of(yields: Sequence[Yield], times: dict[int, Times]) -> list[Row]:
     return rows
 
 
-def beam_rows(effort: Effort, texts: Sequence[Sequence[int]]) -> list[Row]:
-    """Steps of a beam search that one pass of the target would settle, by the width of the draft's search."""
-    target, draft = (resident_model(open_checkpoint(path), "float32") for path in (PAIR / "target", PAIR / "draft"))
-    rows = list[Row]()
-    try:
-        for width in effort.draft_beams:
-            count = partial(beam_steps_per_run, _log_probs(target), _log_probs(draft), width=4, draft_width=width)
-            steps = [n for ids in texts for n in count(ids, gamma=4, num_steps=effort.num_beam_steps)]
-            rows.append({"beams": 4, "draft_beams": width, "gamma": 4, "steps_per_pass": mean(steps)})
-    finally:
-        target.close()
-        draft.close()
-    return rows
-
-
-def _log_probs(model: StreamedModel) -> LogProbs:
-    def log_probs(beams: Sequence[Beam]) -> Floats:
-        return np.stack([_last_row(model, beam) for beam in beams])
-
-    return log_probs
-
-
-def _last_row(model: StreamedModel, beam: Beam) -> Floats:
-    size = len(beam)
-    causal_TT, cache = torch.ones(size, size, dtype=torch.bool).tril(), KVCache(model.num_layers, size)
-    logits_1V = model.forward(torch.tensor(beam), torch.arange(size), causal_TT, cache, num_logits=1)
-    row_V: Floats = logits_1V[-1].double().log_softmax(-1).numpy()
-    return row_V
-
-
 @command("chains", "size quick")
 def main(bench: Bench) -> None:
     """Chains beside the formulas of speculative decoding; eight minutes on two cores, under one with --quick."""
@@ -166,11 +122,8 @@ def main(bench: Bench) -> None:
     proof = bench.prove(setting, written)
     rows = [bench.row(row) for row in rows_of(yields, times)]
     say_table(["T, gamma", "alpha", "+-", "tokens/pass", "expected", "gain", "expected"], map(_cells, rows))
-    beams = [bench.row(row) for row in beam_rows(effort, [one.prompt_ids for one in written[:2]])]
-    for row in beams:
-        print("beam search, {beams} beams, {draft_beams} of the draft: {steps_per_pass:.2f} steps a pass".format(**row))
     settings = {**setting.as_dict(), "prompts": names, "rule": RULE}
-    bench.finish(rows + beams, settings=settings, ceiling={"bytes_per_s": ceiling}, proof=proof)
+    bench.finish(rows, settings=settings, ceiling={"bytes_per_s": ceiling}, proof=proof)
 
 
 def _cells(row: Row) -> list[str]:

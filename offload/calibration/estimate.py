@@ -5,7 +5,8 @@ from a profile of `offload tune`; where only the link is known, a prediction is 
 sweep are a range, from pairs that papers measured, where nobody has measured this one. No torch but for a GPU, or to
 count a model that only torch can build.
 
-Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link.
+Invariant: no weights are fetched, and none are read but for the 0.3 s that measure the link, and a few pieces whose
+exponents tell what packing would win.
 """
 
 import math
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.link import link_bytes_per_s
 from offload.checkpoint.hub import is_here
+from offload.checkpoint.packing_forecast import PackingForecast, as_packed, forecast
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.vocabulary import require_one_vocabulary
@@ -42,6 +44,7 @@ if TYPE_CHECKING:  # it brings torch along, which other machines are planned wit
     from offload.streaming.device import Device
 
 MAX_NODES = 1024  # of a tree that is chosen for a GPU
+_WORTH_PACKING = 0.95  # of a model's bytes, packed; above it nobody packs
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
 
 
@@ -65,6 +68,19 @@ class ModelFacts(NamedTuple):
         return cls(name, count, num_bytes, is_held=shape is not None)
 
 
+class Packing(NamedTuple):
+    """What `offload pack` would make of the target, and of a sweep with the same tree."""
+
+    forecast: PackingForecast
+    streamed_bytes: int | None  # of a sweep; None where the packed model needs more memory than there is
+    sweep_s: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For programs."""
+        own = {"bytes_per_sweep": self.streamed_bytes, "sweep_s": self.sweep_s}
+        return {**self.forecast._asdict(), "share": self.forecast.share, **own}
+
+
 class Estimate(NamedTuple):
     """What is known before anything is loaded."""
 
@@ -77,6 +93,7 @@ class Estimate(NamedTuple):
     basis: str  # of the tokens per sweep, in words
     notes: tuple[str, ...]
     is_measured: bool  # the link, here and now
+    packing: Packing | None  # None where there is nothing to pack
 
     @property
     def sweep_s(self) -> float | None:
@@ -99,6 +116,7 @@ class Estimate(NamedTuple):
             "hardware": self.hardware.name if self.hardware else None,
             "predictions": [prediction.as_dict() for prediction in self.predictions],
             "basis": self.basis,
+            "packing": self.packing and self.packing.as_dict(),
             "notes": list(self.notes),
         }
 
@@ -161,7 +179,8 @@ def estimate(
     if machine is not None and disk_bytes_per_s is not None:
         machine = replace(machine, disk_bytes_per_s=disk_bytes_per_s)
     check_held(draft, options.draft_dtype, None)
-    files = files_of([describe(str(name)) for name in models_to_read(model, draft)], draft, options.draft_dtype)
+    names = list(map(str, models_to_read(model, draft)))
+    files = files_of(list(map(describe, names, [options.config, None])), draft, options.draft_dtype)
     if files.draft is not None and copy_bits(draft) is None:
         require_one_vocabulary(files.target, files.draft)
     tree, device = planned_tree(options, draft, tokens_per_sweep), _find_device(options, machine)
@@ -180,7 +199,8 @@ def estimate(
             plan = case.plan(predictions[-1].shape.num_nodes)
     is_measured = link is not None and machine is None and disk_bytes_per_s is None
     notes = _notes(case, link, plan)
-    return Estimate(models, plan, machine, link, predictions, costs is None, basis, notes, is_measured)
+    packing = _packing(case, link, plan.num_nodes)
+    return Estimate(models, plan, machine, link, predictions, costs is None, basis, notes, is_measured, packing)
 
 
 def planned_tree(options: LoadOptions, draft: str | None, tokens_per_sweep: float | None) -> TreeSpec:
@@ -325,6 +345,19 @@ def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: 
     if case.tree.kind == "auto_chain":
         label = f"chain:{shape.depth}"
     return Prediction(label, shape, step_time(costs, Traffic.of(plan, case.hardware), shape), tokens)
+
+
+def _packing(case: _Case, link: float | None, num_nodes: int) -> Packing | None:
+    """By exponents of a few weights where they lie here."""
+    found = forecast(case.files.target)
+    if found is None or found.share > _WORTH_PACKING:
+        return None
+    try:
+        plan = case.room.plan(case.files._replace(target=as_packed(case.files.target, found)), num_nodes)
+    except UserError:  # what weights are expanded into takes room as well
+        return Packing(found, None, None)
+    streamed_bytes = Traffic.of(plan, case.hardware).streamed_bytes
+    return Packing(found, plan.streamed_bytes, None if link is None else streamed_bytes / link)
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
 
 def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """As transformers finds them: what the generation config says goes before the model's."""
-    path = checkpoint.directory / _NAME
+    path = checkpoint.small_files / _NAME
     return {**checkpoint.config, **(read_json(path) if os.path.isfile(path) else {})}
 
 
@@ -56,7 +56,8 @@ def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
 def _read(model: str) -> dict[str, Any]:
     folder = Path(os.path.expanduser(model))
     if not os.path.isdir(folder):
-        folder = _from_hub(model) if is_hub_id(model) else folder
+        is_file = os.path.isfile(folder)  # GGUF
+        folder = folder.parent if is_file else _from_hub(model) if is_hub_id(model) else folder
     return read_json(folder / _NAME) if os.path.isfile(folder / _NAME) else {}
 
 

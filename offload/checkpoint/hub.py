@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.gguf import gguf_file, open_gguf
 from offload.checkpoint.safetensors import (
     Checkpoint,
     checked_entry,
@@ -38,27 +39,37 @@ def config_alone(model: str | os.PathLike[str]) -> Path | None:
     return path if os.path.isfile(path) and path.suffix == ".json" else None
 
 
-def open_headers(model: str | os.PathLike[str]) -> Checkpoint:
-    """A model as planning sees it: a folder or a hub id. Raises `UserError` for anything else."""
+def open_headers(model: str | os.PathLike[str], config: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """A model as planning sees it: a folder, a GGUF file or a hub id. Raises `UserError` for anything else.
+
+    `config` is the folder or hub id that a GGUF file was made from, for its config and tokenizer.
+    """
     is_name = isinstance(model, str | os.PathLike)
-    require(is_name, "a model must be a folder or a hub id", f"{model!r:.80}", "give its path or name")
-    path = Path(os.path.expanduser(model))
+    require(is_name, "a model must be a folder, a GGUF file or a hub id", f"{model!r:.80}", "give its path or name")
+    path, file = Path(os.path.expanduser(model)), gguf_file(model)
+    if file is not None:
+        return open_gguf(file, config)
+    require(config is None, "`config` goes with a model in a GGUF file", f"{model}", "leave it out")
     if not os.path.isdir(path) and is_hub_id(str(model)):
         return _on_the_hub(str(model))
     return open_checkpoint(model)
 
 
 def fetch(
-    models: Sequence[str | os.PathLike[str]], check: Callable[..., object], on_phase: Callable[[str], None]
-) -> tuple[Checkpoint, ...]:
-    """Checkpoints to read weights from, fetched if need be once `check` has found the headers of all models useful."""
-    headers = [open_headers(model) for model in models]
+    models: Sequence[str | os.PathLike[str]], check: Callable[..., object], on_phase: Callable[[str], None],
+    config: str | os.PathLike[str] | None = None,
+) -> tuple[Checkpoint, ...]:  # fmt: skip
+    """Checkpoints to read weights from, fetched if need be once `check` has found the headers of all models useful.
+
+    `config` is that of the first, see `open_headers`.
+    """
+    headers = [open_headers(model, None if index else config) for index, model in enumerate(models)]
     check(*headers)
     found = []
     for model, known in zip(models, headers, strict=True):
         if not is_here(known):
             on_phase(f"downloading {model}")
-        found.append(known if os.path.isdir(os.path.expanduser(model)) else open_checkpoint(model))
+        found.append(known if os.path.exists(os.path.expanduser(model)) else open_checkpoint(model))
     return tuple(found)
 
 

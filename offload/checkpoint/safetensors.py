@@ -31,6 +31,7 @@ _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind wo
 _READ_INSTEAD = "use a bf16, fp16, fp32 or fp8 checkpoint"
 _AGAIN = "download the checkpoint again"
 _LFS = b"version https://git-lfs"
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
 
 
@@ -58,6 +59,8 @@ class Checkpoint:
     shards: tuple[Path, ...]
     tensors: dict[str, TensorEntry]
     stamps: tuple[Stamp, ...] = ()  # of the shards as their headers were read; none where only headers are known
+    beside: Path | None = None  # folder of small files such as generation_config.json, where it is not `directory`
+    tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
     held: Held | None = None  # of a draft, that lies in memory in fewer bits
 
     @property
@@ -69,6 +72,16 @@ class Checkpoint:
     def num_bytes(self) -> int:
         companions = (entry.coded.num_bytes for entry in self.tensors.values() if entry.coded is not None)
         return sum(entry.num_bytes for entry in self.tensors.values()) + sum(companions)
+
+    @property
+    def small_files(self) -> Path:
+        """Where small files lie."""
+        return self.beside or self.directory
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Folder, or GGUF file, for `load_tokenizer`; it need not have one."""
+        return self.tokenizer or self.directory
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
@@ -87,7 +100,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
                 tensors[name] = entry
     for name, file in (weight_map or {}).items():
         if name not in tensors:
-            raise _damaged(f"{directory.name}: the index places {name} in {file}, which lacks it")
+            raise damaged(f"{directory.name}: the index places {name} in {file}, which lacks it")
     return Checkpoint(directory, config, shards, weights_of(directory.name, config, tensors), tuple(stamps))
 
 
@@ -110,9 +123,6 @@ def _language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> 
         for name, entry in tensors.items()
         if _TEXT_PART in name or name.startswith("lm_head.")
     }
-
-
-_NOT_GGUF = "give the folder or hub id of the same model in safetensors, bf16, fp16 or fp32"
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
@@ -140,14 +150,31 @@ def _decoded_dtype(entry: TensorEntry) -> str:
 
 def read_header(path: Path, shard: int = 0) -> tuple[dict[str, TensorEntry], Stamp]:
     """A safetensors file's header, and its stamp. Raises `UserError` where the header contradicts the file."""
+    raw, stamp = read_raw_header(path)
+    return parse_header(path, raw, stamp.num_bytes, shard), stamp
+
+
+def read_raw_header(path: Path) -> tuple[bytes, Stamp]:
+    """The JSON that a safetensors file begins with, and the file's stamp. Raises `UserError` where there is none."""
     try:
-        raw, stamp = _raw_header(path)
+        return _raw_header(path)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
+
+
+def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dict[str, TensorEntry]:
+    """What a header says of a file of so many bytes. Raises `UserError` where it contradicts itself, or the file."""
     data_lo = 8 + len(raw)
-    entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in _parse_json(path, raw).items()}
-    _check_extents(path, entries, stamp.num_bytes)
-    return entries, stamp
+    found, _ = _parse_json(path, raw)
+    entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in found.items()}
+    check_extents(path, entries, file_bytes)
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says of itself. Raises `UserError` where its header cannot be read."""
+    _, metadata = _parse_json(path, read_raw_header(path)[0])
+    return {key: value for key, value in metadata.items() if isinstance(value, str)}
 
 
 def _raw_header(path: Path) -> tuple[bytes, Stamp]:
@@ -160,27 +187,30 @@ def _raw_header(path: Path) -> tuple[bytes, Stamp]:
         file.seek(8)
         header_bytes = int.from_bytes(start[:8], "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
-            raise _damaged(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}")
+            raise damaged(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}")
         return file.read(header_bytes), stamp
 
 
-def _damaged(what: str) -> UserError:
+def damaged(what: str) -> UserError:
+    """What to tell of a file that contradicts itself."""
     return UserError(f"{what}: {_AGAIN}")
 
 
-def _unreadable(path: Path, error: OSError) -> UserError:
+def unreadable(path: Path, error: OSError) -> UserError:
+    """What to tell of a file that the system does not give."""
     return UserError(f"cannot read {path} ({error.strerror}): check that it is a file and yours to read")
 
 
-def _parse_json(path: Path, raw: bytes) -> dict[str, Any]:
+def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors, and what the file says of itself."""
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _damaged(f"{path.name}: its header is not valid JSON ({reason(error)})") from None
+        raise damaged(f"{path.name}: its header is not valid JSON ({reason(error)})") from None
     if not isinstance(header, dict):
-        raise _damaged(f"{path.name}: its header is a JSON {type(header).__name__}, not an object")
-    header.pop("__metadata__", None)
-    return header
+        raise damaged(f"{path.name}: its header is a JSON {type(header).__name__}, not an object")
+    metadata = header.pop("__metadata__", None)
+    return header, metadata if isinstance(metadata, dict) else {}
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -199,21 +229,22 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise _damaged(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}")
+        raise damaged(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}")
     wanted = STORED[dtype].stored_bytes(shape) if dtype in STORED else hi - lo
     if wanted != hi - lo:
-        raise _damaged(f"{path.name}: {name} of shape {shape} and {dtype} needs {wanted} bytes, has {hi - lo}")
+        raise damaged(f"{path.name}: {name} of shape {shape} and {dtype} needs {wanted} bytes, has {hi - lo}")
     return TensorEntry(shard, dtype, tuple(shape), data_lo + lo, data_lo + hi)
 
 
-def _check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
+def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
+    """Raises `UserError` where tensors leave the file or lie over each other."""
     end, before = 0, ""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi)):
         if entry.hi > file_bytes:
             where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
             raise UserError(f"{path.name}: {where}: truncated, download the checkpoint again")
         if entry.lo < end:
-            raise _damaged(f"{path.name}: {name} and {before} overlap")
+            raise damaged(f"{path.name}: {name} and {before} overlap")
         end, before = entry.hi, name
 
 
@@ -227,12 +258,15 @@ def _resolve(model: str | os.PathLike[str], wanted: Sequence[str] = ("*.safetens
     if os.path.isdir(path):
         return path
     if os.path.exists(path):
-        if path.suffix == ".gguf":
-            raise UserError(f"{path.name} is a GGUF file: {_NOT_GGUF}")
         raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
     return _download(str(model), wanted)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a folder has files that a tokenizer is made of."""
+    return any(os.path.isfile(directory / name) for name in _TOKENIZERS)
 
 
 def is_hub_id(model: str) -> bool:
@@ -286,7 +320,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"no {path.name} in {path.parent}: give the folder of a Hugging Face model") from None
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def has_weights(directory: Path) -> bool:
@@ -304,7 +338,7 @@ def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | No
     if len(shards) == 1:
         return tuple(shards), None
     if shards:
-        raise _damaged(f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json")
+        raise damaged(f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json")
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
         raise UserError(
@@ -320,14 +354,11 @@ def _refuse_other_formats(directory: Path) -> None:
         raise UserError(
             f"{directory} holds an adapter, such as LoRA, without its model: merge it into the model, give the result"
         )
-    found = min((path.name for path in directory.glob("*.gguf")), default=None)
-    if found is not None:
-        raise UserError(f"{directory} has only GGUF weights ({found}): {_NOT_GGUF}")
 
 
 def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise _damaged(f"{directory}: model.safetensors.index.json has no usable weight_map")
+        raise damaged(f"{directory}: model.safetensors.index.json has no usable weight_map")
     names = sorted(set(weight_map.values()))
     _check_shard_names(directory, names)
     return tuple(directory / name for name in names)
@@ -336,6 +367,6 @@ def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
 def _check_shard_names(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise _damaged(f"{directory}: the index names {name!r}, which is not a file beside it")
+            raise damaged(f"{directory}: the index names {name!r}, which is not a file beside it")
         if not os.path.isfile(directory / name):
-            raise _damaged(f"{directory}: the index names {name}, which is missing")
+            raise damaged(f"{directory}: the index names {name}, which is missing")

@@ -223,7 +223,10 @@ def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) 
 
 def _projected_kv_width(checkpoint: Checkpoint) -> int:
     """Numbers per token in the keys and values of all layers, by the projections that make them; 0 where fused."""
-    rows = {name: math.prod(entry.shape[:1]) for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    projections = {name: entry for name, entry in checkpoint.tensors.items() if _KV_NAME.search(name)}
+    if any(len(entry.shape) != 2 for entry in projections.values()):  # headers do not say
+        return 0
+    rows = {name: entry.shape[0] for name, entry in projections.items()}
     keys = {name: width for name, width in rows.items() if name.endswith("k_proj.weight")}
     return sum(width + rows.get(name.replace("k_proj", "v_proj"), width) for name, width in keys.items())
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from offload.checkpoint.small_files import replacing
-from offload.encoding.registry import PLAIN_OF
+from offload.encoding.registry import STORED
 
 SUM = "crc32"  # the note that has the checksum of all that lies behind the header
-_TYPES = {torch.int64: "I64"} | {getattr(torch, name): encoding.name for name, encoding in PLAIN_OF.items()}
+_TYPES = {getattr(torch, encoding.dtype): encoding.name for encoding in STORED.values()}
 
 
 def write_tensors(path: Path, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of whole or floating-point numbers, in this order, with notes about them. Raises `OSError`."""
+    """Write tensors of any type that the format has, in this order, with notes about them. Raises `OSError`."""
     with replacing(path) as scratch:
         _write(scratch, notes, tensors)
 

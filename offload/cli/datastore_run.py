@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.gguf import gguf_file
+from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import tokenizer_folder
 from offload.cli.console import Console
 from offload.cli.progress import plural
@@ -106,11 +108,11 @@ class _Progress:
 
 def load_coder(model: str) -> tuple[Coder, Callable[[Messages], str]]:
     """A model's tokenizer, and what makes one text of a conversation. Raises `UserError` where there is none."""
-    folder = tokenizer_folder(model)
+    folder = tokenizer_folder(model) if gguf_file(model) is None else open_headers(model).tokenizer_path
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer: name the model that the store is for")
-    is_folder = Path(model).expanduser().is_dir()
+    is_folder = Path(model).expanduser().exists()
     coder = Coder(str(folder.absolute()) if is_folder else model, tokenizer.get_vocab(), _encoder(tokenizer))
     return coder, (lambda messages: _in_template(tokenizer, messages)) if tokenizer.chat_template else joined
 

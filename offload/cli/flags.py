@@ -21,18 +21,27 @@ def _of_this_rank(context: typer.Context, param: typer.CallbackParam, text: str 
     return None if text is None else own_value(text, param.opts[0], _place(context))
 
 
-Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder or hub id of the target")]
+Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="folder, GGUF file or hub id of the target")]
 Draft = Annotated[
     str | None,
     typer.Option(
         "--draft", "-d", metavar="MODEL", help="small model with the same vocabulary; self:int4, self:int8: a copy"
     ),
 ]
+DraftDtype = Annotated[
+    str | None, typer.Option(metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored")
+]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
+]
 PromptFile = Annotated[
     Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
 ]
-DraftDtype = Annotated[
-    str | None, typer.Option(metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored")
+LargestTree = Annotated[
+    str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
+]
+Config = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="folder or hub id of what a GGUF target was made from; docs/gguf.md")
 ]
 Ram = Annotated[
     str | None,
@@ -159,15 +168,16 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 
 # The library's errors name arguments, in backticks; a person at the command line knows them by these names.
 _FLAG_OF = {
-    "context": "--context", "datastore": "--datastore", "device": "--device", "disk_speed": "--disk-speed",
-    "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype", "gpu_memory": "--gpu-mem",
+    "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
+    "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",
+    "gpu_memory": "--gpu-mem",
     "greedy": "--greedy",
     "hardware": "--hardware", "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit",
     "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram",
-    "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed",
-    "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
+    "out": "--out", "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule",
+    "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
     "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
-    "tree": "--tree",
+    "tree": "--tree", "verify": "--verify",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from offload.config import Sampling, require
 def plan(
     model: flags.Model,
     draft: flags.Draft = None,
+    config: flags.Config = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
@@ -61,12 +62,9 @@ def plan(
     from offload.planning.options import LoadOptions
 
     if ranks is not None:
-        given = {"hardware": hardware, "ram": ram, "gpu_memory": gpu_mem, "disk_speed": disk_speed}
-        given["device"] = None if device == "auto" else device
-        own = next((f"`{name}`" for name, value in given.items() if value is not None), None)
-        require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
+        _require_no_machine(hardware=hardware, ram=ram, gpu_memory=gpu_mem, disk_speed=disk_speed, device=device)
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile, draft_dtype=draft_dtype)  # fmt: skip
     with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
@@ -92,6 +90,12 @@ def plan(
     print(flags.as_flags(json.dumps(figures)) if as_json else fitted(flags.as_flags(lines), sys.stdout))
 
 
+def _require_no_machine(**given: object) -> None:
+    """Raises `UserError` for a flag that is of one machine."""
+    own = next((f"`{name}`" for name, value in given.items() if value not in (None, "auto")), None)
+    require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
+
+
 @app.command(
     short_help="Measure a pair of models on this machine.",
     epilog="""Examples:
@@ -110,10 +114,9 @@ def tune(
     rule: flags.RuleName = "match",
     seed: flags.Seed = 0,
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="positions to trace")] = 2048,
+    config: flags.Config = None,
     teacher_forced: Annotated[bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")] = False,
-    tree: Annotated[
-        str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
-    ] = None,
+    tree: flags.LargestTree = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,
@@ -129,7 +132,7 @@ def tune(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
         threads=threads, link_limit=link_limit, draft_dtype=draft_dtype,
     )  # fmt: skip
     check_models(model, draft, options)

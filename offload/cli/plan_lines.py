@@ -28,6 +28,7 @@ def answer_lines(
         ("layers", _layers_words(found.plan)),
         *([("a sweep", _sweep_words(found))] if found.plan.streamed_bytes else []),
         *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
+        *([("packing", _packing_words(found))] if found.packing and found.plan.streamed_bytes else []),
         *([("drafts", _drafts_words(drafts))] if drafts else []),
         *(("note", note) for note in found.notes),
     ]
@@ -110,6 +111,19 @@ def _sweep_words(found: "Estimate") -> str:
 
 _LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the limit",
            "compute": "computing is the limit", "draft": "drafting is the limit"}  # fmt: skip
+
+
+def _packing_words(found: "Estimate") -> str:
+    packing, plan = found.packing, found.plan
+    assert packing is not None, "others are not asked"
+    basis = "by its weights" if packing.forecast.is_sampled else "as usual"
+    words = f"offload pack leaves {packing.forecast.share:.0%} of the model, without loss ({basis})"
+    if packing.streamed_bytes is None:
+        return f"{words}, but needs more memory than this"
+    words += f": a sweep moves {_gb(packing.streamed_bytes)} instead of {_gb(plan.streamed_bytes)}"
+    if packing.sweep_s is None or found.sweep_s is None:
+        return words
+    return f"{words}, {seconds_words(packing.sweep_s)} s instead of {seconds_words(found.sweep_s)}"
 
 
 def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:

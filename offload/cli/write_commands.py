@@ -28,9 +28,8 @@ from offload.cli.session_file import found_session
 def generate(
     model: flags.Model,
     draft: flags.Draft = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
-    ] = None,
+    config: flags.Config = None,
+    prompt: flags.Prompt = None,
     file: flags.PromptFile = None,
     max_tokens: flags.NumTokens = 128,
     temp: flags.OwnTemp = None,
@@ -71,13 +70,13 @@ def generate(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule, threads=threads,
-        profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
-        ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks, pipeline=pipeline, slow_layer_s=slow_layer,
-        draft_dtype=draft_dtype)  # fmt: skip
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
+        lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
+        draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
-        sampling, note = choose_sampling(model, own, seed, console.wait)
+        sampling, note = choose_sampling(config or model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.text_run import write_text
             from offload.engine.request import Request
@@ -101,6 +100,7 @@ def generate(
 def chat(
     model: flags.Model,
     draft: flags.Draft = None,
+    config: flags.Config = None,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="what the model is told before the first question")
     ] = None,
@@ -143,14 +143,14 @@ def chat(
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
-        device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
+        config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
         ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
         draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
-        sampling, note = choose_sampling(model, own, seed, console.wait)
+        sampling, note = choose_sampling(config or model, own, seed, console.wait)
         with libraries(console):
             from offload.cli.repl import ChatOptions, converse
 

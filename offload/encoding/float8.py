@@ -1,7 +1,8 @@
 """Weights of 8 bits each, floating-point, with a scale for each block, row or tensor, as DeepSeek and Qwen store them.
 
 Their `weight_scale_inv` is a factor in spite of its name. Where sizes are no multiple of a block's, the last blocks are
-cut. compressed-tensors has the same numbers with a `weight_scale`.
+cut. compressed-tensors has the same numbers with a `weight_scale`, DeepSeek's later checkpoints with a `scale` of
+exponents, Mistral's with a `qscale_weight`.
 """
 
 import math
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-_SCALES = (".weight_scale_inv", ".weight_scale")
+_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
+_OF_ACTIVATIONS = (".input_scale", ".qscale_act")  # which are not rounded here
+_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two hold exponents alone
 _USUAL_BLOCK = (128, 128)
 _TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
@@ -50,7 +53,8 @@ class Float8:
         (stored,) = companions.values()
         scale = stored.float() if stored.element_size() > 1 else (stored.view(torch.uint8).float() - 127).exp2()
         if not bool(scale.isfinite().all()):
-            raise ValueError(f"scales must be finite, {int((~scale.isfinite()).sum())} are not")
+            num_wrong = int((~scale.isfinite()).sum())
+            raise ValueError(f"scales must be finite, {num_wrong} are not: download the checkpoint again")
         return {"scale": scale.reshape(self._grid(shape))}
 
     def expand(
@@ -72,9 +76,16 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
     weight, suffix = stored.get(".weight"), next((suffix for suffix in _SCALES if suffix in stored), None)
     if weight is None or suffix is None or weight.dtype not in _TYPES:
         return None
-    block, scale = _block(weight.shape, stored[suffix].shape, settings), stored[suffix]
+    scale = stored[suffix]
+    if scale.dtype not in _SCALE_TYPES:
+        raise ValueError(
+            f"{suffix} must be of type {', '.join(_SCALE_TYPES)}, is {scale.dtype}: take another checkpoint"
+        )
+    if len(weight.shape) < 2:
+        raise ValueError(f".weight must be a matrix or a stack of them, has shape {list(weight.shape)}: pack it again")
+    block = _block(weight.shape, scale.shape, settings)
     coding = Float8(weight.dtype, block)
-    if len(weight.shape) < 2 or 4 * math.prod(scale.shape) != coding.companion_bytes(weight.shape):
+    if 4 * math.prod(scale.shape) != coding.companion_bytes(weight.shape):
         raise ValueError(
             f"{suffix} must have one scale for each of its {block[0]}x{block[1]} numbers, has shape "
             f"{list(scale.shape)} for weights of {list(weight.shape)}: download the checkpoint again"
@@ -86,12 +97,22 @@ def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[s
     """How many rows and columns share a scale: all, those of one row, or what the config says."""
     if math.prod(scale_shape) == 1:
         return max(shape[-2], 1), max(shape[-1], 1)
-    if tuple(scale_shape) == (*shape[:-1], 1):
+    if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
         return 1, max(shape[-1], 1)
-    block = settings.get("weight_block_size") or _USUAL_BLOCK
+    block = settings.get("weight_block_size") or _block_structure(settings) or _USUAL_BLOCK
     if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [True, True]:
         raise ValueError(f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json")
     return block[0], block[1]
 
 
-FORMAT = Format((".weight", *_SCALES), _recognise)
+def _block_structure(settings: Mapping[str, Any]) -> Any:
+    """What compressed-tensors says of blocks."""
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and weights.get("block_structure"):
+            return weights["block_structure"]
+    return None
+
+
+FORMAT = Format((".weight", *_SCALES, *_OF_ACTIVATIONS), _recognise)

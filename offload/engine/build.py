@@ -3,6 +3,7 @@
 What reads no weights and what does are apart, so that everything that can be refused is refused in between.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -10,9 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from offload.calibration.expansion_choice import choose_expansion
+from offload.calibration.kernel_comparison import Outcome
 from offload.checkpoint.generation_config import generation_settings
 from offload.checkpoint.safetensors import Checkpoint
-from offload.checkpoint.vocabulary import other_vocabulary
+from offload.checkpoint.vocabulary import are_same, other_vocabulary
 from offload.drafting.base import Drafter
 from offload.drafting.registry import DRAFTERS, DrafterKind, Materials
 from offload.drafting.sources import Sources
@@ -66,11 +69,11 @@ def open_pair(
     end_ids = end_ids_of(files.target)
     resources.callback(target.close)
     notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]
-    tokenizer, draft = load_tokenizer(files.target.directory), None
+    tokenizer, draft = load_tokenizer(files.target.tokenizer_path), None
     if files.draft is not None:
         draft = open_model(files.draft, options.dtype, place)
         resources.callback(draft.close)
-        check_vocabulary(tokenizer, files.draft, target, draft)
+        check_vocabulary(tokenizer, files, target, draft)
     store = open_source(
         files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s
     )
@@ -92,6 +95,23 @@ def read_pair(pair: Pair, on_bytes: Progress) -> None:
         _fill(draft, source, count, pair.target)
         note = use_graphs(draft) if draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
+
+
+def pick_expansions(pair: Pair) -> list[Outcome]:
+    """How the coded weights of both models are expanded, and what the trials were."""
+    outcomes = list[Outcome]()
+    for model in filter(None, (pair.target, pair.draft)):
+        files = model.checkpoint
+        with ExitStack() as resources:
+            store = pair.store
+            if model is pair.draft:
+                store = pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)
+                resources.callback(store.close)
+            choice = choose_expansion(model, store.fetch, pair.device)
+        model.expand_with(choice.expansion)
+        pair.notes.extend(note for note in choice.notes if note not in pair.notes)
+        outcomes += choice.comparisons
+    return outcomes
 
 
 def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
@@ -138,15 +158,18 @@ class Words(NamedTuple):
 
 
 def check_vocabulary(
-    tokenizer: Tokenizer | None, draft: Checkpoint, target: StreamedModel | Words, drafter: StreamedModel
+    tokenizer: Tokenizer | None, files: Files, target: StreamedModel | Words, drafter: StreamedModel | Words
 ) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell.
 
     Raises `UserError`.
     """
-    draft_tokenizer, same = load_tokenizer(draft.directory), target.vocab_size == drafter.vocab_size
+    draft = files.draft
+    assert draft is not None, "there is one to compare with"
+    draft_tokenizer, same = load_tokenizer(draft.tokenizer_path), target.vocab_size == drafter.vocab_size
     if tokenizer is not None and draft_tokenizer is not None:
-        same = tokenizer.get_vocab() == draft_tokenizer.get_vocab()
+        is_exact = not any(os.path.isfile(one.tokenizer_path) for one in (files.target, draft))
+        same = are_same(tokenizer.get_vocab(), draft_tokenizer.get_vocab(), is_exact=is_exact)
     if not same:
         raise other_vocabulary(draft.directory.name, target.vocab_size, drafter.vocab_size)
     if target.start != drafter.start:

@@ -1,6 +1,5 @@
 """What a rank measures of itself before it takes its share of a model: memory, link and computing."""
 
-from dataclasses import replace
 from statistics import median
 
 import torch
@@ -13,17 +12,10 @@ from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import parse_size
 from offload.engine.team import Given
 from offload.memory.plan import MemoryPlan
-from offload.planning.room import Room
 from offload.planning.shares import RankCapacity
 
-_ROOMY = 1 << 50
 _TYPICAL_ROWS, _MOST_WIDTH, _NUM_TIMES = 64, 4096, 9
 _DEVICE_LINK_BYTES_PER_S = 25e9  # assumed of a GPU: 16 lanes of PCIe 4, as achieved; its disk is measured
-
-
-def roomy(room: Room) -> Room:
-    """However much memory there is, to see what everything but layers takes."""
-    return replace(room, ram=_ROOMY, gpu=None if room.gpu is None else _ROOMY)
 
 
 def capacity_of(given: Given, held: MemoryPlan, *, shares_kv: bool) -> RankCapacity:
@@ -32,15 +24,14 @@ def capacity_of(given: Given, held: MemoryPlan, *, shares_kv: bool) -> RankCapac
     Args:
         held: a roomy plan, for what it holds beside layers; keys and values count with them where ranks share those.
     """
-    room, files = given.room, given.files
-    held_bytes = held.fixed_bytes - (held.kv_bytes if shares_kv else 0)
-    disk = link_bytes_per_s(files.target.shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
-    ram_bytes, compute_s = parse_size(room.ram, "`ram`"), _compute_s(given)
-    if room.gpu is None:
-        return RankCapacity(ram_bytes - held_bytes, disk, compute_s)
-    host_bytes = max(0, ram_bytes - held.runtime_bytes - held.table_bytes)
-    gpu_bytes = parse_size(room.gpu, "`gpu_memory`")
-    return RankCapacity(gpu_bytes - held_bytes, _DEVICE_LINK_BYTES_PER_S, compute_s, host_bytes, disk)
+    room, shards = given.room, given.files.target.shards
+    disk = link_bytes_per_s(shards, limit_bytes_per_s=given.options.limit_bytes_per_s)
+    gpu_bytes = None if room.gpu is None else parse_size(room.gpu, "`gpu_memory`")
+    return RankCapacity.beside(
+        held, 0 if shares_kv else held.kv_bytes, ram_bytes=parse_size(room.ram, "`ram`"), gpu_bytes=gpu_bytes,
+        link_bytes_per_s=disk if gpu_bytes is None else _DEVICE_LINK_BYTES_PER_S, disk_bytes_per_s=disk,
+        compute_s=_compute_s(given),
+    )  # fmt: skip
 
 
 def _compute_s(given: Given) -> float:

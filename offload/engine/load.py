@@ -20,8 +20,8 @@ from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choos
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
-from offload.engine.build import Pair, counter, open_pair, read_pair
-from offload.engine.compute_type import computed_instead
+from offload.engine.build import Pair, counter, open_pair, pick_expansions, read_pair
+from offload.engine.compute_type import settled_dtype
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
@@ -56,13 +56,11 @@ def load(
     ram: str | int | None = None,
     tree: str = "auto",
     rule: str = "match",
-    *,
-    lenience: float = 1.0,
+    *, config: str | os.PathLike[str] | None = None, lenience: float = 1.0,
     device: str | Device = "auto",
     gpu_memory: str | int | None = None,
     dtype: str = "auto", draft_dtype: str | None = None,
-    context: int | None = None,
-    threads: int | None = None,
+    context: int | None = None, threads: int | None = None,
     request: Request | None = None,
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
@@ -75,7 +73,8 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model, draft: folders or hub ids of the target and of a small model with its vocabulary, or `self:int4`.
+        model, draft: folders, GGUF files or hub ids of the target and a small model of its vocabulary; or `self:int4`.
+        config: folder or hub id that a target in GGUF was made from, see docs/gguf.md.
         ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine, and
             `chain:auto` the length of chains, again in every step.
@@ -101,8 +100,8 @@ def load(
     is_device = isinstance(device, str) or hasattr(device, "place")
     require(is_device, "`device` must be auto, cpu, cuda, cuda:N or an open one", repr(device), "try `device` auto")
     options = LoadOptions(
-        device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram, dtype=dtype,
-        context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
+        config=config, device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram,
+        dtype=dtype, context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
         invariant=invariant, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
         datastore=datastore, ranks=ranks, pipeline=pipeline, draft_dtype=draft_dtype,
     )  # fmt: skip
@@ -129,9 +128,8 @@ def open_decoder(
     room = Room.of(options, str(device.place) if device else None)
     with ExitStack() as resources:
         files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
-        instead = computed_instead(files.target, options.dtype, device.place if device else None)
-        if instead is not None:
-            options, room = replace(options, dtype=instead), replace(room, dtype=instead)
+        dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
+        options, room = replace(options, dtype=dtype), replace(room, dtype=dtype)
         given = Given(files, options, room, device, open_source, hooks)
         if roles is not None and not roles.is_sharded:
             from offload.engine.stages import open_pipeline  # what torch.distributed brings takes time
@@ -166,9 +164,7 @@ def open_decoder(
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
-        if instead is not None:
-            pair.notes.append(f"computing in {instead}: CPUs are slow with float16 (`dtype` float16 to have it)")
-        pair.notes.extend([*team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
+        pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
@@ -191,7 +187,7 @@ def _read_headers(
     as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
     least_nodes = 1 if spec.is_chosen else spec.num_nodes
     refuse = (lambda *headers: room.plan(as_files(headers), least_nodes)) if options.ranks is None else _accept
-    return as_files(fetch(models_to_read(model, draft), refuse, on_phase))
+    return as_files(fetch(models_to_read(model, draft), refuse, on_phase, options.config))
 
 
 def _join(given: Given, resources: ExitStack, transport: Transport | None) -> Team:
@@ -266,11 +262,13 @@ def _link_to_device(pair: Pair, plan: MemoryPlan) -> float:
 
 
 def _pick_kernels(pair: Pair, trees: Trees, plan_for: PlanFor, sampling: Sampling) -> KernelChoice:
-    """On a GPU those that are faster than what runs without them, at the size of the largest tree that may be."""
+    """What expands weights, and on a GPU what is faster than what runs without it at the size of the largest tree."""
+    expanded = tuple(pick_expansions(pair))
     if pair.device is None or not is_for_kernels(pair.device.place):
-        return NO_KERNELS
+        return NO_KERNELS._replace(comparisons=expanded)
     plan = plan_for(trees.most_nodes)
-    return choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.device)
+    choice = choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.device)
+    return choice._replace(comparisons=(*choice.comparisons, *expanded))
 
 
 def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:

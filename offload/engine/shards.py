@@ -13,13 +13,11 @@ import torch
 
 from offload.calibration.quick import timed
 from offload.calibration.startup import pick_threads
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
-from offload.checkpoint.section import Section
+from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
-from offload.engine.capacity import capacity_of, roomy
+from offload.engine.capacity import capacity_of
 from offload.engine.meeting import meet
 from offload.engine.team import Given, Team
-from offload.errors import UserError
 from offload.machine import peak_rss_bytes, rss_bytes
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files
@@ -28,9 +26,9 @@ from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve
 from offload.planning.exchange import Gathers
 from offload.planning.shares import Load, RankCapacity, shard_fractions
-from offload.ranks.agreement import agree_on, hear_head, tell_all
+from offload.ranks.agreement import agree_on, hear_head, tell_all, try_together
 from offload.ranks.exchange import Exchange, cut_model
-from offload.ranks.layout import gathered_widths, shard_files
+from offload.ranks.layout import gathered_widths, layers_alone, shard_files
 from offload.ranks.sharded import ShardedTarget, serve_shard
 from offload.ranks.sharding import Sharding, share_layers
 from offload.ranks.transport import Transport
@@ -72,11 +70,11 @@ class Shards(Team):
     def settle(self, plan: MemoryPlan) -> None:
         """The others plan for as many rows and positions. Raises `UserError` where one has no room."""
         hear_head(self.transport, [plan.num_nodes, plan.context])
-        agree_on(self.transport, None)
+        agree_on(self.transport)
 
     def target(self, model: StreamedModel, stream: Layers, plan: MemoryPlan, **more: Any) -> ShardedTarget:
         """What the others follow, once all have loaded, until `resources` are closed."""
-        agree_on(self.transport, None)  # all have loaded
+        agree_on(self.transport)  # all have loaded
         read = partial(self.figures, stream, plan)
         ways: dict[str, Any] = {"transport": self.transport, "exchange": self.exchange, "read": read}
         target = ShardedTarget(model, stream, plan, **ways, **more)
@@ -115,11 +113,11 @@ def _share(given: Given, transport: Transport, own_bytes: int, resources: ExitSt
     files, dtype = given.files, given.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
     tell_all(transport, None)  # links are measured at one time: they may be the same
-    held = roomy(given.room).plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
+    held = given.room.roomy().plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
     mine = capacity_of(given, held, shares_kv=even.has_own_heads)
     capacities = [RankCapacity(*one) for one in tell_all(transport, mine)]
     shape = model_shape(files.target, dtype)
-    kv_bytes = roomy(given.room).plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
+    kv_bytes = given.room.roomy().plan(files, _TYPICAL_NODES).kv_bytes if even.has_own_heads else 0
     fractions = hear_head(transport, shard_fractions(capacities, Load(shape.layer_bytes, kv_bytes)))
     sharding, exchange = share_layers(files.target, fractions), Exchange(transport)
     column = torch.zeros(1, 1, dtype=getattr(torch, compute_dtype_name(files.target, dtype)))
@@ -129,10 +127,6 @@ def _share(given: Given, transport: Transport, own_bytes: int, resources: ExitSt
     row_bytes = Gathers(gathered_widths(sharding), num_layers, width, column.itemsize).sent_bytes(1)[transport.rank]
     measured = _Measured(own_bytes, row_bytes, Curve(_TIMED_ROWS, pass_s))
     return Shards(transport, sharding, exchange, measured, resources)
-
-
-def _layers_alone(checkpoint: Checkpoint) -> Section:
-    return Section(0, config_sizes(checkpoint)["num_hidden_layers"], has_table=False, has_head=False)
 
 
 def _layer_s(exchange: Exchange, sharding: Sharding, rank: int, column: torch.Tensor) -> float:
@@ -150,21 +144,16 @@ def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
     """Load what the head's plan leaves to this rank, and compute what the head says until it ends."""
     transport, options = shards.transport, given.options
     num_nodes, context = hear_head(transport)
-    files, plan, refusal = shard_files(given.files, shards.sharding, transport.rank), None, None
-    try:
-        plan = replace(given.room, context=context).plan(files, num_nodes)
-    except UserError as error:
-        refusal = str(error)
-    agree_on(transport, refusal)
-    assert plan is not None, "it was agreed on"
+    files, room = shard_files(given.files, shards.sharding, transport.rank), replace(given.room, context=context)
+    plan = try_together(transport, lambda: room.plan(files, num_nodes))
     own, device = shards.own(given.files).target, given.device
     place = torch.device("cpu") if device is None else device.place
-    model = SectionModel(own, _layers_alone(own), options.dtype, place, adapt=shards.adapt)
+    model = SectionModel(own, layers_alone(own), options.dtype, place, adapt=shards.adapt)
     resources.callback(model.close)
     store = given.open_source(own.shards, stamps=own.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s)
     resources.callback(store.close)
     torch.set_num_threads(options.threads or pick_threads(model, None).start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, device, resources)
     stream.load_resident()
-    agree_on(transport, None)
+    agree_on(transport)
     serve_shard(model, stream, plan, transport, shards.exchange, partial(shards.figures, stream, plan))

@@ -5,7 +5,6 @@ Invariant: every rank plans, refuses and loads by itself; what one of them refus
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import NamedTuple
@@ -15,29 +14,31 @@ import torch
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS
 from offload.calibration.quick import timed
-from offload.calibration.startup import pick_threads, trees_of
+from offload.calibration.startup import pick_threads
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.section import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import format_bytes, parse_size
 from offload.engine.build import Words, check_vocabulary, end_ids_of, resident_model
-from offload.engine.capacity import capacity_of, roomy
+from offload.engine.capacity import capacity_of
 from offload.engine.decoder import Settled
 from offload.engine.meeting import meet
 from offload.engine.pipeline import PipelineDecoder
 from offload.engine.request import Request
 from offload.engine.session import Models
 from offload.engine.team import Given
-from offload.engine.text import load_tokenizer
+from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.memory.plan import PATH_SCRATCH_BYTES, MemoryPlan, draft_bytes, noise_bytes
 from offload.memory.planner import RUNTIME_BYTES, Files
 from offload.model.section import SectionModel
-from offload.planning.pipeline import PipelineOptions
+from offload.planning.cost_model import Traffic
+from offload.planning.pipeline import MOST_ROWS, TIMED_ROWS, PipelineOptions, free_rows
 from offload.planning.roles import Roles
 from offload.planning.room import Room
 from offload.planning.shares import Load, RankCapacity, stage_layers
-from offload.ranks.agreement import agree_on, hear_head, tell_all
+from offload.planning.tree_policy import Trees
+from offload.ranks.agreement import agree_on, hear_head, tell_all, try_together
 from offload.ranks.draft import serve_draft
 from offload.ranks.draft_tree import DraftTree
 from offload.ranks.head import Head, RowPrice
@@ -46,11 +47,11 @@ from offload.ranks.stage import Neighbours, Stage, serve_stage
 from offload.ranks.transport import Transport
 from offload.streaming.layers import open_layers
 from offload.threads.policy import Mode, Modes, ThreadPolicy
+from offload.tree.spec import TreeSpec
 from offload.verification.rules import find_rule
 
-_TIMED_ROWS, _NUM_TIMES, _LONG_S, _FREE = (4, 8, 16, 32), 2, 1.0, 1.15
-_MOST_FREE, _NAME = 32, "offload-rank"
-_LEAST_UNCOMMITTED, _MOST_UNCOMMITTED = 64, 1024
+_NUM_TIMES, _LONG_S = 2, 1.0
+_LEAST_UNCOMMITTED, _NAME = 64, "offload-rank"
 
 
 class _Rank(NamedTuple):
@@ -74,8 +75,8 @@ class _Rank(NamedTuple):
     @property
     def num_uncommitted(self) -> int:
         """Rows that every cache has room for behind the committed ones."""
-        wanted = 2 * self.pipeline.num_runs(len(self.roles.stages)) * self.pipeline.num_rows(_MOST_FREE)
-        return min(max(wanted, _LEAST_UNCOMMITTED), _MOST_UNCOMMITTED)
+        wanted = 2 * self.pipeline.num_runs(len(self.roles.stages)) * self.pipeline.num_rows(TIMED_ROWS[-1])
+        return min(max(wanted, _LEAST_UNCOMMITTED), MOST_ROWS)
 
     def section(self, index: int, layers: range) -> Section:
         """Of a stage with these layers."""
@@ -87,10 +88,14 @@ class _Rank(NamedTuple):
         own = checkpoint_of(files.target, self.section(index, layers))
         return room.plan(Files(own, files.draft if self.drafts else None), self.num_uncommitted)
 
+    def own_plan(self) -> MemoryPlan | None:
+        """Of its stage, if it is one, once layers are shared out. Raises `UserError`."""
+        return None if self.stage is None else self.plan(self.stage, self.layers[self.stage], self.given.room)
+
     @property
     def context(self) -> int:
         """Positions of a text, on every rank."""
-        return self.plan(0, range(1), roomy(self.given.room)).context
+        return self.plan(0, range(1), self.given.room.roomy()).context
 
 
 def open_pipeline(
@@ -102,19 +107,22 @@ def open_pipeline(
     """
     target, vocab_size = given.files.target, config_sizes(given.files.target)["vocab_size"]
     roles, pipeline = given.options.pipeline_roles(has_draft=given.files.draft is not None)
-    if has_encoder(target.config):
-        raise UserError(f"{target.directory.name}: it has an encoder, and stages have none: leave `ranks` out")
+    for model in filter(None, given.files):
+        if has_encoder(model.config):
+            raise UserError(f"{model.directory.name}: it has an encoder, and stages have none: leave `ranks` out")
     met = meet(given, resources, transport)
     given.hooks.on_phase("measuring links, sharing layers")
-    rank = _with_layers(_Rank(given, met.transport, roles, pipeline))
-    plan = _agreed_plan(rank)
-    if plan is not None and request is not None and request.prompt is not None and rank.transport.rank == 0:
-        request.ids(load_tokenizer(target.directory), vocab_size, plan.context, plan.has_longest_context)
+    rank, is_head = _Rank(given, met.transport, roles, pipeline), met.transport.rank == 0
+    tokenizer = load_tokenizer(target.tokenizer_path) if is_head or rank.drafts else None
+    rank = _with_layers(rank, tokenizer)
+    plan = try_together(rank.transport, rank.own_plan)
+    if is_head and plan is not None and request is not None and request.prompt is not None:
+        request.ids(tokenizer, vocab_size, plan.context, plan.has_longest_context)
     given.hooks.on_phase("reading layers")
     services = _load(rank, plan, resources)
     given.hooks.on_phase("timing passes")
     price = _price(rank, services)
-    if rank.transport.rank or plan is None:
+    if not is_head:
         services.run()
         raise SystemExit(0)
     head = Head(rank.transport, roles, pipeline, rank.num_uncommitted, price=price)
@@ -123,27 +131,31 @@ def open_pipeline(
     shares = ", ".join(f"{one.start} to {one.stop - 1}" for one in rank.layers)
     drafts = "" if roles.draft is None else f"; rank {roles.draft} drafts"
     notes = [f"layers by stage: {shares}{drafts}", *met.notes]
-    settled, on_layer = _settled(rank, plan), given.hooks.on_layer
+    assert plan is not None, "rank 0 is a stage"
+    settled, on_layer = _settled(rank, plan, tokenizer), given.hooks.on_layer
     all_of_it = resources.pop_all()
     return PipelineDecoder(head, vocab_size, settled, resources=all_of_it, notes=notes, on_layer=on_layer)
 
 
-def _settled(rank: _Rank, plan: MemoryPlan) -> Settled:
+def _settled(rank: _Rank, plan: MemoryPlan, tokenizer: Tokenizer | None) -> Settled:
     """What a decoder has to know; of trees that there are none."""
-    files, options, index = rank.given.files, rank.given.options, rank.stage or 0
-    own = Files(checkpoint_of(files.target, rank.section(index, rank.layers[index])))
-    trees = trees_of(own, replace(options, tree="none", pipeline=None, profile="none"), rank.given.room)
+    files, options, traffic = rank.given.files, rank.given.options, Traffic.of(plan)
+    trees = Trees(TreeSpec("none"), _no_profile, lambda _: traffic, context=plan.context, has_draft=False)
     models = Models(*files, options.dtype, plan.context, plan.has_longest_context)
     mode = Mode(torch.get_num_threads())
     threads, invariance = ThreadPolicy([mode.num_threads], Modes(mode, mode)), Invariance(reason="several ranks run it")
-    text = load_tokenizer(files.target.directory), end_ids_of(files.target)
+    text = tokenizer, end_ids_of(files.target)
     return Settled(plan, models, trees, find_rule(options.rule), threads, NO_KERNELS, *text, invariance)
 
 
-def _with_layers(rank: _Rank) -> _Rank:
+def _no_profile(*_: object) -> tuple[None, str]:
+    return None, "no profile is wanted"
+
+
+def _with_layers(rank: _Rank, tokenizer: Tokenizer | None) -> _Rank:
     """Measure, and share layers out so that the slowest stage is as quick as can be."""
-    files, room = rank.given.files, roomy(rank.given.room)
-    agree_on(rank.transport, _refusal(lambda: _try_least(rank)))  # and measure at one time: links may be the same
+    files, room = rank.given.files, rank.given.room.roomy()
+    try_together(rank.transport, lambda: _try_least(rank, tokenizer))  # and measure at one time: links may be the same
     mine, shape = None, model_shape(files.target, rank.given.options.dtype)
     if rank.stage is not None:
         held = rank.plan(rank.stage, range(len(shape.layer_bytes)), room)
@@ -155,17 +167,12 @@ def _with_layers(rank: _Rank) -> _Rank:
     return rank._replace(layers=tuple(range(*one) for one in bounds))
 
 
-def _refusal(attempt: Callable[[], object]) -> str | None:
-    """What this rank has against it."""
-    try:
-        attempt()
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def _try_least(rank: _Rank) -> None:
-    """Raises `UserError` where there is no room for even one layer, or for the draft."""
+def _try_least(rank: _Rank, tokenizer: Tokenizer | None) -> None:
+    """Raises `UserError` where a draft has other words, and where there is no room for one layer, or for the draft."""
+    files = rank.given.files
+    if rank.drafts and files.draft is not None:
+        target, draft = (Words(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft))
+        check_vocabulary(tokenizer, files, target, draft)
     if rank.stage is not None:
         rank.plan(rank.stage, range(1), rank.given.room)
     elif rank.drafts:
@@ -182,16 +189,6 @@ def _require_room_for_draft(rank: _Rank) -> None:
     if needed_bytes > has_bytes:
         needed, has = format_bytes(needed_bytes), format_bytes(has_bytes)
         raise UserError(f"needs {needed} of RAM for the draft, budget is {has}: raise `ram`, or take a smaller draft")
-
-
-def _agreed_plan(rank: _Rank) -> MemoryPlan | None:
-    """Of this rank's stage, if it is one, when all others have theirs as well. Raises `UserError` where one has not."""
-    if rank.stage is None:
-        agree_on(rank.transport, None)
-        return None
-    attempt = partial(rank.plan, rank.stage, rank.layers[rank.stage], rank.given.room)
-    agree_on(rank.transport, _refusal(attempt))
-    return attempt()
 
 
 class _Services:
@@ -232,7 +229,7 @@ def _load(rank: _Rank, plan: MemoryPlan | None, resources: ExitStack) -> _Servic
         work.append(_load_draft(rank))
     if not work:  # a draft's rank, where nobody guesses
         work.append(partial(_wait_for_end, rank.transport))
-    agree_on(rank.transport, None)
+    agree_on(rank.transport)
     return _Services(stage, work)
 
 
@@ -261,9 +258,8 @@ def _load_draft(rank: _Rank) -> Callable[[], None]:
     assert files.draft is not None, "there is one to load"
     if rank.stage is None:
         torch.set_num_threads(rank.given.options.threads or torch.get_num_threads())
-    model, vocab_size = resident_model(files.draft, dtype), config_sizes(files.target)["vocab_size"]
-    check_vocabulary(load_tokenizer(files.target.directory), files.draft, Words(vocab_size), model)
-    tree = DraftTree(model, vocab_size, rank.context, rank.num_uncommitted)
+    vocab_size = config_sizes(files.target)["vocab_size"]
+    tree = DraftTree(resident_model(files.draft, dtype), vocab_size, rank.context, rank.num_uncommitted)
     return partial(serve_draft, rank.transport, tree, vocab_size)
 
 
@@ -273,19 +269,16 @@ def _price(rank: _Rank, services: _Services) -> RowPrice:
         return RowPrice()
     seconds = [] if services.stage is None else _pass_times(services.stage)
     everybody = [times for times in tell_all(rank.transport, seconds) if times]
-    one_s, *more_s = [max(times) for times in zip(*everybody, strict=False)]
-    rows = _TIMED_ROWS[: len(more_s)]
-    if not rows:  # so long that it is the link's doing, which does not mind rows
-        return RowPrice(0.0, _MOST_FREE)
-    row_s = max(0.0, more_s[-1] - one_s) / (rows[-1] - 1)
-    num_free = max([1, *(size for size, time_s in zip(rows, more_s, strict=True) if time_s <= _FREE * one_s)])
-    return RowPrice(row_s, num_free)
+    slowest_s = [max(times) for times in zip(*everybody, strict=False)]
+    if len(slowest_s) == 1:  # so long that it is the link's doing, which does not mind rows
+        return RowPrice(0.0, TIMED_ROWS[-1])
+    return RowPrice(max(0.0, slowest_s[-1] - slowest_s[0]) / (TIMED_ROWS[-1] - 1), free_rows(slowest_s))
 
 
 def _pass_times(stage: Stage) -> list[float]:
     """Of a pass over one row, and over ever more where it does not take long."""
     seconds = [timed(partial(stage.try_out, 1))]
-    for num_rows in _TIMED_ROWS if seconds[0] < _LONG_S else ():
+    for num_rows in TIMED_ROWS[1:] if seconds[0] < _LONG_S else ():
         seconds[0] = min(seconds[0], timed(partial(stage.try_out, 1)))
         seconds.append(min(timed(partial(stage.try_out, num_rows)) for _ in range(_NUM_TIMES)))
     return seconds

@@ -3,8 +3,11 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from offload.checkpoint.safetensors import has_tokenizer
 from offload.errors import UserError, reason
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -15,14 +18,27 @@ Tokenizer: TypeAlias = Any  # a `PreTrainedTokenizerBase` of transformers, which
 
 
 def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
-    """The checkpoint's tokenizer, or None where it ships none. Raises `UserError` for one that cannot be read."""
+    """The tokenizer in a folder or GGUF file, None where it has none. Raises `UserError` for what cannot be read."""
     from transformers import AutoTokenizer
 
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if not any(os.path.isfile(os.path.join(directory, name)) for name in names):
+    if os.path.isfile(directory):
+        return _load_from_gguf(Path(directory))
+    if not has_tokenizer(Path(directory)):
         return None
     with _refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+
+
+def _load_from_gguf(file: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    if find_spec("gguf") is None:
+        raise UserError(
+            f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
+            "pip install gguf, or give `config`, the folder or hub id of the original model"
+        )
+    with _refusing(f"cannot read the tokenizer in {file.name}", "give `config`, the original model's folder or hub id"):
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.layout import Part, SlabLayout, slab_layout
 from offload.checkpoint.tensors import Coded
+from offload.encoding.base import Coding
 from offload.errors import UserError
 from offload.kernels.expansion import REFERENCE, Expansion
 from offload.model.places import Place, view_of
@@ -31,6 +32,24 @@ class _Parameter(NamedTuple):
     place: Place
     parts: Sequence[tuple[Part, slice]]  # in what was sent of the slab
     scratch_lo: int
+
+
+class Words(NamedTuple):
+    """Coded weights where they are expanded; of a parameter that has several parts one of these."""
+
+    coding: Coding
+    stored_B: Tensor
+    companions: Companions
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # that is expanded into
+
+    @property
+    def num_weights(self) -> int:
+        return math.prod(self.shape)
+
+    def expand(self, out: Tensor, expansion: Expansion) -> None:
+        """Fill `out`."""
+        self.coding.expand(self.stored_B, self.companions, out, expansion)
 
 
 class ExpandedWeights:
@@ -78,6 +97,21 @@ class ExpandedWeights:
     def unbind(self, layer: int) -> None:
         """Let go of the slab."""
         self._sent.pop(layer, None)
+
+    def words(self, layout: SlabLayout, places: Mapping[str, Place], slab: np.ndarray) -> list[Words]:
+        """All that is expanded of a layer, for those who try how; nothing is bound."""
+        sent = torch.from_numpy(slab[layout.sent]).to(self._where)
+        return [
+            Words(
+                _coded(one.part).coding,
+                sent[_within(layout, one.part, one.slab_lo)],
+                self._companions[one.part],
+                one.part.entry.shape,
+                places[name].empty.dtype,
+            )
+            for name, several in layout.coded.items()
+            for one in several
+        ]
 
     def release(self, module: nn.Module) -> None:
         """Its parameters have their numbers until those of another are expanded, and it expands no more by itself."""

@@ -4,10 +4,8 @@ The Llama-like ones are counted without torch. Of any other, the model that tran
 storage, and its parameters get the names and shapes that saving would give them. Invariant: no weights are needed.
 """
 
-import json
-from dataclasses import replace
+import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from offload.checkpoint.hub import LLAMA_LIKE, checkpoint_of_config, config_alone, imagined, open_headers, stored_dtype
@@ -19,11 +17,14 @@ from offload.errors import UserError
 _MOST_MODULES, _MOST_NUMBERS = 4096, 1 << 28  # layers or experts to build, and any other size: beyond every model
 
 
-def describe(model: str) -> Checkpoint:
-    """A model as planning sees it: a folder, a hub id, or a config.json alone or in a folder. Raises `UserError`."""
+def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """A model as planning sees it: a folder, a GGUF file, a hub id, or a config.json alone or in a folder.
+
+    `source` is what a GGUF file was made from, see `open_headers`. Raises `UserError`.
+    """
     path = config_alone(model)
     if path is None:
-        return open_headers(model)
+        return open_headers(model, source)
     config = read_config(path)
     if config.get("quantization_config"):
         raise UserError(f"{path}: a config alone does not say how quantised weights are stored: give the folder")
@@ -51,11 +52,7 @@ def _stored_tensors(known: Checkpoint, dtype: str) -> dict[str, tuple[str, tuple
 
     from offload.model.meta import build_meta_model
 
-    with TemporaryDirectory() as scratch:  # the file itself may have any name, and stand beside files of other models
-        folder = Path(scratch) / (known.directory.name or "model")
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(known.config))
-        model = build_meta_model(replace(known, directory=folder), getattr(torch, dtype))
+    model = build_meta_model(known, getattr(torch, dtype))
     # transformers calls T5's head tied whatever its config says, and unties it where the file has one of its own.
     has_own_head = known.config.get("tie_word_embeddings") is False
     tied = set(model.all_tied_weights_keys) - ({"lm_head.weight"} if has_own_head else set())

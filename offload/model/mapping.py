@@ -108,7 +108,8 @@ def _placed(shape: Shape, entries: Sequence[TensorEntry], *, is_whole: bool) -> 
         if coding is not None and coding.is_transposed:
             own = (*shape[:-2], shape[-1], shape[-2])
         if not is_whole:  # rows of it; headers may not say how wide a coded one is
-            own = (*entry.shape[:-1], shape[-1])
+            rows = entry.shape[:-1] or (entry.shape[0] // shape[-1],)
+            own = (*rows, shape[-1])
         wanted = (coding or ENCODINGS[entry.dtype]).stored_bytes(own)
         if wanted != entry.num_bytes or (coding is None and entry.shape != own):
             return None

@@ -15,7 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from offload.checkpoint.encoder_decoder import ENCODER_DECODERS
 from offload.checkpoint.safetensors import NOT_TEXT_ALONE, TEXT_INSIDE, Checkpoint, unsupported
@@ -34,7 +34,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     num_labels = checkpoint.config.get("num_labels", 0)
     require(num_labels in range(_MAX_LABELS), "num_labels in config.json must be small", num_labels, "leave it out")
     with _refusing(checkpoint):
-        whole = AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
+        whole = _config(checkpoint.config)
         config = whole.get_text_config(decoder=True)
     if whole.is_encoder_decoder:
         return _encoder_decoder(checkpoint, whole, dtype)
@@ -53,6 +53,17 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     with _refusing(checkpoint):
         _try_out(meta_model, dtype)
     return meta_model
+
+
+def _config(settings: dict[str, Any]) -> Any:
+    """What `AutoConfig` makes of a config.json; it reads folders alone, and a GGUF file has none."""
+    kind = settings.get("model_type")
+    if kind == "mistral" and "layer_types" in settings:  # as there
+        kind = "ministral"
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        code = "it needs code of its own, which is not run" if "auto_map" in settings else "transformers lacks it"
+        raise ValueError(code)
+    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**settings, "model_type": kind}))
 
 
 def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:

@@ -24,6 +24,7 @@ from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_
 class LoadOptions:
     """Arguments of `offload.load`, which explains them. Raises `UserError` for what no model and machine could do."""
 
+    config: str | os.PathLike[str] | None = None
     device: str = "auto"
     gpu_memory: str | int | None = None
     ram: str | int | None = None
@@ -50,7 +51,14 @@ class LoadOptions:
         require(isinstance(self.tree, str), "`tree` must be text", f"{self.tree!r:.80}", "such as 64x16")
         parse_tree(self.tree)
         check_lenience(self.lenience, self.rule)
-        if (roles := self.roles()) is not None:
+        self._check_ranks(self.roles())
+        self._check_sizes()
+        self._check_guesses()
+        if self.profile is not None and not self.has_no_profile:
+            parse_profile(Path(self.profile))
+
+    def _check_ranks(self, roles: Roles | None) -> None:
+        if roles is not None:
             require_exact_rule(roles, self.rule, self.lenience)
             is_free = self.profile is None or self.has_no_profile
             require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
@@ -61,38 +69,6 @@ class LoadOptions:
         require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
         is_slow = self.slow_layer_s == 0 or (roles is not None and not roles.is_sharded)
         require(is_slow, "`slow_layer_s` is of stages", f"`ranks` {self.ranks or 'none'}", "leave it out")
-        for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
-            if size is not None:
-                parse_size(size, name)
-        parse_rate(self.link_limit, "`link_limit`")
-        require_dtype(self.dtype)
-        if self.context is not None:
-            require_positions(self.context)
-        is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
-        require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
-        for path, name in ((self.profile, "profile"), (self.ngram, "ngram"), (self.datastore, "datastore")):
-            is_path = path is None or isinstance(path, str | os.PathLike)
-            require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
-        parse_match_length(self.lookup_length)
-        for store in (self.datastore, self.ngram):
-            if store is not None and (store is self.datastore or os.path.isdir(os.path.expanduser(store))):
-                read_store(store)
-        require(self.lookup in (None, True, False), "`lookup` must be True or False", repr(self.lookup), "leave it out")
-        named = next((name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None)
-        rule = f"`{named}` guesses for a tree"
-        require(named is None or self.tree != "none", rule, "`tree` none", "leave one of them out")
-        if self.profile is not None and not self.has_no_profile:
-            parse_profile(Path(self.profile))
-
-    @property
-    def has_no_profile(self) -> bool:
-        """Whether no profile is wanted, not even one that would be found."""
-        return str(self.profile) == "none"
-
-    @property
-    def limit_bytes_per_s(self) -> int | None:
-        """What the stream is slowed down to, for studies."""
-        return parse_rate(self.link_limit, "`link_limit`")
 
     def _check_pipeline(self, roles: Roles) -> None:
         names = ("tree", "lookup", "ngram", "datastore")
@@ -104,6 +80,41 @@ class LoadOptions:
         require(self.pipeline is None or not roles.is_sharded, "`pipeline` says how stages run", self.ranks, remedy)
         if self.pipeline is not None:
             parse_pipeline(self.pipeline)
+
+    def _check_sizes(self) -> None:
+        for size, name in ((self.ram, "`ram`"), (self.gpu_memory, "`gpu_memory`")):
+            if size is not None:
+                parse_size(size, name)
+        parse_rate(self.link_limit, "`link_limit`")
+        require_dtype(self.dtype)
+        if self.context is not None:
+            require_positions(self.context)
+        is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
+        require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
+
+    def _check_guesses(self) -> None:
+        for name in ("config", "profile", "ngram", "datastore"):
+            path = getattr(self, name)
+            is_path = path is None or isinstance(path, str | os.PathLike)
+            require(is_path, f"`{name}` must be a path", repr(path), "leave it out to have none")
+        parse_match_length(self.lookup_length)
+        for store in (self.datastore, self.ngram):
+            if store is not None and (store is self.datastore or os.path.isdir(os.path.expanduser(store))):
+                read_store(store)
+        require(self.lookup in (None, True, False), "`lookup` must be True or False", repr(self.lookup), "leave it out")
+        named = next((name for name in ("lookup", "ngram", "datastore") if getattr(self, name)), None)
+        rule = f"`{named}` guesses for a tree"
+        require(named is None or self.tree != "none", rule, "`tree` none", "leave one of them out")
+
+    @property
+    def has_no_profile(self) -> bool:
+        """Whether no profile is wanted, not even one that would be found."""
+        return str(self.profile) == "none"
+
+    @property
+    def limit_bytes_per_s(self) -> int | None:
+        """What the stream is slowed down to, for studies."""
+        return parse_rate(self.link_limit, "`link_limit`")
 
     def pipeline_roles(self, *, has_draft: bool) -> tuple[Roles, PipelineOptions]:
         """Of stages; guesses are rank 0's where no rank is named. Raises `UserError` for guesses without a draft."""
@@ -143,6 +154,6 @@ def check_models(model: str, draft: str | None, options: LoadOptions) -> None:
     options.tree_spec(has_draft=draft is not None)
     if (roles := options.roles()) is not None and not roles.is_sharded:
         options.pipeline_roles(has_draft=draft is not None)
-    for name in models_to_read(model, draft):
-        if os.path.isdir(os.path.expanduser(name)) or not is_hub_id(str(name)):
-            open_headers(name)
+    for name, config in zip(models_to_read(model, draft), (options.config, None), strict=False):
+        if os.path.exists(os.path.expanduser(name)) or not is_hub_id(str(name)):
+            open_headers(name, config)

@@ -19,7 +19,7 @@ from offload.config import require
 from offload.errors import UserError
 
 Mode = Literal["plain", "sync", "async"]
-_MOST = 1024  # rows of a run, and runs on their way: what caches are planned for
+MOST_ROWS = 1024  # rows of a run, and runs on their way: what caches are planned for
 _LEAST_DECAY = 0.001  # by which a cut falls in an attempt: from 1 to nothing in a thousand
 _PAPER_ROWS, _SYNC_NODES = 4, 64
 TIMED_ROWS, _FREE = (1, 4, 8, 16, 32), 1.15  # runs that are timed, and what they may take beside one row
@@ -48,8 +48,8 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         require(self.mode in get_args(Mode), "`pipeline` must be plain, sync or async", repr(self.mode), f"try {_FORM}")
         for name, count in (("rows", self.micro_batch), ("runs", self.credits)):
-            is_count = count is None or 1 <= count <= _MOST
-            require(is_count, f"{name} of `pipeline` must be 1 to {_MOST}", count, "leave it out")
+            is_count = count is None or 1 <= count <= MOST_ROWS
+            require(is_count, f"{name} of `pipeline` must be 1 to {MOST_ROWS}", count, "leave it out")
         for part in self.cut or ():
             rule = "start, recovery and decay of `pipeline` must lie in [0, 1]"
             require(0 <= part <= 1, rule, part, "try cut=0.3/0.4/0.01")  # which NaN does not

@@ -118,23 +118,28 @@ class Profile:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 of config.json, all safetensors headers, and a few blocks of weights from each shard.
+    """SHA-256 of config.json, all headers of weights, and a few blocks of weights from each shard.
 
     Raises `ReadError`.
     """
     digest = hashlib.sha256(repr(checkpoint.held).encode() if checkpoint.held else b"")
-    for path in (checkpoint.directory / "config.json", *checkpoint.shards):
+    config = checkpoint.small_files / "config.json"
+    is_derived = checkpoint.beside is not None and not os.path.isfile(config)  # from the header of a GGUF file
+    for path in (*([] if is_derived else [config]), *checkpoint.shards):
         try:
             with open_regular(path) as file:
-                digest.update(file.read() if path not in checkpoint.shards else _sampled(path.name, file))
+                digest.update(file.read() if path not in checkpoint.shards else _sampled(path.name, file, checkpoint))
         except OSError as error:
             raise ReadError(f"reading {path} failed: {error.strerror}") from error
     return digest.hexdigest()
 
 
-def _sampled(name: str, file: BinaryIO) -> bytes:
-    size = os.fstat(file.fileno()).st_size
-    header_bytes = min(size, 8 + int.from_bytes(file.read(8), "little"))
+def _sampled(name: str, file: BinaryIO, checkpoint: Checkpoint) -> bytes:
+    size, start = os.fstat(file.fileno()).st_size, file.read(8)
+    header_bytes = min(size, 8 + int.from_bytes(start, "little"))
+    if start.startswith(b"GGUF"):  # which does not say how long its header is
+        own = [entry.lo for entry in checkpoint.tensors.values() if checkpoint.shards[entry.shard].name == name]
+        header_bytes = min(own, default=size)
     file.seek(0)
     parts = [f"{name} {size} ".encode(), file.read(header_bytes)]
     for sample in range(_NUM_SAMPLES):

@@ -3,7 +3,7 @@
 Invariant: what is free is asked once, since loading takes some of it and it changes while trees are compared.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
@@ -11,6 +11,8 @@ from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, 
 from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
 from offload.planning.options import LoadOptions
+
+_ROOMY = 1 << 59
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,10 @@ class Room:
     def plan(self, files: Files, num_nodes: int) -> MemoryPlan:
         """Memory for trees of so many nodes. Raises `UserError` where there is too little."""
         return plan_memory(files, num_nodes=num_nodes, **asdict(self))
+
+    def roomy(self) -> "Room":
+        """However much memory there is, to see what everything but layers takes."""
+        return replace(self, ram=_ROOMY, gpu=self.gpu and _ROOMY)
 
     def traffic(self, files: Files, num_nodes: int, hardware: Hardware | None = None) -> Traffic | None:
         """What a sweep moves with trees of so many nodes; None where memory has no room for them."""

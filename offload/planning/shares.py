@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import add, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.config import format_bytes
 from offload.errors import UserError
-from offload.memory.plan import MIN_SLOTS, WANTED_SLOTS
+from offload.memory.plan import MIN_SLOTS, WANTED_SLOTS, MemoryPlan
 
 _HALVINGS = 60  # of an interval of seconds: more digits than a float64 has
 _LONGEST_S = 1e12  # that a pass could take
@@ -34,6 +34,17 @@ class RankCapacity(NamedTuple):
     host_bytes: int = 0  # of pinned memory at the other end of that link
     disk_bytes_per_s: float = math.inf  # for what does not lie there either
     name: str = ""  # that refusals call it by, if not by its number
+
+    @classmethod
+    def beside(
+        cls, held: MemoryPlan, kv_bytes: int, *, ram_bytes: int, gpu_bytes: int | None, **more: Any
+    ) -> "RankCapacity":
+        """Of a rank that keeps what a plan holds beside layers, and `kv_bytes` of keys and values; `more`: fields."""
+        held_bytes = held.fixed_bytes - held.kv_bytes + kv_bytes
+        if gpu_bytes is None:
+            return cls(ram_bytes - held_bytes, **more)
+        host_bytes = max(0, ram_bytes - held.runtime_bytes - held.table_bytes)
+        return cls(gpu_bytes - held_bytes, host_bytes=host_bytes, **more)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """What ranks settle between joining and the first pass: everybody says something small, and everybody hears it all."""
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,6 +12,7 @@ from offload.ranks.transport import Transport
 
 _HEAD = 0
 _MOST_BYTES = 1 << 20
+T = TypeVar("T")
 
 
 def tell_all(transport: Transport, value: Any) -> list[Any]:
@@ -30,11 +32,22 @@ def hear_head(transport: Transport, value: Any = None) -> Any:
     return tell_all(transport, value)[_HEAD]
 
 
-def agree_on(transport: Transport, refusal: str | None) -> None:
+def agree_on(transport: Transport, refusal: str | None = None) -> None:
     """Go on where no rank has anything against it. Raises `UserError` on all of them where one has, saying which."""
     for rank, line in enumerate(tell_all(transport, refusal)):
         if line is not None:
             raise UserError(f"rank {rank}: {line}")
+
+
+def try_together(transport: Transport, attempt: Callable[[], T]) -> T:
+    """What this rank's attempt gives, when that of no rank is refused. Raises `UserError` as `agree_on` does."""
+    try:
+        found = attempt()
+    except UserError as error:
+        agree_on(transport, str(error))
+        raise
+    agree_on(transport)
+    return found
 
 
 def _word(value: Any) -> Message:

@@ -170,7 +170,7 @@ def forecast(
     cluster, tree = read_cluster(ranks), planned_tree(options, draft, tokens_per_sweep)
     check_held(draft, options.draft_dtype, str(ranks))
     names = [model] if draft is None else [model, draft]
-    files = files_of([describe(name) for name in names], draft, options.draft_dtype)
+    files = files_of(list(map(describe, names, [options.config, None])), draft, options.draft_dtype)
     if files.draft is not None:
         require_one_vocabulary(files.target, files.draft)
     profile = None if options.profile is None or options.has_no_profile else parse_profile(Path(options.profile))

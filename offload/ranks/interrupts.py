@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 
 _LOSS_S, _AGAIN_S = 2.0, 0.05
@@ -17,16 +17,14 @@ _LOSS_S, _AGAIN_S = 2.0, 0.05
 @contextmanager
 def held_back() -> Iterator[None]:
     """Ctrl-C within comes true at the end; may be nested. Only the main thread hears signals, others run as ever."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    before, heard = signal.getsignal(signal.SIGINT), list[tuple[int, FrameType | None]]()
+    if not callable(before):
         yield
         return
-    heard = list[tuple[int, FrameType | None]]()
-    signal.signal(signal.SIGINT, lambda *which: heard.append(which))
     try:
-        yield
+        with _heard_by(signal.SIGINT, lambda *which: heard.append(which)):
+            yield
     finally:
-        signal.signal(signal.SIGINT, before)
         if heard:
             before(*heard[0])
 
@@ -35,7 +33,7 @@ def held_back() -> Iterator[None]:
 def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool) -> Iterator[None]:
     """SIGTERM raises what rank 0 finds to be lost, where anything is within a moment; else it is what it was before."""
     before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or not is_head:
+    if not is_head:
         yield
         return
 
@@ -53,25 +51,27 @@ def terminated_later(find_loss: Callable[[], Exception | None], *, is_head: bool
         signal.signal(signal.SIGTERM, before)
         signal.raise_signal(number)
 
-    signal.signal(signal.SIGTERM, hear)
-    try:
+    with _heard_by(signal.SIGTERM, hear):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+
+def terminated_at_once() -> AbstractContextManager[None]:
+    """SIGTERM ends the process in the middle of a call that may wait for minutes; there is nothing to be said yet."""
+    is_heard = callable(signal.getsignal(signal.SIGTERM))
+    return _heard_by(signal.SIGTERM, signal.SIG_DFL) if is_heard else nullcontext()
 
 
 @contextmanager
-def terminated_at_once() -> Iterator[None]:
-    """SIGTERM ends the process in the middle of a call that may wait for minutes; there is nothing to be said yet."""
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+def _heard_by(number: int, handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """The signal within, where it can be heard: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def _is_deleting(frame: FrameType | None) -> bool:

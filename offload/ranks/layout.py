@@ -6,7 +6,7 @@ layout is one that fits every rank, and a refusal names the rank.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.rows import Rows
@@ -17,15 +17,15 @@ from offload.config import format_bytes
 from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Files, plan_memory
+from offload.memory.planner import Files
 from offload.planning.cluster import Cluster
 from offload.planning.cost_model import Curve, Traffic, costs_on
 from offload.planning.exchange import Gathers, Hops
 from offload.planning.hardware import Hardware
+from offload.planning.room import Room
 from offload.planning.shares import Load, RankCapacity, shard_fractions, stage_layers
 from offload.ranks.sharding import Role, Sharding, share_layers
 
-_ROOMY = 1 << 59
 _KEYS = "self_attn.k_proj"
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
 
@@ -96,19 +96,18 @@ def lay_out_shards(wish: Wish, num_nodes: int) -> Layout:
         capacities.append(_capacity(wish, machine, roomy, kv_bytes, num_nodes))
     shared_kv_bytes = whole.kv_bytes_per_token * roomy.cache_slots if even.has_own_heads else 0
     sharding = share_layers(target, shard_fractions(capacities, Load(whole.layer_bytes, shared_kv_bytes)))
-    parts = tuple(_shard(wish, num_nodes, sharding, rank, whole, roomy.cache_slots) for rank in range(len(machines)))
+    parts = tuple(_shard(wish, num_nodes, sharding, rank) for rank in range(len(machines)))
     return Layout(parts, Gathers(gathered_widths(sharding), len(whole.layer_bytes), *_row_sizes(wish)))
 
 
-def _shard(wish: Wish, num_nodes: int, sharding: Sharding, rank: int, whole: ModelShape, cache_slots: int) -> Part:
+def _shard(wish: Wish, num_nodes: int, sharding: Sharding, rank: int) -> Part:
     machine, files = wish.cluster.ranks[rank], shard_files(wish.files, sharding, rank)
     rows = {name: matrix.rows_R[rank] for name, matrix in sharding.matrices.items()}
     shape, num_heads = model_shape(files.target, wish.dtype), 0
     if sharding.has_own_heads:
         num_heads = rows[_KEYS].num // head_dim(config_sizes(files.target))
-    plan = _plan(wish, num_nodes, machine, files)
-    fraction = _fraction(wish, files.target)
-    return Part(machine, range(len(whole.layer_bytes)), rows, shape, plan, fraction, num_heads)
+    plan, fraction = _plan(wish, num_nodes, machine, files), _fraction(wish, files.target)
+    return Part(machine, range(len(shape.layer_bytes)), rows, shape, plan, fraction, num_heads)
 
 
 def lay_out_stages(wish: Wish, num_nodes: int) -> Layout:
@@ -145,29 +144,27 @@ def gathered_widths(sharding: Sharding) -> list[Sequence[int]]:
 def shard_files(files: Files, sharding: Sharding, rank: int) -> Files:
     """What a rank of shards reads; embeddings, head and draft are the head's."""
     own = sharding.checkpoint_of(rank, files.target)
-    return Files(own, files.draft) if rank == 0 else Files(_layers_alone(own))
+    return Files(own, files.draft) if rank == 0 else Files(checkpoint_of(own, layers_alone(own)))
 
 
-def _layers_alone(checkpoint: Checkpoint) -> Checkpoint:
-    return checkpoint_of(checkpoint, Section(0, config_sizes(checkpoint)["num_hidden_layers"], False, False))
+def layers_alone(checkpoint: Checkpoint) -> Section:
+    """All of its layers, and nothing of what lies around them."""
+    return Section(0, config_sizes(checkpoint)["num_hidden_layers"], has_table=False, has_head=False)
 
 
 def _fraction(wish: Wish, own: Checkpoint) -> float:
     """Of all layers' bytes in the files; slabs are larger by their alignment."""
-    return _layers_alone(own).num_bytes / _layers_alone(wish.files.target).num_bytes
+    part, whole = (checkpoint_of(one, layers_alone(one)).num_bytes for one in (own, wish.files.target))
+    return part / whole
 
 
 def _plan(wish: Wish, num_nodes: int, machine: Hardware, files: Files, *, is_roomy: bool = False) -> MemoryPlan:
     """Of one rank; `is_roomy`: however much memory there is, to see what everything but layers takes."""
-    ram_bytes, gpu_bytes = machine.ram_bytes, machine.gpu_bytes
-    if is_roomy:
-        ram_bytes, gpu_bytes = _ROOMY, gpu_bytes and _ROOMY
+    device = "cuda" if machine.gpu_bytes else "cpu"
+    own: dict[str, Any] = {"ram": machine.ram_bytes, "gpu": machine.gpu_bytes, "device": device}
+    room = Room(**own, dtype=wish.dtype, context=wish.context, rule=wish.rule)
     try:
-        return plan_memory(
-            files, ram=ram_bytes, gpu=gpu_bytes,
-            device="cuda" if gpu_bytes else "cpu", dtype=wish.dtype, context=wish.context, num_nodes=num_nodes,
-            rule=wish.rule,
-        )  # fmt: skip
+        return (room.roomy() if is_roomy else room).plan(files, num_nodes)
     except UserError as error:
         words = str(error).replace("`gpu_memory`", "gpu").replace("`ram`", "ram")
         raise UserError(words if is_roomy else f"rank {machine.name} {words}") from None
@@ -178,23 +175,21 @@ def _capacity(wish: Wish, machine: Hardware, roomy: MemoryPlan, kv_bytes: int, n
 
     Raises `UserError` where everything else leaves nothing.
     """
-    key, room_bytes = ("gpu", machine.gpu_bytes) if machine.gpu_bytes else ("ram", machine.ram_bytes)
-    held_bytes = roomy.fixed_bytes - roomy.kv_bytes + kv_bytes
-    if room_bytes <= held_bytes:
-        held, room = format_bytes(held_bytes), format_bytes(room_bytes)
-        what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
-        raise UserError(f"{what}: give it more, or lower `context` from {roomy.context}")
-    compute_s = 0.0
+    compute_s, target = 0.0, wish.files.target
     if all(rank.flops_per_s for rank in wish.cluster.ranks):
-        layers = model_shape(_layers_alone(wish.files.target), wish.dtype)
+        layers = model_shape(checkpoint_of(target, layers_alone(target)), wish.dtype)
         positions = int(_FILLED_SHARE * roomy.context)
         compute_s = costs_on(machine, layers, None, positions).compute_s.at(num_nodes)
-    disk = machine.disk_bytes_per_s
-    if not machine.gpu_bytes:
-        return RankCapacity(room_bytes - held_bytes, disk, compute_s, name=machine.name)
-    host_bytes = max(0, machine.ram_bytes - roomy.runtime_bytes - roomy.table_bytes)
-    link = machine.feed_bytes_per_s
-    return RankCapacity(room_bytes - held_bytes, link, compute_s, host_bytes, disk, machine.name)
+    capacity = RankCapacity.beside(
+        roomy, kv_bytes, ram_bytes=machine.ram_bytes, gpu_bytes=machine.gpu_bytes, name=machine.name,
+        link_bytes_per_s=machine.feed_bytes_per_s, disk_bytes_per_s=machine.disk_bytes_per_s, compute_s=compute_s,
+    )  # fmt: skip
+    if capacity.memory_bytes <= 0:
+        key, room_bytes = ("gpu", machine.gpu_bytes) if machine.gpu_bytes else ("ram", machine.ram_bytes)
+        held, room = format_bytes(room_bytes - capacity.memory_bytes), format_bytes(room_bytes)
+        what = f"rank {machine.name} has {room} of {key}, and all but its layers takes {held}"
+        raise UserError(f"{what}: give it more, or lower `context` from {roomy.context}")
+    return capacity
 
 
 def _row_sizes(wish: Wish) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.hub import open_headers
 from offload.config import Sampling
 from offload.engine.build import resident_model
 from offload.model.weights import StreamedModel
@@ -30,7 +30,7 @@ def draw_gaps(model: Path, prompt_ids: Sequence[int], new_ids: Sequence[int], sa
 
     `model` is a folder of a checkpoint that fits into memory; for an inflated target the one it was made from.
     """
-    reference = resident_model(open_checkpoint(model), "float32")
+    reference = resident_model(open_headers(model), "float32")
     try:
         logits_TV = chain_logits(reference, [*prompt_ids, *new_ids])
     finally:

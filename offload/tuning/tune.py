@@ -123,7 +123,7 @@ def tune(
     refuse = lambda *headers: largest_that_fits(room, as_files(headers), sizes)  # noqa: E731
     files = as_files(fetch(models_to_read(model, draft), refuse, hooks.on_phase))
     room, num_nodes = largest_that_fits(room, files, sizes)
-    tokenizer, vocab_size = load_tokenizer(files.target.directory), model_shape(files.target).vocab_size
+    tokenizer, vocab_size = load_tokenizer(files.target.tokenizer_path), model_shape(files.target).vocab_size
     encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in read]
     windows = cut_windows(encoded, num_tokens, is_teacher_forced)
     machine = Machine.here(compute_dtype_name(files.target, options.dtype), device.name if device else "cpu")

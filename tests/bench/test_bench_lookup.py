@@ -10,12 +10,10 @@ from shell import Outcome, shell
 
 from offload.bench.harness import command as commands
 from offload.bench.harness import setting, stores
-from offload.bench.harness.picture import sweeps_of
 from offload.bench.harness.prompts import COPY, held_out_files, prompts
 from offload.bench.harness.setting import resident_pair
 from offload.bench.harness.steps import dictated
 from offload.bench.latency import decode, lookup
-from offload.bench.studies import retrieval
 from offload.tree.topology import DynamicShape, chain
 
 LIBRARY = stores._files()
@@ -31,8 +29,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for module in (setting, commands):
             patch.setattr(module, "CEILING_BYTES", 20_000_000)
         patch.setattr(lookup, "QUICK", {**lookup.QUICK, "num_tokens": 8, "num_plain": 2, "num_pairs": 2})
-        patch.setattr(retrieval, "SWEEPS", {"c": (4, 8), "n_max": (2,)})
-        patch.setattr(retrieval, "_NUM_NEW", 24)
         yield
 
 
@@ -65,19 +61,8 @@ def test_what_is_dictated_is_written_whatever_the_target_prefers() -> None:
 
 def test_lookup_measures_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_PERMUTED_TOKENS", 50_000)
-    few = [
-        "--size",
-        "60MB",
-        "--num-prompts",
-        "1",
-        "--sources",
-        "store",
-        "--sources",
-        "draft",
-        "--sources",
-        "draft+store",
-    ]
-    result = result_of(shell("bench", "lookup", "--quick", *few, "--store", tmp_path / "large.store"))
+    sources = [word for name in ("store", "draft", "draft+store") for word in ("--sources", name)]
+    result = result_of(shell("bench", "lookup", *LEAST, *sources, "--store", tmp_path / "large.store"))
     rows = {row["name"]: row for row in result["rows"]}
     for texts in ("code", "copy", "copy, dictated"):
         assert rows[f"{texts}: none"]["tokens_per_sweep"] == 1
@@ -102,16 +87,6 @@ def test_no_figure_of_guesses_for_a_wrong_token(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decode, "measure", wrong)
     outcome = shell("bench", "lookup", *LEAST, "--sources", "lookup")
     assert outcome.code == 2 and "no speed is worth printing" in outcome.err and "tokens/sweep" not in outcome.out
-
-
-def test_sweeps_of_retrieval_and_their_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    result = result_of(shell("bench", "retrieval", "--quick", "--picture", tmp_path / "rest.png"))
-    assert [row["name"] for row in result["rows"]] == ["c=4", "c=8", "n_max=2"]
-    assert all(1 <= row["tokens_per_sweep"] <= 11 for row in result["rows"])
-    assert (tmp_path / "rest.png").read_bytes().startswith(b"\x89PNG")
-    figure = sweeps_of(result["rows"], result["settings"])
-    assert [place.get_xlabel() for place in figure.axes] == ["c", "n_max"]
 
 
 def test_stores_hold_no_prompt() -> None:

@@ -98,8 +98,8 @@ FOLDERS = [
     case("type of integers", config(dtype="int8"), "cannot compute in int8", "--dtype bfloat16"),
     case("pickles only", only_pickles, "pickled weights", "can run code", "convert to safetensors"),
     case("an adapter", only_adapter, "holds an adapter, such as LoRA", "merge it into the model"),
-    case("GGUF", only_gguf, "only GGUF weights (model-Q4_K_M.gguf)", "the same model in safetensors"),
-    case("GGUF alone", only_gguf_without_config, "only GGUF weights", "the same model in safetensors"),
+    case("GGUF", only_gguf, "model-Q4_K_M.gguf: its header needs 4 bytes at byte 0, of 0", "again"),
+    case("GGUF alone", only_gguf_without_config, "model-Q4_K_M.gguf: its header needs 4 bytes", "again"),
     case("more than text", config(model_type="llava", text_config={}), "llava", "models with more than text", "Llama"),
     case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model", by_plan=False),
     case(

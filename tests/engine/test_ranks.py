@@ -177,6 +177,19 @@ def test_a_rank_with_too_little_memory_is_named(
         pass
 
 
+def test_a_draft_with_other_words_is_refused_before_any_weight_is_read(
+    pairs: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    as_started_by_torchrun(monkeypatch, 3)
+    for reads in ("resident_model", "open_layers"):
+        monkeypatch.setattr(f"offload.engine.stages.{reads}", None)
+    config = FAMILIES["llama"]()
+    config.vocab_size += 8
+    pair, options = (pairs("llama")[0], save_pair(config, tmp_path)[1]), _options("stages:0-1,draft:2", "4GiB")
+    with pytest.raises(UserError, match="rank 2: the draft must share"), rank_threads(3, *pair, lambda _: options):
+        pass
+
+
 @pytest.mark.parametrize("ranks", ["shards", "stages:0-1"])
 def test_a_script_that_torchrun_starts_goes_on_at_rank_0_and_ends_at_the_others(
     pairs: Callable[[str], Pair], wanted: Callable[[str], list[list[int]]], ranks: str

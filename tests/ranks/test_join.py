@@ -5,8 +5,9 @@ import time
 
 import pytest
 import torch.distributed as dist
-from processes import Ranks, free_port
+from processes import Ranks
 
+from offload.cli.launch import free_port
 from offload.errors import TOLD, RankError, UserError
 from offload.planning.place import Place
 from offload.ranks.join import Card, Joined, compare, headers_digest, joined, leave_reason, meet

@@ -1,0 +1,114 @@
+"""A random matrix in each kind of words that a checkpoint may have, for those who measure how fast it is expanded."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.kernels.encode_exponents import encode_exponents_reference
+from offload.kernels.expansion import Expansion
+
+GROUP, BLOCK = 128, 128  # numbers of a row that share a scale, the usual ones
+SMALL_GROUP = 64  # where a table is used
+
+
+class Sample(NamedTuple):
+    """What a matrix is expanded from."""
+
+    name: str
+    kind: str  # the field of `Expansion`
+    arguments: tuple[Any, ...]  # before `out`
+    out_shape: tuple[int, ...]
+    named: Mapping[str, Any] = {}
+
+    def expand(self, expansion: Expansion, out: Tensor) -> None:
+        """Fill `out`, of `out_shape`."""
+        getattr(expansion, self.kind)(*self.arguments, out, **self.named)
+
+
+def samples(num_rows: int, num_columns: int, device: torch.device | str = "cpu") -> list[Sample]:
+    """One or more of each kind; sizes are multiples of 256."""
+    random = torch.Generator().manual_seed(0)
+
+    def words(*shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, generator=random).to(torch.uint8)
+
+    made = [maker(words, num_rows, num_columns) for maker in _MAKERS]
+    return [one._replace(arguments=tuple(_sent(part, device) for part in one.arguments)) for one in made]
+
+
+def _sent(part: Any, device: torch.device | str) -> Any:
+    return part.to(device) if isinstance(part, Tensor) else part
+
+
+Words = Callable[..., Tensor]  # of a shape, random bytes
+
+
+def _float8(words: Words, num_rows: int, num_columns: int) -> Sample:
+    scale_AB = torch.rand(num_rows // BLOCK, num_columns // BLOCK) + 0.5
+    weight_NK = words(num_rows, num_columns).bitwise_and_(0xBF).view(torch.float8_e4m3fn)  # no NaN
+    return Sample("fp8, blocks", "float8", (weight_NK, scale_AB, (BLOCK, BLOCK)), (num_rows, num_columns))
+
+
+def _int4(words: Words, num_rows: int, num_columns: int) -> Sample:
+    packed = words(num_rows, num_columns // 2).view(torch.int32)
+    scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).bfloat16()
+    return Sample("int4, groups", "integers", (packed, 4, scale_NG, None, GROUP), (num_rows, num_columns))
+
+
+def _gptq(words: Words, num_rows: int, num_columns: int) -> Sample:
+    """Words of eight numbers of a column, seen from the side."""
+    packed = words(num_columns // 8, 4 * num_rows).view(torch.int32).t()
+    scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).half()
+    return Sample("int4, GPTQ", "integers", (packed, 4, scale_NG, None, GROUP), (num_rows, num_columns))
+
+
+def _int8(words: Words, num_rows: int, num_columns: int) -> Sample:
+    codes_NK, scale_N1 = words(num_rows, num_columns).view(torch.int8), torch.rand(num_rows, 1) + 0.5
+    return Sample("int8, rows", "integers", (codes_NK, 8, scale_N1, None, num_columns), (num_rows, num_columns))
+
+
+def _awq(words: Words, num_rows: int, num_columns: int) -> Sample:
+    packed = words(num_columns, num_rows // 2).view(torch.int32).t()
+    scale_NG = (torch.rand(num_rows, num_columns // GROUP) + 0.5).half()
+    zero_NG = words(num_rows, num_columns // GROUP).bitwise_and_(15).to(torch.int8)
+    return Sample("int4, AWQ", "columns", (packed, scale_NG, zero_NG, GROUP), (num_rows, num_columns))
+
+
+def _nf4(words: Words, num_rows: int, num_columns: int) -> Sample:
+    values, scale_NG = torch.linspace(-1, 1, 16), torch.rand(num_rows, num_columns // SMALL_GROUP) + 0.5
+    arguments = (words(num_rows, num_columns // 2), values, scale_NG, None)
+    return Sample("nf4", "codebook", arguments, (num_rows, num_columns), {"is_high_first": True})
+
+
+def _blocks(kind: str, num_bytes: int, num_weights: int, words: Words, num_rows: int, num_columns: int) -> Sample:
+    """Of GGUF; with scales of random bits, but no NaN among them."""
+    block_MB = words(num_rows * num_columns // num_weights, num_bytes).bitwise_and_(0xBB)
+    return Sample(f"GGUF {kind}", "blocks", (kind, block_MB), (len(block_MB), num_weights))
+
+
+def _exponents(width: int, _: Words, num_rows: int, num_columns: int) -> Sample:
+    """Of bfloat16 weights that are spread as trained ones are."""
+    weight_N = (torch.randn(num_rows * num_columns) * 0.02).bfloat16()
+    top = int(weight_N.abs().max().view(torch.int16)) >> 7
+    words = encode_exponents_reference(weight_N.view(torch.int16), top, width)
+    start_C = torch.nn.functional.pad(words.count_C.cumsum(0), (1, 0))
+    arguments = (words.mantissa_N, words.distance_B, words.escape_3E.reshape(-1), start_C, torch.tensor([top]))
+    return Sample(f"bf16, {8 + width} bits", "exponents", arguments, (num_rows * num_columns,))
+
+
+_MAKERS: tuple[Callable[[Words, int, int], Sample], ...] = (
+    _float8,
+    _int4,
+    _gptq,
+    _int8,
+    _awq,
+    _nf4,
+    partial(_blocks, "Q8_0", 34, 32),
+    partial(_blocks, "Q4_K", 144, 256),
+    partial(_blocks, "Q6_K", 210, 256),
+    partial(_exponents, 4),
+    partial(_exponents, 3),
+)

@@ -1,0 +1,99 @@
+"""The other way round from `expand_exponents`: bfloat16 into words. What it writes is defined there.
+
+Invariant: of any bits whatsoever, NaNs, infinities and subnormal numbers too, expanding gives the same bits back.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kernels.compiled import compiled
+from offload.kernels.expand_exponents import BLOCK, CHUNK, RUN
+
+I16, U8, U16, U64 = np.int16, np.uint8, np.uint16, np.uint64
+
+
+class Words(NamedTuple):
+    """Weights as they are stored, of one tensor or of so many of its chunks."""
+
+    mantissa_N: Tensor
+    distance_B: Tensor
+    escape_3E: Tensor  # low and high bytes of places, exponents
+    count_C: Tensor  # int64, escapes of each chunk
+
+
+def encode_exponents_reference(bits_N: Tensor, top: int, width: int) -> Words:
+    """Words of bfloat16 weights, seen as int16, in plain torch.
+
+    Args:
+        top: the exponent at distance 0.
+        width: bits of a distance, 3 or 4.
+    """
+    num_weights, mark = len(bits_N), (1 << width) - 1
+    exponent = (bits_N >> 7) & 0xFF
+    distance = top - exponent
+    distance = torch.where((distance < 0) | (distance > mark), mark, distance)
+    place = (distance == mark).nonzero()[:, 0]
+    low, high, escaped = (part.to(torch.uint8) for part in (place & 0xFF, (place % CHUNK) >> 8, exponent[place]))
+    counts = torch.bincount(place // CHUNK, minlength=-(-num_weights // CHUNK))
+    filled = torch.nn.functional.pad(distance.to(torch.uint8), (0, -num_weights % BLOCK)).view(-1, BLOCK)
+    parts = [_packed(filled, 4)] if width == 4 else [_packed(filled & 3, 2), _packed(filled >> 2, 1)]
+    kept = (((bits_N >> 8) & 0x80) | (bits_N & 0x7F)).to(torch.uint8)
+    return Words(kept, torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts)
+
+
+def encode_exponents_compiled(bits_N: Tensor, top: int, width: int) -> Words:
+    """The same by numba, on this thread."""
+    num_weights, num_blocks = len(bits_N), -(-len(bits_N) // BLOCK)
+    kept, plane = np.empty(num_weights, np.uint8), np.empty(num_blocks * width * RUN, np.uint8)
+    lists, counts = np.empty((3, num_weights), np.uint8), np.zeros(-(-num_weights // CHUNK), np.int64)
+    _encode(bits_N.numpy(), top, width, kept, plane, lists, counts)
+    escapes = lists[:, : counts.sum()].reshape(-1)
+    return Words(*map(torch.from_numpy, (kept, plane, escapes, counts)))
+
+
+def _packed(number_KB: Tensor, num_bits: int) -> Tensor:
+    """Planes of blocks."""
+    parts = number_KB.view(len(number_KB), 8 // num_bits, num_bits * RUN)
+    shift_R = torch.arange(0, 8, num_bits, dtype=torch.uint8)[:, None]
+    return (parts << shift_R).sum(1, dtype=torch.uint8)
+
+
+@compiled
+def _encode(bits: Any, top: Any, width: Any, kept: Any, plane: Any, lists: Any, counts: Any) -> None:
+    """Block by block; one without escapes is not looked through. What is unsigned and narrow becomes vectors."""
+    size, mark, num_escapes, top = U64(bits.size), U16((1 << width) - 1), U64(0), I16(top)
+    distance = np.zeros(1024, np.uint8)
+    for block in range((size + U64(1023)) // U64(1024)):
+        at, num_marked = block * U64(1024), U64(0)
+        here = min(U64(1024), size - at)
+        distance[here:] = U8(0)
+        for i in range(here):
+            kept[at + i] = U8(U8(U16(bits[at + i]) >> U16(8)) & U8(0x80)) | U8(U8(bits[at + i]) & U8(0x7F))
+            far = U16(top - I16(I16(bits[at + i] >> I16(7)) & I16(0xFF)))  # more than 255 where it lies above the top
+            distance[i] = U8(min(far, mark))
+            num_marked += U64(far >= mark)
+        if num_marked:
+            counts[block // U64(64)] += num_marked
+            for i in range(here):
+                if distance[i] == mark:
+                    place = (at & U64(0xFFFF)) + i
+                    lists[0, num_escapes], lists[1, num_escapes] = U8(place), U8(place >> U64(8))
+                    lists[2, num_escapes] = U8(bits[at + i] >> I16(7))
+                    num_escapes += U64(1)
+        for i in range(U64(128)):
+            if width == 4:
+                for run in range(U64(4)):
+                    one, other = distance[run * U64(128) + i], distance[run * U64(128) + U64(512) + i]
+                    plane[block * U64(512) + run * U64(128) + i] = U8(one | U8(other << U8(4)))
+            else:
+                even, odd, high = U8(0), U8(0), U8(0)
+                for run in range(U64(8)):
+                    one = distance[run * U64(128) + i]
+                    low = U8(U8(one & U8(3)) << U8(run & U64(6)))
+                    even, odd = U8(even | low) if run % 2 == 0 else even, U8(odd | low) if run % 2 else odd
+                    high = U8(high | U8(U8(one >> U8(2)) << U8(run)))
+                plane[block * U64(384) + i], plane[block * U64(384) + U64(128) + i] = even, odd
+                plane[block * U64(384) + U64(256) + i] = high

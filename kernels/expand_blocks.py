@@ -1,0 +1,245 @@
+"""Weights in the blocks of GGUF: 32 or 256 numbers with scales of their own, of 4 to 8 bits each.
+
+A number is `scale x (q - zero) + offset` of its group. Whatever the kind, the bits of q and of the scale fit together
+into float32, so that their product is exact and one rounding is left, that of the sum; without an offset there is none.
+So ways of computing it, fused or not, give the same bits. Layouts: ggml-common.h of llama.cpp.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.jit import jit, tl
+from offload.kernels.rounding import numbers, rounded
+
+_CHUNK_NUMBERS = 1 << 15  # what is made of them in float32 stays in the cache
+_TILE = 1024  # numbers of one program
+_NOTHING = -0.0  # as an offset: 0.0 would make a zero of another sign
+_ZERO_OF = {"Q4_0": 8, "Q5_0": 16}  # what q is counted from
+U32, U64, I8, I32, F32 = np.uint32, np.uint64, np.int8, np.int32, np.float32
+
+
+def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
+    """Fill `out` with the numbers of blocks (uint8, as stored, one to a row) of a kind such as `Q4_K`."""
+    step = max(1, _CHUNK_NUMBERS // out_MW.shape[1])
+    parts = {"Q8_0": _q8_0, "Q6_K": _q6_k, "Q4_K": _q45_k, "Q5_K": _q45_k}.get(kind, _q45)
+    for lo in range(0, len(block_MB), step):
+        scale_MG, offset_MG, q_MW = parts(kind, block_MB[lo : lo + step])
+        q_MGR = q_MW.float().unflatten(1, (scale_MG.shape[1], -1))
+        out_MW[lo : lo + step] = (scale_MG[..., None] * q_MGR + offset_MG[..., None]).flatten(1).to(out_MW.dtype)
+
+
+def _half(block_MB: Tensor, at: int) -> Tensor:
+    """Of every block the fp16 number at a byte, (M, 1)."""
+    return block_MB[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(byte_MB: Tensor, run: int) -> Tensor:
+    """Low halves of so many bytes, then their high halves, and so on."""
+    byte_MAR = byte_MB.unflatten(1, (-1, run))
+    return torch.cat((byte_MAR & 15, byte_MAR >> 4), -1).flatten(1)
+
+
+def _bits(byte_MB: Tensor, run: int, width: int) -> Tensor:
+    """The lowest bits of so many bytes, then their next ones, and so on."""
+    shift_S1 = torch.arange(0, 8, width, dtype=torch.uint8, device=byte_MB.device)[:, None]
+    return (byte_MB.unflatten(1, (-1, 1, run)) >> shift_S1 & (1 << width) - 1).flatten(1)
+
+
+def _q8_0(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale_M1 = _half(block_MB, 0)
+    return scale_M1, torch.full_like(scale_M1, _NOTHING), block_MB[:, 2:].contiguous().view(torch.int8)
+
+
+def _q45(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q4_0, Q4_1, Q5_0 and Q5_1: scale, offset if any, fifth bits if any, nibbles."""
+    scale_M1, q_MW = _half(block_MB, 0), _nibbles(block_MB[:, -16:], 16)
+    if kind[1] == "5":
+        shift_8 = torch.arange(8, dtype=torch.uint8, device=block_MB.device)
+        q_MW = q_MW | (block_MB[:, -20:-16, None] >> shift_8 & 1).flatten(1) << 4
+    if kind[-1] == "1":
+        return scale_M1, _half(block_MB, 2), q_MW
+    return scale_M1, torch.full_like(scale_M1, _NOTHING), q_MW.to(torch.int8) - _ZERO_OF[kind]
+
+
+def _q45_k(kind: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q4_K and Q5_K: two scales, eight 6-bit scales and offsets of groups, fifth bits if any, nibbles."""
+    low, off, high = (block_MB[:, at : at + 4] for at in (4, 8, 12))
+    scale_MG = torch.cat((low & 63, high & 15 | low >> 6 << 4), 1) * _half(block_MB, 0)
+    offset_MG = torch.cat((off & 63, high >> 4 | off >> 6 << 4), 1) * _half(block_MB, 2)
+    q_MW = _nibbles(block_MB[:, -128:], 32)
+    return scale_MG, -offset_MG, q_MW if kind == "Q4_K" else q_MW | _bits(block_MB[:, 16:48], 32, 1) << 4
+
+
+def _q6_k(_: str, block_MB: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Nibbles, upper two bits, an 8-bit scale for each group of 16, a scale for these."""
+    q_MW = _nibbles(block_MB[:, :128], 64) | _bits(block_MB[:, 128:192], 32, 2) << 4
+    scale_MG = block_MB[:, 192:208].contiguous().view(torch.int8) * _half(block_MB, 208)
+    return scale_MG, torch.full_like(scale_MG, _NOTHING), q_MW.to(torch.int8) - 32
+
+
+def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
+    """The same on a CPU, compiled."""
+    fill, source, out = _COMPILED[kind].to(out_MW.dtype), block_MB.numpy(), numbers(out_MW)
+    halves = _float_of_half()
+    share_rows(lambda lo, hi: fill(source[lo:hi], halves, out[lo:hi]), len(source))
+
+
+@cache
+def _float_of_half() -> np.ndarray:
+    """All fp16 numbers in float32: numba has none of them, and a scale is for 16 numbers or more."""
+    table: np.ndarray = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float().numpy()
+    return table
+
+
+# Memory as one run is twice as fast as rows of it. Indices are unsigned, see `Compiled`.
+
+
+@compiled
+def _half_at(source, halves, at):  # type: ignore[no-untyped-def]  # numba infers types
+    return halves[U32(source[at]) | U32(U32(source[at + U64(1)]) << U32(8))]
+
+
+@compiled
+def _fill_q8_0(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    source, out = block_MB.ravel(), out_MW.ravel()
+    for i in range(U64(len(block_MB))):
+        at, to = U64(34) * i + U64(2), U64(32) * i
+        scale = _half_at(source, halves, U64(34) * i)
+        for k in range(U64(32)):
+            out[to + k] = rounded(F32(scale * F32(I8(source[at + k]))))
+
+
+@compiled
+def _fill_q45(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    """Which of the four kinds it is, the size of a block tells."""
+    source, out, size = block_MB.ravel(), out_MW.ravel(), U64(block_MB.shape[1])
+    has_fifth, has_offset = size >= U64(22), size % U64(4) == U64(0)
+    zero, high, offset = I32(0 if has_offset else 16 if has_fifth else 8), U32(0), F32(-0.0)
+    for i in range(U64(len(block_MB))):
+        to, at = U64(32) * i, size * i + size - U64(16)
+        scale = _half_at(source, halves, size * i)
+        if has_offset:
+            offset = _half_at(source, halves, size * i + U64(2))
+        if has_fifth:
+            high = U32(0)
+            for k in range(U64(4)):
+                high = U32(high | U32(U32(source[at - U64(4) + k]) << U32(U64(8) * k)))
+        for k in range(U64(16)):
+            byte, bits = U32(source[at + k]), U32(high >> U32(k))
+            low_q = I32(U32(byte & U32(15)) | U32(U32(bits & U32(1)) << U32(4)))
+            high_q = I32(U32(byte >> U32(4)) | U32(U32(U32(bits >> U32(16)) & U32(1)) << U32(4)))
+            out[to + k] = rounded(F32(F32(scale * F32(I32(low_q - zero))) + offset))
+            out[to + U64(16) + k] = rounded(F32(F32(scale * F32(I32(high_q - zero))) + offset))
+
+
+@compiled
+def _fill_q45_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    """The scales and offsets of a block first, then 64 of its numbers at a time."""
+    source, out, size = block_MB.ravel(), out_MW.ravel(), U64(block_MB.shape[1])
+    has_fifth, scale, offset = size == U64(176), np.empty(8, np.float32), np.empty(8, np.float32)
+    for i in range(U64(len(block_MB))):
+        first = size * i
+        by, off_by = _half_at(source, halves, first), _half_at(source, halves, first + U64(2))
+        for j in range(U64(4)):
+            low, off, high = source[first + U64(4) + j], source[first + U64(8) + j], source[first + U64(12) + j]
+            scale[j], scale[U64(4) + j] = by * F32(low & 63), by * F32((high & 15) | (low >> 6) << 4)
+            offset[j], offset[U64(4) + j] = off_by * F32(off & 63), off_by * F32((high >> 4) | (off >> 6) << 4)
+        for j in range(U64(4)):
+            scale_a, scale_b = scale[U64(2) * j], scale[U64(2) * j + U64(1)]
+            offset_a, offset_b = offset[U64(2) * j], offset[U64(2) * j + U64(1)]
+            at, to, two = first + size - U64(128) + U64(32) * j, U64(256) * i + U64(64) * j, U32(U64(2) * j)
+            if has_fifth:
+                for k in range(U64(32)):
+                    byte, high = U32(source[at + k]), U32(U32(source[first + U64(16) + k]) >> two)
+                    low_q = I32(U32(byte & U32(15)) | U32(U32(high & U32(1)) << U32(4)))
+                    high_q = I32(U32(byte >> U32(4)) | U32(U32(high & U32(2)) << U32(3)))
+                    out[to + k] = rounded(F32(F32(scale_a * F32(low_q)) - offset_a))
+                    out[to + U64(32) + k] = rounded(F32(F32(scale_b * F32(high_q)) - offset_b))
+            else:
+                for k in range(U64(32)):
+                    byte = U32(source[at + k])
+                    out[to + k] = rounded(F32(F32(scale_a * F32(I32(byte & U32(15)))) - offset_a))
+                    out[to + U64(32) + k] = rounded(F32(F32(scale_b * F32(I32(byte >> U32(4)))) - offset_b))
+
+
+@compiled
+def _fill_q6_k(block_MB, halves, out_MW):  # type: ignore[no-untyped-def]
+    """Of 128 numbers, four runs of 32 share bytes: a byte of the first 32 low ones has halves for runs 0 and 2."""
+    source, out = block_MB.ravel(), out_MW.ravel()
+    for i in range(U64(len(block_MB))):
+        by = _half_at(source, halves, U64(210) * i + U64(208))
+        for j in range(U64(8)):  # both halves of a block, both low runs, both groups of 16 of a run
+            half, run, group = j >> U64(2), (j >> U64(1)) & U64(1), j & U64(1)
+            at, to = U64(210) * i + U64(16) * group, U64(256) * i + U64(128) * half + U64(32) * run + U64(16) * group
+            low_at, high_at = at + U64(64) * half + U64(32) * run, at + U64(128) + U64(32) * half
+            scale_at, two = U64(210) * i + U64(192) + U64(8) * half + U64(2) * run + group, U32(U64(2) * run)
+            scale_a, scale_b = by * F32(I8(source[scale_at])), by * F32(I8(source[scale_at + U64(4)]))
+            for k in range(U64(16)):
+                low, high = U32(source[low_at + k]), U32(U32(source[high_at + k]) >> two)
+                q_a = I32(U32(low & U32(15)) | U32(U32(high & U32(3)) << U32(4)))
+                q_b = I32(U32(low >> U32(4)) | U32(high & U32(48)))
+                out[to + k] = rounded(F32(scale_a * F32(I32(q_a - I32(32)))))
+                out[to + U64(64) + k] = rounded(F32(scale_b * F32(I32(q_b - I32(32)))))
+
+
+_COMPILED = {"Q8_0": _fill_q8_0, "Q6_K": _fill_q6_k, "Q5_K": _fill_q45_k, "Q4_K": _fill_q45_k}
+_COMPILED |= dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _fill_q45)
+
+
+def expand_blocks_kernel(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
+    """The same in Triton."""
+    num_blocks, num_bytes = block_MB.shape
+    if num_blocks:
+        half = block_MB.view(torch.float16)
+        grid, sizes = (-(-out_MW.numel() // _TILE),), {"BYTES": num_bytes, "NUMBERS": out_MW.shape[1]}
+        _expand[grid](out_MW, block_MB, half, out_MW.numel(), KIND=kind, TILE=_TILE, **sizes)
+
+
+@jit(do_not_specialize=["num_numbers"])
+def _expand(
+    out: tl.tensor,
+    byte: tl.tensor,
+    half: tl.tensor,
+    num_numbers: tl.tensor,
+    KIND: tl.constexpr,
+    BYTES: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Each lane finds the bytes of its number: those of a block are in the cache by then."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_real = place < num_numbers
+    block = tl.minimum(place, num_numbers - 1) // NUMBERS
+    at, k = byte + block * BYTES, (place % NUMBERS).to(tl.int32)
+    scale = tl.load(half + block * (BYTES // 2)).to(tl.float32)
+    if KIND == "Q8_0":
+        value = scale * tl.load(at + 2 + k).to(tl.int8, bitcast=True).to(tl.float32)
+    elif KIND == "Q6_K":
+        low = tl.load(at + (k // 128) * 64 + k % 64) >> (4 * (k // 64 % 2)).to(tl.uint8) & 15
+        high = tl.load(at + 128 + (k // 128) * 32 + k % 32) >> (2 * (k // 32 % 4)).to(tl.uint8) & 3
+        group = tl.load(at + 192 + k // 16).to(tl.int8, bitcast=True).to(tl.float32)
+        by = tl.load(half + block * (BYTES // 2) + 104).to(tl.float32)
+        value = by * group * ((low | high << 4).to(tl.int32) - 32).to(tl.float32)
+    elif NUMBERS == 256:
+        group = k // 32
+        q = tl.load(at + (BYTES - 128) + (k // 64) * 32 + k % 32) >> (4 * (group % 2)).to(tl.uint8) & 15
+        if KIND == "Q5_K":
+            q |= (tl.load(at + 16 + k % 32) >> group.to(tl.uint8) & 1) << 4
+        low, off, high = tl.load(at + 4 + group % 4), tl.load(at + 8 + group % 4), tl.load(at + 12 + group % 4)
+        factor = tl.where(group < 4, low & 63, high & 15 | low >> 6 << 4).to(tl.float32)
+        shift = tl.where(group < 4, off & 63, high >> 4 | off >> 6 << 4).to(tl.float32)
+        by = tl.load(half + block * (BYTES // 2) + 1).to(tl.float32)
+        value = scale * factor * q.to(tl.float32) - by * shift
+    else:
+        q = (tl.load(at + (BYTES - 16) + k % 16) >> (4 * (k // 16)).to(tl.uint8) & 15).to(tl.int32)
+        if BYTES >= 22:
+            q |= (tl.load(at + (BYTES - 20) + k // 8) >> (k % 8).to(tl.uint8) & 1).to(tl.int32) << 4
+        if BYTES % 4 == 0:
+            value = scale * q.to(tl.float32) + tl.load(half + block * (BYTES // 2) + 1).to(tl.float32)
+        else:
+            value = scale * (q - (16 if BYTES == 22 else 8)).to(tl.float32)
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=is_real)

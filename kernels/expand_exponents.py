@@ -1,0 +1,217 @@
+"""bfloat16 without loss in 12 bits, or 11: sign and mantissa as they are, of the exponent its distance from a top.
+
+Nearly all weights of a tensor share fifteen exponents that follow one another, so a distance takes 4 bits and needs no
+table; the largest distance marks an escape, whose exponent stands in a list. Where seven suffice, it takes 3 bits.
+
+Layout. Weights lie in blocks of 1024, each of eight runs of 128. A plane of b bits has b x 128 bytes for a block: run r
+is in the bytes of part r % b, b x (r // b) bits up, so that loads are of neighbours. A distance of 4 bits is one
+plane; of 3 bits, a plane of its 2 low bits and one of its high bit. Escapes are listed by chunks of 65536 weights:
+first the low bytes of all places within a chunk, then the high bytes, then the exponents. Invariant: whatever the words
+say, nothing is written outside of `out`, because only the last chunk may be cut, and there places are looked at.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.jit import jit, tl, triton
+
+BLOCK, RUN, CHUNK = 1024, 128, 65_536
+_KEPT = -32641  # the sign and the mantissa of a byte whose sign was extended: 0x807F as an int16
+_PIECE_CHUNKS = 4  # what the reference makes of so many at once stays in the cache
+_ESCAPES = 1024  # of a program at once
+I16, U8, U32, U64 = np.int16, np.uint8, np.uint32, np.uint64
+
+
+def expand_exponents_reference(
+    mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
+) -> None:
+    """Fill `out` (bfloat16 as it was; float16 and float32 after one rounding), in plain torch.
+
+    Args:
+        mantissa_N: uint8, sign and mantissa of each weight.
+        distance_B: uint8, the planes, block after block; the last one is filled up.
+        escape_B: uint8, the three lists, and anything behind them.
+        start_C: int64, where the escapes of each chunk begin in a list, and at the end how many there are.
+        top_1: int64, the exponent at distance 0.
+    """
+    num_weights, starts = len(mantissa_N), start_C.tolist()
+    plane, lists = distance_B.view(-1, _plane_bytes(distance_B, num_weights)), escape_B[: 3 * starts[-1]].view(3, -1)
+    piece_blocks, top = _PIECE_CHUNKS * CHUNK // BLOCK, top_1.to(torch.int16)
+    for chunk in range(0, len(starts) - 1, _PIECE_CHUNKS):
+        lo, block = chunk * CHUNK, chunk * CHUNK // BLOCK
+        kept = mantissa_N[lo : lo + _PIECE_CHUNKS * CHUNK].view(torch.int8).to(torch.int16).bitwise_and_(_KEPT)
+        distance = _distances(plane[block : block + piece_blocks])[: len(kept)].to(torch.int16)
+        bits = kept + (top - distance).bitwise_left_shift_(7)
+        counts = start_C[chunk : chunk + _PIECE_CHUNKS + 1].diff()
+        low, high, exponent = lists[:, starts[chunk] : starts[min(chunk + _PIECE_CHUNKS, len(starts) - 1)]].long()
+        chunk_of = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        place = chunk_of * CHUNK + (high << 8) + low
+        is_inside = place < len(kept)
+        place, exponent = place[is_inside], exponent[is_inside]
+        bits[place] = kept[place] | (exponent << 7).to(torch.int16)
+        out_N[lo : lo + len(kept)] = bits.view(torch.bfloat16)
+
+
+def expand_exponents_compiled(
+    mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
+) -> None:
+    """The same by numba, on as many threads as torch has."""
+    expand = _expand_4 if _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN else _expand_3
+    kept, top, num_chunks = mantissa_N.view(torch.int8).numpy(), int(top_1), len(start_C) - 1
+    words, lists = (kept, distance_B.numpy()), (escape_B.numpy(), start_C.numpy())
+
+    def work(lo: int, hi: int) -> None:
+        if out_N.dtype == torch.bfloat16:
+            bits = out_N.view(torch.int16).numpy()
+            expand(*words, top, bits, lo, hi, 0)
+            _put_escapes(kept, *lists, bits, lo, hi, 0)
+            return
+        buffer = torch.empty(CHUNK, dtype=torch.int16)
+        for chunk in range(lo, hi):
+            own = buffer[: len(out_N) - chunk * CHUNK]
+            expand(*words, top, own.numpy(), chunk, chunk + 1, chunk * CHUNK)
+            _put_escapes(kept, *lists, own.numpy(), chunk, chunk + 1, chunk * CHUNK)
+            out_N[chunk * CHUNK : (chunk + 1) * CHUNK] = own.view(torch.bfloat16)
+
+    share_rows(work, num_chunks)
+
+
+def expand_exponents_kernel(
+    mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
+) -> None:
+    """The same in Triton: all weights, then all escapes."""
+    num_weights = len(mantissa_N)
+    if not num_weights:
+        return
+    width = _plane_bytes(distance_B, num_weights) // RUN
+    # The interpreter cuts off what it should round, and a cast between types of one size is none: bits are stored.
+    out = out_N.view({torch.bfloat16: torch.int16, torch.float32: torch.int32}.get(out_N.dtype, out_N.dtype))
+    blocks, chunks = (triton.cdiv(num_weights, BLOCK),), (len(start_C) - 1,)
+    _expand_blocks[blocks](mantissa_N, distance_B, top_1, out, num_weights, WIDTH=width, BLOCK=BLOCK, RUN=RUN)
+    _put_lists[chunks](mantissa_N, escape_B, start_C, out, num_weights, chunks[0], CHUNK=CHUNK, AT_ONCE=_ESCAPES)
+
+
+def _plane_bytes(distance_B: Tensor, num_weights: int) -> int:
+    """Of one block: 4 x 128, or 3 x 128."""
+    return len(distance_B) // -(-num_weights // BLOCK) if num_weights else 4 * RUN
+
+
+def _distances(plane_KB: Tensor) -> Tensor:
+    """Of all weights of these blocks, uint8, one behind the other."""
+    if plane_KB.shape[1] == 4 * RUN:
+        return _unpacked(plane_KB, 4)
+    low, high = _unpacked(plane_KB[:, : 2 * RUN], 2), _unpacked(plane_KB[:, 2 * RUN :], 1)
+    return low | high << 2
+
+
+def _unpacked(plane_KB: Tensor, num_bits: int) -> Tensor:
+    """Numbers of so many bits each."""
+    shift_R = torch.arange(0, 8, num_bits, dtype=torch.uint8, device=plane_KB.device)[:, None]
+    return ((plane_KB[:, None] >> shift_R) & ((1 << num_bits) - 1)).flatten()
+
+
+@compiled
+def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, lo: Any, hi: Any, origin: Any) -> None:
+    """Chunks [lo, hi) without their escapes; `bits` begins with the weight `origin`.
+
+    Indices are unsigned, and numbers as narrow as they can be: else there are no vectors.
+    """
+    size, origin, top = U64(kept.size), U64(origin), I16(top)
+    for block in range(U64(lo * 64), min(U64(hi * 64), (size + U64(1023)) // U64(1024))):
+        for run in range(U64(8)):
+            at, source = block * U64(1024) + run * U64(128), block * U64(512) + (run & U64(3)) * U64(128)
+            shift, place = U8(run & U64(4)), at - origin
+            for i in range(min(U64(128), size - min(at, size))):
+                distance = I16((plane[source + i] >> shift) & U8(15))
+                bits[place + i] = I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7))
+
+
+@compiled
+def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, lo: Any, hi: Any, origin: Any) -> None:
+    """The same of distances of 3 bits."""
+    size, origin, top = U64(kept.size), U64(origin), I16(top)
+    for block in range(U64(lo * 64), min(U64(hi * 64), (size + U64(1023)) // U64(1024))):
+        for run in range(U64(8)):
+            at, low = block * U64(1024) + run * U64(128), block * U64(384) + (run & U64(1)) * U64(128)
+            high, shift, place = block * U64(384) + U64(256), U8(run & U64(6)), at - origin
+            for i in range(min(U64(128), size - min(at, size))):
+                third = U8(U8(U8(plane[high + i] >> U8(run)) & U8(1)) << U8(2))
+                distance = I16(U8(U8(plane[low + i] >> shift) & U8(3)) | third)
+                bits[place + i] = I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7))
+
+
+@compiled
+def _put_escapes(kept: Any, lists: Any, start: Any, bits: Any, lo: Any, hi: Any, origin: Any) -> None:
+    """Over what the blocks have made of them."""
+    num_all = start[start.size - 1]
+    for chunk in range(lo, hi):
+        for at in range(start[chunk], start[chunk + 1]):
+            place = chunk * 65536 + lists[at] + 256 * lists[num_all + at]
+            if place < kept.size:
+                bits[place - origin] = I16(I16(kept[place]) & I16(-32641)) | I16(I16(lists[2 * num_all + at]) << I16(7))
+
+
+@jit(do_not_specialize=["num_weights"])
+def _expand_blocks(
+    mantissa: tl.tensor,
+    plane: tl.tensor,
+    top: tl.tensor,
+    out: tl.tensor,
+    num_weights: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
+) -> None:
+    """One program per block."""
+    block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    run, at = lane // RUN, lane % RUN
+    plane += block * (WIDTH * RUN)
+    if WIDTH == 4:
+        distance = (tl.load(plane + run % 4 * RUN + at).to(tl.int32) >> (run & 4)) & 15
+    else:
+        low = (tl.load(plane + run % 2 * RUN + at).to(tl.int32) >> (run & 6)) & 3
+        distance = low | ((tl.load(plane + 2 * RUN + at).to(tl.int32) >> run) & 1) << 2
+    here = block * BLOCK + lane
+    byte = tl.load(mantissa + here, mask=here < num_weights, other=0).to(tl.int32)
+    exponent = tl.load(top).to(tl.int32) - distance
+    _store_bits(out + here, ((byte & 0x80) << 8 | byte & 0x7F) + (exponent << 7), here < num_weights)
+
+
+@jit(do_not_specialize=["num_weights", "num_chunks"])
+def _put_lists(
+    mantissa: tl.tensor,
+    lists: tl.tensor,
+    start: tl.tensor,
+    out: tl.tensor,
+    num_weights: tl.tensor,
+    num_chunks: tl.tensor,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+) -> None:
+    """One program per chunk."""
+    chunk, lane, num_all = tl.program_id(0).to(tl.int64), tl.arange(0, AT_ONCE), tl.load(start + num_chunks)
+    lo, hi = tl.load(start + chunk), tl.load(start + chunk + 1)
+    for first in range(lo, hi, AT_ONCE):
+        at = first + lane
+        low = tl.load(lists + at, mask=at < hi, other=0).to(tl.int64)
+        high = tl.load(lists + num_all + at, mask=at < hi, other=0).to(tl.int64)
+        exponent = tl.load(lists + 2 * num_all + at, mask=at < hi, other=0).to(tl.int32)
+        place = chunk * CHUNK + high * 256 + low
+        is_own = (at < hi) & (place < num_weights)
+        byte = tl.load(mantissa + place, mask=is_own, other=0).to(tl.int32)
+        _store_bits(out + place, (byte & 0x80) << 8 | byte & 0x7F | exponent << 7, is_own)
+
+
+@jit
+def _store_bits(out: tl.tensor, bits: tl.tensor, mask: tl.tensor) -> None:
+    """Those of a bfloat16, as they are, as a float32's, or rounded to a float16."""
+    if out.dtype.element_ty == tl.int16:
+        tl.store(out, bits.to(tl.int16), mask=mask)
+    elif out.dtype.element_ty == tl.int32:
+        tl.store(out, bits << 16, mask=mask)
+    else:
+        tl.store(out, (bits << 16).to(tl.float32, bitcast=True).to(tl.float16), mask=mask)

@@ -1,0 +1,130 @@
+"""How the coded weights of a model are expanded: numba's functions or Triton's, where they win here, or plain torch.
+
+Each kind of words that the checkpoint has is tried on words of its own, with the threads or on the device that expand
+them later. Invariant: a function is used only where it has given the bits of the reference for every coding of its kind
+and was clearly faster on the whole.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.calibration.host_timer import host_seconds
+from offload.calibration.kernel_comparison import Comparison, Outcome, Timer, fight, verdicts
+from offload.calibration.kernel_selection import device_timer
+from offload.checkpoint.layout import SlabLayout
+from offload.encoding.base import Coding
+from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE, Expansion
+from offload.kernels.jit import is_for_kernels
+from offload.model.expanded import Words
+from offload.model.weights import StreamedModel
+from offload.streaming.device import Device
+
+GAIN = "2 to 20"  # times, by kind: bench/studies/expansion.py
+WITHOUT_NUMBA = f"weights are expanded with torch: pip install 'offload[fast]' makes that {GAIN} times faster"
+_ENOUGH = 1 << 22  # numbers: less says little of speed, more takes long
+
+
+class ExpansionChoice(NamedTuple):
+    """What a model takes, and why."""
+
+    expansion: Expansion = REFERENCE
+    comparisons: tuple[Outcome, ...] = ()  # one for each kind and coding
+    notes: tuple[str, ...] = ()  # for the user
+
+
+def choose_expansion(
+    model: StreamedModel,
+    fetch: Callable[[SlabLayout], np.ndarray],
+    device: Device | None,
+    timer: Timer | None = None,
+) -> ExpansionChoice:
+    """Compare on words of the model's own layers, which are not bound yet; nothing is read where none are coded.
+
+    Args:
+        fetch: reads the slab of a layer.
+        device: that the model computes on; None is the CPU, with as many threads as torch has now.
+    """
+    codings = _layer_of_codings(model)
+    rivals = _rivals(model.place)
+    if not codings or rivals is None:
+        missed = bool(codings) and model.place.type == "cpu"
+        return ExpansionChoice(notes=(WITHOUT_NUMBA,) if missed else ())
+    timer = timer or (device_timer(device) if device else host_seconds)
+    outcomes = list[Outcome]()
+    for words in _examples(model, fetch, codings):
+        outcomes += [fight(one, timer, partial(_settle, device)) for one in _comparisons(words, rivals)]
+    found = verdicts(outcomes)
+    winners = {kind: getattr(rivals, kind) for kind, verdict in found.items() if verdict.beats_rival}
+    return ExpansionChoice(REFERENCE._replace(**winners), tuple(outcomes), tuple(_notes(outcomes)))
+
+
+def _rivals(place: torch.device) -> Expansion | None:
+    """Of the reference there; None where there are none."""
+    if place.type == "cpu":
+        return COMPILED if HAS_NUMBA else None
+    return KERNELS if is_for_kernels(place) else None
+
+
+def _layer_of_codings(model: StreamedModel) -> dict[Coding, int]:
+    """All that layers have, with the first layer of each."""
+    found = dict[Coding, int]()
+    for layer in range(model.num_layers):
+        found = dict.fromkeys(model.codings_of(layer), layer) | found
+    return found
+
+
+def _examples(
+    model: StreamedModel, fetch: Callable[[SlabLayout], np.ndarray], codings: dict[Coding, int]
+) -> Iterator[Words]:
+    """Words of each coding, of the smallest weight that is large enough or else of the largest."""
+    for layer in sorted(set(codings.values())):
+        words = model.coded_words(layer, fetch(model.layer_layouts[layer]))
+        for coding in [coding for coding, first in codings.items() if first == layer]:
+            own = sorted((one for one in words if one.coding == coding), key=lambda one: one.num_weights)
+            yield next((one for one in own if one.num_weights >= _ENOUGH), own[-1])
+
+
+def _comparisons(words: Words, rivals: Expansion) -> Iterator[Comparison]:
+    """One for each function that the coding calls."""
+    out, wanted = (torch.empty(words.shape, dtype=words.dtype, device=words.stored_B.device) for _ in range(2))
+    for kind in _kinds(words, out):
+        rival = REFERENCE._replace(**{kind: getattr(rivals, kind)})
+        run, run_reference = (partial(words.expand, into, how) for into, how in ((out, rival), (wanted, REFERENCE)))
+        shape = f"{words.coding.name}, {' x '.join(map(str, words.shape))}"
+        yield Comparison(kind, shape, run, run_reference, partial(_agree, run, run_reference, out, wanted))
+
+
+def _kinds(words: Words, out: Tensor) -> list[str]:
+    called = dict[str, None]()
+
+    def note(kind: str, *_: Any, **__: Any) -> None:
+        called[kind] = None
+
+    words.expand(out, Expansion(*(partial(note, kind) for kind in Expansion._fields)))
+    return list(called)
+
+
+def _agree(run: Callable[[], Any], run_reference: Callable[[], Any], out: Tensor, wanted: Tensor) -> bool:
+    """To the bit; NaN has many."""
+    run()
+    run_reference()
+    bits = {2: torch.int16, 4: torch.int32}[out.element_size()]
+    got, expected = (one.masked_fill(one.isnan(), 0).view(bits) for one in (out, wanted))
+    return torch.equal(got, expected) and torch.equal(out.isnan(), wanted.isnan())
+
+
+def _notes(outcomes: list[Outcome]) -> Iterator[str]:
+    """Of what does not work, once for each kind: what is merely slower needs no words."""
+    for kind, reason in {one.kernel: one.reason for one in outcomes if one.reason}.items():
+        yield f"{kind} weights are expanded with torch: the faster function is not used, for {reason}"
+
+
+def _settle(device: Device | None) -> None:
+    if device is not None:
+        device.synchronize(device.record(device.compute))

@@ -1,0 +1,214 @@
+"""GGUF files as checkpoints: tensors by Hugging Face's names, stored as they are, with a config from beside or inside.
+
+A file says what its model is in llama.cpp's words. Those of the original model are better: a `config` that is named, or
+a config.json in the file's folder, held against what the file states; else they are derived. Invariant: every tensor of
+a file has one known meaning, or the file is refused.
+"""
+
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.checkpoint.gguf_config import config_of, require_factors, require_same, stated_config
+from offload.checkpoint.gguf_header import GgufHeader, Metadata, read_gguf_header
+from offload.checkpoint.safetensors import Checkpoint, damaged, has_tokenizer, read_config, tokenizer_folder
+from offload.checkpoint.small_files import open_regular
+from offload.checkpoint.tensors import Coded, TensorEntry
+from offload.encoding.gguf_blocks import BLOCKS, GgufBlocks
+from offload.errors import UserError
+
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_FACTORS = "rope_freqs.weight"
+_OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+          "output.weight": "lm_head.weight"}  # fmt: skip
+_PROJECTIONS = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+                "attn_output": "self_attn.o_proj"}  # fmt: skip
+_PARTS = {**_PROJECTIONS, "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+          "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}  # fmt: skip
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA_NORMS = {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+                "post_ffw_norm": "post_feedforward_layernorm"}  # fmt: skip
+
+
+class _Architecture(NamedTuple):
+    """How llama.cpp stores the models of some types."""
+
+    model_types: tuple[str, ...]
+    parts: Mapping[str, str]  # of a layer
+    has_interleaved_heads: bool = False  # in rows of query and key projections
+    added: int = 0  # to norms
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture(("llama", "mistral", "mistral3"), _PARTS, has_interleaved_heads=True),
+    "qwen2": _Architecture(("qwen2",), _PARTS),
+    "qwen3": _Architecture(("qwen3",), {**_PARTS, **_HEAD_NORMS}),
+    "gemma3": _Architecture(("gemma3_text", "gemma3"), {**_PARTS, **_HEAD_NORMS, **_GEMMA_NORMS}, added=1),
+}
+_KNOWN = "those of Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are: take this model in safetensors"
+
+
+def gguf_file(model: str | os.PathLike[str]) -> Path | None:
+    """The first file of a model that is GGUF: named itself, or alone in a folder without safetensors; None for others.
+
+    Raises `UserError` where a folder has several.
+    """
+    path = Path(os.path.expanduser(model))
+    if os.path.isfile(path):
+        return path if path.suffix.lower() == ".gguf" else None
+    if not os.path.isdir(path) or any(True for _ in path.glob("*.safetensors*")):
+        return None
+    files = sorted(one for one in path.glob("*.gguf") if not one.name.startswith("mmproj"))  # what sees is left out
+    first = [one for one in files if (match := _SPLIT.fullmatch(one.name)) is None or int(match[2]) == 1]
+    if len(first) > 1:
+        names = ", ".join(one.name for one in first)
+        raise UserError(f"{path} has several GGUF models ({names}): give the path of one of them")
+    return next(iter(first or files), None)
+
+
+def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """Read the headers of a file, or of all that it was split into.
+
+    Args:
+        config: folder or hub id of the original model, for its config and tokenizer.
+
+    Raises:
+        UserError: files that contradict themselves, each other or the config, or that are not read.
+    """
+    files = _files_of(file)
+    headers = [read_gguf_header(path, index) for index, path in enumerate(files)]
+    metadata, stored = _joined(files, headers)
+    where, kind = files[0].name, metadata.get("general.architecture")
+    if kind not in _ARCHITECTURES or metadata.get("general.type", "model") != "model":
+        what = f"{metadata.get('general.type', 'model')!s:.40} of architecture {kind!s:.40}"
+        raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
+    factors = _factors(files, stored.get(_FACTORS))
+    folder = _folder_of_config(files[0], config)
+    if folder is None:
+        settings = config_of(where, metadata, {name: entry.shape for name, entry in stored.items()}, factors)
+    else:
+        settings = _checked_config(where, folder, metadata, factors)
+    tensors = _tensors(where, kind, stored, stated_config(where, metadata))
+    _require_biases(where, settings, tensors)
+    texts = next((one for one in (folder, file.parent) if one is not None and has_tokenizer(one)), None)
+    if texts is None and metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab"):
+        texts = files[0]
+    stamps = tuple(header.stamp for header in headers)
+    return Checkpoint(files[0], settings, files, tensors, stamps, folder or file.parent, texts or file.parent)
+
+
+def _files_of(file: Path) -> tuple[Path, ...]:
+    match = _SPLIT.fullmatch(file.name)
+    if match is None:
+        return (file,)
+    files = []
+    for number in range(1, int(match[3]) + 1):
+        files.append(file.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf"))
+        if not os.path.isfile(files[-1]):
+            raise UserError(f"{files[-1].name} is missing beside {file.name}: download all parts into one folder")
+    if not files:
+        raise UserError(f"{file.name}: a model of no parts: give it another name")
+    return tuple(files)
+
+
+def _joined(files: Sequence[Path], headers: Sequence[GgufHeader]) -> tuple[Metadata, dict[str, TensorEntry]]:
+    """What the first part says, and the tensors of all."""
+    first, stored = headers[0].metadata, dict[str, TensorEntry]()
+    for index, (path, header) in enumerate(zip(files, headers, strict=True)):
+        part = (header.metadata.get("split.no", 0), header.metadata.get("split.count", 0) or 1)
+        if part != (index, len(files)):
+            raise UserError(f"{path.name} says it is part {part[0]!s:.20} (from 0) of {part[1]!s:.20}: "
+                            "give parts the names that they were made with")  # fmt: skip
+        twice = next(iter(header.tensors.keys() & stored.keys()), None)
+        if twice is not None:
+            raise damaged(f"{path.name}: {twice} is in another part as well")
+        stored |= header.tensors
+    wanted = first.get("split.tensors.count", len(stored))
+    if len(files) > 1 and wanted != len(stored):
+        raise damaged(f"{files[0].name}: all parts have {len(stored)} tensors, of {wanted!s:.20}")
+    return first, stored
+
+
+def _folder_of_config(file: Path, config: str | os.PathLike[str] | None) -> Path | None:
+    if config is not None:
+        return tokenizer_folder(config)
+    return file.parent if os.path.isfile(file.parent / "config.json") else None
+
+
+def _checked_config(where: str, folder: Path, metadata: Metadata, factors: Sequence[float]) -> dict[str, Any]:
+    """A config that fits the file. Raises `UserError`."""
+    settings, stated = read_config(folder / "config.json"), stated_config(where, metadata)
+    kind, source = metadata["general.architecture"], folder / "config.json"
+    if settings.get("model_type") not in _ARCHITECTURES[kind].model_types:
+        named = settings.get("model_type", "none")
+        raise UserError(f"{where} is of architecture {kind}, {source} of {named}: give `config` of its own model")
+    inner = settings.get("text_config")
+    own = inner if isinstance(inner, dict) else settings
+    require_same(where, own, stated, str(source))
+    if factors:
+        require_factors(where, own, factors, stated)
+    return {key: value for key, value in settings.items() if key != "quantization_config"}
+
+
+def _factors(files: Sequence[Path], entry: TensorEntry | None) -> tuple[float, ...]:
+    """The numbers of `rope_freqs.weight`. Raises `UserError`."""
+    if entry is None:
+        return ()
+    where = files[entry.shard].name
+    if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > 4096:
+        raise damaged(f"{where}: {_FACTORS} is {entry.dtype} of shape {list(entry.shape)}")
+    try:
+        with open_regular(files[entry.shard]) as file:
+            file.seek(entry.lo)
+            raw = file.read(entry.num_bytes)
+    except OSError as error:
+        raise UserError(f"cannot read {where} ({error.strerror}): check that it is yours to read") from None
+    factors = struct.unpack(f"<{entry.shape[0]}f", raw)
+    if not all(map(math.isfinite, factors)):
+        raise damaged(f"{where}: {_FACTORS} must be finite")
+    return factors
+
+
+def _tensors(
+    where: str, kind: str, stored: Mapping[str, TensorEntry], stated: Mapping[str, Any]
+) -> dict[str, TensorEntry]:
+    """By the names that a model of this architecture has. Raises `UserError` for one that it has not."""
+    architecture, found = _ARCHITECTURES[kind], dict[str, TensorEntry]()
+    num_heads = stated.get("num_attention_heads", 0)
+    heads = {"attn_q": num_heads, "attn_k": stated.get("num_key_value_heads", num_heads)}
+    for own, entry in stored.items():
+        match = _BLOCK.fullmatch(own)
+        part, end = (match[2], match[3]) if match else ("", "")
+        name = architecture.parts.get(part) if end == "weight" or part in _PROJECTIONS else None
+        if own == _FACTORS and kind == "llama":
+            continue
+        if own not in _OUTER and name is None:
+            raise UserError(f"{where}: {own:.80} is not known of architecture {kind}: take the model in safetensors")
+        full = _OUTER.get(own) or f"model.layers.{int(match[1])}.{name}.{end}"  # type: ignore[index]
+        is_norm = full.endswith("norm.weight")
+        added = architecture.added if is_norm else 0
+        interleaved = heads.get(part, 0) if architecture.has_interleaved_heads else 0
+        if part in heads and interleaved and entry.shape[0] % (2 * interleaved):
+            raise damaged(f"{where}: {own} has {entry.shape[0]} rows for {interleaved} heads")
+        if full in found:
+            raise damaged(f"{where}: {own:.80} is there twice")
+        is_coded = entry.dtype in BLOCKS or added or interleaved
+        coded = Coded(GgufBlocks(entry.dtype, interleaved, added)) if is_coded else None
+        found[full] = entry._replace(coded=coded)
+    return found
+
+
+def _require_biases(where: str, config: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> None:
+    """Raises `UserError` for numbers that the model would not add: a model takes no notice of tensors that it lacks."""
+    inner = config.get("text_config")
+    own = inner if isinstance(inner, dict) else config
+    wanted = "qkv" if config.get("model_type") == "qwen2" else "qkvo" if own.get("attention_bias") else ""
+    found = {name.rpartition("_proj.bias")[0][-1:] for name in tensors if name.endswith("_proj.bias")}
+    if found - set(wanted):
+        extra = f"{min(found - set(wanted))}_proj"
+        raise UserError(f"{where} has biases of {extra}, which its config has not: give `config` of its own model")

@@ -1,0 +1,175 @@
+"""Headers of GGUF files: what is said of the model, and where every tensor lies, proved before a byte of it is used.
+
+The files come from strangers. Invariant: no number of theirs decides how much is read, kept or repeated before it was
+held against the bytes that are left, and every entry lies inside the file, over no other.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from offload.checkpoint.safetensors import Stamp, check_extents, damaged, unreadable
+from offload.checkpoint.small_files import open_regular
+from offload.checkpoint.tensors import TensorEntry
+from offload.encoding.gguf_blocks import BLOCKS
+from offload.encoding.registry import ENCODINGS
+from offload.errors import UserError, reason
+
+Metadata = Mapping[str, Any]  # numbers, texts, truth values, short lists of numbers; longer lists are left out
+_MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies take some 10 MB
+_MAX_LIST, _MAX_DIMS, _MAX_SIZE, _MAX_NAME_BYTES = 1024, 4, 1 << 62, 1024
+_ALIGNMENTS = [1 << power for power in range(3, 21)]
+_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_TEXT, _LIST = 8, 9
+# As ggml numbers them; of those that are not read the names serve to refuse them.
+_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
+          12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+          20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+          29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}  # fmt: skip
+READ_TYPES = f"{', '.join(sorted(BLOCKS))}, F16, BF16 and F32"
+
+
+class GgufHeader(NamedTuple):
+    """What stands before the numbers."""
+
+    metadata: Metadata
+    tensors: dict[str, TensorEntry]  # by GGUF's names; `coded` is for whoever knows what they are
+    stamp: Stamp
+
+
+def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
+    """The header of one file. Raises `UserError` where it contradicts the file, or has types that are not read."""
+    try:
+        with open_regular(path) as file:
+            stamp = Stamp.of(file.fileno())
+            metadata, tensors = _read(_Header(path, file, min(stamp.num_bytes, _MAX_HEADER_BYTES)), shard)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    check_extents(path, tensors, stamp.num_bytes)
+    return GgufHeader(metadata, tensors, stamp)
+
+
+class _Header:
+    """The bytes of a header, one after the other, no further than the file goes."""
+
+    def __init__(self, path: Path, file: BinaryIO, num_bytes: int) -> None:
+        self.path, self.at, self._file, self._end = path, 0, file, num_bytes
+
+    def take(self, num_bytes: int) -> bytes:
+        self.require(num_bytes)
+        self.at += num_bytes
+        taken = self._file.read(num_bytes)
+        if len(taken) != num_bytes:
+            raise damaged(f"{self.path.name}: the file ends in its header")
+        return taken
+
+    def require(self, num_bytes: int) -> None:
+        """That so many bytes are left."""
+        if num_bytes > self._end - self.at:
+            where = f"needs {num_bytes} bytes at byte {self.at}, of {self._end}"
+            raise damaged(f"{self.path.name}: its header {where}")
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def count(self, least_bytes: int) -> int:
+        """Of things that take so many bytes each."""
+        count: int = self.number("<Q")
+        self.require(count * least_bytes)
+        return count
+
+    def text(self) -> str:
+        raw = self.take(self.number("<Q"))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise damaged(f"{self.path.name}: its header is not UTF-8 ({reason(error)})") from None
+
+
+def _read(header: _Header, shard: int) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    name = header.path.name
+    magic = header.take(4)
+    if magic == b"vers":
+        raise UserError(f"{name} is a pointer of Git LFS, not the weights: run git lfs pull in its folder")
+    if magic != b"GGUF":
+        raise UserError(f"{name} does not begin as a GGUF file does: check the file, or download it again")
+    version = header.number("<I")
+    if version not in (2, 3):
+        is_swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3)
+        kind = "big-endian GGUF files are" if is_swapped else f"GGUF version {version} is"
+        raise UserError(f"{name}: {kind} not read: take a file of version 2 or 3, or convert the model again")
+    num_tensors, num_notes = header.number("<Q"), header.number("<Q")
+    header.require(24 * num_tensors + 13 * num_notes)
+    metadata = dict[str, Any]()
+    for _ in range(num_notes):
+        key = header.text()
+        if key in metadata:
+            raise damaged(f"{name}: its header says {key:.80} twice")
+        metadata[key] = _value(header, header.number("<I"))
+    alignment = metadata.get("general.alignment", 32)
+    if alignment not in _ALIGNMENTS:
+        raise damaged(f"{name}: general.alignment must be a power of two of 8 or more, got {alignment!r:.80}")
+    return metadata, _entries(header, num_tensors, alignment, shard)
+
+
+def _value(header: _Header, kind: int) -> Any:
+    """None for lists that are long or not of numbers: vocabularies, which others read."""
+    if kind == _TEXT:
+        return header.text()
+    if kind in _FORMATS:
+        return header.number(_FORMATS[kind])
+    if kind != _LIST:
+        raise damaged(f"{header.path.name}: its header has a value of type {kind}")
+    kind = header.number("<I")
+    if kind == _TEXT:
+        for _ in range(header.count(8)):
+            header.take(header.number("<Q"))
+        return None
+    if kind not in _FORMATS:
+        raise damaged(f"{header.path.name}: its header has a list of type {kind}")
+    item_bytes = struct.calcsize(_FORMATS[kind])
+    count = header.count(item_bytes)
+    raw = header.take(count * item_bytes)
+    return None if count > _MAX_LIST else list(struct.unpack(f"<{count}{_FORMATS[kind][1]}", raw))
+
+
+def _entries(header: _Header, num_tensors: int, alignment: int, shard: int) -> dict[str, TensorEntry]:
+    found = dict[str, tuple[str, tuple[int, ...], int]]()
+    for _ in range(num_tensors):
+        name = header.text()
+        if name in found or len(name) > _MAX_NAME_BYTES:
+            what = "twice" if name in found else f"with a name of {len(name)} characters"
+            raise damaged(f"{header.path.name}: its header has {name:.80} {what}")
+        found[name] = _entry(header, name, alignment)
+    first = -(-header.at // alignment) * alignment
+    return {
+        name: TensorEntry(shard, kind, shape, first + lo, first + lo + stored_bytes(kind, shape))
+        for name, (kind, shape, lo) in found.items()
+    }
+
+
+def stored_bytes(kind: str, shape: tuple[int, ...]) -> int:
+    """What a tensor takes whose rows are whole blocks."""
+    num_numbers, num_bytes = BLOCKS.get(kind) or (1, ENCODINGS[kind].align_bytes)
+    return math.prod(shape) // num_numbers * num_bytes
+
+
+def _entry(header: _Header, name: str, alignment: int) -> tuple[str, tuple[int, ...], int]:
+    """Type, shape and offset of one tensor."""
+    where, num_dims = f"{header.path.name}: {name:.80}", header.number("<I")
+    if not 0 < num_dims <= _MAX_DIMS:
+        raise damaged(f"{where} has {num_dims} dimensions")
+    shape = tuple(reversed([header.number("<Q") for _ in range(num_dims)]))
+    number, lo = header.number("<I"), header.number("<Q")
+    kind = _TYPES.get(number, f"of type {number}")
+    if kind not in BLOCKS and kind not in ENCODINGS:
+        raise UserError(f"{where} is {kind}, which is not read: take a file of {READ_TYPES}, such as Q4_K_M or Q8_0")
+    if not all(0 < size < _MAX_SIZE for size in shape) or math.prod(shape) >= _MAX_SIZE:
+        raise damaged(f"{where} has shape {list(shape)}")
+    if shape[-1] % BLOCKS.get(kind, (1, 0))[0]:
+        raise damaged(f"{where} has rows of {shape[-1]}, which are no whole blocks of {kind}")
+    if lo % alignment or lo >= _MAX_SIZE:
+        raise damaged(f"{where} begins at {lo}, no multiple of {alignment}")
+    return kind, shape, lo

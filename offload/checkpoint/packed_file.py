@@ -1,0 +1,176 @@
+"""One file of a packed model: safetensors, its bfloat16 tensors coded without loss (`encoding/exponents.py`).
+
+A file holds consecutive tensors of one file of the source, in its order; what stays of coded ones, their `.code`, lies
+behind all of them, so that a layer is one run. `__metadata__` names format and source, has a CRC-32 of every 8 MiB as
+they were before, and in the first file for each of the source's that one's header: `offload unpack` gives back the same
+bytes. Invariant: a file gets its name once it was read back, decoded, and found to be what was packed.
+"""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.checkpoint.parts import PART_BYTES, in_order, opened, parts, read_part, write_part
+from offload.checkpoint.safetensors import parse_header, read_header, read_metadata
+from offload.checkpoint.small_files import replacing
+from offload.checkpoint.tensors import TensorEntry
+from offload.encoding.exponents import (
+    BLOCK,
+    CHUNK,
+    CODE,
+    ESCAPE_BYTES,
+    RUN,
+    WORDS,
+    Exponents,
+    distance_bytes,
+)
+from offload.errors import UserError
+from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.expand_exponents import expand_exponents_compiled, expand_exponents_reference
+
+FORMAT, VERSION = "offload.packed", "1"
+_PART_CHUNKS = PART_BYTES // 2 // CHUNK
+_DAMAGED = "it was damaged, pack the model again"
+OnBytes = Callable[[int], None]
+
+
+class Origin(NamedTuple):
+    """Which part of which file of the source a packed file holds."""
+
+    file: str
+    num_bytes: int
+    written_ns: int
+    portion: int
+    num_portions: int
+
+
+class Packed(NamedTuple):
+    """A packed file whose header was read."""
+
+    path: Path
+    origin: Origin
+    header: bytes
+    plain: Mapping[str, TensorEntry]
+    coded: Mapping[str, tuple[TensorEntry, ...]]  # words and code
+    sums: Mapping[str, tuple[int, ...]]  # of the parts that tensors had
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors as the source has them, in their order."""
+        starts = {
+            **{name: own.lo for name, own in self.plain.items()},
+            **{n: own[0].lo for n, own in self.coded.items()},
+        }
+        return sorted(starts, key=starts.__getitem__)
+
+
+def read_packed(path: Path) -> Packed:
+    """What a file's header says. Raises `UserError` where it is of no packed file, or of another version."""
+    notes = read_metadata(path)
+    if notes.get("format") != FORMAT or notes.get("version") != VERSION:
+        found = f"{notes.get('format', 'nothing')} {notes.get('version', '')}".strip()
+        raise UserError(f"{path}: its header must name {FORMAT} {VERSION}, it names {found:.80}: pack the model again")
+    entries, _ = read_header(path)
+    coded = {name.removesuffix(CODE): () for name in entries if name.endswith(CODE)}
+    try:
+        own = {name: tuple(entries.pop(name + suffix) for suffix in (*WORDS, CODE)) for name in coded}
+        sums = {name: _numbers(text) for name, text in json.loads(notes["crc32"]).items()}
+        origin = Origin(**json.loads(notes["origin"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: its header lacks what unpacking needs ({error}): {_DAMAGED}") from None
+    if sums.keys() != {*entries, *own}:
+        raise UserError(f"{path}: its header has checksums of other tensors: {_DAMAGED}")
+    return Packed(path, origin, notes.get("source_header", "").encode(), entries, own, sums)
+
+
+def original_parts(packed: Packed) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Name, offset and bytes of each part of each tensor as the source had it, proved. Raises `UserError`."""
+    with opened(packed.path, os.O_RDONLY) as fd:
+
+        def jobs() -> Iterator[tuple[Any, ...]]:
+            for name in packed.names:
+                yield from _plain_jobs(packed, name) if name in packed.plain else _coded_jobs(packed, name, fd)
+
+        def work(name: str, index: int, take: Callable[[int], np.ndarray]) -> tuple[str, int, np.ndarray]:
+            raw = take(fd)
+            if [zlib.crc32(raw.data)] != [*packed.sums[name][index : index + 1]]:
+                raise UserError(f"{packed.path}: {name} does not decode to what was packed: {_DAMAGED}")
+            return name, index * PART_BYTES, raw
+
+        yield from in_order(work, jobs())
+
+
+def write_original(path: Path, packed: Iterable[Packed], on_bytes: OnBytes) -> None:
+    """The file of the source that these files, in their order, were made from. Raises `OSError`, `UserError`."""
+    first, *others = packed
+    entries = parse_header(path, first.header, first.origin.num_bytes)
+    missing = {*entries} ^ {name for one in (first, *others) for name in one.names}
+    if missing:
+        raise UserError(f"{path.name}: {min(missing)} is in its header or in its packed files, not in both: {_DAMAGED}")
+    with replacing(path) as scratch, opened(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as out:
+        write_part(out, len(first.header).to_bytes(8, "little") + first.header, 0)
+        os.ftruncate(out, first.origin.num_bytes)
+        for one in (first, *others):
+            for name, at, raw in original_parts(one):
+                write_part(out, raw[: max(0, entries[name].num_bytes - at)], entries[name].lo + at)
+                on_bytes(len(raw))
+        os.fsync(out)
+
+
+def _plain_jobs(packed: Packed, name: str) -> Iterator[tuple[Any, ...]]:
+    entry = packed.plain[name]
+    for index, (lo, hi) in enumerate(parts(entry.lo, entry.hi)):
+        yield name, index, lambda fd, lo=lo, hi=hi: np.frombuffer(read_part(fd, lo, hi), np.uint8)
+
+
+def _coded_jobs(packed: Packed, name: str, fd: int) -> Iterator[tuple[Any, ...]]:
+    mantissas, exponents, escapes, code = packed.coded[name]
+    num_weights = math.prod(mantissas.shape)
+    width = exponents.num_bytes // max(1, distance_bytes(num_weights, 1))
+    numbers = _tensor(read_part(fd, code.lo, code.hi), torch.int64)
+    try:
+        if exponents.num_bytes != distance_bytes(num_weights, width) or width not in (3, 4):
+            raise ValueError(f"{num_weights} weights cannot have {exponents.num_bytes} bytes of exponents")
+        ready = Exponents(width, escapes.num_bytes).prepare({CODE: numbers}, mantissas.shape)
+    except ValueError as error:
+        raise UserError(f"{packed.path}: {name}: {error}: {_DAMAGED}") from None
+    start_C = ready["start"]
+    listed = _tensor(read_part(fd, escapes.lo, escapes.hi), torch.uint8)
+    list_3E = listed[: ESCAPE_BYTES * int(start_C[-1])].view(3, -1)
+    for index, at in enumerate(range(0, num_weights, PART_BYTES // 2)):
+        own_C = start_C[index * _PART_CHUNKS : (index + 1) * _PART_CHUNKS + 1]
+        own_3E = list_3E[:, own_C[0] : own_C[-1]].flatten()
+        places = _part_places(mantissas, exponents, at, width)
+        lists = (own_3E, own_C - own_C[0], ready["top"])
+        yield name, index, lambda fd, places=places, lists=lists: _decoded(fd, *places, *lists)
+
+
+def _part_places(mantissas: TensorEntry, exponents: TensorEntry, at: int, width: int) -> tuple[int, int, int, int]:
+    """Where the words of a part lie whose first weight is `at`."""
+    block, after = at // BLOCK, (at + PART_BYTES // 2) // BLOCK
+    lo, hi = (exponents.lo + one * RUN * width for one in (block, after))
+    return mantissas.lo + at, min(mantissas.lo + at + PART_BYTES // 2, mantissas.hi), lo, min(hi, exponents.hi)
+
+
+def _decoded(fd: int, lo: int, hi: int, low: int, high: int, escape_B: Tensor, start_C: Tensor, top_1: Tensor) -> Any:
+    mantissa_N, distance_B = (_tensor(read_part(fd, *own), torch.uint8) for own in ((lo, hi), (low, high)))
+    out_N = torch.empty(len(mantissa_N), dtype=torch.bfloat16)
+    expand = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
+    expand(mantissa_N, distance_B, escape_B, start_C, top_1, out_N)
+    return out_N.view(torch.uint8).numpy()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
+
+
+def _tensor(raw: bytearray, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)

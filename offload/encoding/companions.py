@@ -1,0 +1,89 @@
+"""What is asked of the small tensors that belong to words, wherever they come from: shapes, finite scales, orders."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from offload.encoding.base import Header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}  # scales, by the names of headers and of torch
+FLOAT_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
+_AGAIN = "download the checkpoint again"
+
+
+def float_type(stored: Mapping[str, Header], suffix: str) -> str:
+    """The header's name of the type of scales. Raises `ValueError` where they are of no floating-point type."""
+    dtype = stored[suffix].dtype
+    if dtype not in FLOATS:
+        raise ValueError(f"{suffix} must be of type {', '.join(FLOATS)}, is {dtype}: {_AGAIN}")
+    return dtype
+
+
+def require(stored: Mapping[str, Header], suffixes: Sequence[str], beside: str) -> None:
+    """Raises `ValueError` where a tensor is missing."""
+    for suffix in suffixes:
+        if suffix not in stored:
+            raise ValueError(f"{beside} needs a {suffix} beside it, there is none: {_AGAIN}")
+
+
+def require_matrices(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
+    """Raises `ValueError` where a tensor has not two dimensions."""
+    for suffix in suffixes:
+        if len(stored[suffix].shape) != 2 or 0 in stored[suffix].shape:
+            raise ValueError(f"{suffix} must have two dimensions, has shape {list(stored[suffix].shape)}: {_AGAIN}")
+
+
+def require_shape(suffix: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raises `ValueError` where a tensor has another shape than the words ask for."""
+    if tuple(shape) != tuple(wanted):
+        raise ValueError(f"{suffix} must have shape {list(wanted)}, has {list(shape)}: {_AGAIN}")
+
+
+def group_size(num_columns: int, num_groups: int, said: object) -> int:
+    """How many columns share a scale: what the config says, or what divides them; 0 where all do.
+
+    Raises `ValueError` where so many groups do not fit so many columns.
+    """
+    if num_groups == 1:
+        return 0
+    if type(said) is int and said > 0 and math.ceil(num_columns / said) == num_groups:
+        return said
+    if num_groups > 0 and num_columns % num_groups == 0:
+        return num_columns // num_groups
+    raise ValueError(
+        f"group_size must divide {num_columns} columns into {num_groups} groups, is {said!r:.20}: mend config.json"
+    )
+
+
+def checked_scale(suffix: str, scale: "Tensor", shape: Sequence[int]) -> "Tensor":
+    """Scales in that shape, contiguous. Raises `ValueError` where one is not finite."""
+    if scale.numel() != math.prod(shape):
+        raise ValueError(f"{suffix} must have {math.prod(shape)} numbers, has {scale.numel()}: {_AGAIN}")
+    num_wrong = int((~scale.float().isfinite()).sum())
+    if num_wrong:
+        raise ValueError(f"{suffix} must be finite, {num_wrong} of {scale.numel()} are not: {_AGAIN}")
+    return scale.reshape(tuple(shape)).contiguous()
+
+
+def checked_order(suffix: str, order: "Tensor", num_columns: int, num_groups: int) -> "Tensor":
+    """Which scale each column has, int32. Raises `ValueError` where there is no such scale."""
+    import torch
+
+    if order.numel() != num_columns:
+        raise ValueError(f"{suffix} must have {num_columns} numbers, has {order.numel()}: {_AGAIN}")
+    if num_columns and not 0 <= int(order.min()) <= int(order.max()) < num_groups:
+        least, most = int(order.min()), int(order.max())
+        raise ValueError(f"{suffix} must lie in 0..{num_groups - 1}, has {least}..{most}: {_AGAIN}")
+    return order.reshape(num_columns).to(torch.int32)
+
+
+def unpacked(words: "Tensor", bits: int, dim: int, num_codes: int) -> "Tensor":
+    """Codes (uint8) that lie one behind the other in int32 words along a dimension, the first in the lowest bits."""
+    import torch
+
+    shift_E = torch.arange(0, 32, bits, dtype=torch.int32)
+    code = (words.movedim(dim, -1)[..., None] >> shift_E) & ((1 << bits) - 1)
+    return code.flatten(-2)[..., :num_codes].movedim(-1, dim).to(torch.uint8).contiguous()

@@ -1,0 +1,133 @@
+"""bfloat16 weights without loss in about 12 bits, or 11: of the exponent is stored how far it lies below a top.
+
+`offload pack` writes them; `kernels/expand_exponents.py` has the layout. A weight X consists of `X.mantissas` (sign and
+mantissa of each number, of its shape), `X.exponents` (distances), `X.escapes` (exponents outside of the window; zeros
+behind them let the next tensor begin at a multiple of 64), streamed as one run, and `X.code`, which stays: the top and
+the number of escapes in each chunk.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from offload.encoding.base import Format, Found, Header
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from offload.kernels.expansion import Expansion
+
+BLOCK, RUN, CHUNK = 1024, 128, 65_536  # weights; as the kernels have them
+ESCAPE_BYTES, ALIGN_BYTES = 3, 64
+WORDS, CODE = (".mantissas", ".exponents", ".escapes"), ".code"
+_WIDTHS = (4, 3)  # bits of a distance
+_AGAIN = "pack it again"
+
+
+class Window(NamedTuple):
+    """Exponents top, top - 1, ... that need no escape, and what a weight takes with them."""
+
+    top: int
+    width: int  # bits of a distance, the largest of which marks an escape
+    bits: float
+
+
+def best_window(histogram_256: "np.ndarray") -> Window:
+    """The fewest bits for weights with exponents as frequent as these."""
+    import numpy as np
+
+    below = np.concatenate(([0], np.cumsum(histogram_256, dtype=np.float64)))
+    found = []
+    for width in _WIDTHS:
+        lowest = np.maximum(np.arange(1, 257) - ((1 << width) - 1), 0)
+        inside = below[1:] - below[lowest]
+        escaped = float(1 - inside.max() / max(below[-1], 1))
+        found.append(Window(int(inside.argmax()), width, 8 + width + 8 * ESCAPE_BYTES * escaped))
+    return min(found, key=lambda window: window.bits)
+
+
+def histogram(bits_N: "np.ndarray") -> "np.ndarray":
+    """How often each of the 256 exponents occurs, of bfloat16 seen as uint16."""
+    import numpy as np
+
+    return np.bincount((bits_N >> 7) & 0xFF, minlength=256)
+
+
+def distance_bytes(num_weights: int, width: int) -> int:
+    """Of whole blocks."""
+    return -(-num_weights // BLOCK) * RUN * width
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """See `Coding`."""
+
+    width: int
+    escape_bytes: int = field(compare=False)  # with what fills them up; every weight has its own, all expand alike
+    dtype: str = "bfloat16"
+    align_bytes: int = 1
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"bf16 without loss in {8 + self.width} bits"
+
+    def stored_bytes(self, shape: Sequence[int]) -> int:
+        """Of all three."""
+        return math.prod(shape) + distance_bytes(math.prod(shape), self.width) + self.escape_bytes
+
+    def companion_bytes(self, shape: Sequence[int]) -> int:
+        """Where the escapes of each chunk begin, where they end, and the top, as int64."""
+        return 8 * (-(-math.prod(shape) // CHUNK) + 2)
+
+    def prepare(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "Mapping[str, Tensor]":
+        """Proves that no place in the list of escapes lies outside of it."""
+        import torch
+
+        (code,) = companions.values()
+        top_1, count_C = code[:1], code[1:]
+        num_chunks, top = -(-math.prod(shape) // CHUNK), top_1.tolist()
+        if len(count_C) != num_chunks or not top or not 0 <= top[0] < 256:
+            raise ValueError(f"its code must be a top below 256 and {num_chunks} counts, got {code[:8].tolist()}")
+        start_C = torch.cat((torch.zeros(1, dtype=torch.int64), count_C.cumsum(0)))
+        spare_bytes = self.escape_bytes - ESCAPE_BYTES * int(start_C[-1])
+        if bool(((count_C < 0) | (count_C > CHUNK)).any()) or not 0 <= spare_bytes < ALIGN_BYTES:
+            raise ValueError(f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold")
+        return {"start": start_C, "top": top_1}
+
+    def expand(
+        self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
+    ) -> None:
+        """As they were before."""
+        num_weights = out.numel()
+        sizes = (num_weights, distance_bytes(num_weights, self.width), self.escape_bytes)
+        expansion.exponents(*stored_B.split(sizes), companions["start"], companions["top"], out.view(-1))
+
+
+def _recognise(stem: str, stored: Mapping[str, Header], _settings: Mapping[str, Any]) -> Found | None:
+    """`stem` stands before the suffixes."""
+    names = [stem + suffix for suffix in (*WORDS, CODE)]
+    if not any(name in stored for name in names):
+        return None
+    missing = [name for name in names if name not in stored]
+    if missing:
+        raise ValueError(f"packed weights have {', '.join(names)}, without {', '.join(missing)}: {_AGAIN}")
+    mantissas, exponents, escapes, code = (stored[name] for name in names)
+    num_weights = math.prod(mantissas.shape)
+    width = next((one for one in _WIDTHS if distance_bytes(num_weights, one) == math.prod(exponents.shape)), None)
+    types = [one.dtype for one in (mantissas, exponents, escapes, code)]
+    if width is None or types != ["U8", "U8", "U8", "I64"] or len(code.shape) != 1:
+        sizes = f"{num_weights} mantissas have {math.prod(exponents.shape)} bytes of exponents in {', '.join(types)}"
+        raise ValueError(f"packed as by another version, {sizes}: {_AGAIN}")
+    coding = Exponents(width, math.prod(escapes.shape))
+    return Found(coding, mantissas.shape, tuple(names[:3]), (names[3],))
+
+
+def _format(stem: str) -> Format:
+    return Format(tuple(stem + suffix for suffix in (*WORDS, CODE)), partial(_recognise, stem), stem)
+
+
+FORMATS = (_format(".weight"), _format(""))  # the second is of parameters by other names, such as fused experts

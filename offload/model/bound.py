@@ -1,0 +1,213 @@
+"""A meta model and where its weights come from: parameters become views of slabs, or are expanded from them.
+
+The model is built without storage. A decoder layer's parameters become views of a slab just before it runs and are
+taken away right after; embeddings, final norm and head are bound once, as are all layers of a model that stays. Coded
+weights have their numbers only while their module runs (`expanded.py`), and a draft may hold them in fewer bits
+(`held.py`). Invariant: a parameter is bound to the bytes of its own layer, or is empty.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from offload.checkpoint.layout import SlabLayout, is_coded, slab_layout
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.section import Section
+from offload.encoding.base import Coding
+from offload.kernels.expansion import Expansion
+from offload.model.expanded import Beside, ExpandedWeights, Words
+from offload.model.held import HeldWeights
+from offload.model.mapping import sources_of_parameters
+from offload.model.meta import build_meta_model, keep_section, layer_stacks
+from offload.model.places import below, parameter_places, share, tables_around, view_of
+
+Slab = np.ndarray | Tensor  # flat bytes, in host memory or on a device
+_HOST = torch.device("cpu")
+
+
+class BoundModel:
+    """The meta model of one checkpoint, and the layouts of the slabs that its parameters are views of.
+
+    Args:
+        has_host_table: embedding tables stay in host memory; the few rows that a pass needs are sent.
+        adapt: changes the model before its weights are looked for.
+        section: of the checkpoint's layers, and of what lies around them; None is the whole. See `SectionModel`.
+
+    Attributes:
+        layer_layouts: one slab per decoder layer; `rest_layout`: embeddings, final norm, head.
+        encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of the decoder.
+        dtype: in which it computes; `place`: where.
+        vocab_size: V, width of the logits.
+        held: matrices of a draft in fewer bits than they are stored in; None where none are.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: str, place: torch.device, *,
+        has_host_table: bool, section: Section | None, adapt: Callable[[nn.Module], None],
+    ) -> None:  # fmt: skip
+        self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
+        self.checkpoint, self.place = checkpoint, place
+        self._table_place = _HOST if has_host_table else place
+        self.meta_model = build_meta_model(checkpoint, self.dtype)
+        adapt(self.meta_model)
+        names = {module: f"{name}." for name, module in self.meta_model.named_modules()}
+        inside = tuple(names[block] for stack in layer_stacks(self.meta_model) for block in stack)
+        places = parameter_places(self.meta_model)
+        wanted = {name: tuple(place.empty.shape) for name, place in places.items()}
+        stored, shared = sources_of_parameters(checkpoint, self.meta_model, wanted)
+        assert not any(name.startswith(inside) for name in (*shared, *shared.values())), "layers share weights"
+        source_of = {name: name for name in stored if not name.startswith(inside)} | shared
+        if section is not None:
+            keep_section(checkpoint, self.meta_model, section)
+            ids = names[self.meta_model.get_input_embeddings()]
+            held = {name: section.has_table if name.startswith(ids) else section.has_head for name in source_of}
+            source_of = {name: source for name, source in source_of.items() if held[name]}
+        self._layers, *others = layer_stacks(self.meta_model)
+        blocks = self._blocks = [block for stack in (self._layers, *others) for block in stack]
+        self._tables = tables_around(self.meta_model, blocks) if has_host_table else []
+        self._move_buffers()
+        self._layer_places = [below(places, names[block]) for block in blocks]
+        self._rest_places = [(source, places[name]) for name, source in source_of.items()]
+        self._layouts = [slab_layout(below(stored, names[block])) for block in blocks]
+        self.layer_layouts, self.encoder_layouts = self._layouts[: self.num_layers], self._layouts[self.num_layers :]
+        rest = {source: stored[source] for source in source_of.values()}
+        coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
+        self.rest_layout = slab_layout({name: one for name, one in rest.items() if name not in coded})
+        self._beside = Beside(checkpoint.directory.name, coded, self._layouts)
+        self._expanded = ExpandedWeights(self._layouts, self._layer_places, place)
+        self._expanded_rest: dict[str, Tensor] = {}
+        self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
+        self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
+        self._hooks: list[Any] = self._expanded.hooks
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def read_rest(self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None) -> int:
+        """Read and bind all but layers, and what stays of coded ones. Returns the bytes read.
+
+        What lies around the layers of a copy is its `target`'s.
+
+        Raises `UserError` where scales and the like cannot be right, and what `fetch` raises.
+        """
+        layout = self._beside.layout
+        is_empty = not layout.coded and not layout.parameters  # where codings have no companions
+        self._bind_beside(np.empty(0, np.uint8) if is_empty else fetch(layout))
+        if target is not None and self.checkpoint.is_copy:
+            share(target._rest_places, self._rest_places, self.place)
+            self._expanded_rest = {}
+        else:
+            self.bind_rest(fetch(self.rest_layout))
+        return self.rest_bytes
+
+    @property
+    def rest_bytes(self) -> int:
+        """What `read_rest` reads."""
+        return self._beside.layout.slab_bytes + (0 if self.checkpoint.is_copy else self.rest_layout.slab_bytes)
+
+    def _bind_beside(self, slab: np.ndarray) -> None:
+        dtypes = {source: place.empty.dtype for source, place in self._rest_places}
+        companions_of = self._beside.companions(slab)
+        self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
+        self._expanded.keep(companions_of)
+
+    def expand_with(self, expansion: Expansion) -> None:
+        """From now on coded weights of layers are expanded by these functions."""
+        self._expanded.expand_with(expansion)
+
+    def codings_of(self, layer: int) -> list[Coding]:
+        """Of its weights; empty where all are plain."""
+        words = [one for several in self._layouts[layer].coded.values() for one in several]
+        return [one.part.entry.coded.coding for one in words if one.part.entry.coded]
+
+    def coded_words(self, layer: int, slab: np.ndarray) -> list[Words]:
+        """What `expand_with` is for, of a layer with this slab, which need not be bound."""
+        return self._expanded.words(self._layouts[layer], self._layer_places[layer], slab)
+
+    def hold_layer(self, layer: int) -> None:
+        """A layer is bound for good; its slab can go where its matrices are to be held in fewer bits."""
+        if self.held is not None:
+            self.held.take_layer(self._blocks[layer], self._layer_places[layer].values(), self._expanded)
+            self._expanded.unbind(layer)
+
+    def bind_rest(self, slab: np.ndarray) -> None:
+        """Give embeddings, norm and head their weights for good; tied ones share one tensor where they lie together."""
+        flat = torch.from_numpy(slab[self.rest_layout.sent])
+        weights = {name: view_of(flat, self.rest_layout, name) for name in self.rest_layout.parameters}
+        weights = {name: tensor.to(self._type_of(name, tensor)) for name, tensor in weights.items()}
+        weights |= self._expanded_rest
+        self._expanded_rest = {}
+        sent: dict[tuple[str, bool], Tensor] = {}
+        for source, place in self._rest_places:
+            is_table = any(place.table is table._parameters for table in self._tables)
+            if (source, is_table) not in sent:
+                # A table that stays on the host is copied, so that the rest of its slab can go.
+                weight = weights[source]
+                sent[source, is_table] = weight.clone() if is_table else weight.to(self.place)
+            place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
+
+    def bind_layer(self, layer: int, slab: Slab) -> None:
+        """Let a layer's parameters be views of `slab`, or copies where the compute type differs from the stored one.
+
+        An array is as a store fills it, and is sent where the model computes; a tensor holds what is `sent` of one.
+        Views of a tensor are kept: slots are few.
+        """
+        if isinstance(slab, np.ndarray):
+            sent = torch.from_numpy(slab[self._layouts[layer].sent]).to(self.place)
+            views = self._views_of(layer, sent)
+        else:
+            sent, key = slab, (layer, slab.data_ptr())
+            views = self._views[key] = self._views.get(key) or self._views_of(layer, slab)
+        for name, view in views.items():
+            place = self._layer_places[layer][name]
+            place.table[place.key] = view.to(place.empty.dtype)
+        self._expanded.bind(layer, sent)
+
+    def _views_of(self, layer: int, sent: Tensor) -> dict[str, Tensor]:
+        layout = self._layouts[layer]
+        return {name: view_of(sent, layout, name) for name in layout.parameters}
+
+    def unbind_layer(self, layer: int) -> None:
+        """Let go of the slab that a layer's parameters are views of."""
+        for place in self._layer_places[layer].values():
+            place.table[place.key] = place.empty
+        self._expanded.unbind(layer)
+
+    def stream_layers(self, acquire: Callable[[int], Slab], release: Callable[[int], None]) -> None:
+        """From now on take each layer's slab just before it runs and give it back right after, even when it fails."""
+        for index, layer in enumerate(self._blocks):
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._bind_from, acquire, index)))
+            self._hooks.append(
+                layer.register_forward_hook(partial(self._give_back, release, index), always_call=True, prepend=True)
+            )
+
+    def close(self) -> None:
+        """Take the hooks off: they refer back to this model, and such a cycle would hold its weights for longer."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._views.clear()
+
+    def _move_buffers(self) -> None:
+        """What a family computes at construction (rotary frequencies, scales) goes where it is used."""
+        for module in self.meta_model.modules():
+            place = _HOST if module in self._tables else self.place
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[key] = buffer.to(place)
+
+    def _bind_from(self, acquire: Callable[[int], Slab], index: int, *_: Any) -> None:
+        self.bind_layer(index, acquire(index))
+
+    def _give_back(self, release: Callable[[int], None], index: int, *_: Any) -> None:
+        self.unbind_layer(index)
+        release(index)
+
+    def _type_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """The meta model's own type for `name`: the compute type but for what a family insists on keeping in fp32."""
+        return next((place.empty.dtype for own, place in self._rest_places if own == name), tensor.dtype)

@@ -1,0 +1,140 @@
+"""Which functions expand a model's weights: what wins on words of its own, and nothing that gives other bits."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised import save_quantised
+from test_kernel_selection import clock
+from tiny import FAMILIES, build, save
+from torch import Tensor
+
+from offload.calibration import expansion_choice
+from offload.calibration.expansion_choice import WITHOUT_NUMBA, choose_expansion
+from offload.calibration.kernel_comparison import Timer
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.build import resident_model
+from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE
+from offload.model.encoder_decoder import open_model
+from offload.model.weights import StreamedModel
+from offload.streaming.disk import DiskReader
+
+needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
+KINDS = {"fp8-block": "float8", "ct-w4": "integers", "awq": "columns", "nf4": "codebook"}
+
+
+class Opened:
+    """A quantised model without its layers, which can be read."""
+
+    def __init__(self, folder: Path, recipe: str | None, family: str = "llama") -> None:
+        plain = save(build(FAMILIES[family]()), folder / "plain")
+        self.directory = save_quantised(plain, recipe, folder / "quantised").directory if recipe else plain
+        checkpoint = open_checkpoint(self.directory)
+        self.model: StreamedModel = open_model(checkpoint, "bfloat16")
+        self.reader = DiskReader(checkpoint.shards, stamps=checkpoint.stamps)
+        self.model.read_rest(self.reader.fetch)
+        self.layers = list[int]()
+
+    def fetch(self, layout: Any) -> Any:
+        self.layers.append(self.model.layer_layouts.index(layout))
+        return self.reader.fetch(layout)
+
+    def choose(self, timer: Timer | None = None) -> expansion_choice.ExpansionChoice:
+        with closing(self.reader):
+            return choose_expansion(self.model, self.fetch, None, timer)
+
+
+@needs_numba
+@pytest.mark.parametrize("recipe", KINDS)
+def test_what_wins_is_used_for_the_kinds_that_the_model_has(recipe: str, tmp_path: Path) -> None:
+    opened = Opened(tmp_path, recipe)
+    chosen = opened.choose(clock(1.0, 2.0))
+    assert chosen.expansion == REFERENCE._replace(**{KINDS[recipe]: getattr(COMPILED, KINDS[recipe])})
+    assert opened.layers == [0] and chosen.notes == ()
+    assert {one.kernel for one in chosen.comparisons} == {KINDS[recipe]}
+    assert all(one.ratio == 2 for one in chosen.comparisons)
+
+
+@needs_numba
+def test_what_is_slower_is_not_used(tmp_path: Path) -> None:
+    chosen = Opened(tmp_path, "fp8-block").choose(clock(2.0, 1.0))
+    assert chosen.expansion == REFERENCE and chosen.notes == ()
+
+
+@needs_numba
+def test_one_bit_is_one_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def almost(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
+        REFERENCE.float8(weight_NK, scale_AB, block, out_NK)
+        out_NK.view(torch.int16)[-1, -1] ^= 1
+
+    monkeypatch.setattr(expansion_choice, "COMPILED", COMPILED._replace(float8=almost))
+    chosen = Opened(tmp_path, "fp8-block").choose(clock(1.0, 2.0))
+    assert chosen.expansion == REFERENCE
+    (note,) = chosen.notes
+    assert note == "float8 weights are expanded with torch: the faster function is not used, for its results differ"
+
+
+@needs_numba
+def test_what_cannot_be_compiled_here_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ImportError("Numba needs NumPy 2.4 or less")
+
+    monkeypatch.setattr(expansion_choice, "COMPILED", COMPILED._replace(float8=refuse))
+    chosen = Opened(tmp_path, "fp8-block").choose(clock(1.0, 2.0))
+    assert chosen.expansion == REFERENCE
+    assert chosen.notes[0].endswith("is not used, for ImportError: Numba needs NumPy 2.4 or less")
+
+
+def test_nothing_is_read_of_plain_models(tmp_path: Path) -> None:
+    opened = Opened(tmp_path, None)
+    assert opened.choose() == expansion_choice.ExpansionChoice()
+    assert opened.layers == []
+
+
+def test_what_is_missing_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expansion_choice, "HAS_NUMBA", False)
+    opened = Opened(tmp_path, "fp8-block")
+    chosen = opened.choose()
+    assert (chosen.expansion, chosen.notes, opened.layers) == (REFERENCE, (WITHOUT_NUMBA,), [])
+    assert "pip install 'offload[fast]'" in WITHOUT_NUMBA
+
+
+def test_on_a_gpu_kernels_of_triton_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = torch.device("cuda")
+    monkeypatch.setattr(expansion_choice, "is_for_kernels", lambda place: True)
+    assert expansion_choice._rivals(place) is KERNELS
+    monkeypatch.setattr(expansion_choice, "is_for_kernels", lambda place: False)
+    assert expansion_choice._rivals(place) is None
+
+
+@needs_numba
+@pytest.mark.parametrize("recipe", KINDS)
+def test_a_model_computes_the_same_with_either(recipe: str, tmp_path: Path) -> None:
+    model = resident_model(open_checkpoint(Opened(tmp_path, recipe, "qwen2").directory), "float32")
+    token_T, sees_TT = torch.arange(7), torch.ones(7, 7, dtype=torch.bool).tril()
+
+    def logits() -> Tensor:
+        return model.forward(token_T, torch.arange(7), sees_TT, model.new_cache(16))
+
+    wanted_TV = logits()
+    model.expand_with(COMPILED)
+    assert torch.equal(logits(), wanted_TV)
+    lost = COMPILED._replace(**{KINDS[recipe]: lambda *args, **named: args[-1].zero_()})
+    model.expand_with(lost)
+    assert not torch.equal(logits(), wanted_TV), "it is these functions that a pass calls"
+
+
+def test_a_weight_is_tried_that_is_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Opened(tmp_path, "fp8-block")
+    codings = expansion_choice._layer_of_codings(opened.model)
+    sizes = sorted(
+        {one.num_weights for one in opened.model.coded_words(0, opened.reader.fetch(opened.model.layer_layouts[0]))}
+    )
+    for enough, wanted in ((1, sizes[0]), (sizes[0] + 1, sizes[1]), (1 << 40, sizes[-1])):
+        monkeypatch.setattr(expansion_choice, "_ENOUGH", enough)
+        (words,) = expansion_choice._examples(opened.model, opened.reader.fetch, codings)
+        assert words.num_weights == wanted
+    opened.reader.close()

@@ -1,0 +1,313 @@
+"""Packing and unpacking as files: the same bytes come back, interrupted or not, and nothing wrong passes for right.
+
+Invariant: a folder that is not whole never has the name that was asked for.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from refusals import contents
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny import FAMILIES, build, save
+
+from offload.checkpoint import pack as module
+from offload.checkpoint import packed_writing
+from offload.checkpoint.pack import pack, unpack, verify
+from offload.checkpoint.packed_file import read_packed
+from offload.checkpoint.safetensors import open_checkpoint, read_header
+from offload.encoding.exponents import Exponents, Window
+from offload.errors import ReadError, UserError
+
+
+def silent(_done: int, _total: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="session")
+def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In several files, with some that are no weights."""
+    folder = save(build(FAMILIES["qwen3-moe"]()).bfloat16(), tmp_path_factory.mktemp("bf16"))
+    (folder / "tokenizer.model").write_bytes(os.urandom(100))
+    (folder / "LICENSE").write_text("Do as you like.\n")
+    (folder / ".hidden").write_text("not copied")
+    (folder / "consolidated.pth").write_bytes(b"not copied")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PORTION_BYTES", 100_000)
+
+
+@pytest.fixture
+def model(bf16_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bf16_model, tmp_path / "model"))
+
+
+def sums(folder: Path) -> dict[str, str]:
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    return {name: own for name, own in found.items() if name not in (".hidden", "consolidated.pth")}
+
+
+def damage(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_what_is_unpacked_has_the_same_sha256(model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    found = pack(model, tmp_path / "packed", progress=lambda *how_far: seen.append(how_far))
+    assert found.num_files > len(list(model.glob("*.safetensors"))) > 1 and found.num_kept == 0
+    before, after = (open_checkpoint(folder).num_bytes for folder in (model, tmp_path / "packed"))
+    assert after < 0.8 * before, "but for headers"
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
+    assert unpack(tmp_path / "packed", tmp_path / "back", progress=silent) == tmp_path / "back"
+    assert sums(tmp_path / "back") == sums(model)
+    assert verify(tmp_path / "packed", progress=silent) == found._replace(num_kept=found.num_files)
+
+
+def test_anything_that_a_file_may_hold_comes_back(tmp_path: Path) -> None:
+    """Every pattern of bits, types that are not coded, empty tensors, notes; in one file without an index."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    random = torch.Generator().manual_seed(0)
+    usual = (torch.randn(300, 1000, generator=random) * 0.02).bfloat16()
+    patterns = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
+    rare = usual.clone()
+    rare[::7, ::50] = (
+        torch.tensor([float("nan"), float("inf"), -0.0, 1e-40, 3e38, -1.5])
+        .bfloat16()
+        .repeat(43, 4)[:43, :20]
+        .flatten()[:860]
+        .view(43, 20)
+    )
+    tensors = {
+        "model.layers.0.a.weight": usual, "model.layers.0.b.weight": patterns, "model.layers.0.experts.c": rare,
+        "d.weight": torch.randn(50, 60), "e.weight": torch.zeros(0, 8).bfloat16(), "f.weight": usual[0, :5].clone(),
+        "g.bias": torch.randint(0, 255, (999,), dtype=torch.uint8), "h": torch.zeros(5000).bfloat16(),
+    }  # fmt: skip
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": 'ü "quoted"'})
+    pack(folder, tmp_path / "packed", progress=silent)
+    found = open_checkpoint(tmp_path / "packed").tensors
+    assert found.keys() == tensors.keys()
+    coded = {name for name, entry in found.items() if entry.coded is not None}
+    assert coded == {"model.layers.0.a.weight", "model.layers.0.experts.c", "h"}
+    assert all(found[name].shape == tuple(tensors[name].shape) for name in coded)
+    unpack(tmp_path / "packed", tmp_path / "back", progress=silent)
+    assert sums(tmp_path / "back") == sums(folder)
+
+
+def test_other_tools_can_tell_what_a_file_is(model: Path, tmp_path: Path) -> None:
+    pack(model, tmp_path / "packed", progress=silent)
+    weight_map = json.loads((tmp_path / "packed" / "model.safetensors.index.json").read_text())["weight_map"]
+    for path in (tmp_path / "packed").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["format"] == "offload.packed" and file.metadata()["version"] == "1"
+            assert json.loads(file.metadata()["origin"])["file"] in {one.name for one in model.iterdir()}
+            assert all(weight_map[name] == path.name for name in file.keys())  # noqa: SIM118
+
+
+def test_a_layer_is_one_run_of_its_file(model: Path, tmp_path: Path) -> None:
+    pack(model, tmp_path / "packed", progress=silent)
+    for path in (tmp_path / "packed").glob("*.safetensors"):
+        entries = sorted(read_header(path)[0].items(), key=lambda item: item[1].lo)
+        is_code = [name.endswith(".code") for name, _ in entries]
+        assert is_code == sorted(is_code), "companions lie behind all words"
+        assert all(entry.lo % 32 == 0 for name, entry in entries if name.endswith(".mantissas"))
+
+
+def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pack(model, tmp_path / "whole", progress=silent)
+    write, written = packed_writing.write_packed, list[str]()
+
+    def stop_at_third(path: Path, *rest: object) -> None:
+        written.append(path.name)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        write(path, *rest)
+
+    monkeypatch.setattr(module, "write_packed", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        pack(model, tmp_path / "packed", progress=silent)
+    assert not (tmp_path / "packed").exists()
+    found = pack(model, tmp_path / "packed", progress=silent)
+    assert found.num_kept == 2 and len(written) == 3 + whole.num_files - 2
+    assert written[:2] == sorted(written[:2]) and not {*written[:2]} & {*written[2:]}
+    assert sums(tmp_path / "packed") == sums(tmp_path / "whole")
+    assert pack(model, tmp_path / "packed", progress=silent) == found._replace(num_kept=found.num_files)
+    assert len(written) == 3 + whole.num_files - 2, "what is whole is not written again"
+
+
+def test_what_dies_within_a_file_leaves_none(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "offload.checkpoint.packed_writing.os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        pack(model, tmp_path / "packed", progress=silent)
+    assert [path.name for path in (tmp_path / "packed.unfinished").iterdir()] == ["offload_pack.json"]
+
+
+def test_a_source_that_changed_in_between_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = tmp_path / "packed"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_packed", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pack(model, packed, progress=silent)
+    shard = sorted(model.glob("*.safetensors"))[1]
+    damage(shard, shard.stat().st_size - 1)
+    with pytest.raises(UserError, match=rf"another {shard.name}, which changed since: remove"):
+        pack(model, packed, progress=silent)
+    shutil.rmtree(tmp_path / "packed.unfinished")
+    pack(model, packed, progress=silent)
+    damage(shard, shard.stat().st_size - 1)
+    with pytest.raises(UserError, match=rf"another {shard.name}, which changed since: remove"):
+        pack(model, packed, progress=silent)
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change_after(path: Path, portion: packed_writing.Portion, count: object) -> None:
+        packed_writing.write_packed(path, portion, count)
+        damage(portion.path, portion.path.stat().st_size - 1)
+
+    monkeypatch.setattr(module, "write_packed", change_after)
+    with pytest.raises(ReadError, match="changed while it was packed"):
+        pack(model, tmp_path / "packed", progress=silent)
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_wrong_coder_is_found_before_its_file_has_a_name(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("encode_exponents_compiled", "encode_exponents_reference"):
+        encode = getattr(packed_writing, name)
+
+        def wrong(bits, top, width, encode=encode):
+            words = encode(bits, top, width)
+            words.mantissa_N[len(bits) // 2] ^= 1
+            return words
+
+        monkeypatch.setattr(packed_writing, name, wrong)
+    with pytest.raises(UserError, match="does not decode to what was packed"):
+        pack(model, tmp_path / "packed", progress=silent)
+    assert [path.name for path in (tmp_path / "packed.unfinished").iterdir()] == ["offload_pack.json"]
+
+
+@pytest.mark.parametrize("kind", [".mantissas", ".exponents", ".escapes", ".code", "norm.weight"])
+def test_a_damaged_byte_is_found(kind: str, model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    pack(model, packed, progress=silent)
+    path, entry = next(
+        (path, entry)
+        for path in sorted(packed.glob("*.safetensors"))
+        for name, entry in read_header(path)[0].items()
+        if name.endswith(kind)
+    )
+    damage(path, entry.lo)
+    for check in (lambda: verify(packed, progress=silent), lambda: unpack(packed, tmp_path / "back", progress=silent)):
+        with pytest.raises(UserError, match=r"pack the model again$"):
+            check()
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_file_that_is_missing_or_cut_is_found(model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    pack(model, packed, progress=silent)
+    first, second, *_ = sorted(packed.glob("*.safetensors"))
+    os.truncate(second, second.stat().st_size - 1)
+    with pytest.raises(UserError, match="truncated"):
+        verify(packed, progress=silent)
+    first.unlink(), second.unlink()
+    with pytest.raises(UserError, match="not the whole: pack the model again"):
+        unpack(packed, tmp_path / "back", progress=silent)
+
+
+def test_tensors_that_look_better_than_they_are_stay_plain(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a sample misleads."""
+    monkeypatch.setattr(module, "window_of", lambda *_: Window(3, 4, 12.0))
+    pack(model, tmp_path / "packed", progress=silent)
+    assert not any(entry.coded for entry in open_checkpoint(tmp_path / "packed").tensors.values())
+    unpack(tmp_path / "packed", tmp_path / "back", progress=silent)
+    assert sums(tmp_path / "back") == sums(model)
+
+
+def test_narrow_exponents_take_eleven_bits(tmp_path: Path) -> None:
+    folder = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "model")
+    pack(folder, tmp_path / "packed", progress=silent)
+    codings = {
+        type(entry.coded.coding) and entry.coded.coding
+        for entry in open_checkpoint(tmp_path / "packed").tensors.values()
+        if entry.coded
+    }
+    assert {coding.width for coding in codings if isinstance(coding, Exponents)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [(torch.float32, r"its weights are F32, 0% to be packed"), (torch.float16, "its weights are F16")],
+)
+def test_other_types_are_refused(dtype: torch.dtype, words: str, tmp_path: Path) -> None:
+    folder = save(build(FAMILIES["llama"]()).to(dtype), tmp_path / "model")
+    with pytest.raises(UserError, match=words):
+        pack(folder, tmp_path / "packed", progress=silent)
+    assert not list(tmp_path.glob("packed*"))
+
+
+def test_folders_that_are_in_the_way_are_refused(model: Path, tmp_path: Path, bf16_model: Path) -> None:
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match="`out` must be another folder"):
+        pack(model, model / ".", progress=silent)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "diary.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds something else: choose another folder"):
+        pack(model, tmp_path / "other", progress=silent)
+    (tmp_path / "other" / "diary.txt").unlink()
+    packed = pack(model, tmp_path / "other", progress=silent).folder  # an empty one is no hindrance
+    with pytest.raises(UserError, match=r"packed already: run it as it is"):
+        pack(packed, tmp_path / "again", progress=silent)
+    elsewhere = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "llama")
+    with pytest.raises(UserError, match=r"is made from .*model: choose another folder"):
+        pack(elsewhere, packed, progress=silent)
+    with pytest.raises(UserError, match="exists and is not empty"):
+        unpack(packed, elsewhere, progress=silent)
+    with pytest.raises(UserError, match="holds no packed model"):
+        unpack(elsewhere, tmp_path / "back", progress=silent)
+    shutil.rmtree(elsewhere), shutil.rmtree(packed)
+    assert contents(tmp_path) == before
+
+
+def test_a_disk_that_is_too_small_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, 1 << 20)
+    monkeypatch.setattr("offload.checkpoint.pack_folder.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"more of disk, .* has 1 MiB: free some, the same command goes on"):
+        pack(model, tmp_path / "packed", progress=silent)
+
+
+def test_a_strangers_manifest_writes_nowhere_else(model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    pack(model, packed, progress=silent)
+    manifest = json.loads((packed / "offload_pack.json").read_text())
+    files = manifest["files"]
+    for name in ("../evil.safetensors", "config.json", "/tmp/evil.safetensors"):
+        (packed / "offload_pack.json").write_text(json.dumps({**manifest, "files": {name: next(iter(files.values()))}}))
+        with pytest.raises(UserError, match=r"is not of offload\.packed 1"):
+            unpack(packed, tmp_path / "back", progress=silent)
+    assert read_packed(next(packed.glob("*.safetensors"))).names
+    assert not (tmp_path / "back").exists() and np.all([path.exists() for path in packed.glob("*.safetensors")])

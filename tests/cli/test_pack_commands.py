@@ -1,0 +1,97 @@
+"""`offload pack` and `offload unpack` as a person meets them, and what `offload plan` says of packing beforehand."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from refusals import assert_refused
+from shell import shell, start
+from tiny import FAMILIES, build, save, save_tokenizer
+
+from offload.checkpoint.safetensors import open_checkpoint
+
+
+@pytest.fixture(scope="session")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path_factory.mktemp("model"))
+    save_tokenizer(folder)
+    return folder
+
+
+def test_pack_verify_run_and_unpack(bf16: Path, tmp_path: Path) -> None:
+    packed, back = tmp_path / "packed", tmp_path / "back"
+    outcome = shell("pack", "-m", bf16, "--out", packed)
+    assert outcome.code == 0 and outcome.out == ""
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith(f"{packed}: ") and last.endswith("files; read back and decoded, the same bits")
+    assert shell("pack", "-m", bf16, "--out", packed).err.splitlines()[-1].count("finished before") == 1
+    told = json.loads(shell("pack", "-m", packed, "--verify", "--json").out)
+    assert told["is_sound"] and told["packed_bytes"] < told["source_bytes"] and 0 < told["share"] < 1
+    texts = [shell("generate", "-m", one, "-p", "a", "-n", "8", "--ram", "1GiB", "-q").out for one in (bf16, packed)]
+    assert texts[0] == texts[1] != ""
+    outcome = shell("unpack", "-m", packed, "--out", back, "--json")
+    assert outcome.err == "" and json.loads(outcome.out)["folder"] == str(back)
+    for path in bf16.iterdir():
+        assert (back / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), ("--out or --verify must be given",)),
+        (("--out", "x", "--verify"), ("--out or --verify must be given",)),
+        (("--verify",), ("holds no packed model", "give a folder that offload pack has made")),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], words: tuple[str, ...], bf16: Path) -> None:
+    assert_refused(shell("pack", "-m", bf16, *flags), *words)
+
+
+def test_other_models_and_folders_are_refused(bf16: Path, tmp_path: Path) -> None:
+    wide = save(build(FAMILIES["llama"]()), tmp_path / "wide")
+    assert_refused(shell("pack", "-m", wide, "--out", tmp_path / "packed"), "packing is for bfloat16", "F32")
+    assert_refused(shell("pack", "-m", bf16, "--out", bf16), "--out must be another folder")
+    assert_refused(shell("pack", "-m", bf16, "--out", wide), "holds something else")
+    assert_refused(shell("unpack", "-m", bf16, "--out", tmp_path / "back"), "holds no packed model")
+    assert [path.name for path in tmp_path.iterdir()] == ["wide"]
+
+
+def test_a_killed_packing_goes_on(bf16: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    running = start("pack", "-m", bf16, "--out", packed, "-q")
+    until = time.monotonic() + 60
+    while not (tmp_path / "packed.unfinished" / "offload_pack.json").exists() and running.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    assert shell("pack", "-m", bf16, "--out", packed).code == 0
+    assert not (tmp_path / "packed.unfinished").exists()
+    assert json.loads(shell("pack", "-m", packed, "--verify", "--json").out)["is_sound"]
+
+
+@pytest.mark.usefixtures("_instant_link")
+def test_plan_foretells_what_packing_makes_of_it(bf16: Path, tmp_path: Path) -> None:
+    """In so small a model blocks of planes are not full."""
+    foretold = json.loads(shell("plan", "-m", bf16, "--ram", "1GiB", "--json").out)["packing"]
+    assert foretold["is_sampled"] and foretold["source_bytes"] == open_checkpoint(bf16).num_bytes
+    shell("pack", "-m", bf16, "--out", tmp_path / "packed")
+    assert foretold["packed_bytes"] == pytest.approx(open_checkpoint(tmp_path / "packed").num_bytes, rel=0.05)
+    assert json.loads(shell("plan", "-m", tmp_path / "packed", "--ram", "1GiB", "--json").out)["packing"] is None
+
+
+def test_plan_of_a_config_says_what_is_usual(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ("plan", "-m", tmp_path / "config.json", "--ram", "32GiB", "--disk-speed", "3GB")
+    assert "packing   offload pack leaves 75% of the model, without loss (as usual)" in shell(*asked).out
+    found = json.loads(shell(*asked, "--json").out)
+    assert found["packing"]["share"] == pytest.approx(0.751, rel=1e-3) and not found["packing"]["is_sampled"]
+    assert found["packing"]["sweep_s"] < 0.76 * found["sweep_s"], "more layers stay as well"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    assert json.loads(shell(*asked, "--json").out)["packing"] is None and "packing" not in shell(*asked).out

@@ -1,0 +1,74 @@
+"""One coded weight, from its tensors to numbers, the way a checkpoint's go: recognised, prepared, expanded."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.encoding.base import Found
+from offload.encoding.formats import FORMATS
+from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE, Expansion
+from offload.kernels.jit import HAS_TRITON
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EXPANSIONS = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(COMPILED, id="compiled", marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
+    pytest.param(KERNELS, id="kernels", marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")),
+]
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+          torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+          torch.float8_e8m0fnu: "F8_E8M0"}  # fmt: skip
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class OfHeader(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def recognise(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Found:
+    """By the first format that knows the tensors, by suffix."""
+    headers = {suffix: OfHeader(_NAMES[one.dtype], tuple(one.shape)) for suffix, one in tensors.items()}
+    for one in FORMATS:
+        found = one.recognise({key: own for key, own in headers.items() if key in one.suffixes}, settings)
+        if found is not None:
+            return found
+    raise AssertionError(f"no format knows {sorted(tensors)}")
+
+
+def expanded(
+    tensors: Mapping[str, Tensor],
+    settings: Mapping[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    expansion: Expansion = REFERENCE,
+) -> Tensor:
+    """The weight, after what is said of its bytes was compared with what they are."""
+    found = recognise(tensors, settings)
+    (words,) = found.words
+    stored_B = tensors[words].contiguous().flatten().view(torch.uint8)
+    assert len(stored_B) == found.coding.stored_bytes(shape)
+    ready = found.coding.prepare({suffix: tensors[suffix] for suffix in found.companions}, shape)
+    held = sum(one.numel() * one.element_size() for one in ready.values())
+    assert held == found.coding.companion_bytes(shape)
+    around = torch.full((shape[0] + 2, *shape[1:]), 7.0, dtype=dtype)
+    found.coding.expand(stored_B, ready, around[1:-1], expansion)
+    assert bool((around[0] == 7).all() and (around[-1] == 7).all()), "written beside its place"
+    return around[1:-1]
+
+
+def are_equal(got: Tensor, wanted: Tensor) -> bool:
+    """To the bit, signs of zeros included."""
+    bits = _BITS[got.element_size()]
+    return got.dtype == wanted.dtype and torch.equal(got.contiguous().view(bits), wanted.contiguous().view(bits))
+
+
+def can_round(expansion: Expansion, dtype: torch.dtype) -> bool:
+    """Triton's interpreter cuts what it stores as bfloat16."""
+    return expansion is not KERNELS or dtype != torch.bfloat16

@@ -1,0 +1,181 @@
+"""Tensors that contradict each other are refused in one line: missing, of wrong shapes, not finite, no index."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from coded_weights import expanded
+from quantised import RECIPES, random_weight
+from torch import Tensor
+
+SHAPE = (96, 160)
+_EXP = ".weight.quant_state.bitsandbytes__nf4"
+Change = Callable[[Tensor], Tensor | None]
+
+
+def missing(_: Tensor) -> None:
+    return None
+
+
+def shorter(tensor: Tensor) -> Tensor:
+    return tensor[:-1]
+
+
+def holding(number: float) -> Change:
+    """The last of its numbers is another."""
+
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous().clone()
+        tensor.view(-1)[-1] = number
+        return tensor
+
+    return change
+
+
+def bits(value: int) -> Change:
+    """The last byte, whatever it stands for."""
+
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous().clone()
+        tensor.view(torch.uint8).view(-1)[-1] = value
+        return tensor
+
+    return change
+
+
+def text(said: str) -> Change:
+    return lambda _: torch.tensor(list(said.encode()), dtype=torch.uint8)
+
+
+BAD: list[tuple[str, str, Change, str]] = [
+    ("fp8-block", ".weight_scale_inv", shorter, "one scale for each"),
+    ("fp8-block", ".weight_scale_inv", holding(float("nan")), "finite"),
+    ("fp8-block", ".weight_scale_inv", lambda one: one.int(), "type"),
+    ("fp8-channel", ".weight_scale", holding(float("inf")), "finite"),
+    ("ct-w4", ".weight_scale", missing, "needs a .weight_scale"),
+    ("ct-w4", ".weight_scale", shorter, "must have shape"),
+    ("ct-w4", ".weight_scale", lambda one: one[:, :-1], "config_groups"),
+    ("ct-w4", ".weight_scale", holding(float("nan")), "finite"),
+    ("ct-w4", ".weight_scale", lambda one: one.int(), "type"),
+    ("ct-w4", ".weight_shape", holding(161), "must be"),
+    ("ct-w4", ".weight_packed", lambda one: one.flatten(), "two dimensions"),
+    ("ct-w4-zeros", ".weight_zero_point", shorter, "must have shape"),
+    ("ct-w4-order", ".weight_g_idx", holding(5), "0..4"),
+    ("ct-w4-order", ".weight_g_idx", holding(-1), "0..4"),
+    ("ct-w4-order", ".weight_g_idx", shorter, "160 numbers"),
+    ("ct-int8", ".weight_scale", shorter, "must have shape"),
+    ("ct-int8", ".weight_scale", holding(float("inf")), "finite"),
+    ("awq", ".scales", missing, "needs a .scales"),
+    ("awq", ".qzeros", missing, "needs a .qzeros"),
+    ("awq", ".scales", shorter, "must have shape"),
+    ("awq", ".scales", holding(float("nan")), "finite"),
+    ("awq", ".qzeros", lambda one: one.flatten(), "two dimensions"),
+    ("gptq", ".scales", missing, "needs a .scales"),
+    ("gptq", ".scales", shorter, "must have shape"),
+    ("gptq", ".scales", holding(float("nan")), "finite"),
+    ("gptq", ".qzeros", lambda one: one[:, :9], "bits"),
+    ("gptq", ".g_idx", holding(0), "in order where desc_act is false"),
+    ("gptq", ".g_idx", shorter, "160 numbers"),
+    ("gptq-order", ".g_idx", holding(5), "0..4"),
+    ("gptq-order", ".g_idx", holding(-1), "0..4"),
+    ("nf4", ".weight.absmax", missing, "needs a .weight.absmax"),
+    ("nf4", ".weight.absmax", shorter, "for each block"),
+    ("nf4", ".weight.absmax", holding(float("nan")), "finite"),
+    ("nf4", ".weight.quant_map", missing, "needs a .weight.quant_map"),
+    ("nf4", ".weight.quant_map", shorter, "16 numbers"),
+    ("nf4", ".weight.quant_map", holding(float("inf")), "finite"),
+    ("nf4", _EXP, text("{"), "JSON object"),
+    ("nf4", _EXP, text("[" * 10_000), "JSON object"),
+    ("nf4", _EXP, text("[1]"), "JSON object"),
+    ("nf4", _EXP, text(" " * 70_000), "at most"),
+    ("nf4", _EXP, text('{"shape": [96, 161], "blocksize": 64}'), "must tell of shape"),
+    ("nf4", _EXP, text('{"shape": [96, 160], "blocksize": 128}'), "must tell of shape"),
+    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64}'), "nested"),
+    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": 0, "nested_offset": 1.0}'),
+     "nested"),
+    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": 256, "nested_offset": NaN}'),
+     "nested"),
+    ("nf4-nested", ".weight.nested_absmax", missing, "needs a .weight.nested_absmax"),
+    ("nf4-nested", ".weight.nested_absmax", holding(float("nan")), "finite"),
+    ("nf4-nested", ".weight.nested_quant_map", shorter, "256 numbers"),
+    ("nvfp4", ".weight_global_scale", missing, "needs a .weight_global_scale"),
+    ("nvfp4", ".weight_global_scale", holding(0.0), "finite"),
+    ("nvfp4", ".weight_global_scale", holding(float("nan")), "finite"),
+    ("nvfp4", ".weight_scale", shorter, "must have shape"),
+    ("nvfp4", ".weight_scale", bits(0x7F), "finite"),
+    ("mxfp4", "_scales", missing, "needs a _scales"),
+    ("mxfp4", "_scales", shorter, "must have shape"),
+    ("mxfp4", "_scales", holding(255), "numbers"),
+    ("mxfp4", "_blocks", lambda one: one[..., :8], "16 bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "suffix", "change", "said"), BAD)
+def test_contradictions_are_refused(name: str, suffix: str, change: Change, said: str) -> None:
+    weight = random_weight(*SHAPE)
+    tensors = dict(RECIPES[name].store(weight[None].mT if name == "mxfp4" else weight).tensors)
+    changed = change(tensors.pop(suffix))
+    tensors |= {} if changed is None else {suffix: changed}
+    shape = (1, *SHAPE) if name == "mxfp4" else SHAPE
+    with pytest.raises(ValueError) as caught:
+        expanded(tensors, RECIPES[name].config, shape)
+    line = str(caught.value)
+    assert said in line and ": " in line and "\n" not in line, line
+
+
+@pytest.mark.parametrize(("name", "settings", "said"), [
+    ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format"),
+    ("gptq", {"checkpoint_format": ["gptq"]}, "checkpoint_format"),
+    ("ct-w4", {}, "config_groups"),
+    ("ct-w4", {"config_groups": [1]}, "config_groups"),
+    ("ct-w4", {"config_groups": {"a": 1, "b": {"weights": 2}}}, "config_groups"),
+    ("ct-w4", {"config_groups": {"a": {"weights": {"num_bits": 3, "group_size": 32}}}}, "num_bits"),
+    ("fp8-block", {"weight_block_size": [0, 128]}, "weight_block_size"),
+    ("fp8-block", {"weight_block_size": "128"}, "weight_block_size"),
+])  # fmt: skip
+def test_configs_that_do_not_fit_are_refused(name: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        expanded(RECIPES[name].store(random_weight(*SHAPE)).tensors, settings, SHAPE)
+
+
+def test_of_several_config_groups_the_one_that_fits_is_taken() -> None:
+    """Attention of 8 bits and experts of 4, say: words and scales tell, names are not needed."""
+    both = {name: RECIPES[name].config["config_groups"]["group_0"] for name in ("ct-w4", "ct-w8")}
+    for name in both:
+        stored = RECIPES[name].store(random_weight(*SHAPE))
+        assert torch.equal(expanded(stored.tensors, {"config_groups": both}, SHAPE), stored.weight)
+
+
+def test_an_order_that_was_never_set_is_none() -> None:
+    stored = RECIPES["ct-w4"].store(random_weight(*SHAPE))
+    tensors = {**stored.tensors, ".weight_g_idx": torch.full((SHAPE[1],), -1, dtype=torch.int32)}
+    assert torch.equal(expanded(tensors, RECIPES["ct-w4"].config, SHAPE), stored.weight)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-8", "awq"])
+def test_shapes_decide_where_the_config_says_otherwise(name: str) -> None:
+    """As overrides of single modules do."""
+    stored = RECIPES[name].store(random_weight(*SHAPE))
+    settings = {**RECIPES[name].config, "bits": 2, "group_size": 77, "quant_method": "auto-round"}
+    assert torch.equal(expanded(stored.tensors, settings, SHAPE), stored.weight)
+
+
+@pytest.mark.parametrize("suffix", [".weight_scale_inv", ".scale", ".qscale_weight"])
+@pytest.mark.parametrize("kind", [torch.float8_e8m0fnu, torch.uint8], ids=str)
+def test_scales_that_are_exponents(suffix: str, kind: torch.dtype) -> None:
+    exponent = torch.tensor([[120, 127], [130, 1], [0, 254]]).to(torch.uint8)
+    code = torch.full(SHAPE, 1.5).to(torch.float8_e4m3fn)
+    tensors = {".weight": code, suffix: exponent.view(kind)}
+    got = expanded(tensors, {"weight_block_size": [32, 80]}, SHAPE)
+    wanted = 1.5 * torch.ldexp(torch.ones(3, 2), exponent.int() - 127)
+    assert torch.equal(got[::32, ::80], wanted)
+
+
+def test_rows_may_have_scales_of_one_dimension_and_blocks_be_said_by_groups() -> None:
+    code, scale = random_weight(*SHAPE).to(torch.float8_e4m3fn), torch.rand(96)
+    assert torch.equal(expanded({".weight": code, ".weight_scale": scale}, {}, SHAPE), code.float() * scale[:, None])
+    said = {"config_groups": {"group_0": {"weights": {"block_structure": [48, 32]}}}}
+    block = torch.rand(2, 5)
+    wanted = code.float() * block.repeat_interleave(48, 0).repeat_interleave(32, 1)
+    assert torch.equal(expanded({".weight": code, ".weight_scale": block}, said, SHAPE), wanted)

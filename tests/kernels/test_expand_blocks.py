@@ -1,0 +1,69 @@
+"""Blocks of GGUF against gguf's own reading of them, rounded once: every kind, three ways, all types, bit for bit."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+from gguf_files import random_blocks
+from torch import Tensor
+
+from offload.encoding.gguf_blocks import BLOCKS
+from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE
+from offload.kernels.jit import HAS_TRITON
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+def blocks(kind: str, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Random ones, with zeros among the scales, and the float32 numbers that they hold."""
+    raw_MB = random_blocks(kind, num_blocks, np.random.default_rng(num_blocks))
+    raw_MB[0] = 0
+    value_MW = quants.dequantize(raw_MB, GGMLQuantizationType[kind])
+    return torch.from_numpy(raw_MB).to(DEVICE), torch.from_numpy(value_MW).to(DEVICE)
+
+
+def is_equal(got: Tensor, wanted: Tensor) -> bool:
+    """Signs of zeros included."""
+    return torch.equal(got.view(BITS[got.dtype]), wanted.to(got.dtype).view(BITS[got.dtype]))
+
+
+@pytest.mark.parametrize("num_blocks", [1, 67])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_numbers_are_those_of_gguf(kind: str, num_blocks: int) -> None:
+    raw_MB, value_MW = blocks(kind, num_blocks)
+    ways = [REFERENCE, *([COMPILED] if HAS_NUMBA and DEVICE == "cpu" else []), *([KERNELS] if HAS_TRITON else [])]
+    for way in ways:
+        for dtype in BITS:
+            if way is KERNELS and dtype == torch.bfloat16 and DEVICE == "cpu":
+                continue  # the interpreter cuts where it should round
+            out_MW = torch.full(value_MW.shape, torch.nan, dtype=dtype, device=DEVICE)
+            way.blocks(kind, raw_MB, out_MW)
+            assert is_equal(out_MW, value_MW), (way, dtype)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_every_byte_of_a_block_matters(kind: str) -> None:
+    """Or the comparison would not see a byte that is left out."""
+    raw_MB, value_MW = blocks(kind, 2)
+    for place in range(raw_MB.shape[1]):
+        changed_MB, out_MW = raw_MB.clone(), torch.empty_like(value_MW)
+        changed_MB[1, place] ^= 0x11
+        REFERENCE.blocks(kind, changed_MB, out_MW)
+        assert not is_equal(out_MW[1], value_MW[1]), f"byte {place}"
+
+
+def test_sizes_are_those_of_gguf() -> None:
+    assert {kind: gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]] for kind in BLOCKS} == BLOCKS
+
+
+@pytest.mark.skipif(not HAS_NUMBA or DEVICE != "cpu", reason="needs numba")
+def test_threads_share_the_blocks() -> None:
+    raw_MB, value_MW = blocks("Q4_K", 1000)
+    torch.set_num_threads(3)
+    out_MW = torch.empty_like(value_MW)
+    COMPILED.blocks("Q4_K", raw_MB, out_MW)
+    assert is_equal(out_MW, value_MW)

@@ -1,0 +1,159 @@
+"""Models in GGUF files, end to end: what is written is what transformers writes from the weights they stand for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_files import MODELS, Written, write_gguf
+from shell import shell
+from test_tiny import prompts
+from tiny import VOCAB_SIZE, save, save_tokenizer
+from torch import Tensor
+
+import offload
+from offload.checkpoint.hub import open_headers
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.tensors import Coded
+from offload.engine.build import resident_model
+from offload.engine.text import load_tokenizer
+from offload.memory.planner import plan_memory
+
+TOKEN_T = torch.tensor(prompts()[1])
+
+
+def own_logits(checkpoint: Checkpoint) -> Tensor:
+    model = resident_model(checkpoint, "float32")
+    sees_TT = torch.ones(len(TOKEN_T), len(TOKEN_T), dtype=torch.bool).tril()
+    logits_TV = model.forward(TOKEN_T, torch.arange(len(TOKEN_T)), sees_TT, model.new_cache(64))
+    model.close()
+    return logits_TV
+
+
+@torch.no_grad()
+def wanted_logits(written: Written) -> Tensor:
+    return written.model(TOKEN_T[None]).logits[0]
+
+
+def is_close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+TRIED = [(name, kind) for name in MODELS for kind in ("Q4_K", "Q8_0")]
+TRIED += [(name, kind) for name in ("llama", "gemma3") for kind in ("Q5_K", "Q6_K", "Q5_0", "F16")]  # stored changed
+
+
+@pytest.mark.parametrize(("name", "kind"), TRIED)
+def test_logits_are_those_of_the_expanded_weights(name: str, kind: str, tmp_path: Path) -> None:
+    written = write_gguf(MODELS[name](), tmp_path / "m.gguf", kind)
+    assert is_close(own_logits(open_headers(written.path)), wanted_logits(written))
+
+
+def mistaken(checkpoint: Checkpoint, part: str, **mistake: int) -> Checkpoint:
+    """Read with another coding of one tensor of each layer."""
+    tensors = dict(checkpoint.tensors)
+    for name, entry in tensors.items():
+        if name.endswith(part):
+            assert entry.coded is not None, "it is stored changed"
+            tensors[name] = entry._replace(coded=Coded(replace(entry.coded.coding, **mistake)))
+    return replace(checkpoint, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "mistake"),
+    [
+        ("llama", "q_proj.weight", {"num_heads": 0}),
+        ("llama", "k_proj.weight", {"num_heads": 0}),
+        ("llama", "k_proj.weight", {"num_heads": 4}),  # as if it had as many heads as queries
+        ("gemma3", "input_layernorm.weight", {"added": 0}),
+        ("gemma3", "q_norm.weight", {"added": 0}),
+        ("gemma3", "model.norm.weight", {"added": 0}),
+    ],
+)
+def test_mistakes_would_be_seen(name: str, part: str, mistake: dict[str, int], tmp_path: Path) -> None:
+    """Rows left in llama.cpp's order, and ones left in norms."""
+    written = write_gguf(MODELS[name](), tmp_path / "m.gguf", "Q4_K")
+    assert not is_close(own_logits(mistaken(open_headers(written.path), part, **mistake)), wanted_logits(written))
+
+
+def greedy(written: Written, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            ids.append(int(written.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_streamed_text_with_a_draft_in_safetensors(tmp_path: Path) -> None:
+    """The target's layers are streamed as they are stored; the draft is the model with noise."""
+    config = MODELS["llama"]()
+    config.eos_token_id = None
+    written = write_gguf(config, tmp_path / "m.gguf", "Q4_K", says={"tokenizer.ggml.eos_token_id": None})
+    wanted = greedy(written, prompts()[1], 16)
+    for weight in written.model.parameters():
+        weight.data += 0.002 * torch.randn_like(weight)
+    draft = save(written.model, tmp_path / "draft")
+    files = open_headers(written.path), open_headers(draft)
+    roomy = plan_memory(files, ram=1 << 40, dtype="float32", context=128, num_nodes=16)
+    ram = roomy.fixed_bytes + 2 * max(roomy.layer_bytes) + 100
+    options: dict[str, Any] = {"ram": ram, "context": 128, "tree": "16x8", "threads": 1, "dtype": "float32"}
+    with offload.load(written.path, draft, **options) as decoder:
+        assert decoder.plan.num_resident == 0, "all layers are streamed"
+        for tree in ("none", "16x8"):
+            assert decoder.generate(prompts()[1], max_new_tokens=16, tree=tree).token_ids == wanted, tree
+
+
+def vocabulary(folder: Path) -> dict[str, Any]:
+    """What a file says of the tiny tokenizer, and that tokenizer in a folder."""
+    tokenizer = save_tokenizer(folder, chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}:")
+    tokens = [tokenizer.convert_ids_to_tokens(index) for index in range(VOCAB_SIZE)]
+    kinds = [3 if index < 3 else 5 if token.startswith("<unused") else 1 for index, token in enumerate(tokens)]
+    said = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": kinds, "add_bos_token": False}
+    named = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+    return {**named, "tokenizer.ggml.merges": ["< p"], "tokenizer.chat_template": tokenizer.chat_template}
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file that has its own tokenizer and chat template, and the original's folder."""
+    folder = tmp_path_factory.mktemp("talking")
+    says = vocabulary(folder / "original")
+    tokens = says["tokenizer.ggml.tokens"]
+    tokens[-1] = "<p"  # which the one merge makes
+    config = MODELS["qwen3"]()
+    write_gguf(config, folder / "m.gguf", "Q4_K", says=says)
+    (folder / "original" / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+ENOUGH = ("--ram", "1GiB", "--context", "128", "--threads", "1", "-n", "4")
+
+
+def test_the_tokenizer_of_the_file(talking: Path) -> None:
+    tokenizer, original = load_tokenizer(talking / "m.gguf"), load_tokenizer(talking / "original")
+    assert tokenizer("a one")["input_ids"] == original("a one")["input_ids"]
+    assert tokenizer.chat_template == original.chat_template and tokenizer.eos_token_id == 2
+
+
+def test_commands_take_files(talking: Path) -> None:
+    plain = shell("generate", "-m", talking / "m.gguf", "-p", "a one", *ENOUGH)
+    assert plain.code == 0 and plain.out, plain.err
+    for model in (talking, talking / "m.gguf"):
+        named = shell("generate", "-m", model, "--config", talking / "original", "-p", "a one", *ENOUGH)
+        assert (named.code, named.out) == (0, plain.out), named.err
+    drafted = shell("generate", "-m", talking / "m.gguf", "-d", talking / "m.gguf", "-p", "a one", *ENOUGH)
+    assert (drafted.code, drafted.out) == (0, plain.out), drafted.err
+    planned = shell("plan", "-m", talking / "m.gguf", "--ram", "1GiB", "--disk-speed", "2GB", "--json")
+    assert json.loads(planned.out)["models"]["target"]["num_parameters"] > 2e6
+    said = shell("chat", "-m", talking / "m.gguf", *ENOUGH, "--quiet", stdin=b"a one\n")
+    assert said.code == 0 and said.out, said.err
+
+
+def test_without_the_package_one_line_says_what_to_do(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.engine.text.find_spec", lambda name: None)
+    outcome = shell("generate", "-m", talking / "m.gguf", "-p", "a one", *ENOUGH)
+    assert outcome.code == 2 and "pip install gguf, or give --config" in outcome.err and outcome.err.count("\n") == 1
+    named = shell("generate", "-m", talking / "m.gguf", "--config", talking / "original", "-p", "a one", *ENOUGH)
+    assert named.code == 0, named.err

@@ -1,0 +1,91 @@
+"""A packed model is the model: logits have the same bits, and ids are the same, streamed or resident, with any tree."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_tiny import prompts
+from tiny import FAMILIES, build, save, save_pair
+
+import offload
+from offload.checkpoint.pack import pack
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.engine.build import resident_model
+from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.expansion import COMPILED, REFERENCE
+from offload.memory.planner import plan_memory
+
+FORMS = [REFERENCE, pytest.param(COMPILED, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba"))]
+
+
+def packed(model: Path) -> Path:
+    return pack(model, model.with_name(f"{model.name}-packed"), progress=lambda *_: None).folder
+
+
+def half(folder: Path, config: str, seed: int = 0) -> Path:
+    """In bfloat16."""
+    return save(build(FAMILIES[config](), seed).bfloat16(), folder)
+
+
+def little_ram(model: Path, draft: Path) -> int:
+    """For two slots."""
+    files = (open_checkpoint(model), open_checkpoint(draft))
+    roomy = plan_memory(files, ram=1 << 40, dtype="float32", context=256, num_nodes=64)
+    return roomy.fixed_bytes + 2 * max(roomy.layer_bytes) + 100
+
+
+def logits(folder: Path, dtype: str, expansion=REFERENCE) -> torch.Tensor:
+    model, token_T = resident_model(open_checkpoint(folder), dtype), torch.tensor(prompts()[1])
+    model.expand_with(expansion)
+    sees_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
+    return model.forward(token_T, torch.arange(len(token_T)), sees_TT, model.new_cache(64))
+
+
+@pytest.mark.parametrize("expansion", FORMS, ids=["torch", "numba"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llama-tied", "phi3", "gemma3", "qwen3-moe"])
+def test_logits_have_the_same_bits(family: str, dtype: str, expansion, tmp_path: Path) -> None:
+    model = half(tmp_path / "model", family)
+    wanted = logits(model, dtype)
+    folder = packed(model)
+    assert any(".layers.0." in name and own.coded for name, own in open_checkpoint(folder).tensors.items())
+    assert torch.equal(logits(folder, dtype, expansion), wanted)
+    other = packed(half(tmp_path / "other", family, seed=1))
+    assert not torch.equal(logits(other, dtype, expansion), wanted), "else nothing is shown"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_streamed_and_resident_ids_are_the_same_with_every_tree(family: str, tmp_path: Path) -> None:
+    _, draft = save_pair(FAMILIES[family](), tmp_path, noise=0.003)
+    target = half(tmp_path / "half", family)
+    folder, wanted, resident = packed(target), dict[str, list[int]](), list[int]()
+    sampling = {"temperature": 0.7, "seed": 3, "max_new_tokens": 24, "top_p": 0.95}
+    for model in (target, folder):
+        for ram in (little_ram(model, draft), "1GiB"):
+            options = {"ram": ram, "context": 256, "tree": "64x16", "threads": 1, "dtype": "float32"}
+            with offload.load(model, draft, **options) as decoder:
+                resident.append(decoder.plan.num_resident)
+                for tree in ("none", "64x16"):
+                    got = decoder.generate(prompts()[1], tree=tree, **sampling).token_ids
+                    assert wanted.setdefault("ids", got) == got, (model, ram, tree)
+    assert resident[0] == resident[2] == 0 < resident[1] == resident[3]
+
+
+def test_a_packed_draft_guesses_alike(tmp_path: Path) -> None:
+    target = half(tmp_path / "target", "llama")
+    draft = Path(shutil.copytree(target, tmp_path / "draft"))
+    options = {"ram": "1GiB", "context": 128, "tree": "16x4", "threads": 1}
+    yields = []
+    for one in (draft, packed(draft)):
+        with offload.load(target, one, **options) as decoder:
+            yields.append(decoder.generate(prompts()[1], max_new_tokens=30).stats.tokens_per_sweep)
+    assert yields[0] == yields[1] > 2
+
+
+def test_layers_take_what_is_stored(tmp_path: Path) -> None:
+    target = half(tmp_path / "target", "llama")
+    plain, coded = (model_shape(open_checkpoint(folder)) for folder in (target, packed(target)))
+    assert max(coded.layer_bytes) < 0.85 * max(plain.layer_bytes)
+    assert coded.scratch_bytes >= 2 * 96 * 64, "what the largest module is expanded into"
