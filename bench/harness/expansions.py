@@ -79,8 +79,13 @@ def _awq(words: Words, num_rows: int, num_columns: int) -> Sample:
 
 def _nf4(words: Words, num_rows: int, num_columns: int) -> Sample:
     values, scale_NG = torch.linspace(-1, 1, 16), torch.rand(num_rows, num_columns // SMALL_GROUP) + 0.5
-    arguments = (words(num_rows, num_columns // 2), values, scale_NG, None)
+    arguments = (words(num_rows, num_columns // 2), values, scale_NG)
     return Sample("nf4", "codebook", arguments, (num_rows, num_columns), {"is_high_first": True})
+
+
+def _mxfp4(words: Words, num_rows: int, num_columns: int) -> Sample:
+    arguments = (words(num_rows, num_columns // 2), words(num_rows, num_columns // 32), torch.rand(256) + 0.5)
+    return Sample("mxfp4", "e2m1", arguments, (num_rows, num_columns))
 
 
 def _blocks(kind: str, num_bytes: int, num_weights: int, words: Words, num_rows: int, num_columns: int) -> Sample:
@@ -106,6 +111,7 @@ _MAKERS: tuple[Callable[[Words, int, int], Sample], ...] = (
     _int8,
     _awq,
     _nf4,
+    _mxfp4,
     partial(_blocks, "Q8_0", 34, 32),
     partial(_blocks, "Q4_K", 144, 256),
     partial(_blocks, "Q6_K", 210, 256),

@@ -40,7 +40,7 @@ def pack(
 ) -> None:
     """Code a bf16 model without loss in three quarters of its bytes; runs as it is, and streams in 3/4 of the time.
 
-    An interrupted command goes on when run again.
+    Where it was interrupted, the same command goes on.
     """
     require(verify == (out is None), "`out` or `verify` must be given, one of them", out, "name a folder to make")
     with Console(is_quiet=quiet or as_json) as console, libraries(console):
