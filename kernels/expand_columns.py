@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import jit, tl, triton
-from offload.kernels.rounding import F32, U64, numbers, rounded
+from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
 
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _CHUNK_WORDS = 16  # one line of the cache holds as many
@@ -28,48 +29,75 @@ def expand_columns_reference(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor
         group: how many columns share a scale, the last of them maybe fewer.
         out_NK: bfloat16, float16 or float32.
     """
-    words_CK, num_columns = words_CK.contiguous(), out_NK.shape[1]
+    words_CK = words_CK.contiguous()
     shift_R = 4 * torch.tensor(NIBBLES, dtype=torch.int32, device=out_NK.device)
     for first in range(0, len(words_CK), _CHUNK_WORDS):
         words = words_CK[first : first + _CHUNK_WORDS]
         rows = slice(8 * first, 8 * (first + len(words)))
         code_RK = ((words[:, None] >> shift_R[:, None]) & 15).flatten(0, 1).float()
-        code_RK -= zero_NG[rows].float().repeat_interleave(group, 1)[:, :num_columns]
-        scale_RK = scale_NG[rows].float().repeat_interleave(group, 1)[:, :num_columns]
-        out_NK[rows] = code_RK.mul_(scale_RK).to(out_NK.dtype)
+        out_NK[rows] = scale_groups(code_RK, zero_NG[rows], scale_NG[rows], group)
 
 
 def expand_columns_compiled(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
-    """The same on a CPU."""
+    """The same on a CPU; two columns at once where groups are even."""
+    is_even = group % 2 == out_NK.shape[1] % 2 == 0
+    fill, view = (_pairs_of_rows, pairs) if is_even else (_rows, numbers)
 
     def share(lo: int, hi: int) -> None:
         lines = np.empty((_CHUNK_WORDS, out_NK.shape[1]), np.int32)
         for first in range(lo, hi, _CHUNK_WORDS):
             last = min(first + _CHUNK_WORDS, hi)
             rows = slice(8 * first, 8 * last)
-            scale, zero, out = scale_NG[rows].float(), zero_NG[rows].float(), out_NK[rows]
-            words = words_CK[first:last].t().numpy()
-            _rows_of_words.to(out.dtype)(words, scale.numpy(), zero.numpy(), group, lines, numbers(out))
+            scale, zero = scale_NG[rows].float().numpy(), zero_NG[rows].float().numpy()
+            _turn(words_CK[first:last].t().numpy(), lines)
+            fill.to(out_NK.dtype)(lines, scale, zero, group, view(out_NK[rows]))
 
     share_rows(share, len(words_CK))
 
 
 @compiled
-def _rows_of_words(words, scale, zero, group, lines, out):  # type: ignore[no-untyped-def]  # numba infers types
-    """Words (K, C) are turned in small squares, which stay in the cache; then each row is made by itself."""
-    num_columns, num_words, size, side = U64(out.shape[1]), U64(words.shape[1]), U64(group), U64(16)
+def _turn(words, lines):  # type: ignore[no-untyped-def]  # numba infers types
+    """Words (K, C) become lines in small squares, which stay in the cache."""
+    num_columns, num_words, side = U64(words.shape[0]), U64(words.shape[1]), U64(16)
     for first in range(U64(0), num_columns, side):
         for word in range(num_words):
             for column in range(first, min(first + side, num_columns)):
                 lines[word, column] = words[column, word]
+
+
+@compiled
+def _shift(row):  # type: ignore[no-untyped-def]
+    """To the row's nibble, as in NIBBLES."""
+    inner = row & U64(7)
+    return I32(U64(4) * ((inner >> U64(1)) + U64(4) * (inner & U64(1))))
+
+
+@compiled
+def _code(word, shift):  # type: ignore[no-untyped-def]
+    return F32(I32(I32(word >> shift) & I32(15)))
+
+
+@compiled
+def _pairs_of_rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
+    half, num_pairs = U64(group // 2), U64(out.shape[1])
     for row in range(U64(out.shape[0])):
-        line, place = lines[row >> U64(3)], out[row]
-        inner = row & U64(7)
-        shift = I32(U64(4) * ((inner >> U64(1)) + U64(4) * (inner & U64(1))))  # to the nibble in NIBBLES
+        line, place, shift = lines[row >> U64(3)], out[row], _shift(row)
+        for one in range(U64(scale.shape[1])):
+            s, z = scale[row, one], zero[row, one]
+            for pair in range(one * half, min((one + U64(1)) * half, num_pairs)):
+                first, second = line[U64(2) * pair], line[U64(2) * pair + U64(1)]
+                place[pair] = rounded_pair((_code(first, shift) - z) * s, (_code(second, shift) - z) * s)
+
+
+@compiled
+def _rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
+    size, num_columns = U64(group), U64(out.shape[1])
+    for row in range(U64(out.shape[0])):
+        line, place, shift = lines[row >> U64(3)], out[row], _shift(row)
         for one in range(U64(scale.shape[1])):
             s, z = scale[row, one], zero[row, one]
             for column in range(one * size, min((one + U64(1)) * size, num_columns)):
-                place[column] = rounded((F32(I32(line[column] >> shift) & I32(15)) - z) * s)
+                place[column] = rounded((_code(line[column], shift) - z) * s)
 
 
 def expand_columns_kernel(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:

@@ -14,9 +14,8 @@ from offload.kernels.compiled import Compiled, compiled, share_rows
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, U32, bits_of, numbers, rounded
 
-_CHUNK_ROWS = 64  # what is made of them at once stays in the cache
+_CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 _BLOCK = 2048  # numbers of a row that one program writes
-_BY_NUMBERS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}  # two in one
 
 
 class _Layout(NamedTuple):
@@ -42,14 +41,14 @@ def expand_float8_reference(weight_NK: Tensor, scale_AB: Tensor, block: tuple[in
     float16 or float32.
     """
     num_rows, num_columns = weight_NK.shape
-    fill = _look_up if num_columns % 2 == 0 and weight_NK.storage_offset() % 2 == 0 else _convert
+    values = _look_up if num_columns % 2 == 0 and weight_NK.storage_offset() % 2 == 0 else Tensor.float
+    whole = num_columns // block[1]
     for lo in range(0, num_rows, _CHUNK_ROWS):
-        out_RK = out_NK[lo : lo + _CHUNK_ROWS]
-        fill(weight_NK[lo : lo + _CHUNK_ROWS], out_RK)
-        scale_RB = scale_AB[torch.arange(lo, lo + len(out_RK), device=scale_AB.device) // block[0]]
-        whole = num_columns // block[1]
-        out_RK[:, : whole * block[1]].unflatten(1, (whole, block[1])).mul_(scale_RB[:, :whole, None])
-        out_RK[:, whole * block[1] :].mul_(scale_RB[:, -1:])
+        value_RK = values(weight_NK[lo : lo + _CHUNK_ROWS])
+        scale_RB = scale_AB[torch.arange(lo, lo + len(value_RK), device=scale_AB.device) // block[0]]
+        value_RK[:, : whole * block[1]].unflatten(1, (whole, block[1])).mul_(scale_RB[:, :whole, None])
+        value_RK[:, whole * block[1] :].mul_(scale_RB[:, -1:])
+        out_NK[lo : lo + _CHUNK_ROWS] = value_RK
 
 
 def expand_float8_compiled(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, int], out_NK: Tensor) -> None:
@@ -80,21 +79,18 @@ def expand_float8_kernel(weight_NK: Tensor, scale_AB: Tensor, block: tuple[int, 
     )
 
 
-def _convert(weight_RK: Tensor, out_RK: Tensor) -> None:
-    out_RK.copy_(weight_RK)
-
-
-def _look_up(weight_RK: Tensor, out_RK: Tensor) -> None:
+def _look_up(weight_RK: Tensor) -> Tensor:
+    """In float32."""
     word_W = weight_RK.reshape(-1).view(torch.int16).int().bitwise_and_(0xFFFF)
-    pair_P = _pairs(weight_RK.dtype, out_RK.dtype, weight_RK.device)
-    torch.index_select(pair_P, 0, word_W, out=out_RK.view(-1).view(pair_P.dtype))
+    pair_W = _pairs(weight_RK.dtype, weight_RK.device).index_select(0, word_W)
+    return pair_W.view(torch.float32).view(weight_RK.shape)
 
 
 @cache
-def _pairs(kind: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What each word of two numbers stands for; all are exact in any of the types."""
+def _pairs(kind: torch.dtype, device: torch.device) -> Tensor:
+    """What each word of two numbers stands for, in float32, seen as one number of 8 bytes: these are looked up fast."""
     word_P = torch.arange(1 << 16, device=device).to(torch.uint16)
-    return word_P.view(kind).to(dtype).view(_BY_NUMBERS[dtype])
+    return word_P.view(kind).float().view(torch.int64)
 
 
 def _fill_rows(layout: _Layout) -> Compiled:

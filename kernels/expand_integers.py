@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import jit, tl, triton
 from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
 
@@ -34,33 +35,27 @@ def expand_integers_reference(
     """
     if not words_NW.is_contiguous():
         words_NW = words_NW.contiguous()  # at once: of a whole matrix torch has a fast way
+    middle = _middle(words_NW, bits) if zero_NG is None else 0
     for lo in range(0, len(out_NK), _CHUNK_ROWS):
         rows = slice(lo, lo + _CHUNK_ROWS)
-        code_RK = _codes(words_NW[rows], bits)[:, : out_NK.shape[1]]
-        code_RK -= _middle(words_NW, bits) if zero_NG is None else _of_columns(zero_NG[rows], group, code_RK)
-        out_NK[rows] = code_RK.mul_(_of_columns(scale_NG[rows], group, code_RK)).to(out_NK.dtype)
-
-
-def _of_columns(value_RG: Tensor, group: int | Tensor, like_RK: Tensor) -> Tensor:
-    """What belongs to each column, in float32."""
-    if isinstance(group, Tensor):
-        return value_RG.float().index_select(1, group)
-    return value_RG.float().repeat_interleave(group, 1)[:, : like_RK.shape[1]]
+        code_RK = _codes(words_NW[rows], bits, middle)[:, : out_NK.shape[1]]
+        zero_RG = None if zero_NG is None else zero_NG[rows]
+        out_NK[rows] = scale_groups(code_RK, zero_RG, scale_NG[rows], group)
 
 
 def _middle(words_NW: Tensor, bits: int) -> int:
     return 0 if words_NW.dtype == torch.int8 else 1 << (bits - 1)
 
 
-def _codes(words_RW: Tensor, bits: int) -> Tensor:
-    """In float32; of 4 bits by a table of pairs, seen as one number of 8 bytes, the fast way to look them up."""
+def _codes(words_RW: Tensor, bits: int, middle: int) -> Tensor:
+    """Less the middle, in float32; of 4 bits by a table of pairs, seen as one number of 8 bytes, which is fast."""
     if words_RW.dtype == torch.int8:
         return words_RW.float()
     bytes_RB = words_RW.view(torch.uint8)
     if bits == 8:
-        return bytes_RB.float()
+        return bytes_RB.float().sub_(middle)
     byte = torch.arange(256, device=bytes_RB.device)
-    pairs_of_byte = torch.stack((byte & 15, byte >> 4), 1).float().view(torch.int64)[:, 0]
+    pairs_of_byte = (torch.stack((byte & 15, byte >> 4), 1).float() - middle).view(torch.int64)[:, 0]
     return pairs_of_byte.index_select(0, bytes_RB.flatten().int()).view(torch.float32).view(len(bytes_RB), -1)
 
 
@@ -69,8 +64,7 @@ def expand_integers_compiled(
 ) -> None:
     """The same on a CPU."""
     expand = _expand_chunk
-    is_whole = words_NW.dtype == torch.int32 and out_NK.shape[1] % (32 // bits) == 0
-    if is_whole and (isinstance(group, Tensor) or not words_NW.is_contiguous()):
+    if isinstance(group, Tensor) and words_NW.dtype == torch.int32 and out_NK.shape[1] % (32 // bits) == 0:
         expand = _expand_columns
 
     def rows(lo: int, hi: int) -> None:
@@ -91,7 +85,9 @@ def _index(group: int | Tensor, num_columns: int) -> np.ndarray:
 def _expand_chunk(
     words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
 ) -> None:
-    words_RW = words_RW.contiguous()
+    if not words_RW.is_contiguous():
+        lying_RW, words_RW = words_RW, torch.empty(words_RW.shape, dtype=words_RW.dtype)
+        _turn(lying_RW.numpy(), words_RW.numpy())
     words = (words_RW if words_RW.dtype == torch.int8 else words_RW.view(torch.uint8)).numpy()
     scale, zero, is_in_order = scale_RG.numpy(), zero_RG.numpy(), isinstance(group, int)
     if is_in_order and bits == 8:
@@ -113,7 +109,18 @@ def _expand_columns(
 
 
 @compiled
-def _nibble_pairs(words, scale, zero, group, out):  # type: ignore[no-untyped-def]  # numba infers types
+def _turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
+    """Columns become rows in small squares, which stay in the cache."""
+    side, num_rows, num_words = U64(16), U64(out.shape[0]), U64(out.shape[1])
+    for first_row in range(U64(0), num_rows, side):
+        for first in range(U64(0), num_words, side):
+            for row in range(first_row, min(first_row + side, num_rows)):
+                for word in range(first, min(first + side, num_words)):
+                    out[row, word] = lying[row, word]
+
+
+@compiled
+def _nibble_pairs(words, scale, zero, group, out):  # type: ignore[no-untyped-def]
     half, num_pairs = U64(group // 2), U64(out.shape[1])
     for row in range(out.shape[0]):
         source, place = words[row], out[row]
@@ -122,7 +129,7 @@ def _nibble_pairs(words, scale, zero, group, out):  # type: ignore[no-untyped-de
             first = U64(one) * half
             for pair in range(first, min(first + half, num_pairs)):
                 byte = source[pair]
-                place[pair] = rounded_pair((F32(byte & 15) - z) * s, (F32(byte >> 4) - z) * s)
+                place[pair] = rounded_pair((F32(I32(byte & I32(15))) - z) * s, (F32(I32(byte >> I32(4))) - z) * s)
 
 
 @compiled
@@ -168,7 +175,7 @@ def _pairs_of_columns(words, bits, factors, index, made, out):  # type: ignore[n
                 low, line = I32(I32(2 * bits) * I32(pair)), made[(number - first) * pairs_of_word + pair]
                 high = I32(low + I32(bits))
                 for row in range(num_rows):
-                    code, code_two = I32(word[row] >> low) & mask, I32(word[row] >> high) & mask
+                    code, code_two = I32(I32(word[row] >> low) & mask), I32(I32(word[row] >> high) & mask)
                     line[row] = rounded_pair((F32(code) - z[row]) * s[row], (F32(code_two) - z_two[row]) * s_two[row])
         start, num_pairs = first * pairs_of_word, (end - first) * pairs_of_word
         for row in range(num_rows):

@@ -15,6 +15,7 @@ from offload.kernels.expand_codebook import (
     expand_codebook_reference,
 )
 from offload.kernels.expand_columns import expand_columns_compiled, expand_columns_kernel, expand_columns_reference
+from offload.kernels.expand_e2m1 import expand_e2m1_compiled, expand_e2m1_kernel, expand_e2m1_reference
 from offload.kernels.expand_exponents import (
     expand_exponents_compiled,
     expand_exponents_kernel,
@@ -35,6 +36,7 @@ class Expansion(NamedTuple):
     integers: Callable[..., None]
     columns: Callable[..., None]
     codebook: Callable[..., None]
+    e2m1: Callable[..., None]
     blocks: Callable[..., None]
     exponents: Callable[..., None]
 
@@ -44,6 +46,7 @@ REFERENCE = Expansion(
     expand_integers_reference,
     expand_columns_reference,
     expand_codebook_reference,
+    expand_e2m1_reference,
     expand_blocks_reference,
     expand_exponents_reference,
 )
@@ -52,6 +55,7 @@ COMPILED = Expansion(
     expand_integers_compiled,
     expand_columns_compiled,
     expand_codebook_compiled,
+    expand_e2m1_compiled,
     expand_blocks_compiled,
     expand_exponents_compiled,
 )
@@ -60,6 +64,7 @@ KERNELS = Expansion(
     expand_integers_kernel,
     expand_columns_kernel,
     expand_codebook_kernel,
+    expand_e2m1_kernel,
     expand_blocks_kernel,
     expand_exponents_kernel,
 )

@@ -43,7 +43,7 @@ def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
         positional = [a.arg for a in function.args.posonlyargs + function.args.args if a.arg not in ("self", "cls")]
         num_in_all = len(positional) + len(function.args.kwonlyargs)
         is_called_by_users = path.parts[:2] == ("offload", "engine") and function.name in ("load", "generate", "stream")
-        if is_called_by_users or decorators(function) & {"command", "callback", "jit"}:
+        if is_called_by_users or decorators(function) & {"command", "callback", "compiled", "jit"}:
             continue
         if len(positional) > MAX_POSITIONAL or num_in_all > MAX_PARAMETERS:
             counts = f"{len(positional)} positional parameters and {num_in_all} in all"
@@ -173,6 +173,10 @@ def run(a, b, c, d, e, f, g, h):
 @jit(do_not_specialize=["h"])
 def kernel(a, b, c, d, e, f, g, h):
     """Nor are a kernel's."""
+
+@compiled
+def fill(a, b, c, d, e, f, g, h):
+    """Nor those of what numba compiles."""
 
 class Thing:
     """What it is."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expansion import Expansion
 
 GROUP, BLOCK = 128, 128  # numbers of a row that share a scale, the usual ones
@@ -19,7 +20,7 @@ class Sample(NamedTuple):
     name: str
     kind: str  # the field of `Expansion`
     arguments: tuple[Any, ...]  # before `out`
-    out_shape: tuple[int, int]
+    out_shape: tuple[int, ...]
     named: Mapping[str, Any] = {}
 
     def expand(self, expansion: Expansion, out: Tensor) -> None:
@@ -78,14 +79,29 @@ def _awq(words: Words, num_rows: int, num_columns: int) -> Sample:
 
 def _nf4(words: Words, num_rows: int, num_columns: int) -> Sample:
     values, scale_NG = torch.linspace(-1, 1, 16), torch.rand(num_rows, num_columns // SMALL_GROUP) + 0.5
-    arguments = (words(num_rows, num_columns // 2), values, scale_NG, None)
+    arguments = (words(num_rows, num_columns // 2), values, scale_NG)
     return Sample("nf4", "codebook", arguments, (num_rows, num_columns), {"is_high_first": True})
+
+
+def _mxfp4(words: Words, num_rows: int, num_columns: int) -> Sample:
+    arguments = (words(num_rows, num_columns // 2), words(num_rows, num_columns // 32), torch.rand(256) + 0.5)
+    return Sample("mxfp4", "e2m1", arguments, (num_rows, num_columns))
 
 
 def _blocks(kind: str, num_bytes: int, num_weights: int, words: Words, num_rows: int, num_columns: int) -> Sample:
     """Of GGUF; with scales of random bits, but no NaN among them."""
     block_MB = words(num_rows * num_columns // num_weights, num_bytes).bitwise_and_(0xBB)
     return Sample(f"GGUF {kind}", "blocks", (kind, block_MB), (len(block_MB), num_weights))
+
+
+def _exponents(width: int, _: Words, num_rows: int, num_columns: int) -> Sample:
+    """Of bfloat16 weights that are spread as trained ones are."""
+    weight_N = (torch.randn(num_rows * num_columns) * 0.02).bfloat16()
+    top = int(weight_N.abs().max().view(torch.int16)) >> 7
+    words = encode_exponents_reference(weight_N.view(torch.int16), top, width)
+    start_C = torch.nn.functional.pad(words.count_C.cumsum(0), (1, 0))
+    arguments = (words.mantissa_N, words.distance_B, words.escape_3E.reshape(-1), start_C, torch.tensor([top]))
+    return Sample(f"bf16, {8 + width} bits", "exponents", arguments, (num_rows * num_columns,))
 
 
 _MAKERS: tuple[Callable[[Words, int, int], Sample], ...] = (
@@ -95,7 +111,10 @@ _MAKERS: tuple[Callable[[Words, int, int], Sample], ...] = (
     _int8,
     _awq,
     _nf4,
+    _mxfp4,
     partial(_blocks, "Q8_0", 34, 32),
     partial(_blocks, "Q4_K", 144, 256),
     partial(_blocks, "Q6_K", 210, 256),
+    partial(_exponents, 4),
+    partial(_exponents, 3),
 )

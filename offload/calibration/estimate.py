@@ -36,6 +36,7 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
 from offload.planning.room import Room
 from offload.planning.tree_policy import TreeChoice, TreeSelector, most_timed
+from offload.planning.usual import usual_for
 from offload.tree.spec import TreeSpec, label_of
 from offload.tree.topology import Shape, chain
 
@@ -308,6 +309,7 @@ def _predictions(
         max_depth = case.plan(1).context - 1
         traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
         selector = TreeSelector(case.options.rule, profile, basis, costs, traffic_of, max_nodes, max_depth)
+        selector = replace(selector, usual=usual_for(case.files.draft.held))
         choice = selector.choose(case.tree)
         tokens, basis = _tokens(case, choice, profile, basis)
         found.append(_predict(case, known, case.plan(choice.shape.num_nodes), choice.shape, tokens))
@@ -326,6 +328,9 @@ def tokens_of(
 ) -> tuple[tuple[float, float], str]:
     """Least and most tokens per sweep of a tree for this pair, and what they rest on."""
     tokens = (choice.tokens_per_sweep, choice.tokens_per_sweep)
+    if profile is None and usual_for(files.draft.held if files.draft else None).is_copy:
+        known = usual_for(files.draft.held if files.draft else None).source
+        return tokens, f"{known}, no measurement of this one" + (f"; {basis}" if basis else "")
     if profile is None:
         target, draft = (model_shape(one, dtype).num_weights for one in filter(None, files))
         like = range_for(draft / target)

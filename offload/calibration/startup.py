@@ -27,6 +27,7 @@ from offload.planning.place import find_place
 from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.planning.room import Room
 from offload.planning.tree_policy import FindProfile, Trees
+from offload.planning.usual import usual_for
 from offload.sampling.sampler import Sampler
 from offload.streaming.source import ByteSource
 from offload.threads import cores
@@ -46,6 +47,7 @@ def trees_of(files: Files, options: LoadOptions, room: Room, *, device: str = "c
         cache(partial(room.traffic, files)),
         context=room.plan(files, 1).context,
         has_draft=files.draft is not None,
+        usual=usual_for(files.draft.held if files.draft else None),
     )
 
 

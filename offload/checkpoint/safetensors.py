@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.coded import with_codings
 from offload.checkpoint.held import Held
+from offload.checkpoint.quant_methods import check_method
 from offload.checkpoint.small_files import open_regular, read_object
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
@@ -28,7 +29,6 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone are their own language model
 NOT_TEXT_ALONE = f"of models with more than text, {' and '.join(TEXT_INSIDE)} are known"
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
-_READ_INSTEAD = "use a bf16, fp16, fp32 or fp8 checkpoint"
 _AGAIN = "download the checkpoint again"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -106,11 +106,10 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 
 def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """What a model of text has of these tensors, by its own names. Raises `UserError` where they contradict."""
+    check_method(where, config)
     weights = with_codings(where, config, _language_model(config, tensors))
-    named = config.get("quantization_config")
-    if named and not any(entry.coded for entry in weights.values()):
-        method = f"{named.get('quant_method', 'un')} " if isinstance(named, dict) else ""
-        raise UserError(f"{where}: {method}quantised weights are not known by their tensors: {_READ_INSTEAD}")
+    if config.get("quantization_config") and not any(entry.coded for entry in weights.values()):
+        raise UserError(f"{where}: config.json says that weights are quantised, no tensor shows how: {_AGAIN}")
     return weights
 
 

@@ -28,11 +28,17 @@ Draft = Annotated[
         "--draft", "-d", metavar="MODEL", help="small model with the same vocabulary; self:int4, self:int8: a copy"
     ),
 ]
+DraftDtype = Annotated[
+    str | None, typer.Option(metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored")
+]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
+]
 PromptFile = Annotated[
     Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
 ]
-DraftDtype = Annotated[
-    str | None, typer.Option(metavar="TYPE", help="int8 or int4: hold the draft in fewer bits; default: as stored")
+LargestTree = Annotated[
+    str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
 ]
 Config = Annotated[
     str | None, typer.Option(metavar="MODEL", help="folder or hub id of what a GGUF target was made from; docs/gguf.md")

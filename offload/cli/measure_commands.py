@@ -62,10 +62,7 @@ def plan(
     from offload.planning.options import LoadOptions
 
     if ranks is not None:
-        given = {"hardware": hardware, "ram": ram, "gpu_memory": gpu_mem, "disk_speed": disk_speed}
-        given["device"] = None if device == "auto" else device
-        own = next((f"`{name}`" for name, value in given.items() if value is not None), None)
-        require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
+        _require_no_machine(hardware=hardware, ram=ram, gpu_memory=gpu_mem, disk_speed=disk_speed, device=device)
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         profile=profile, draft_dtype=draft_dtype)  # fmt: skip
@@ -80,15 +77,23 @@ def plan(
             of_cluster = forecast(model, draft, options, ranks, tokens_per_sweep)
             figures, lines = of_cluster.as_dict(), cluster_lines(of_cluster, is_verbose=verbose)
         else:
+            from offload.calibration.drafts import compare_drafts
             from offload.calibration.estimate import estimate
             from offload.cli.plan_lines import answer_lines
 
             found = estimate(
                 model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
             )
-            figures = found.as_dict()
-            lines = answer_lines(found, is_verbose=verbose, is_decimal=console.is_decimal)
+            drafts = compare_drafts(model, draft, options, hardware) if hardware and tokens_per_sweep is None else []
+            figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
+            lines = answer_lines(found, drafts, is_verbose=verbose, is_decimal=console.is_decimal)
     print(flags.as_flags(json.dumps(figures)) if as_json else fitted(flags.as_flags(lines), sys.stdout))
+
+
+def _require_no_machine(**given: object) -> None:
+    """Raises `UserError` for a flag that is of one machine."""
+    own = next((f"`{name}`" for name, value in given.items() if value not in (None, "auto")), None)
+    require(own is None, "`ranks` describes all machines", f"{own} as well", "leave that out")
 
 
 @app.command(
@@ -111,9 +116,7 @@ def tune(
     tokens: Annotated[int, typer.Option(metavar="N", min=1, help="positions to trace")] = 2048,
     config: flags.Config = None,
     teacher_forced: Annotated[bool, typer.Option("--teacher-forced", help="trace the text itself, quicker")] = False,
-    tree: Annotated[
-        str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
-    ] = None,
+    tree: flags.LargestTree = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
     ram: flags.Ram = None,

@@ -9,6 +9,7 @@ from offload.config import format_bytes
 from offload.memory.plan import MemoryPlan, Tier
 
 if TYPE_CHECKING:  # they bring numpy along
+    from offload.calibration.drafts import Drafting
     from offload.calibration.estimate import Estimate, ModelFacts
     from offload.planning.cost_model import Prediction
 
@@ -16,7 +17,9 @@ _gb = partial(format_bytes, is_decimal=True)
 _BAR_WIDTH, _LINE_WIDTH, _LABEL_WIDTH = 32, 79, 10
 
 
-def answer_lines(found: "Estimate", *, is_verbose: bool = False, is_decimal: bool = False) -> str:
+def answer_lines(
+    found: "Estimate", drafts: Sequence["Drafting"] = (), *, is_verbose: bool = False, is_decimal: bool = False
+) -> str:
     """Seconds per token as the headline, and what it rests on, label by label; all terms where they are asked for."""
     rows = [
         ("model", model_words(found.models[0])),
@@ -26,12 +29,24 @@ def answer_lines(found: "Estimate", *, is_verbose: bool = False, is_decimal: boo
         *([("a sweep", _sweep_words(found))] if found.plan.streamed_bytes else []),
         *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
         *([("packing", _packing_words(found))] if found.packing and found.plan.streamed_bytes else []),
+        *([("drafts", _drafts_words(drafts))] if drafts else []),
         *(("note", note) for note in found.notes),
     ]
     lines = [_headline(found), "", *(wrapped(*row) for row in rows)]
     if is_verbose:
         lines += ["", plan_picture(found.plan, is_decimal=is_decimal), *_table(found.predictions)]
     return "\n".join(lines)
+
+
+def _drafts_words(drafts: Sequence["Drafting"]) -> str:
+    """All ways to draft, the best one first; what does not go is left to `--json`."""
+    told = [
+        f"{one.label} {seconds_words(one.prediction.s_per_token)} s per token"
+        + (f" with {_gb(one.draft_bytes)}, tree {one.prediction.label}" if one.draft_bytes else "")
+        for one in drafts
+        if one.prediction is not None
+    ]
+    return f"best first: {'; '.join(told)}" if told else "nothing is known of computing here"
 
 
 def _headline(found: "Estimate") -> str:

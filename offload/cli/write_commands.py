@@ -29,9 +29,7 @@ def generate(
     model: flags.Model,
     draft: flags.Draft = None,
     config: flags.Config = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
-    ] = None,
+    prompt: flags.Prompt = None,
     file: flags.PromptFile = None,
     max_tokens: flags.NumTokens = 128,
     temp: flags.OwnTemp = None,

@@ -75,7 +75,7 @@ class Bitsandbytes4:
                 words, own = stored_B[lo // 2 : hi // 2], scale[lo // self.block : -(-hi // self.block)]
                 place = flat[lo:hi].view(-1, size)
                 words_NB, scale_NG = (one.view(len(place), -1) for one in (words, own))
-                expansion.codebook(words_NB, values, scale_NG, None, place, is_high_first=True)
+                expansion.codebook(words_NB, values, scale_NG, place, is_high_first=True)
 
     def _num_blocks(self, shape: Sequence[int]) -> int:
         return math.ceil(math.prod(shape) / self.block)

@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-TABLES_BYTES = 4 * (16 + 256)  # of codes and of scales
+TABLE_BYTES = 4 * 256  # what scales stand for
 _GROUP, _NO_NUMBER = 32, 255
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """See `Coding`. Companions are "scale" (E x N, G), uint8, with their "levels" (256), and the "values" of codes."""
+    """See `Coding`. Companions are "scale" (E x N, G), uint8, with their "levels" (256)."""
 
     name: str = "mxfp4"
     dtype: str = "bfloat16"
@@ -35,8 +34,8 @@ class Mxfp4:
         return 16 * self._num_groups(shape)
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """A byte for each group, and the tables."""
-        return self._num_groups(shape) + TABLES_BYTES
+        """A byte for each group, and the table."""
+        return self._num_groups(shape) + TABLE_BYTES
 
     def prepare(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "Mapping[str, Tensor]":
         """See `Coding`; `shape` is (E, out, in)."""
@@ -48,15 +47,15 @@ class Mxfp4:
         if num_wrong:
             raise ValueError(f"_scales must be numbers, {num_wrong} are none: download the checkpoint again")
         levels = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
-        return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels, "values": torch.tensor(E2M1)}
+        return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels}
 
     def expand(
         self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`; `out` is (E, out, in)."""
-        scale, values, levels = companions["scale"], companions["values"], companions["levels"]
+        scale, levels = companions["scale"], companions["levels"]
         words_NB = stored_B.view(len(scale), -1)
-        expansion.codebook(words_NB, values, scale, levels, out.view(len(scale), -1), is_high_first=False)
+        expansion.e2m1(words_NB, scale, levels, out.view(len(scale), -1))
 
     def _num_groups(self, shape: Sequence[int]) -> int:
         return math.prod(shape[:-1]) * math.ceil(shape[-1] / _GROUP)

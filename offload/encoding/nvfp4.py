@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
 from offload.encoding.companions import checked_scale, require, require_shape
-from offload.encoding.mxfp4 import E2M1, TABLES_BYTES
+from offload.encoding.mxfp4 import TABLE_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ _WORDS = {".weight_packed": ".weight_global_scale", ".weight": ".weight_scale_2"
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """See `Coding`. Companions are "scale" (N, G), uint8, with their "levels" (256), and the "values" of codes."""
+    """See `Coding`. Companions are "scale" (N, G), uint8, with their "levels" (256)."""
 
     is_divided: bool  # by the scale for all
     name: str = "nvfp4"
@@ -35,8 +35,8 @@ class Nvfp4:
         return shape[0] * (shape[1] // 2)
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
-        """A byte for each group, and the tables."""
-        return shape[0] * (shape[1] // _GROUP) + TABLES_BYTES
+        """A byte for each group, and the table."""
+        return shape[0] * (shape[1] // _GROUP) + TABLE_BYTES
 
     def prepare(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "Mapping[str, Tensor]":
         """See `Coding`."""
@@ -50,14 +50,14 @@ class Nvfp4:
         used = scale.view(torch.uint8)
         if not bool(levels[used.unique().int()].isfinite().all()):
             raise ValueError(f"{suffix} must leave scales finite, is {float(whole):g}: download the checkpoint again")
-        return {"scale": used, "levels": levels, "values": torch.tensor(E2M1)}
+        return {"scale": used, "levels": levels}
 
     def expand(
         self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
     ) -> None:
         """See `Coding`."""
-        scale, values, levels = companions["scale"], companions["values"], companions["levels"]
-        expansion.codebook(stored_B.view(len(scale), -1), values, scale, levels, out, is_high_first=False)
+        scale, levels = companions["scale"], companions["levels"]
+        expansion.e2m1(stored_B.view(len(scale), -1), scale, levels, out)
 
 
 def _recognise(stored: Mapping[str, Header], _: Mapping[str, Any]) -> Found | None:

@@ -4,14 +4,12 @@ They are stored for GPUs, mostly with scales in float16. CPUs multiply float16 2
 such as have instructions for both; in memory both take the same.
 """
 
-import torch
-
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 
 
-def computed_instead(target: Checkpoint, wish: str, place: torch.device | None) -> str | None:
-    """What to compute in, on a CPU (`place` is None), in place of a float16 that nobody has asked for."""
+def settled_dtype(target: Checkpoint, wish: str, *, is_on_cpu: bool) -> tuple[str, list[str]]:
+    """The wish, or where there is none a type in place of float16; and what to tell the user."""
     is_coded = any(entry.coded is not None for entry in target.tensors.values())
-    if wish != "auto" or place is not None or not is_coded or compute_dtype_name(target, wish) != "float16":
-        return None
-    return "bfloat16"
+    if wish != "auto" or not is_on_cpu or not is_coded or compute_dtype_name(target, wish) != "float16":
+        return wish, []
+    return "bfloat16", ["computing in bfloat16: CPUs are slow with float16 (`dtype` float16 to have it)"]

@@ -21,7 +21,7 @@ from offload.calibration.startup import RunSettings, calibrate, pick_threads, tr
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
 from offload.engine.build import Pair, counter, open_pair, pick_expansions, read_pair
-from offload.engine.compute_type import computed_instead
+from offload.engine.compute_type import settled_dtype
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
@@ -56,14 +56,11 @@ def load(
     ram: str | int | None = None,
     tree: str = "auto",
     rule: str = "match",
-    *,
-    config: str | os.PathLike[str] | None = None,
-    lenience: float = 1.0,
+    *, config: str | os.PathLike[str] | None = None, lenience: float = 1.0,
     device: str | Device = "auto",
     gpu_memory: str | int | None = None,
     dtype: str = "auto", draft_dtype: str | None = None,
-    context: int | None = None,
-    threads: int | None = None,
+    context: int | None = None, threads: int | None = None,
     request: Request | None = None,
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
@@ -76,7 +73,7 @@ def load(
     """Open a model that need not fit into memory.
 
     Args:
-        model, draft: folders, GGUF files or hub ids of the target and of a small model with its vocabulary, or `self:int4`.
+        model, draft: folders, GGUF files or hub ids of the target and a small model of its vocabulary; or `self:int4`.
         config: folder or hub id that a target in GGUF was made from, see docs/gguf.md.
         ram: budget such as `8GiB` for all that this call and later generations allocate; default: 3/4 of what is free.
         tree: `auto`, `none`, `NxD`, `dynamic:NxD`, `chain:L` or `sequences:KxL`; `auto` chooses for this machine, and
@@ -131,9 +128,8 @@ def open_decoder(
     room = Room.of(options, str(device.place) if device else None)
     with ExitStack() as resources:
         files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
-        instead = computed_instead(files.target, options.dtype, device.place if device else None)
-        if instead is not None:
-            options, room = replace(options, dtype=instead), replace(room, dtype=instead)
+        dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
+        options, room = replace(options, dtype=dtype), replace(room, dtype=dtype)
         given = Given(files, options, room, device, open_source, hooks)
         if roles is not None and not roles.is_sharded:
             from offload.engine.stages import open_pipeline  # what torch.distributed brings takes time
@@ -156,7 +152,6 @@ def open_decoder(
         read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
-        choice = choice._replace(comparisons=(*choice.comparisons, *pick_expansions(pair)))
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = Invariance(reason="several ranks share its rows")
         if team.is_alone:
@@ -169,9 +164,7 @@ def open_decoder(
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
-        if instead is not None:
-            pair.notes.append(f"computing in {instead}: CPUs are slow with float16 (`dtype` float16 to have it)")
-        pair.notes.extend([*team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
+        pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
@@ -269,11 +262,13 @@ def _link_to_device(pair: Pair, plan: MemoryPlan) -> float:
 
 
 def _pick_kernels(pair: Pair, trees: Trees, plan_for: PlanFor, sampling: Sampling) -> KernelChoice:
-    """On a GPU those that are faster than what runs without them, at the size of the largest tree that may be."""
+    """What expands weights, and on a GPU what is faster than what runs without it at the size of the largest tree."""
+    expanded = tuple(pick_expansions(pair))
     if pair.device is None or not is_for_kernels(pair.device.place):
-        return NO_KERNELS
+        return NO_KERNELS._replace(comparisons=expanded)
     plan = plan_for(trees.most_nodes)
-    return choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.device)
+    choice = choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.device)
+    return choice._replace(comparisons=(*choice.comparisons, *expanded))
 
 
 def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:

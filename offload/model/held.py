@@ -21,6 +21,7 @@ from offload.model.places import Place
 
 _LEVELS, _MIDDLE, _MOST_8_BITS = 15, 8, 127
 _CHUNK_ROWS = 64  # rounded at once: a block of rows of any layout
+_CACHED_ROWS = 256
 _TINY = 1e-12  # a scale of what is all the same
 _TRIED_ROWS, _NUM_TIMES = (1, 2, 4, 8, 16, 32, 64), 3
 _FEW_ROWS = 4  # that are multiplied at once where nothing was tried
@@ -124,8 +125,10 @@ class Int8(NamedTuple):
 
     def expanded(self, row_MK: Tensor, scratch: Callable[[int], Tensor]) -> Tensor:
         """See `Matrix`; the scales wait for the products."""
-        weight_NK = scratch(self.word_NK.numel()).view(self.shape).copy_(self.word_NK)
-        return functional.linear(row_MK, weight_NK).mul_(self.scale_N)
+        at_once = _CACHED_ROWS if self.has_product else len(self.word_NK)  # what a CPU expands stays in its cache
+        parts = self.word_NK.split(at_once)
+        weights = (scratch(part.numel()).view(part.shape).copy_(part) for part in parts)
+        return torch.cat([functional.linear(row_MK, one) for one in weights], 1).mul_(self.scale_N)
 
 
 def int4(weight_NK: Tensor) -> Int4:

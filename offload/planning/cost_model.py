@@ -26,6 +26,7 @@ _PENALTIES = tuple(index / 100 for index in range(101))
 # Launching, sorting and drawing of one draft step, most of it replayed from a captured graph, and of one verification.
 # Assumed: of the size of ten kernels a layer at some microseconds each; a step of a second does not notice.
 DRAFT_OVERHEAD_S, VERIFY_S = 1e-3, 2e-3
+_EXPANDED_BYTES = 2  # of one number that is computed with
 _FAR_ROWS = 1 << 16  # of the last point of a curve, beyond any tree
 
 
@@ -223,6 +224,8 @@ def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Cu
     num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
     row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
     bytes_per_s = hardware.memory_share * hardware.memory_bytes_per_s
+    if hardware.gpu_bytes:  # what is held in fewer bits is expanded: written and read again
+        read_bytes += 2 * _EXPANDED_BYTES * shape.expanded_weights
 
     def pass_s(rows: int) -> float:
         idle_bytes = max(0.0, 1 - rows * shape.routed_share) * shape.routed_bytes

@@ -16,8 +16,9 @@ from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import NOTHING, Costs, Curve, Prediction, Traffic, paced, step_of
 from offload.planning.profile import Profile
 from offload.planning.tree_search import DEPTHS, SIZES, Forest, rank_trees
+from offload.planning.usual import SMALL, Usual
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES, TreeSpec, parse_tree
-from offload.tree.topology import DEFAULT_ACCEPTANCE, DynamicShape, Shape, chain, check_acceptance, isotonic
+from offload.tree.topology import DynamicShape, Shape, chain, check_acceptance, isotonic
 
 AUTO_MAX_NODES = 512  # of a chosen tree whose size was not measured
 LOOKUP_NODES = 64  # at most, of guesses alone, as REST has (2311.08252, section 4)
@@ -68,6 +69,7 @@ class TreeSelector:
     max_nodes: int = AUTO_MAX_NODES  # of a tree that is chosen: what memory has room for, and what was timed
     max_depth: int = DEPTHS[-1]  # what the context has room for
     has_draft: bool = True  # without one there are guesses alone, and nothing is known of them beforehand
+    usual: Usual = SMALL  # what stands in for a profile
 
     def choose(self, spec: TreeSpec) -> TreeChoice:
         """The tree that is meant here; raises `UserError` for one that the rule does not allow."""
@@ -83,7 +85,7 @@ class TreeSelector:
         default = TreeSpec(
             "dynamic" if self._is_dynamic and min(self.max_nodes - 1, self.max_depth) else "best",
             min(AUTO_NODES, self.max_nodes),
-            min(AUTO_DEPTH, self.max_depth),
+            min(AUTO_NODES - 1 if self.usual.is_copy else AUTO_DEPTH, self.max_depth),
         )
         return self._named(default)._replace(why=f"a default, since nothing was measured ({self.note})")
 
@@ -113,7 +115,7 @@ class TreeSelector:
 
     def _chain(self) -> TreeChoice:
         """Of the integer lengths the one with the largest gain, by the first entry of the acceptance vector."""
-        alpha = (DEFAULT_ACCEPTANCE if self.profile is None else self.profile.acceptance)[0]
+        alpha = (self.usual.acceptance if self.profile is None else self.profile.acceptance)[0]
         most, why = min(MAX_CHAIN, self.max_nodes - 1, self.max_depth), f"alpha {alpha:.2f} at first ({self._basis})"
         traffic = self.traffic_of(most + 1)
         if self.costs is None or traffic is None:
@@ -140,7 +142,8 @@ class TreeSelector:
 
     def _forest(self, max_nodes: int, max_depth: int) -> Forest:
         if self.profile is None:
-            return Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=max_nodes, max_depth=max_depth)
+            p_K, counted = check_acceptance(self.usual.acceptance), self.usual.dynamic_yields
+            return Forest(p_K, max_nodes=max_nodes, max_depth=max_depth, counted=counted)
         known = self.profile
         p_K = isotonic(known.acceptance)  # far ranks are noisy
         return Forest(p_K, known.traces, known.smoothing, max_nodes, max_depth, known.dynamic_yields)
@@ -152,7 +155,7 @@ class TreeSelector:
     @property
     def _basis(self) -> str:
         if self.profile is None:
-            return f"default acceptance, {self.note}"
+            return f"{self.usual.source}, {self.note}"
         return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
 
 
@@ -175,6 +178,7 @@ class Trees:
     max_nodes: int = MAX_TREE_NODES
     context: int | None = None  # positions that there is room for: a tree must be less deep
     has_draft: bool = True
+    usual: Usual = SMALL
     _known: dict[tuple[TreeSpec, Sampling, str], TreeChoice] = field(default_factory=dict)
 
     def check(self, sampling: Sampling, rule: str) -> None:
@@ -238,7 +242,9 @@ class Trees:
         costs = self._costs_of(profile)
         max_nodes = min(self.max_nodes, most_timed(profile, costs) if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
-        return TreeSelector(rule, profile, note, costs, self.traffic_of, max_nodes, max_depth, self.has_draft)
+        return TreeSelector(
+            rule, profile, note, costs, self.traffic_of, max_nodes, max_depth, self.has_draft, self.usual
+        )
 
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
         """Seconds of a step by rows of its sweep and its draft passes; always the same where nothing was measured."""

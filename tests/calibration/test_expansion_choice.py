@@ -23,7 +23,7 @@ from offload.model.weights import StreamedModel
 from offload.streaming.disk import DiskReader
 
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
-KINDS = {"fp8-block": "float8", "fp8-channel": "float8"}
+KINDS = {"fp8-block": "float8", "ct-w4": "integers", "awq": "columns", "nf4": "codebook"}
 
 
 class Opened:

@@ -1,0 +1,94 @@
+"""Weights of 4 bits each, floating-point (E2M1), with a scale of 8 bits for each group of columns: MXFP4 and NVFP4.
+
+Scales number the levels of a table, so that they need not grow in memory. Invariant: value x scale is rounded once.
+"""
+
+import torch
+from torch import Tensor
+
+from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.expand_codebook import expand_codebook_reference
+from offload.kernels.jit import jit, tl, triton
+from offload.kernels.rounding import F32, U32, U64, pairs, rounded_pair
+
+_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_TWICE = U32(0xC8643210)  # twice these, four bits each, from the lowest
+_CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
+_BLOCK = 1024
+
+
+def expand_e2m1_reference(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
+    """Fill `out` with value x level; groups are of K / G columns.
+
+    Args:
+        words_NB: uint8, two columns each, the first in the lower half.
+        scale_NG: uint8, numbers of `levels`.
+        levels: (256,) float32.
+        out_NK: bfloat16, float16 or float32, of an even number of columns.
+    """
+    values = torch.tensor([*_SIZES, *(-size for size in _SIZES)], device=words_NB.device)
+    for lo in range(0, len(out_NK), _CHUNK_ROWS):
+        rows = slice(lo, lo + _CHUNK_ROWS)
+        scale_RG = levels[scale_NG[rows].int()]
+        expand_codebook_reference(words_NB[rows], values, scale_RG, out_NK[rows], is_high_first=False)
+
+
+def expand_e2m1_compiled(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
+    """The same on a CPU."""
+    words, scale, out = words_NB.numpy(), scale_NG.numpy(), pairs(out_NK)
+    work = _scaled.to(out_NK.dtype)
+    share_rows(lambda lo, hi: work(words[lo:hi], scale[lo:hi], levels.numpy(), out[lo:hi]), len(out))
+
+
+@compiled
+def _product(code, level):  # type: ignore[no-untyped-def]  # numba infers types
+    """Without a table, which no processor looks up in many lanes at once; halving is exact."""
+    twice = U32(U32(_TWICE >> U32(U32(code & U32(7)) << U32(2))) & U32(15))
+    size = F32(F32(F32(twice) * F32(0.5)) * level)
+    return U32(size.view(U32) ^ U32(U32(code & U32(8)) << U32(28))).view(F32)
+
+
+@compiled
+def _scaled(words, scale, levels, out):  # type: ignore[no-untyped-def]
+    half = U64(out.shape[1] // scale.shape[1])
+    for row in range(U64(out.shape[0])):
+        source, place = words[row], out[row]
+        for one in range(U64(scale.shape[1])):
+            level = levels[scale[row, one]]
+            for pair in range(one * half, (one + U64(1)) * half):
+                byte = U32(source[pair])
+                first, second = U32(byte & U32(15)), U32(byte >> U32(4))
+                place[pair] = rounded_pair(_product(first, level), _product(second, level))
+
+
+def expand_e2m1_kernel(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
+    """The same in Triton."""
+    (num_rows, num_columns), num_groups = out_NK.shape, scale_NG.shape[1]
+    grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
+    group = num_columns // num_groups
+    _expand[grid](words_NB, scale_NG, levels, out_NK, num_groups, num_columns, group, BLOCK=_BLOCK)
+
+
+@jit
+def _expand(
+    words: tl.tensor,
+    scale: tl.tensor,
+    levels: tl.tensor,
+    out: tl.tensor,
+    num_groups: tl.tensor,
+    num_columns: tl.tensor,
+    group: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program per row and block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = column < num_columns
+    byte = tl.load(words + row * (num_columns // 2) + column // 2, mask=here, other=0).to(tl.int32)
+    code = (byte >> (column % 2 * 4)) & 15
+    size = code & 7
+    twice = tl.where(size < 5, size, tl.where(size == 7, 12, 2 * size - 4))
+    level = tl.load(levels + tl.load(scale + row * num_groups + column // group, mask=here, other=0).to(tl.int32))
+    bits = (twice.to(tl.float32) * 0.5 * level).to(tl.int32, bitcast=True) ^ ((code & 8) << 28)
+    product = bits.to(tl.float32, bitcast=True)
+    tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)

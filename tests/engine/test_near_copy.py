@@ -1,0 +1,152 @@
+"""A copy of the target, or any draft, in fewer bits: the same text, more guesses, memory as planned."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import FAMILIES, build, save, save_pair
+
+import offload
+from offload.checkpoint.held import Held
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.sizes import model_shape
+from offload.errors import UserError
+from offload.memory.planner import plan_memory
+from offload.planning.near_copy import copy_bits, files_of
+from offload.planning.options import LoadOptions, check_models
+
+PROMPT, TREE, CONTEXT = list(range(3, 15)), "dynamic:16x15", 256
+FAMILY = ("llama", "llama-tied", "qwen3", "gemma2", "phi3")
+
+
+def run(target: Path, draft: str | Path | None, *, temperature: float = 0.0, **options: object) -> SimpleNamespace:
+    given = {"tree": TREE if draft else "none", "lookup": False, "profile": "none", "context": CONTEXT, **options}
+    with offload.load(str(target), draft and str(draft), **given) as decoder:
+        found = decoder.generate(PROMPT, max_new_tokens=48, temperature=temperature, seed=3)
+        held = getattr(getattr(decoder.drafter, "model", None), "held", None)
+        return SimpleNamespace(
+            ids=found.token_ids, tokens=found.stats.tokens_per_sweep, plan=decoder.plan,
+            held_bytes=0 if held is None else held.num_bytes,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"))
+
+
+def slots_alone(target: Path, draft: str) -> int:
+    """A budget with room for three slots and no more."""
+    files = files_of([open_checkpoint(target)], draft, None)
+    roomy = plan_memory(files, ram=1 << 40, dtype="auto", context=CONTEXT, num_nodes=16)
+    passing_bytes = model_shape(files.draft).beside_bytes if files.draft else 0
+    return roomy.fixed_bytes + max(3 * max(roomy.layer_bytes), passing_bytes) + 100
+
+
+@pytest.mark.parametrize(("family", "draft"), [("llama", "self:int8"), ("llama-tied", "self:int4")])
+def test_the_text_is_the_same_with_a_copy_and_without(family: str, draft: str, tmp_path: Path) -> None:
+    config = FAMILIES[family]()
+    config.num_hidden_layers = 8  # or what passes while layers are rounded has all of them stay
+    target = save(build(config), tmp_path / "target")
+    ram = slots_alone(target, draft)
+    for temperature in (0.0, 0.8):
+        alone = run(target, None, temperature=temperature)
+        whole, streamed = (run(target, draft, temperature=temperature, ram=size) for size in (None, ram))
+        assert streamed.plan.streamed_bytes and not whole.plan.streamed_bytes
+        assert alone.ids == whole.ids == streamed.ids
+        assert whole.tokens > 2, "a copy guesses badly"
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_the_text_is_the_same_with_a_draft_in_fewer_bits(dtype: str, pair: tuple[Path, Path]) -> None:
+    target, draft = pair
+    alone, plain, held = run(target, None), run(target, draft), run(target, draft, draft_dtype=dtype)
+    assert alone.ids == plain.ids == held.ids
+    assert held.plan.draft_bytes < plain.plan.draft_bytes and held.held_bytes
+
+
+@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_held_is_what_was_planned(family: str, bits: int, tmp_path: Path) -> None:
+    from offload.engine.build import resident_model
+
+    checkpoint = open_checkpoint(save(build(FAMILIES[family]()), tmp_path / "target"))
+    held = files_of([checkpoint, checkpoint], "draft", f"int{bits}").draft
+    assert held is not None
+    shape, model = model_shape(held), resident_model(held, "auto")
+    others = {tensor.data_ptr(): tensor for layer in model._layers for tensor in layer.state_dict().values()}
+    small = [tensor for tensor in others.values() if not tensor.is_meta]
+    storages = sum(tensor.untyped_storage().nbytes() for tensor in small)
+    assert model.held is not None
+    assert model.held.num_bytes + storages == sum(shape.layer_bytes) + shape.scratch_bytes
+    model.close()
+
+
+def test_a_copy_has_no_embeddings_of_its_own(pair: tuple[Path, Path]) -> None:
+    with offload.load(str(pair[0]), "self:int4", tree=TREE, profile="none", context=CONTEXT) as decoder:
+        own, theirs = decoder.drafter.model.meta_model, decoder.target._model.meta_model
+        for name in ("get_input_embeddings", "get_output_embeddings"):
+            assert getattr(own, name)().weight.data_ptr() == getattr(theirs, name)().weight.data_ptr()
+    shape = model_shape(open_checkpoint(pair[0]))
+    small = model_shape(files_of([open_checkpoint(pair[0])], "self:int4", None).draft)
+    assert small.shares_rest and sum(small.layer_bytes) < 0.5 * sum(shape.layer_bytes)
+
+
+def test_scales_of_the_wrong_group_cost_guesses_and_change_no_text(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = run(pair[0], "self:int4")
+    from offload.model import held
+
+    def planted(weight_NK: torch.Tensor) -> held.Int4:
+        found = held.Int4(*_int4(weight_NK))
+        return found._replace(scale_GN2=found.scale_GN2.roll(1, 1))  # of the row before
+
+    _int4 = held.int4
+    monkeypatch.setattr(held, "int4", planted)
+    wrong = run(pair[0], "self:int4")
+    assert wrong.ids == right.ids
+    assert wrong.tokens < 0.8 * right.tokens
+
+
+@pytest.fixture(scope="module")
+def refused(pair: tuple[Path, Path]) -> Iterator[list[tuple[dict[str, object], str]]]:
+    draft = str(pair[1])
+    yield [
+        ({"draft": "self"}, "try self:int4"),
+        ({"draft": "self:int3"}, "got 'self:int3'"),
+        ({"draft": "self:int4", "draft_dtype": "int4"}, "says its bits itself"),
+        ({"draft": None, "draft_dtype": "int8"}, "goes with `draft`"),
+        ({"draft": draft, "draft_dtype": "int5"}, "must be int8 or int4"),
+        ({"draft": "self:int4", "ram": "1MB"}, "raise `ram` to"),
+    ]
+
+
+def test_what_makes_no_sense_is_refused_before_weights_are_read(
+    pair: tuple[Path, Path], refused: list[tuple[dict[str, object], str]], _no_weights: None
+) -> None:
+    for options, said in refused:
+        with pytest.raises(UserError) as caught:
+            offload.load(str(pair[0]), **options)
+        assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_command_line_refuses_the_same(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match="try self:int4"):
+        check_models(str(pair[0]), "self:int2", LoadOptions())
+    check_models(str(pair[0]), "self:int8", LoadOptions())
+
+
+def test_experts_are_not_copied(tmp_path: Path) -> None:
+    target = save(build(FAMILIES["qwen3-moe"]()), tmp_path / "moe")
+    with pytest.raises(UserError, match="fused experts"):
+        offload.load(str(target), "self:int4")
+
+
+def test_a_folder_may_be_called_self(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "self").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert copy_bits("self") is None and copy_bits("self:int8") == 8
+    assert Held(4) != Held(4, is_copy=True)

@@ -1,0 +1,77 @@
+"""Matrices at 4 and 8 bits: how near they are to what they were, both ways to multiply with them, and what stays."""
+
+import pytest
+import torch
+from torch import nn
+
+from offload.checkpoint.held import group_of, held_bytes, is_held
+from offload.model.held import HeldWeights, Int8, matrix_of
+
+SHAPES = ((64, 128), (70, 96), (5, 50), (192, 512))
+
+
+def weights(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(0)
+    return (torch.randn(shape) * torch.rand(shape[0], 1)).to(dtype)
+
+
+def numbers_of(matrix, dtype: torch.dtype) -> torch.Tensor:
+    """What a matrix stands for, by what it makes of unit vectors."""
+    eye_KK = torch.eye(matrix.shape[1], dtype=dtype)
+    return matrix.expanded(eye_KK, lambda count: torch.empty(count, dtype=dtype)).t()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_number_is_farther_than_half_a_step(shape: tuple[int, int], bits: int) -> None:
+    weight_NK = weights(shape)
+    matrix = matrix_of(weight_NK, bits)
+    error_NK = (numbers_of(matrix, torch.float32) - weight_NK).abs()
+    if isinstance(matrix, Int8):
+        step_N1 = weight_NK.abs().amax(1, keepdim=True) / 127
+        assert (error_NK <= 0.5001 * step_N1).all()
+        return
+    grouped = weight_NK.view(shape[0], -1, group_of(shape[1]))
+    step_NG1 = (grouped.amax(2, keepdim=True) - grouped.amin(2, keepdim=True)) / 15
+    assert (error_NK.view_as(grouped) <= 0.5001 * step_NG1).all()
+    assert error_NK.mean() > 0.1 * step_NG1.mean(), "as near as that it has not been rounded"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_ways_to_multiply_agree(shape: tuple[int, int], bits: int) -> None:
+    matrix, row_MK = matrix_of(weights(shape), bits), torch.randn(3, shape[1])
+    if not matrix.has_product:
+        pytest.skip("this torch has no such product")
+    wanted = matrix.expanded(row_MK, torch.empty)
+    torch.testing.assert_close(matrix.product(row_MK), wanted, rtol=1e-4, atol=1e-4)
+    assert matrix.num_bytes == held_bytes(shape, bits, 4)
+
+
+def test_a_group_of_equal_numbers_and_a_row_of_zeros_stay_what_they_are() -> None:
+    for bits in (4, 8):
+        for weight_NK in (torch.zeros(64, 64), torch.full((64, 64), 0.25)):
+            found = numbers_of(matrix_of(weight_NK, bits), torch.float32)
+            torch.testing.assert_close(found, weight_NK, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_linear_that_is_taken_over_computes_the_same_for_any_number_of_rows(bits: int) -> None:
+    linear, held = nn.Linear(128, 70), HeldWeights(bits)
+    row = torch.randn(1, 90, 128)
+    before = linear(row)
+    held.take(linear)
+    held.settle()
+    assert linear.weight.is_meta, "it still has its weight"
+    after, one_by_one = linear(row), torch.cat([linear(row[:, at : at + 1]) for at in range(90)], 1)
+    assert after.shape == before.shape
+    torch.testing.assert_close(one_by_one, after, rtol=1e-3, atol=1e-3)
+    error = (after - before).abs().mean() / before.abs().mean()
+    assert 1e-4 < error < (0.15 if bits == 4 else 0.02)
+
+
+def test_names_tell_what_is_held() -> None:
+    assert is_held("model.layers.0.mlp.gate_proj.weight", (8, 8)) and is_held("self_attn.q_proj.weight", (8, 8))
+    for name in ("model.layers.0.mlp.gate.weight", "mlp.experts.3.up_proj.weight", "q_proj.bias"):
+        assert not is_held(name, (8, 8))
+    assert not is_held("input_layernorm.weight", (8,))
