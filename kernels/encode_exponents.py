@@ -49,7 +49,7 @@ def encode_exponents_compiled(bits_N: Tensor, top: int, width: int) -> Words:
     num_weights, num_blocks = len(bits_N), -(-len(bits_N) // BLOCK)
     kept, plane = np.empty(num_weights, np.uint8), np.empty(num_blocks * width * RUN, np.uint8)
     lists, counts = np.empty((3, num_weights), np.uint8), np.zeros(-(-num_weights // CHUNK), np.int64)
-    _encode(bits_N.numpy(), top, width, kept, plane, lists, counts)
+    _encode(bits_N.numpy(), (top, width), kept, plane, lists, counts)
     escapes = lists[:, : counts.sum()].reshape(-1)
     return Words(*map(torch.from_numpy, (kept, plane, escapes, counts)))
 
@@ -62,9 +62,10 @@ def _packed(number_KB: Tensor, num_bits: int) -> Tensor:
 
 
 @compiled
-def _encode(bits: Any, top: Any, width: Any, kept: Any, plane: Any, lists: Any, counts: Any) -> None:
+def _encode(bits: Any, window: Any, kept: Any, plane: Any, lists: Any, counts: Any) -> None:
     """Block by block; one without escapes is not looked through. What is unsigned and narrow becomes vectors."""
-    size, mark, num_escapes, top = U64(bits.size), U16((1 << width) - 1), U64(0), I16(top)
+    top, width = I16(window[0]), window[1]
+    size, mark, num_escapes = U64(bits.size), U16((1 << width) - 1), U64(0)
     distance = np.zeros(1024, np.uint8)
     for block in range((size + U64(1023)) // U64(1024)):
         at, num_marked = block * U64(1024), U64(0)

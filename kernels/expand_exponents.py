@@ -67,14 +67,14 @@ def expand_exponents_compiled(
     def work(lo: int, hi: int) -> None:
         if out_N.dtype == torch.bfloat16:
             bits = out_N.view(torch.int16).numpy()
-            expand(*words, top, bits, lo, hi, 0)
-            _put_escapes(kept, *lists, bits, lo, hi, 0)
+            expand(*words, top, bits, (lo, hi, 0))
+            _put_escapes(kept, *lists, bits, (lo, hi, 0))
             return
         buffer = torch.empty(CHUNK, dtype=torch.int16)
         for chunk in range(lo, hi):
             own = buffer[: len(out_N) - chunk * CHUNK]
-            expand(*words, top, own.numpy(), chunk, chunk + 1, chunk * CHUNK)
-            _put_escapes(kept, *lists, own.numpy(), chunk, chunk + 1, chunk * CHUNK)
+            expand(*words, top, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
+            _put_escapes(kept, *lists, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
             out_N[chunk * CHUNK : (chunk + 1) * CHUNK] = own.view(torch.bfloat16)
 
     share_rows(work, num_chunks)
@@ -115,13 +115,13 @@ def _unpacked(plane_KB: Tensor, num_bits: int) -> Tensor:
 
 
 @compiled
-def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, lo: Any, hi: Any, origin: Any) -> None:
-    """Chunks [lo, hi) without their escapes; `bits` begins with the weight `origin`.
+def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
+    """Chunks [lo, hi) without their escapes, of a span lo, hi, origin: `bits` begins with the weight `origin`.
 
     Indices are unsigned, and numbers as narrow as they can be: else there are no vectors.
     """
-    size, origin, top = U64(kept.size), U64(origin), I16(top)
-    for block in range(U64(lo * 64), min(U64(hi * 64), (size + U64(1023)) // U64(1024))):
+    size, origin, top = U64(kept.size), U64(span[2]), I16(top)
+    for block in range(U64(span[0] * 64), min(U64(span[1] * 64), (size + U64(1023)) // U64(1024))):
         for run in range(U64(8)):
             at, source = block * U64(1024) + run * U64(128), block * U64(512) + (run & U64(3)) * U64(128)
             shift, place = U8(run & U64(4)), at - origin
@@ -131,10 +131,10 @@ def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, lo: Any, hi: Any, orig
 
 
 @compiled
-def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, lo: Any, hi: Any, origin: Any) -> None:
+def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
     """The same of distances of 3 bits."""
-    size, origin, top = U64(kept.size), U64(origin), I16(top)
-    for block in range(U64(lo * 64), min(U64(hi * 64), (size + U64(1023)) // U64(1024))):
+    size, origin, top = U64(kept.size), U64(span[2]), I16(top)
+    for block in range(U64(span[0] * 64), min(U64(span[1] * 64), (size + U64(1023)) // U64(1024))):
         for run in range(U64(8)):
             at, low = block * U64(1024) + run * U64(128), block * U64(384) + (run & U64(1)) * U64(128)
             high, shift, place = block * U64(384) + U64(256), U8(run & U64(6)), at - origin
@@ -145,14 +145,16 @@ def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, lo: Any, hi: Any, orig
 
 
 @compiled
-def _put_escapes(kept: Any, lists: Any, start: Any, bits: Any, lo: Any, hi: Any, origin: Any) -> None:
+def _put_escapes(kept: Any, lists: Any, start: Any, bits: Any, span: Any) -> None:
     """Over what the blocks have made of them."""
     num_all = start[start.size - 1]
-    for chunk in range(lo, hi):
+    for chunk in range(span[0], span[1]):
         for at in range(start[chunk], start[chunk + 1]):
             place = chunk * 65536 + lists[at] + 256 * lists[num_all + at]
             if place < kept.size:
-                bits[place - origin] = I16(I16(kept[place]) & I16(-32641)) | I16(I16(lists[2 * num_all + at]) << I16(7))
+                bits[place - span[2]] = I16(I16(kept[place]) & I16(-32641)) | I16(
+                    I16(lists[2 * num_all + at]) << I16(7)
+                )
 
 
 @jit(do_not_specialize=["num_weights"])

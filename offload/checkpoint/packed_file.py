@@ -150,7 +150,7 @@ def _coded_jobs(packed: Packed, name: str, fd: int) -> Iterator[tuple[Any, ...]]
         own_3E = list_3E[:, own_C[0] : own_C[-1]].flatten()
         places = _part_places(mantissas, exponents, at, width)
         lists = (own_3E, own_C - own_C[0], ready["top"])
-        yield name, index, lambda fd, places=places, lists=lists: _decoded(fd, *places, *lists)
+        yield name, index, lambda fd, places=places, lists=lists: _decoded(fd, places, lists)
 
 
 def _part_places(mantissas: TensorEntry, exponents: TensorEntry, at: int, width: int) -> tuple[int, int, int, int]:
@@ -160,11 +160,11 @@ def _part_places(mantissas: TensorEntry, exponents: TensorEntry, at: int, width:
     return mantissas.lo + at, min(mantissas.lo + at + PART_BYTES // 2, mantissas.hi), lo, min(hi, exponents.hi)
 
 
-def _decoded(fd: int, lo: int, hi: int, low: int, high: int, escape_B: Tensor, start_C: Tensor, top_1: Tensor) -> Any:
-    mantissa_N, distance_B = (_tensor(read_part(fd, *own), torch.uint8) for own in ((lo, hi), (low, high)))
+def _decoded(fd: int, places: tuple[int, int, int, int], lists: tuple[Tensor, Tensor, Tensor]) -> np.ndarray:
+    mantissa_N, distance_B = (_tensor(read_part(fd, *own), torch.uint8) for own in (places[:2], places[2:]))
     out_N = torch.empty(len(mantissa_N), dtype=torch.bfloat16)
     expand = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
-    expand(mantissa_N, distance_B, escape_B, start_C, top_1, out_N)
+    expand(mantissa_N, distance_B, *lists, out_N)
     return out_N.view(torch.uint8).numpy()
 
 
