@@ -67,12 +67,15 @@ def expand_integers_compiled(
     if isinstance(group, Tensor) and words_NW.dtype == torch.int32 and out_NK.shape[1] % (32 // bits) == 0:
         expand = _expand_columns
 
+    scale = scale_NG.float()
+    zero = torch.full_like(scale, _middle(words_NW, bits)) if zero_NG is None else zero_NG.float()
+
     def rows(lo: int, hi: int) -> None:
-        for first in range(lo, hi, _CHUNK_ROWS):
-            some = slice(first, min(first + _CHUNK_ROWS, hi))
-            scale = scale_NG[some].float()
-            zero = torch.full_like(scale, _middle(words_NW, bits)) if zero_NG is None else zero_NG[some].float()
-            expand(words_NW[some], bits, scale, zero, group, out_NK[some])
+        is_turned = expand is _expand_columns or not words_NW.is_contiguous()
+        step = _CHUNK_ROWS if is_turned else hi - lo  # what is turned stays in the cache
+        for first in range(lo, hi, step):
+            some = slice(first, min(first + step, hi))
+            expand(words_NW[some], bits, scale[some], zero[some], group, out_NK[some])
 
     share_rows(rows, len(out_NK))
 

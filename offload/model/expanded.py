@@ -145,12 +145,14 @@ class ExpandedWeights:
 
     def _fill(self, layer: int, parameters: Sequence[_Parameter], *_: Any) -> None:
         sent = self._sent[layer]
-        for place, parts, lo in parameters:
-            out = self._scratch_B[lo : lo + place.empty.numel() * place.empty.element_size()].view(place.empty.dtype)
-            for part, words in parts:
-                _expand(part, sent[words], self._companions[part], out, self._expansion)
-            is_whole = len(parts) == 1
-            place.table[place.key] = _as_in_model(parts[0][0], out) if is_whole else out.view(place.empty.shape)
+        with torch._C.DisableTorchFunction():  # nothing of it is a product that somebody would watch
+            for place, parts, lo in parameters:
+                out = self._scratch_B[lo : lo + place.empty.numel() * place.empty.element_size()]
+                out = out.view(place.empty.dtype)
+                for part, words in parts:
+                    _expand(part, sent[words], self._companions[part], out, self._expansion)
+                is_whole = len(parts) == 1
+                place.table[place.key] = _as_in_model(parts[0][0], out) if is_whole else out.view(place.empty.shape)
 
     def _clear(self, parameters: Sequence[_Parameter], *_: Any) -> None:
         for place, _parts, _lo in parameters:
