@@ -1,10 +1,10 @@
 """The same weights for llama.cpp: a Llama checkpoint written as GGUF, bit for bit where the format allows it.
 
-Matrices keep their 16 bits; norms become float32, as llama.cpp wants them. Rows of the query and key projections are
-reordered: its rotary embedding turns neighbours (2i, 2i+1) where Hugging Face's turns (i, i + K/2). No vocabulary is
-written, because the bench speaks in token ids.
+Matrices keep their 16 bits, or are rounded as gguf-py rounds them; norms become float32, as llama.cpp wants them. Rows
+of the query and key projections are reordered: its rotary embedding turns neighbours (2i, 2i+1) where Hugging Face's
+turns (i, i + K/2). No vocabulary is written, because the bench speaks in token ids.
 
-    python -m offload.bench.peers.gguf_writer FOLDER FILE.gguf
+    python -m offload.bench.peers.gguf_writer FOLDER FILE.gguf [Q8_0 | Q4_0]
 """
 
 import sys
@@ -28,8 +28,8 @@ _TOLD = {"context_length": "max_position_embeddings", "embedding_length": "hidde
     "layer_norm_rms_eps": "rms_norm_eps"}  # fmt: skip
 
 
-def write_gguf(source: Path, destination: Path) -> None:
-    """Write `source` as one file; it appears under its name when it is whole.
+def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
+    """Write `source` as one file, matrices as blocks of `kind`; it appears under its name when it is whole.
 
     Raises:
         UserError: not a plain Llama in bf16.
@@ -50,8 +50,10 @@ def write_gguf(source: Path, destination: Path) -> None:
         writer.add_rope_freq_base(rope["rope_theta"])
         writer.add_tokenizer_model("no_vocab")
         for name, values in _tensors(checkpoint):
-            is_norm = values.dtype == np.float32
-            writer.add_tensor(name, values, raw_dtype=None if is_norm else gguf.GGMLQuantizationType.BF16)
+            raw_dtype = None if values.dtype == np.float32 else gguf.GGMLQuantizationType[kind]
+            if raw_dtype is not None and kind != "BF16":
+                values = gguf.quants.quantize((values.astype(np.uint32) << 16).view(np.float32), raw_dtype)
+            writer.add_tensor(name, values, raw_dtype=raw_dtype)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -66,7 +68,7 @@ def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Norms in float32, matrices in bf16 as uint16: views of the mapped files, so that writing takes no memory."""
+    """Norms in float32, matrices in bf16 as uint16: views of the mapped files, which take no memory."""
     heads = {"attn_q": checkpoint.config["num_attention_heads"], "attn_k": checkpoint.config["num_key_value_heads"]}
     shards = [np.memmap(path, dtype=np.uint8, mode="r") for path in checkpoint.shards]
     for name, entry in checkpoint.tensors.items():
@@ -88,4 +90,4 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+    write_gguf(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -92,6 +92,15 @@ LOOKUPS = {
 }
 
 
+BLOCKS = {
+    OURS: _ours("auto", _DRAFTED, None),
+    "none": _ours("none", _ONE_BY_ONE, None),
+    "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 3),
+    "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 16", 16, _DRAFTED, 2),
+}
+_ROUNDED_ROWS = 1.0  # what scores may differ by where llama.cpp rounds rows to 8 bits as well
+
+
 class Setting(NamedTuple):
     """What all programs have in common."""
 
@@ -103,6 +112,7 @@ class Setting(NamedTuple):
     cap_bytes: int
     pythons: tuple[str, ...]
     is_quick: bool = True
+    kind: str = "BF16"  # of the blocks that weights are stored in: of others all programs read the same GGUF file
 
 
 def compare(
@@ -131,17 +141,22 @@ def measure(program: Program, setting: Setting) -> Outcome:
     python = interpreter_with(program.needs, setting.pythons)
     if python is None:
         return Outcome(reason=f"missing: no interpreter here can import {' and '.join(program.needs)}")
-    target, draft = setting.target, setting.draft
+    target, draft, model, noise = setting.target, setting.draft, setting.model, None
     try:
+        if setting.kind != "BF16":
+            target = model = gguf_file(target, setting.gguf_folder, python, setting.kind)
+            noise = _ROUNDED_ROWS if "gguf" in program.needs else None
+        elif "gguf" in program.needs:
+            target = gguf_file(target, setting.gguf_folder, python)
         if "gguf" in program.needs:
-            target, draft = (gguf_file(path, setting.gguf_folder, python) for path in (target, draft))
+            draft = gguf_file(draft, setting.gguf_folder, python)
     except subprocess.CalledProcessError as error:
         return Outcome(reason=f"failed: {last_line(error.stderr)}")
     num_tokens = program.num_tokens if setting.is_quick else min(4 * program.num_tokens, _ROOM_FOR_NEW)
     limit_s, prompts_of = QUICK_LIMIT_S if setting.is_quick else FULL_LIMIT_S, setting.prompts[: program.num_prompts]
     what = program.module, program.options, str(target), str(draft), prompts_of, num_tokens, limit_s
     order = Order(*what, threads=list(program.threads), cap_bytes=setting.cap_bytes, group=None)
-    return proved(run_child(python, order), setting.model, setting.prompts)
+    return proved(run_child(python, order), model, setting.prompts, noise)
 
 
 def _row(name: str, program: Program, outcome: Outcome) -> Row:
@@ -201,14 +216,19 @@ Python = Annotated[str | None, typer.Option(metavar="FILE", help="an interpreter
 Lookup = Annotated[bool, typer.Option("--lookup", help="without a draft: tokens per pass of copies, half the prompts")]
 
 
+Blocks = Annotated[str, typer.Option("--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file")]
+
+
 @command(
     *("peers", "size source quick compare"), examples=["offload bench peers --quick --peer mmap --python others/python"]
 )
 def main(
-    bench: Bench, peer: Peers = None, cap: Cap = "1.2GB", python: Python = None, lookup: Lookup = False
+    bench: Bench, peer: Peers = None, cap: Cap = "1.2GB", python: Python = None, lookup: Lookup = False,
+    gguf: Blocks = "BF16",
 ) -> None:  # fmt: skip
     """How many times more tokens per second than other programs, with the same files, prompts and memory?"""
-    known = LOOKUPS if lookup else PROGRAMS
+    one_of([gguf], ("BF16", "Q8_0", "Q4_0"), "--gguf")
+    known = LOOKUPS if lookup else PROGRAMS if gguf == "BF16" else BLOCKS
     one_of(peer or (), known, "--peer")
     if python is not None and shutil.which(python) is None:
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
@@ -219,8 +239,10 @@ def main(
     texts = prompts(bench.given("source") or ["code"], num_prompts, part)
     ids = [encode_prompt(tokenizer, one.text, raw=True)[: None if one.then else PROMPT_TOKENS] for one in texts]
     pythons = (sys.executable, *([python] if python else []))
-    setting = Setting(found.target, found.draft, found.origin, cache_folder(), ids, cap_bytes, pythons, bench.quick)
-    settings = {**found.as_dict(), "ram_bytes": cap_bytes, "num_prompt_tokens": PROMPT_TOKENS, "lookup": lookup}
+    setting = Setting(found.target, found.draft, found.origin, cache_folder(), ids, cap_bytes, pythons, bench.quick,
+                      gguf)  # fmt: skip
+    settings = {**found.as_dict(), "ram_bytes": cap_bytes, "num_prompt_tokens": PROMPT_TOKENS, "lookup": lookup,
+                "gguf": gguf}  # fmt: skip
     bench.check_same(found._replace(ram_bytes=cap_bytes), lookup=lookup)
     ceiling, programs = say_link(found), known
     if settings["target_bytes"] <= cap_bytes:

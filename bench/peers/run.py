@@ -65,28 +65,32 @@ def run_child(python: str, order: Order) -> Outcome:
             cap.remove()
 
 
-def proved(outcome: Outcome, model: Path, prompts: Sequence[Sequence[int]]) -> Outcome:
-    """The gate: the outcome itself when every token is what `model` chooses in float32, else one without figures."""
+def proved(outcome: Outcome, model: Path, prompts: Sequence[Sequence[int]], noise: float | None = None) -> Outcome:
+    """The gate: the outcome itself when every token is what `model` chooses in float32, else one without figures.
+
+    Scores may differ by `noise`: by default what rounding to bf16 makes of them.
+    """
     from offload.tuning.audit import BF16_NOISE, draw_gaps
 
     if outcome.reason:
         return outcome
     gaps = [gap for run in outcome.runs for gap in draw_gaps(model, prompts[run.prompt], run.token_ids, Sampling())]
-    if max(gaps) > BF16_NOISE:
+    if max(gaps) > (noise or BF16_NOISE):
         return Outcome(reason=f"refused: a token misses the original model's choice by {max(gaps):.3f}")
     return outcome._replace(num_near=sum(gap > 0 for gap in gaps))
 
 
-def gguf_file(source: Path, folder: Path, python: str) -> Path:
-    """The GGUF of a checkpoint, written once by an interpreter that has the `gguf` package.
+def gguf_file(source: Path, folder: Path, python: str, kind: str = "BF16") -> Path:
+    """The GGUF of a checkpoint, its blocks of `kind`, written once by an interpreter that has the `gguf` package.
 
     Raises:
         subprocess.CalledProcessError: the writer failed.
     """
     shards = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in source.glob("*.safetensors")]
-    path = folder / f"{source.name}-{zlib.crc32(repr(sorted(shards)).encode()):08x}.gguf"
+    own = "" if kind == "BF16" else f"-{kind}"
+    path = folder / f"{source.name}{own}-{zlib.crc32(repr(sorted(shards)).encode()):08x}.gguf"
     if not path.is_file():
-        command = [python, "-m", "offload.bench.peers.gguf_writer", str(source), str(path)]
+        command = [python, "-m", "offload.bench.peers.gguf_writer", str(source), str(path), kind]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, env=environment())
         finally:
