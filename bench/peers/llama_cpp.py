@@ -75,7 +75,19 @@ class _Lookup(LlamaPromptLookupDecoding):
 
 
 def _open(path: str, draft: LlamaDraftModel | None) -> llama_cpp.Llama:
-    return llama_cpp.Llama(path, n_ctx=_CONTEXT, draft_model=draft, use_mmap=True, verbose=False)
+    """On the map: copies of weights in another order, which would be made of quantised ones, do not fit under a cap."""
+    usual = llama_cpp.llama_cpp.llama_model_default_params
+
+    def mapped() -> Any:
+        params = usual()
+        params.use_extra_bufts = False
+        return params
+
+    llama_cpp.llama_cpp.llama_model_default_params = mapped
+    try:
+        return llama_cpp.Llama(path, n_ctx=_CONTEXT, draft_model=draft, use_mmap=True, verbose=False)
+    finally:
+        llama_cpp.llama_cpp.llama_model_default_params = usual
 
 
 def open_peer(order: Order) -> LlamaCpp:
