@@ -14,12 +14,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from offload.checkpoint.pack import pack
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.tensor_file import write_tensors
 
 _GROUP, _BLOCK, _FP8_MAX = 128, 128, 448.0
+PACKED = "packed"  # without loss
 _PLAIN = ("embed_tokens", "lm_head", "norm")
-_PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+_INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
     "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": _GROUP,
                                        "symmetric": True}}}}  # fmt: skip
 _FP8 = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK], "activation_scheme": "dynamic"}
@@ -44,17 +46,20 @@ def fp8(weight_NK: Tensor) -> dict[str, Tensor]:
 
 
 FORMATS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] = {
-    "int4": (int4, _PACKED),
+    "int4": (int4, _INT4),
     "fp8": (fp8, _FP8),
 }
 
 
 def quantised(source: Path, name: str) -> Path:
-    """The checkpoint of `source` in one of `FORMATS`, beside it; made once, then reused."""
-    quantise, settings = FORMATS[name]
+    """The checkpoint of `source` in one of `FORMATS`, or packed, beside it; made once, then reused."""
     folder = source.with_name(f"{source.name}-{name}")
     if folder.is_dir():
         return folder
+    if name == PACKED:
+        pack(source, folder, progress=lambda done, total: None)
+        return folder
+    quantise, settings = FORMATS[name]
     scratch = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()

@@ -13,8 +13,8 @@ import typer
 
 from offload.bench.harness.command import Bench, command, say_link, say_table
 from offload.bench.harness.prompts import Prompt, encoded
-from offload.bench.harness.quantised import FORMATS, quantised
-from offload.bench.harness.record import Row
+from offload.bench.harness.quantised import FORMATS, PACKED, quantised
+from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting, find_setting
 from offload.config import parse_rate
 from offload.errors import UserError
@@ -83,7 +83,9 @@ def main(bench: Bench, link_limit: Limit = None) -> None:
     """Seconds of a pass and of a token with the same weights in fewer bytes."""
     limit, effort = parse_rate(link_limit, "--link-limit"), QUICK if bench.quick else FULL
     plain = find_setting(None, None, bench.given("size"), None, bench.screen)
-    settings = {PLAIN: plain} | {name: plain._replace(target=quantised(plain.target, name)) for name in FORMATS}
+    settings = {PLAIN: plain} | {
+        name: plain._replace(target=quantised(plain.target, name)) for name in (*FORMATS, PACKED)
+    }
     ceiling, (prompts, names) = say_link(plain), bench.prompts(1)
     rows = measure(settings, prompts[0], effort, limit)
     base = {row["tree"]: row for row in rows if row["format"] == PLAIN}
@@ -94,7 +96,19 @@ def main(bench: Bench, link_limit: Limit = None) -> None:
         bench.row(row)
     head = ["format", "tree", "a pass", "waiting", "of bf16's", "a token", "of bf16's best", "tokens", "read"]
     say_table(head, [_cells(row) for row in rows])
-    bench.finish(rows, settings={**plain.as_dict(), "prompts": names}, ceiling={"bytes_per_s": ceiling}, guards={})
+    bench.finish(
+        rows, settings={**plain.as_dict(), "prompts": names}, ceiling={"bytes_per_s": ceiling}, guards=guards_of(rows)
+    )
+
+
+def guards_of(rows: Sequence[Row]) -> dict[str, Guard]:
+    """Passes without a tree and the best tree of each format, beside those of bf16."""
+    guards = dict[str, Guard]()
+    for name in {row["format"] for row in rows} - {PLAIN}:
+        own = [row for row in rows if row["format"] == name]
+        guards[f"pass, {name} / bf16"] = Guard([row["ratio_of_pass"] for row in own if row["tree"] == "none"], "lower")
+        guards[f"best token, {name} / bf16"] = Guard([min(row["ratio_of_best"] for row in own)], "lower")
+    return guards
 
 
 def _cells(row: Row) -> list[str]:

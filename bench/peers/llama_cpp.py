@@ -14,7 +14,7 @@ from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecodi
 
 from offload.bench.peers.child import Emit, Order
 
-_CONTEXT = 1024
+_CONTEXT = 512
 _GREEDY = {"temp": 0.0, "top_k": 1, "repeat_penalty": 1.0}
 
 

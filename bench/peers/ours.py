@@ -20,7 +20,7 @@ class Ours:
     def __init__(self, order: Order) -> None:
         _ = torch.__version__, transformers.AutoModelForCausalLM  # imported lazily: now, so that it is counted
         ram_bytes = free_bytes(order) - _MARGIN_BYTES
-        how: dict[str, Any] = {"device": "cpu", "context": 1024}  # the others have no device either
+        how: dict[str, Any] = {"device": "cpu", "context": 512}  # the others have no device either
         draft = None if "lookup" in order.options else order.draft
         self._decoder = load(order.target, draft, ram=ram_bytes, tree=order.options["tree"], **how)
 
