@@ -18,10 +18,10 @@ from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
+from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
 from offload.engine.build import Pair, counter, open_pair, read_pair
-from offload.engine.compute_type import settled_dtype
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
