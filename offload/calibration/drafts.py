@@ -6,9 +6,10 @@ whose rates of computing are known tell drafts apart. Invariant: no weights are 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
-from offload.calibration.estimate import estimate
+from offload.calibration.estimate import estimate, name_of
 from offload.errors import UserError
 from offload.planning.cost_model import Prediction
 from offload.planning.near_copy import BITS, copy_bits
@@ -28,7 +29,9 @@ class Drafting(NamedTuple):
     @property
     def label(self) -> str:
         """In words."""
-        return (self.draft or "none") + (f" at {self.draft_dtype}" if self.draft_dtype else "")
+        is_copy = copy_bits(self.draft) is not None
+        name = self.draft if self.draft is None or is_copy else name_of(self.draft)
+        return (name or "none") + (f" at {self.draft_dtype}" if self.draft_dtype else "")
 
     def as_dict(self) -> dict[str, object]:
         """By the names that `--json` uses."""
@@ -36,11 +39,12 @@ class Drafting(NamedTuple):
         return {**self._asdict(), **known}
 
 
-def compare_drafts(model: str, draft: str | None, options: LoadOptions, hardware: str) -> list[Drafting]:
+def compare_drafts(
+    model: str, draft: str | None, options: LoadOptions, hardware: str, disk_speed: str | int | None = None
+) -> list[Drafting]:
     """What there is to choose from, the one that is predicted to be the fastest first, and last what does not go."""
-    found = [
-        _planned(model, replace(options, tree="auto", draft_dtype=dtype), one, hardware) for one, dtype in _kinds(draft)
-    ]
+    planned = partial(_planned, model, hardware=hardware, disk_speed=disk_speed)
+    found = [planned(one, replace(options, tree="auto", draft_dtype=dtype)) for one, dtype in _kinds(draft)]
     return sorted(found, key=lambda one: one.prediction.s_per_token if one.prediction else float("inf"))
 
 
@@ -52,9 +56,11 @@ def _kinds(draft: str | None) -> Iterator[tuple[str | None, str | None]]:
     yield from ((f"self:{kind}", None) for kind in BITS)
 
 
-def _planned(model: str, options: LoadOptions, draft: str | None, hardware: str) -> Drafting:
+def _planned(
+    model: str, draft: str | None, options: LoadOptions, *, hardware: str, disk_speed: str | int | None
+) -> Drafting:
     try:
-        found = estimate(model, draft, options, hardware=hardware)
+        found = estimate(model, draft, options, hardware=hardware, disk_speed=disk_speed, has_packing=False)
     except UserError as error:
         return Drafting(draft, options.draft_dtype, 0, 0, None, str(error))
     best = found.predictions[-1] if found.predictions else None

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.link import link_bytes_per_s
+from offload.calibration.packing import Packing, packing_of
+from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.hub import is_here
-from offload.checkpoint.packing_forecast import PackingForecast, as_packed, forecast
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.vocabulary import require_one_vocabulary
@@ -44,14 +45,19 @@ if TYPE_CHECKING:  # it brings torch along, which other machines are planned wit
     from offload.streaming.device import Device
 
 MAX_NODES = 1024  # of a tree that is chosen for a GPU
-_WORTH_PACKING = 0.95  # of a model's bytes, packed; above it nobody packs
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
+
+
+def name_of(model: str) -> str:
+    """As it was given, less the folders around it."""
+    path = Path(os.path.abspath(model))  # a hub id has no folder here, and its last part is its name all the same
+    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
 class ModelFacts(NamedTuple):
     """What one model is, whatever the machine."""
 
-    name: str  # as it was given, less the folders around it
+    name: str
     num_parameters: int
     num_bytes: int  # as stored, or as held in memory
     is_held: bool = False  # in fewer bits than it is stored in
@@ -59,26 +65,11 @@ class ModelFacts(NamedTuple):
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
         """From headers."""
-        path = Path(os.path.abspath(model))  # a hub id has no folder here, and its last part is its name all the same
-        name = path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
         num_bytes, shape = checkpoint.num_bytes, model_shape(checkpoint) if checkpoint.held else None
         if shape is not None:
             num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
         count = sum(math.prod(one.shape) for one in checkpoint.tensors.values())
-        return cls(name, count, num_bytes, is_held=shape is not None)
-
-
-class Packing(NamedTuple):
-    """What `offload pack` would make of the target, and of a sweep with the same tree."""
-
-    forecast: PackingForecast
-    streamed_bytes: int | None  # of a sweep; None where the packed model needs more memory than there is
-    sweep_s: float | None
-
-    def as_dict(self) -> dict[str, object]:
-        """For programs."""
-        own = {"bytes_per_sweep": self.streamed_bytes, "sweep_s": self.sweep_s}
-        return {**self.forecast._asdict(), "share": self.forecast.share, **own}
+        return cls(name_of(model), count, num_bytes, is_held=shape is not None)
 
 
 class Estimate(NamedTuple):
@@ -166,6 +157,7 @@ def estimate(
     hardware: str | None = None,
     disk_speed: str | int | None = None,
     tokens_per_sweep: float | None = None,
+    has_packing: bool = True,
 ) -> Estimate:
     """Plan and predict. Raises `UserError` for whatever does not fit or cannot be read.
 
@@ -173,6 +165,7 @@ def estimate(
         hardware: name or file of another machine; None is this one.
         disk_speed: bytes per second, such as `3GB`; None measures it here, or takes the machine's.
         tokens_per_sweep: of the named tree; None takes what is known of the pair.
+        has_packing: forecasts what packing the target would win.
     """
     disk_bytes_per_s = parse_rate(disk_speed, "`disk_speed`")
     machine = find_hardware(hardware) if hardware else None
@@ -185,6 +178,8 @@ def estimate(
         require_one_vocabulary(files.target, files.draft)
     tree, device = planned_tree(options, draft, tokens_per_sweep), _find_device(options, machine)
     room = _room(options, machine, device)
+    dtype, dtype_notes = settled_dtype(files.target, options.dtype, is_on_cpu=room.device == "cpu")
+    options, room = replace(options, dtype=dtype), replace(room, dtype=dtype)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
     plan = case.plan(tree.num_nodes)  # refuses before the link is measured
@@ -193,14 +188,19 @@ def estimate(
     costs = _costs(case, profile, link)
     models = tuple(ModelFacts.of(*one) for one in zip(filter(None, (model, draft)), filter(None, files), strict=True))
     predictions: tuple[Prediction, ...] = ()
-    if link is not None and (costs or plan.streamed_bytes):
+    is_unknown = costs is None and _is_copy(files)  # passes of a copy are no small matter, so the link says nothing
+    if link is not None and not is_unknown and (costs or plan.streamed_bytes):
         predictions, basis = _predictions(case, costs, link, profile, basis)
         if tree.kind != "auto_chain":  # which has room for longer chains than its first
             plan = case.plan(predictions[-1].shape.num_nodes)
     is_measured = link is not None and machine is None and disk_bytes_per_s is None
-    notes = _notes(case, link, plan)
-    packing = _packing(case, link, plan.num_nodes)
+    notes = (*([_NO_COSTS] if is_unknown else []), *dtype_notes, *_notes(case, link, plan))
+    packing = packing_of(files, room, plan.num_nodes, machine, link) if has_packing else None
     return Estimate(models, plan, machine, link, predictions, costs is None, basis, notes, is_measured, packing)
+
+
+def _is_copy(files: Files) -> bool:
+    return files.draft is not None and files.draft.is_copy
 
 
 def planned_tree(options: LoadOptions, draft: str | None, tokens_per_sweep: float | None) -> TreeSpec:
@@ -309,7 +309,7 @@ def _predictions(
         max_depth = case.plan(1).context - 1
         traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
         selector = TreeSelector(case.options.rule, profile, basis, costs, traffic_of, max_nodes, max_depth)
-        selector = replace(selector, usual=usual_for(case.files.draft.held))
+        selector = replace(selector, usual=usual_for(case.files.draft))
         choice = selector.choose(case.tree)
         tokens, basis = _tokens(case, choice, profile, basis)
         found.append(_predict(case, known, case.plan(choice.shape.num_nodes), choice.shape, tokens))
@@ -328,9 +328,9 @@ def tokens_of(
 ) -> tuple[tuple[float, float], str]:
     """Least and most tokens per sweep of a tree for this pair, and what they rest on."""
     tokens = (choice.tokens_per_sweep, choice.tokens_per_sweep)
-    if profile is None and usual_for(files.draft.held if files.draft else None).is_copy:
-        known = usual_for(files.draft.held if files.draft else None).source
-        return tokens, f"{known}, no measurement of this one" + (f"; {basis}" if basis else "")
+    usual = usual_for(files.draft)
+    if profile is None and usual.is_copy:
+        return tokens, f"{usual.source}, no measurement of this one" + (f"; {basis}" if basis else "")
     if profile is None:
         target, draft = (model_shape(one, dtype).num_weights for one in filter(None, files))
         like = range_for(draft / target)
@@ -345,19 +345,6 @@ def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: 
     if case.tree.kind == "auto_chain":
         label = f"chain:{shape.depth}"
     return Prediction(label, shape, step_time(costs, Traffic.of(plan, case.hardware), shape), tokens)
-
-
-def _packing(case: _Case, link: float | None, num_nodes: int) -> Packing | None:
-    """By exponents of a few weights where they lie here."""
-    found = forecast(case.files.target)
-    if found is None or found.share > _WORTH_PACKING:
-        return None
-    try:
-        plan = case.room.plan(case.files._replace(target=as_packed(case.files.target, found)), num_nodes)
-    except UserError:  # what weights are expanded into takes room as well
-        return Packing(found, None, None)
-    streamed_bytes = Traffic.of(plan, case.hardware).streamed_bytes
-    return Packing(found, plan.streamed_bytes, None if link is None else streamed_bytes / link)
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:
@@ -375,6 +362,7 @@ def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]
     return tuple(note for note in notes if note)
 
 
+_NO_COSTS = "what passes of a copy take is not known here: offload tune measures it, or name a machine by `hardware`"
 _NO_DRAFT = "without a draft text that repeats itself yields more, and so does a datastore of its kind"
 _NO_DISK = "the weights are not here, so the disk was not measured: give `disk_speed`, such as 3GB"
 _NO_GPU = "weights or GPU are not here, so nothing was measured: name the machine by `hardware`"

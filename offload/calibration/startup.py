@@ -47,7 +47,7 @@ def trees_of(files: Files, options: LoadOptions, room: Room, *, device: str = "c
         cache(partial(room.traffic, files)),
         context=room.plan(files, 1).context,
         has_draft=files.draft is not None,
-        usual=usual_for(files.draft.held if files.draft else None),
+        usual=usual_for(files.draft),
     )
 
 

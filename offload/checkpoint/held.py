@@ -18,6 +18,7 @@ from offload.encoding.base import Encoding
 _GROUPS = (64, 32)
 _BLOCK_ROWS = 64  # rows are made up to a multiple of it
 _CHUNK_ROWS, _CHUNK_ITEM_BYTES = 64, 32  # rounded at once, with all that is computed on the way
+FEW_ROWS = 4  # that a CPU multiplies with its integer products, unless trials say otherwise
 _NOT_LINEAR = re.compile(r"\bexperts\.|\.gate\.weight$|relative_attention_bias|embed|norm")
 
 

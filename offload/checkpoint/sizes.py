@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.checkpoint.encoder_decoder import decoder_config, has_encoder
-from offload.checkpoint.held import held_sizes
+from offload.checkpoint.held import FEW_ROWS, held_sizes
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.tensors import TensorEntry
@@ -56,7 +56,9 @@ class ModelShape:
     scratch_bytes: int = 0  # into which the coded weights of one module are expanded
     beside_bytes: int = 0  # read at once before layers, turned into something else, and let go
     layer_weights: int = 0  # numbers in the layers
-    expanded_weights: int = 0  # of these, what a pass of many rows expands, since it is held in fewer bits
+    expanded_weights: int = 0  # of these, what a pass expands, since it is coded or held in fewer bits
+    product_rows: int = 0  # up to so many rows a CPU multiplies without expanding them
+    is_compiled: bool = False  # whether functions that are compiled on the spot may expand its weights
     shares_rest: bool = False  # with the target, whose embeddings, norm and head it uses
 
     @property
@@ -78,6 +80,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
     routed = [entry for name, entry in checkpoint.tensors.items() if _ROUTED_NAME.search(name)]
     item_bytes, (table, head) = computed.align_bytes, table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
+    coded = [entry for entries in layers for entry in entries if entry.coded is not None]
     shape = ModelShape(
         layer_bytes=tuple(slab_bytes_bound(entries) for entries in layers[:num_layers]),
         encoder_bytes=tuple(slab_bytes_bound(entries) for entries in layers[num_layers:]),
@@ -98,6 +101,8 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         scratch_bytes=_scratch_bytes(checkpoint, rest, computed),
         beside_bytes=_beside_bytes(layers, rest),
         layer_weights=sum(math.prod(entry.shape) for entries in layers[:num_layers] for entry in entries),
+        expanded_weights=sum(math.prod(entry.shape) for entry in coded),
+        is_compiled=bool(coded),
     )
     if checkpoint.held is None:
         return shape
@@ -105,7 +110,8 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
     return replace(
         shape, layer_bytes=held.layer_bytes[:num_layers], encoder_bytes=held.layer_bytes[num_layers:], cast_bytes=0,
         companion_bytes=0, scratch_bytes=held.scratch_bytes, beside_bytes=shape.beside_bytes + held.passing_bytes,
-        expanded_weights=held.expanded_weights, shares_rest=checkpoint.held.is_copy,
+        expanded_weights=held.expanded_weights, product_rows=FEW_ROWS,
+        is_compiled=shape.is_compiled or checkpoint.held.bits == 4, shares_rest=checkpoint.held.is_copy,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def answer_lines(
         *([("a sweep", _sweep_words(found))] if found.plan.streamed_bytes else []),
         *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
         *([("packing", _packing_words(found))] if found.packing and found.plan.streamed_bytes else []),
-        *([("drafts", _drafts_words(drafts))] if drafts else []),
+        *_drafts_rows(drafts),
         *(("note", note) for note in found.notes),
     ]
     lines = [_headline(found), "", *(wrapped(*row) for row in rows)]
@@ -38,15 +38,17 @@ def answer_lines(
     return "\n".join(lines)
 
 
-def _drafts_words(drafts: Sequence["Drafting"]) -> str:
-    """All ways to draft, the best one first; what does not go is left to `--json`."""
+def _drafts_rows(drafts: Sequence["Drafting"]) -> list[tuple[str, str]]:
+    """All ways to draft, the best one first, each by itself; what does not go is left to `--json`."""
     told = [
         f"{one.label} {seconds_words(one.prediction.s_per_token)} s per token"
         + (f" with {_gb(one.draft_bytes)}, tree {one.prediction.label}" if one.draft_bytes else "")
         for one in drafts
         if one.prediction is not None
     ]
-    return f"best first: {'; '.join(told)}" if told else "nothing is known of computing here"
+    if drafts and not told:
+        return [("drafts", "nothing is known of computing here")]
+    return [("" if index else "drafts", f"{index + 1}. {words}") for index, words in enumerate(told)]
 
 
 def _headline(found: "Estimate") -> str:
@@ -54,11 +56,18 @@ def _headline(found: "Estimate") -> str:
         return f"It runs, and all of it stays {_where(found.plan)}: computing alone decides how fast."
     if not found.predictions:
         return "It runs. How fast is not known yet."
-    best, plain = found.predictions[-1], found.predictions[0]
-    low, high = map(seconds_words, best.s_per_token_range)
-    without = f" ({seconds_words(plain.s_per_token)} without a draft)" if best is not plain else ""
+    wanted, plain = found.predictions[-1], found.predictions[0]
+    best = min(plain, wanted, key=lambda one: one.s_per_token)
+    others = {"without a draft": plain, "with it": wanted} if wanted is not plain else {}
+    other = "".join(f" ({_range_words(one)} {how})" for how, one in others.items() if one is not best)
+    alone = " without a draft" if others and best is plain else ""
     least = "at least " if found.is_link_alone else ""
-    return f"It runs: {least}{low if low == high else f'{low} to {high}'} seconds per token{without}."
+    return f"It runs: {least}{_range_words(best)} seconds per token{alone}{other}."
+
+
+def _range_words(one: "Prediction") -> str:
+    low, high = map(seconds_words, one.s_per_token_range)
+    return low if low == high else f"{low} to {high}"
 
 
 def _where(plan: MemoryPlan) -> str:
@@ -103,6 +112,8 @@ def _sweep_words(found: "Estimate") -> str:
         words += f", {_gb(plan.disk_streamed_bytes)} of it from the disk"
     if found.sweep_s is None:
         return words
+    if not found.predictions:
+        return f"{words}: {seconds_words(found.sweep_s)} s"
     limit = found.predictions[-1].step.limit
     limit = "disk" if limit == "link" and plan.gpu_bytes is None else limit
     decides = "computing is not counted" if found.is_link_alone else _LIMITS[limit]

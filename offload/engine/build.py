@@ -5,7 +5,7 @@ What reads no weights and what does are apart, so that everything that can be re
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 import torch
@@ -81,37 +81,36 @@ def open_pair(
     return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes)
 
 
-def read_pair(pair: Pair, on_bytes: Progress) -> None:
-    """All of the draft, and of the target what lies around its layers."""
+def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
+    """All of the draft, and of the target what lies around its layers.
+
+    Returns the trials of how coded weights are expanded. These come before layers are read, since a held draft expands
+    its own once and then has none left to try.
+    """
     total_bytes, draft = pair.target.rest_bytes, pair.draft
     if draft is not None:
         layouts = (*draft.layer_layouts, *draft.encoder_layouts)
         total_bytes += draft.rest_bytes + sum(layout.slab_bytes for layout in layouts)
     count = counter(total_bytes, on_bytes)
     count(pair.target.read_rest(pair.store.fetch))
+    outcomes = _pick_expansion(pair, pair.target, pair.store)
     if draft is not None:
         files = draft.checkpoint
-        source = pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)
-        _fill(draft, source, count, pair.target)
+        with closing(pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)) as source:
+            count(draft.read_rest(source.fetch, pair.target))
+            outcomes += _pick_expansion(pair, draft, source)
+            _fill_layers(draft, source, count)
         note = use_graphs(draft) if draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
-
-
-def pick_expansions(pair: Pair) -> list[Outcome]:
-    """How the coded weights of both models are expanded, and what the trials were."""
-    outcomes = list[Outcome]()
-    for model in filter(None, (pair.target, pair.draft)):
-        files = model.checkpoint
-        with ExitStack() as resources:
-            store = pair.store
-            if model is pair.draft:
-                store = pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)
-                resources.callback(store.close)
-            choice = choose_expansion(model, store.fetch, pair.device)
-        model.expand_with(choice.expansion)
-        pair.notes.extend(note for note in choice.notes if note not in pair.notes)
-        outcomes += choice.comparisons
     return outcomes
+
+
+def _pick_expansion(pair: Pair, model: StreamedModel, store: ByteSource) -> list[Outcome]:
+    """How its coded weights are expanded, and what the trials were."""
+    choice = choose_expansion(model, store.fetch, pair.device)
+    model.expand_with(choice.expansion)
+    pair.notes.extend(note for note in choice.notes if note not in pair.notes)
+    return list(choice.comparisons)
 
 
 def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
@@ -129,25 +128,20 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
     """A small model with all its weights in memory."""
     model = open_model(checkpoint, dtype, place)
-    _fill(model, DiskReader(checkpoint.shards, stamps=checkpoint.stamps))
+    with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps)) as store:
+        model.read_rest(store.fetch)
+        _fill_layers(model, store, lambda _: None)
     return model
 
 
-def _fill(
-    model: StreamedModel, store: ByteSource, count: Callable[[int], None] = lambda _: None,
-    target: StreamedModel | None = None,
-) -> None:  # fmt: skip
-    """Bind all weights, layer by layer; the source is closed."""
-    try:
-        count(model.read_rest(store.fetch, target))
-        for layer, layout in enumerate([*model.layer_layouts, *model.encoder_layouts]):
-            model.bind_layer(layer, store.fetch(layout))
-            model.hold_layer(layer)
-            count(layout.slab_bytes)
-        if model.held is not None:
-            model.held.settle()
-    finally:
-        store.close()
+def _fill_layers(model: StreamedModel, store: ByteSource, count: Callable[[int], None]) -> None:
+    """Bind all layers, one by one."""
+    for layer, layout in enumerate([*model.layer_layouts, *model.encoder_layouts]):
+        model.bind_layer(layer, store.fetch(layout))
+        model.hold_layer(layer)
+        count(layout.slab_bytes)
+    if model.held is not None:
+        model.held.settle()
 
 
 class Words(NamedTuple):

@@ -18,10 +18,10 @@ from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
 from offload.calibration.startup import RunSettings, calibrate, pick_threads, trees_of
+from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
-from offload.engine.build import Pair, counter, open_pair, pick_expansions, read_pair
-from offload.engine.compute_type import settled_dtype
+from offload.engine.build import Pair, counter, open_pair, read_pair
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
@@ -149,9 +149,10 @@ def open_decoder(
         sources = open_sources(options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None)
         _pick_copies(pair, plan_for(1), resources)
         hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
-        read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
+        expanded = read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
+        choice = choice._replace(comparisons=(*choice.comparisons, *expanded))
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = Invariance(reason="several ranks share its rows")
         if team.is_alone:
@@ -262,13 +263,10 @@ def _link_to_device(pair: Pair, plan: MemoryPlan) -> float:
 
 
 def _pick_kernels(pair: Pair, trees: Trees, plan_for: PlanFor, sampling: Sampling) -> KernelChoice:
-    """What expands weights, and on a GPU what is faster than what runs without it at the size of the largest tree."""
-    expanded = tuple(pick_expansions(pair))
+    """On a GPU what is faster than what runs without it at the size of the largest tree."""
     if pair.device is None or not is_for_kernels(pair.device.place):
-        return NO_KERNELS._replace(comparisons=expanded)
-    plan = plan_for(trees.most_nodes)
-    choice = choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.device)
-    return choice._replace(comparisons=(*choice.comparisons, *expanded))
+        return NO_KERNELS
+    return choose_kernels(shapes_of(pair.target, plan_for(trees.most_nodes), sampling, pair.draft), pair.device)
 
 
 def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:

@@ -31,7 +31,8 @@ def meet(given: Given, resources: ExitStack, transport: Transport | None) -> Met
         return Met(transport, ())
     target, options = given.files.target, given.options
     given.hooks.on_phase("waiting for the other ranks")
-    content = [json.dumps([target.config, target.tensors], sort_keys=True).encode(), *map(_sample, target.shards)]
+    headers = json.dumps([target.config, target.tensors], sort_keys=True, default=repr)  # codings are dataclasses
+    content = [headers.encode(), *map(_sample, target.shards)]
     has_draft = "given" if given.files.draft else "none"
     alike = {"--ranks": options.ranks, "--pipeline": options.pipeline, "--draft": has_draft}
     alike |= {"--dtype": options.dtype, "--context": str(options.context)}

@@ -10,6 +10,7 @@ the items of a plan add up to no more than its budgets; one that cannot hold two
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from offload.checkpoint.encoder_decoder import TRAINED_CONTEXT, has_encoder
@@ -33,6 +34,10 @@ from offload.memory.plan import (
 )
 
 RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scratch of the matrix library: measured
+# Importing numba and its first compilations: 115 to 137 MiB of RSS with an empty cache by one to three kinds of words
+# (float8, integers, Q8_0; Q4_K to Q8_0), 100 to 104 MiB with a warm one, in bare processes with torch and transformers.
+COMPILER_BYTES = 144 << 20
+_HAS_COMPILER = find_spec("numba") is not None
 # Usual figures, rounded up: a CUDA context with torch's kernels takes 0.3 to 0.5 GiB, cuBLAS and cuBLASLt a workspace
 # of 8 to 32 MiB each per stream that multiplies, and ends of the segments of torch's allocator stay unused.
 GPU_RUNTIME_BYTES = 1 << 30
@@ -145,9 +150,11 @@ def make_plan(
         + target.scratch_bytes
         + noise_bytes(target.vocab_size),
     }
-    runtime_bytes = RUNTIME_BYTES + HOST_RUNTIME_BYTES if is_gpu else RUNTIME_BYTES
+    is_compiled = not is_gpu and _HAS_COMPILER and any(one.is_compiled for one in (target, draft) if one)
+    runtime_bytes = RUNTIME_BYTES + (HOST_RUNTIME_BYTES if is_gpu else COMPILER_BYTES if is_compiled else 0)
     beside_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
-    places = [_computing_place(budgets, items, context, passing_bytes=0 if is_gpu else beside_bytes)]
+    own_bytes = GPU_RUNTIME_BYTES if is_gpu else runtime_bytes
+    places = [_computing_place(budgets, items, context, own_bytes, passing_bytes=0 if is_gpu else beside_bytes)]
     if is_gpu:
         places.append(_feeding_place(budgets, runtime_bytes + target.table_bytes, target, draft))
     all_bytes, num_layers = (*target.layer_bytes, *target.encoder_bytes), len(target.layer_bytes)
@@ -192,16 +199,13 @@ def _fill(place: _Place, layer_bytes: Sequence[int], layers: Sequence[int], num_
     return _Filling(spread(layer_bytes, swept, room_bytes - num_slots * slot_bytes), num_slots)
 
 
-def _computing_place(budgets: Budgets, items: dict[str, int], context: int, *, passing_bytes: int) -> _Place:
+def _computing_place(
+    budgets: Budgets, items: dict[str, int], context: int, runtime_bytes: int, *, passing_bytes: int
+) -> _Place:
     """Where layers are computed: a GPU's memory, or the host's."""
-    where, argument, runtime_bytes, budget_bytes = "RAM", "ram", RUNTIME_BYTES, budgets.ram_bytes
+    where, argument, budget_bytes = "RAM", "ram", budgets.ram_bytes
     if budgets.gpu_bytes is not None:
-        where, argument, runtime_bytes, budget_bytes = (
-            "device memory",
-            "gpu_memory",
-            GPU_RUNTIME_BYTES,
-            budgets.gpu_bytes,
-        )
+        where, argument, budget_bytes = "device memory", "gpu_memory", budgets.gpu_bytes
     fixed_bytes, drafting_bytes = runtime_bytes + sum(items.values()), items["draft_bytes"]
 
     def refusal(slots_bytes: int) -> UserError:

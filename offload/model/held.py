@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.checkpoint.held import group_of, is_held, padded_rows
+from offload.checkpoint.held import FEW_ROWS, group_of, is_held, padded_rows
 from offload.kernels.int4_blocks import Layout, expand_int4, int4_product, layout_for, pack_int4
 from offload.model.expanded import ExpandedWeights
 from offload.model.places import Place
@@ -24,7 +24,6 @@ _CHUNK_ROWS = 64  # rounded at once: a block of rows of any layout
 _CACHED_ROWS = 256
 _TINY = 1e-12  # a scale of what is all the same
 _TRIED_ROWS, _NUM_TIMES = (1, 2, 4, 8, 16, 32, 64), 3
-_FEW_ROWS = 4  # that are multiplied at once where nothing was tried
 
 
 class Matrix(Protocol):
@@ -174,7 +173,7 @@ class HeldWeights:
     def __init__(self, bits: int) -> None:
         self._bits, self._scratch_B = bits, torch.empty(0, dtype=torch.uint8)
         self._matrices = list[Matrix]()
-        self._most_rows = {4: _FEW_ROWS, 8: _FEW_ROWS}  # that are multiplied without a scratch
+        self._most_rows = {4: FEW_ROWS, 8: FEW_ROWS}  # that are multiplied without a scratch
 
     @property
     def num_bytes(self) -> int:

@@ -224,13 +224,21 @@ def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Cu
     num_row_weights = shape.num_weights - (1 - shape.routed_share) * shape.routed_weights
     row_s = 2 * num_row_weights / (hardware.flops_share * hardware.flops_per_s)
     bytes_per_s = hardware.memory_share * hardware.memory_bytes_per_s
-    if hardware.gpu_bytes:  # what is held in fewer bits is expanded: written and read again
-        read_bytes += 2 * _EXPANDED_BYTES * shape.expanded_weights
+    expanded_bytes = 2 * _EXPANDED_BYTES * shape.expanded_weights  # what is written and read again
+    few_rows = 0 if hardware.gpu_bytes else shape.product_rows
 
     def pass_s(rows: int) -> float:
         idle_bytes = max(0.0, 1 - rows * shape.routed_share) * shape.routed_bytes
-        return max((read_bytes - idle_bytes) / bytes_per_s, rows * row_s)
+        moved_bytes = read_bytes - idle_bytes + (expanded_bytes if rows > few_rows else 0)
+        return max(moved_bytes / bytes_per_s, rows * row_s)
 
-    bend = int(read_bytes / bytes_per_s / row_s)
-    corners = {1, math.ceil(1 / shape.routed_share), max(2, min(bend, _FAR_ROWS - 1)), _FAR_ROWS}
+    bend = int((read_bytes + expanded_bytes) / bytes_per_s / row_s)
+    corners = {
+        1,
+        max(1, few_rows),
+        few_rows + 1,
+        math.ceil(1 / shape.routed_share),
+        max(2, min(bend, _FAR_ROWS - 1)),
+        _FAR_ROWS,
+    }
     return Curve(tuple(sorted(corners)), tuple(pass_s(rows) for rows in sorted(corners)))

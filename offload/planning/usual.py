@@ -9,7 +9,7 @@ copy may be better or worse: `offload tune` measures it. No torch, no clock.
 
 from typing import NamedTuple
 
-from offload.checkpoint.held import Held
+from offload.checkpoint.safetensors import Checkpoint
 from offload.planning.traces import DynamicYield
 from offload.tree.topology import DEFAULT_ACCEPTANCE
 
@@ -49,6 +49,6 @@ COPIES = {
 }
 
 
-def usual_for(held: Held | None) -> Usual:
-    """Of a draft that is held so; rounding a small one changes little."""
-    return COPIES[held.bits] if held is not None and held.is_copy else SMALL
+def usual_for(draft: Checkpoint | None) -> Usual:
+    """Of such a draft; rounding a small one changes little."""
+    return COPIES[draft.held.bits] if draft is not None and draft.held and draft.held.is_copy else SMALL

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import compute_dtype_name
@@ -121,17 +122,17 @@ def tune(
     sizes = SIZES if spec.is_chosen else (spec.num_nodes,)
     as_files = partial(files_of, draft=draft, draft_dtype=options.draft_dtype)
     refuse = lambda *headers: largest_that_fits(room, as_files(headers), sizes)  # noqa: E731
-    files = as_files(fetch(models_to_read(model, draft), refuse, hooks.on_phase))
-    room, num_nodes = largest_that_fits(room, files, sizes)
+    files = as_files(fetch(models_to_read(model, draft), refuse, hooks.on_phase, options.config))
+    dtype, _ = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)  # as loading settles it
+    room, num_nodes = largest_that_fits(replace(room, dtype=dtype), files, sizes)
     tokenizer, vocab_size = load_tokenizer(files.target.tokenizer_path), model_shape(files.target).vocab_size
     encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in read]
     windows = cut_windows(encoded, num_tokens, is_teacher_forced)
-    machine = Machine.here(compute_dtype_name(files.target, options.dtype), device.name if device else "cpu")
+    machine = Machine.here(compute_dtype_name(files.target, dtype), device.name if device else "cpu")
     assert files.draft is not None, "two models were fetched"
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
-    if spec.is_chosen:
-        options = replace(options, tree=f"{num_nodes}x{DEPTH}")
-    options = replace(options, context=room.context, profile="none")
+    tree = f"{num_nodes}x{DEPTH}" if spec.is_chosen else options.tree
+    options = replace(options, tree=tree, context=room.context, profile="none")
     with open_decoder(model, draft, options, hooks=hooks) as decoder:
         # Not where scores must not shape a tree, nor where the target has written nothing to grow along.
         can_grow = decoder.rule.repeats_draws and not is_teacher_forced

@@ -54,6 +54,35 @@ def test_the_answer_comes_first(machine: tuple[str, ...], words: tuple[str, ...]
     assert "█" not in out and ("GPU" in out) == ("--ram" not in machine or machine == GPU)
 
 
+def test_a_copy_is_not_predicted_by_the_link_alone(pair: tuple[str, ...]) -> None:
+    """Its passes are as wide as the target's, and nothing is known of them."""
+    flags = (*pair[:2], "-d", "self:int4", "--ram", "64GiB", "--disk-speed", "3GB", "--context", "512")
+    out = printed(*flags)
+    assert out.startswith("It runs. How fast is not known yet.") and "seconds per token" not in out
+    assert "offload tune measures it, or name a machine by --hardware" in " ".join(out.split())
+    assert json.loads(shell("plan", *flags, "--json").out)["predictions"] == []
+
+
+def test_a_tree_that_does_not_pay_is_no_headline(pair: tuple[str, ...]) -> None:
+    first = printed(*pair, *GPU, "--tree", "chain:40", "--tokens-per-sweep", 1).splitlines()[0]
+    best, other = first.removeprefix("It runs: ").split(" seconds per token without a draft (")
+    assert float(best) < float(other.removesuffix(" with it).").split(" to ")[-1])
+    assert "without a draft)" in printed(*pair, *GPU).splitlines()[0]
+
+
+def test_ways_to_draft_stand_one_below_another(pair: tuple[str, ...]) -> None:
+    flags = (*pair, *GPU, "--context", "512")
+    lines = printed(*flags).splitlines()
+
+    rows = [line for line in lines if "s per token with" in line or "none " in line]
+    assert len(rows) >= 3 and str(Path(pair[1]).parent) not in "".join(lines)
+    figures = json.loads(shell("plan", *flags, "--disk-speed", "1GB", "--json").out)
+    slower = [one["prediction"]["s_per_token"] for one in figures["drafts"] if one["prediction"]]
+    usual = [one["prediction"]["s_per_token"] for one in json.loads(shell("plan", *flags, "--json").out)["drafts"]
+             if one["prediction"]]  # fmt: skip
+    assert min(slower) > 2 * min(usual), "the disk that was named is a fifth as fast"
+
+
 def test_the_headline_is_seconds_per_token(pair: tuple[str, ...]) -> None:
     first = printed(*pair, *LAPTOP).splitlines()[0].split()
     found = json.loads(shell("plan", *pair, *LAPTOP, "--json").out)

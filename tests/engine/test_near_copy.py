@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quantised import save_quantised
 from tiny import FAMILIES, build, save, save_pair
 
 import offload
 from offload.checkpoint.held import Held
+from offload.checkpoint.pack import pack
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
@@ -65,6 +67,21 @@ def test_the_text_is_the_same_with_a_draft_in_fewer_bits(dtype: str, pair: tuple
     alone, plain, held = run(target, None), run(target, draft), run(target, draft, draft_dtype=dtype)
     assert alone.ids == plain.ids == held.ids
     assert held.plan.draft_bytes < plain.plan.draft_bytes and held.held_bytes
+
+
+@pytest.mark.parametrize("how", ["fp8-block", "packed"])
+def test_coded_weights_are_rounded_as_well(how: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """A copy of a coded target, and a coded draft: what is held has no words left to expand."""
+    if how == "packed":
+        halves = [save(build(FAMILIES["llama"](), seed).bfloat16(), tmp_path / f"half{seed}") for seed in (0, 1)]
+        coded = [pack(half, tmp_path / f"packed{half.name}", progress=lambda *_: None).folder for half in halves]
+    else:
+        coded = [save_quantised(one, how, tmp_path / one.name).directory for one in pair]
+    alone, copied = (run(coded[0], draft, dtype="float32") for draft in (None, "self:int4"))
+    held = run(coded[0], coded[1], draft_dtype="int4", dtype="float32")
+    assert alone.ids == copied.ids == held.ids
+    assert copied.held_bytes and held.held_bytes
+    assert copied.tokens > 2, "a copy guesses badly"
 
 
 @pytest.mark.parametrize("family", FAMILY)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from in_memory import Delay
 from processes import Ranks
+from quantised import save_quantised
 from rank_threads import as_started_by_torchrun, rank_threads
 from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
 
@@ -198,6 +199,18 @@ def test_a_script_that_torchrun_starts_goes_on_at_rank_0_and_ends_at_the_others(
     assert reports == {0: [wanted("llama"), "went on"], 1: ["ended with 0"]}
 
 
+def test_coded_ranks_meet_and_run_as_stages_only(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+    """Headers that tell of codings are compared as well."""
+    target = save_quantised(pairs("llama")[0], "ct-w4", tmp_path / "target").directory
+    draft = pairs("llama")[1]
+    more: dict[str, Any] = {"dtype": "float32", "context": 128, "threads": 1, "invariant": False}
+    with offload.load(target, None, "4GiB", "none", **more) as alone:
+        wanted = _texts(alone)
+    assert Ranks(2, _script, target, draft, "stages:0-1").reports() == {0: [wanted, "went on"], 1: ["ended with 0"]}
+    refused = Ranks(2, _script, target, draft, "shards").reports()[0]
+    assert "layers cannot be shared, weights are stored as" in refused[0] and "\n" not in refused[0]
+
+
 def _script(place: Place, report: Callable[[Any], None], target: Path, draft: Path, ranks: str) -> None:
     names = {"RANK": place.rank, "WORLD_SIZE": place.num_ranks, "MASTER_ADDR": place.address, "MASTER_PORT": place.port}
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -209,6 +222,8 @@ def _script(place: Place, report: Callable[[Any], None], target: Path, draft: Pa
         report("went on")
     except SystemExit as ended:
         report(f"ended with {ended.code}")
+    except UserError as refusal:
+        report(str(refusal))
 
 
 def test_load_refuses_ranks_that_nobody_has_started(pairs: Callable[[str], Pair]) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from quantised import save_quantised
 from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
 
 import offload
+from offload.calibration.estimate import estimate
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.config import Drafting, Sampling
 from offload.engine.decoder import Decoder
@@ -377,6 +379,36 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):
         budgets = Room(**how, gpu=gpu_bytes, context=None)
         assert room.largest_that_fits(budgets, files, room.SIZES) == (replace(budgets, context=512), wanted)
+
+
+def test_a_tune_reads_the_config_that_was_named(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = list[object]()
+
+    def fetched(models: object, check: object, on_phase: object, config: object = None) -> None:
+        named.append(config)
+        raise UserError("seen")
+
+    monkeypatch.setattr(room, "fetch", fetched)
+    with pytest.raises(UserError, match="seen"):
+        tune(str(pair[0]), str(pair[1]), [text], Sampling(), LoadOptions(config=pair[0], **SETTINGS))
+    assert named == [pair[0]]
+
+
+def test_what_computes_in_another_type_than_it_says_is_found_again(
+    pair: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    """Coded weights in float16 are computed with in bfloat16 on a CPU: by tune, by plan and by a run alike."""
+    target = save_quantised(pair[0], "awq", tmp_path / "coded").directory
+    config = target / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float16"}))
+    tuned = run((target, pair[1]), text)
+    assert tuned.profile.identity.machine.dtype == "bfloat16"
+    found = estimate(str(target), str(pair[1]), LoadOptions(ram="1GiB"))
+    assert found.basis.startswith("profile ") and any("computing in bfloat16" in note for note in found.notes)
+    with offload.load(target, pair[1], context=256, **SETTINGS) as decoder:
+        assert decoder.run([5], Sampling(), max_new_tokens=1).tree_choice.why.count("profile of ")
 
 
 def test_link_limit_slows_the_stream_and_the_choice_knows(pair: tuple[Path, Path]) -> None:

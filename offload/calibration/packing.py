@@ -1,0 +1,43 @@
+"""What `offload pack` would win, said before anybody packs: by exponents of a few weights where these lie here.
+
+Invariant: no more is read than the forecast's few pieces.
+"""
+
+from typing import NamedTuple
+
+from offload.checkpoint.packing_forecast import PackingForecast, as_packed, forecast
+from offload.errors import UserError
+from offload.memory.planner import Files
+from offload.planning.cost_model import Traffic
+from offload.planning.hardware import Hardware
+from offload.planning.room import Room
+
+_WORTH_PACKING = 0.95  # of a model's bytes, packed; above it nobody packs
+
+
+class Packing(NamedTuple):
+    """What `offload pack` would make of the target, and of a sweep with the same tree."""
+
+    forecast: PackingForecast
+    streamed_bytes: int | None  # of a sweep; None where the packed model needs more memory than there is
+    sweep_s: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        """For programs."""
+        own = {"bytes_per_sweep": self.streamed_bytes, "sweep_s": self.sweep_s}
+        return {**self.forecast._asdict(), "share": self.forecast.share, **own}
+
+
+def packing_of(
+    files: Files, room: Room, num_nodes: int, hardware: Hardware | None, link_bytes_per_s: float | None
+) -> Packing | None:
+    """Of the target, with trees of so many nodes; None where there is nothing to win."""
+    found = forecast(files.target)
+    if found is None or found.share > _WORTH_PACKING:
+        return None
+    try:
+        plan = room.plan(files._replace(target=as_packed(files.target, found)), num_nodes)
+    except UserError:  # what weights are expanded into takes room as well
+        return Packing(found, None, None)
+    streamed_bytes = Traffic.of(plan, hardware).streamed_bytes
+    return Packing(found, plan.streamed_bytes, None if link_bytes_per_s is None else streamed_bytes / link_bytes_per_s)
