@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantised import RECIPES, Quantised, save_quantised
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
 from torch import Tensor
@@ -62,6 +62,34 @@ def test_logits_of_a_resident_model_equal_those_of_transformers(format: str, fam
     wanted_TV = logits(expanded(model, target, tmp_path / "expanded"), token_T)
     torch.testing.assert_close(got_TV, wanted_TV, rtol=1e-4, atol=1e-4)
     assert (logits(target, token_T) - wanted_TV).abs().max() > 0.01, "quantising must change them, or nothing is shown"
+
+
+@pytest.mark.parametrize(("format", "suffix"), [("fp8-block", "weight_scale_inv"), ("gptq", "scales")])
+def test_scales_that_are_no_numbers_are_told_with_their_layer(format: str, suffix: str, tmp_path: Path) -> None:
+    target = save(build(FAMILIES["qwen2"]()), tmp_path / "plain")
+    folder = save_quantised(target, format, tmp_path / "quantised").directory
+    name = f"model.layers.1.self_attn.q_proj.{suffix}"
+    shard = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(shard)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(offload.UserError) as caught:
+        resident_model(open_checkpoint(folder), "float32")
+    line = str(caught.value)
+    assert line.startswith("quantised: model.layers.1.self_attn.q_proj.weight: "), line
+    assert line.endswith("are not: download the checkpoint again") and line.count("again") == 1, line
+
+
+def test_eight_bits_without_scales_are_refused(tmp_path: Path) -> None:
+    """Where a layer lacks its scale, and where all do."""
+    target = save(build(FAMILIES["qwen2"]()), tmp_path / "plain")
+    folder = save_quantised(target, "fp8-block", tmp_path / "quantised", max_shard_size="1GB").directory
+    tensors = load_file(folder / "model.safetensors")
+    for lost in ("layers.1.mlp.up_proj.weight_scale_inv", "_scale_inv"):
+        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(lost)}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(offload.UserError, match=r"proj: F8_E4M3 needs a \.weight_scale_inv or \.weight_scale bes"):
+            open_checkpoint(folder)
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ from offload.model.expanded import Words
 from offload.model.weights import StreamedModel
 from offload.streaming.device import Device
 
-GAIN = "2 to 20"  # times, by kind: bench/studies/expansion.py
-WITHOUT_NUMBA = f"weights are expanded with torch: pip install 'offload[fast]' makes that {GAIN} times faster"
+# By kind: docs/quantised.md, bench/studies/expansion.py.
+WITHOUT_NUMBA = "weights are expanded with torch: pip install 'offload[fast]' makes that 2 to 25 times faster"
 _ENOUGH = 1 << 22  # numbers: less says little of speed, more takes long
 
 

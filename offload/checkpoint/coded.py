@@ -11,6 +11,7 @@ from typing import Any
 from offload.checkpoint.tensors import Coded, TensorEntry
 from offload.encoding.base import Found
 from offload.encoding.formats import FORMATS
+from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
 _SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=len, reverse=True)
@@ -46,7 +47,7 @@ def _weights_of(
     where: str, stem: str, own: Mapping[str, TensorEntry], settings: Mapping[str, Any]
 ) -> dict[str, TensorEntry]:
     """One coded weight, or the tensors as they are."""
-    if own.keys() == {".weight"}:
+    if own.keys() == {".weight"} and own[".weight"].dtype in ENCODINGS:
         return {f"{stem}.weight": own[".weight"]}
     for one in FORMATS:
         claimed = {suffix: entry for suffix, entry in own.items() if suffix in one.suffixes}

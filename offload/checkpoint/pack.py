@@ -8,12 +8,15 @@ whole from its first moment, and `unpack` gives back every file, byte for byte.
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.checkpoint.gguf import gguf_file
+from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.pack_folder import (
-    MANIFEST,
     by_source,
     check_disk,
     is_finished,
@@ -30,6 +33,7 @@ from offload.checkpoint.packed_writing import Portion, write_packed
 from offload.checkpoint.packing_forecast import coded_bytes, is_packable, window_of
 from offload.checkpoint.parts import opened
 from offload.checkpoint.safetensors import (
+    MANIFEST,
     Checkpoint,
     Stamp,
     open_checkpoint,
@@ -45,6 +49,7 @@ from offload.errors import ReadError, UserError
 _INDEX, _SOURCE_INDEX = "model.safetensors.index.json", "source.safetensors.index.json"
 _PORTION_BYTES = 1 << 30
 _LEAST_SHARE = 0.2  # of the bytes, that can be coded
+_NO_GAIN = "{} is stored as {}, and packing is for bfloat16: nothing to gain, run it as it is"
 _LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
 Progress = Callable[[int, int], None]
 
@@ -56,7 +61,8 @@ class Outcome(NamedTuple):
     source_bytes: int
     packed_bytes: int
     num_files: int
-    num_kept: int  # of these, files that an earlier, interrupted packing had finished
+    num_kept: int  # of these, files that an earlier packing had finished, and nobody has looked at since
+    was_there: bool = False  # all of it: nothing was packed
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
@@ -70,16 +76,17 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
         progress: is called with the bytes of the source that were coded and proved, each counted once, and all of them.
 
     Raises:
-        UserError: the model is none of bfloat16, the folder holds something else or is the model's own, the source
-            changed since the packing was begun, or the disk is too small.
+        UserError: the model is none of bfloat16 in safetensors, the folder holds something else or is the model's own,
+            the source changed since the packing was begun, or the disk is too small.
         ReadError: the source changes meanwhile, or cannot be read.
     """
+    _refuse_gguf(model)
     checkpoint, destination = open_checkpoint(model), destination.expanduser().resolve()
     require_bfloat16(checkpoint)
     require_apart(checkpoint.directory, destination)
     source = made_from(checkpoint)
     if is_finished(destination, source):
-        return _outcome(destination, len(packed_files(destination)))
+        return _outcome(destination, len(packed_files(destination)))._replace(was_there=True)
     with unfinished(destination, source) as folder:
         portions = _portions(checkpoint)
         kept = {name for name, portion in portions.items() if _is_done(folder / name, portion)}
@@ -113,7 +120,8 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
             if (scratch / name).is_file():  # whole, since it has its name
                 count(own[0].origin.num_bytes)
             else:
-                write_original(scratch / name, own, count)
+                with _leaving(scratch):
+                    write_original(scratch / name, own, count)
         for path in others(folder):
             if path.name not in (MANIFEST, _INDEX):
                 shutil.copyfile(path, scratch / (_INDEX if path.name == _SOURCE_INDEX else path.name))
@@ -131,7 +139,7 @@ def verify(model: Path, *, progress: Progress) -> Outcome:
         for packed in own:
             for _, _, raw in original_parts(packed):
                 count(len(raw))
-    return _outcome(folder, sum(map(len, found.values())))
+    return _outcome(folder, 0)
 
 
 def require_bfloat16(checkpoint: Checkpoint) -> None:
@@ -141,7 +149,7 @@ def require_bfloat16(checkpoint: Checkpoint) -> None:
     if isinstance(coded, Exponents):
         raise UserError(f"{name} is packed already: run it as it is, or give its source")
     if coded is not None:
-        raise UserError(f"{name} is stored as {coded.name}, and packing is for bfloat16: run it as it is")
+        raise UserError(_NO_GAIN.format(name, coded.name))
     packable_bytes = sum(entry.num_bytes for entry in stored if is_packable(entry))
     if packable_bytes < _LEAST_SHARE * checkpoint.num_bytes:
         kinds = ", ".join(sorted({entry.dtype for entry in stored}))
@@ -149,6 +157,27 @@ def require_bfloat16(checkpoint: Checkpoint) -> None:
         raise UserError(
             f"{name}: packing is for bfloat16, its weights are {kinds}, {share} to be packed: run it as it is"
         )
+
+
+def _refuse_gguf(model: str | os.PathLike[str]) -> None:
+    file = gguf_file(model)
+    if file is not None:
+        stored = Counter[str]()
+        for entry in read_gguf_header(file).tensors.values():
+            stored[entry.dtype] += entry.num_bytes
+        ((kind, _),) = stored.most_common(1) or [("nothing", 0)]
+        if kind == "BF16":
+            raise UserError(f"{file.name} is GGUF, and packing is for safetensors: run it as it is, or give its source")
+        raise UserError(_NO_GAIN.format(file.name, kind))
+
+
+@contextmanager
+def _leaving(scratch: Path) -> Iterator[None]:
+    """What damage leaves behind is named."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}; what was unpacked before is in {scratch}, which may be removed") from None
 
 
 def _portions(checkpoint: Checkpoint) -> dict[str, Portion]:

@@ -15,12 +15,11 @@ from typing import Any
 
 from offload.checkpoint.packed_file import FORMAT, VERSION, Packed, read_packed
 from offload.checkpoint.parts import opened
-from offload.checkpoint.safetensors import Checkpoint, read_json
+from offload.checkpoint.safetensors import MANIFEST, Checkpoint, read_json
 from offload.checkpoint.small_files import replacing
 from offload.config import format_bytes
 from offload.errors import RunError, UserError
 
-MANIFEST = "offload_pack.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".onnx", ".h5", ".msgpack")
 _LARGEST_COPY_BYTES = 256 << 20  # of what is no weights: tokenizers, configs, licences
 _MARGIN_BYTES = 64 << 20  # headers, the file system's own blocks

@@ -138,10 +138,10 @@ def _coded_jobs(packed: Packed, name: str, fd: int) -> Iterator[tuple[Any, ...]]
     numbers = _tensor(read_part(fd, code.lo, code.hi), torch.int64)
     try:
         if exponents.num_bytes != distance_bytes(num_weights, width) or width not in (3, 4):
-            raise ValueError(f"{num_weights} weights cannot have {exponents.num_bytes} bytes of exponents")
+            raise ValueError(f"{num_weights} weights cannot have {exponents.num_bytes} bytes of exponents: {_DAMAGED}")
         ready = Exponents(width, escapes.num_bytes).prepare({CODE: numbers}, mantissas.shape)
     except ValueError as error:
-        raise UserError(f"{packed.path}: {name}: {error}: {_DAMAGED}") from None
+        raise UserError(f"{packed.path}: {name}: {error}") from None
     start_C = ready["start"]
     listed = _tensor(read_part(fd, escapes.lo, escapes.hi), torch.uint8)
     list_3E = listed[: ESCAPE_BYTES * int(start_C[-1])].view(3, -1)

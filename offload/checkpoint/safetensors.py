@@ -30,6 +30,7 @@ TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone 
 NOT_TEXT_ALONE = f"of models with more than text, {' and '.join(TEXT_INSIDE)} are known"
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
 _AGAIN = "download the checkpoint again"
+MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
@@ -100,7 +101,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
                 tensors[name] = entry
     for name, file in (weight_map or {}).items():
         if name not in tensors:
-            raise damaged(f"{directory.name}: the index places {name} in {file}, which lacks it")
+            raise damaged(f"{directory.name}: the index places {name} in {file}, which lacks it", directory)
     return Checkpoint(directory, config, shards, weights_of(directory.name, config, tensors), tuple(stamps))
 
 
@@ -186,13 +187,14 @@ def _raw_header(path: Path) -> tuple[bytes, Stamp]:
         file.seek(8)
         header_bytes = int.from_bytes(start[:8], "little")
         if file_bytes < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
-            raise damaged(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}")
+            raise damaged(f"{path.name}: header of {header_bytes} bytes in a file of {file_bytes}", path.parent)
         return file.read(header_bytes), stamp
 
 
-def damaged(what: str) -> UserError:
-    """What to tell of a file that contradicts itself."""
-    return UserError(f"{what}: {_AGAIN}")
+def damaged(what: str, directory: Path | None = None) -> UserError:
+    """What to tell of a file that contradicts itself; whether it was downloaded, or packed, its folder says."""
+    is_packed = directory is not None and os.path.isfile(directory / MANIFEST)
+    return UserError(f"{what}: {'pack the model again' if is_packed else _AGAIN}")
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
@@ -205,9 +207,9 @@ def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise damaged(f"{path.name}: its header is not valid JSON ({reason(error)})") from None
+        raise damaged(f"{path.name}: its header is not valid JSON ({reason(error)})", path.parent) from None
     if not isinstance(header, dict):
-        raise damaged(f"{path.name}: its header is a JSON {type(header).__name__}, not an object")
+        raise damaged(f"{path.name}: its header is a JSON {type(header).__name__}, not an object", path.parent)
     metadata = header.pop("__metadata__", None)
     return header, metadata if isinstance(metadata, dict) else {}
 
@@ -228,10 +230,11 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise damaged(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}")
+        raise damaged(f"{path.name}: {name} has a malformed header entry {json.dumps(meta)[:80]}", path.parent)
     wanted = STORED[dtype].stored_bytes(shape) if dtype in STORED else hi - lo
     if wanted != hi - lo:
-        raise damaged(f"{path.name}: {name} of shape {shape} and {dtype} needs {wanted} bytes, has {hi - lo}")
+        where = f"{path.name}: {name} of shape {shape} and {dtype}"
+        raise damaged(f"{where} needs {wanted} bytes, has {hi - lo}", path.parent)
     return TensorEntry(shard, dtype, tuple(shape), data_lo + lo, data_lo + hi)
 
 
@@ -241,9 +244,9 @@ def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) 
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi)):
         if entry.hi > file_bytes:
             where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
-            raise UserError(f"{path.name}: {where}: truncated, download the checkpoint again")
+            raise damaged(f"{path.name}: {where}: truncated", path.parent)
         if entry.lo < end:
-            raise damaged(f"{path.name}: {name} and {before} overlap")
+            raise damaged(f"{path.name}: {name} and {before} overlap", path.parent)
         end, before = entry.hi, name
 
 
@@ -337,7 +340,7 @@ def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | No
     if len(shards) == 1:
         return tuple(shards), None
     if shards:
-        raise damaged(f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json")
+        raise damaged(f"{directory} has {len(shards)} safetensors files but no model.safetensors.index.json", directory)
     pickles = sorted(p.name for pattern in _PICKLES for p in directory.glob(pattern))
     if pickles:
         raise UserError(
@@ -357,7 +360,7 @@ def _refuse_other_formats(directory: Path) -> None:
 
 def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise damaged(f"{directory}: model.safetensors.index.json has no usable weight_map")
+        raise damaged(f"{directory}: model.safetensors.index.json has no usable weight_map", directory)
     names = sorted(set(weight_map.values()))
     _check_shard_names(directory, names)
     return tuple(directory / name for name in names)
@@ -366,6 +369,6 @@ def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
 def _check_shard_names(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise damaged(f"{directory}: the index names {name!r}, which is not a file beside it")
+            raise damaged(f"{directory}: the index names {name!r}, which is not a file beside it", directory)
         if not os.path.isfile(directory / name):
-            raise damaged(f"{directory}: the index names {name}, which is missing")
+            raise damaged(f"{directory}: the index names {name}, which is missing", directory)

@@ -180,7 +180,7 @@ def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
 
 
 def kernel_line(outcomes: Sequence[Outcome]) -> str:
-    """Which kernels this GPU runs, each beside what runs without it."""
+    """Which kernels, and functions that expand weights, run here, each beside what runs without it."""
     found = verdicts(outcomes)
     won, lost = ([one for one in outcomes if found[one.kernel].beats_rival is is_won] for is_won in (True, False))
     used, others = (", ".join(map(_comparison, some)) or "none" for some in (won, lost))

@@ -68,7 +68,7 @@ class Coding(Protocol):
     def prepare(self, companions: Mapping[str, "Tensor"], shape: Sequence[int]) -> Mapping[str, "Tensor"]:
         """Companions, by their suffixes in the file, in the form that `expand` wants, looked at once for all.
 
-        Raises `ValueError` (rule, value) for numbers that are not finite, out of range, or of another shape.
+        Raises `ValueError` (rule, value, remedy) for numbers that are not finite, out of range, or of another shape.
         """
 
     def expand(

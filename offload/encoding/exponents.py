@@ -25,6 +25,7 @@ ESCAPE_BYTES, ALIGN_BYTES = 3, 64
 WORDS, CODE = (".mantissas", ".exponents", ".escapes"), ".code"
 _WIDTHS = (4, 3)  # bits of a distance
 _AGAIN = "pack it again"
+_DAMAGED = "it was damaged, pack the model again"
 
 
 class Window(NamedTuple):
@@ -91,11 +92,12 @@ class Exponents:
         top_1, count_C = code[:1], code[1:]
         num_chunks, top = -(-math.prod(shape) // CHUNK), top_1.tolist()
         if len(count_C) != num_chunks or not top or not 0 <= top[0] < 256:
-            raise ValueError(f"its code must be a top below 256 and {num_chunks} counts, got {code[:8].tolist()}")
+            rule = f"its code must be a top below 256 and {num_chunks} counts"
+            raise ValueError(f"{rule}, got {code[:8].tolist()}: {_DAMAGED}")
         start_C = torch.cat((torch.zeros(1, dtype=torch.int64), count_C.cumsum(0)))
         spare_bytes = self.escape_bytes - ESCAPE_BYTES * int(start_C[-1])
         if bool(((count_C < 0) | (count_C > CHUNK)).any()) or not 0 <= spare_bytes < ALIGN_BYTES:
-            raise ValueError(f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold")
+            raise ValueError(f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold: {_DAMAGED}")
         return {"start": start_C, "top": top_1}
 
     def expand(

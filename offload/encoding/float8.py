@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
+from offload.encoding.companions import checked_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,12 +51,9 @@ class Float8:
         """Scales in float32, one for each block."""
         import torch
 
-        (stored,) = companions.values()
+        ((suffix, stored),) = companions.items()
         scale = stored.float() if stored.element_size() > 1 else (stored.view(torch.uint8).float() - 127).exp2()
-        if not bool(scale.isfinite().all()):
-            num_wrong = int((~scale.isfinite()).sum())
-            raise ValueError(f"scales must be finite, {num_wrong} are not: download the checkpoint again")
-        return {"scale": scale.reshape(self._grid(shape))}
+        return {"scale": checked_scale(suffix, scale, self._grid(shape))}
 
     def expand(
         self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
@@ -74,8 +72,11 @@ class Float8:
 
 def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found | None:
     weight, suffix = stored.get(".weight"), next((suffix for suffix in _SCALES if suffix in stored), None)
-    if weight is None or suffix is None or weight.dtype not in _TYPES:
+    if weight is None or weight.dtype not in _TYPES:
         return None
+    if suffix is None:
+        wanted = " or ".join(_SCALES[:2])
+        raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: download the checkpoint again")
     scale = stored[suffix]
     if scale.dtype not in _SCALE_TYPES:
         raise ValueError(

@@ -77,7 +77,8 @@ class BoundModel:
         rest = {source: stored[source] for source in source_of.values()}
         coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
         self.rest_layout = slab_layout({name: one for name, one in rest.items() if name not in coded})
-        self._beside = Beside(checkpoint.directory.name, coded, self._layouts)
+        prefixes = (names[block] for block in blocks)
+        self._beside = Beside(checkpoint.directory.name, coded, dict(zip(prefixes, self._layouts, strict=True)))
         self._expanded = ExpandedWeights(self._layouts, self._layer_places, place)
         self._expanded_rest: dict[str, Tensor] = {}
         self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None

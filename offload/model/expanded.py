@@ -165,15 +165,18 @@ class Beside:
     Args:
         where: names the model.
         rest: the coded weights around the layers, by name.
-        layouts: of the slabs of layers.
+        layouts: of the slabs of layers, by what stands before the names in each, such as `model.layers.3.`.
 
     Attributes:
         layout: of all of it.
     """
 
-    def __init__(self, where: str, rest: Mapping[str, Sequence[Part]], layouts: Sequence[SlabLayout]) -> None:
+    def __init__(self, where: str, rest: Mapping[str, Sequence[Part]], layouts: Mapping[str, SlabLayout]) -> None:
         self._where, self._rest = where, rest
-        layers = [{name: [one.part for one in words] for name, words in one.coded.items()} for one in layouts]
+        layers = [
+            {prefix + name: [one.part for one in words] for name, words in layout.coded.items()}
+            for prefix, layout in layouts.items()
+        ]
         self._parts = [(name, part) for own in (rest, *layers) for name, parts in own.items() for part in parts]
         companions = {
             f"{index}{suffix}": (entry.shape, [Part(entry)])
@@ -192,7 +195,7 @@ class Beside:
             try:
                 ready = _coded(part).coding.prepare(own, part.entry.shape)
             except ValueError as error:
-                raise UserError(f"{self._where}: {name}: {error}: download the checkpoint again") from None
+                raise UserError(f"{self._where}: {name}: {error}") from None
             found[part] = {suffix: tensor.clone() for suffix, tensor in ready.items()}  # the slab can go
         return found
 

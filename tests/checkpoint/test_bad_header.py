@@ -95,8 +95,8 @@ HEADERS = [
     case("norm missing", header(lambda content: content.pop(NORM)), f"tensor {NORM} is missing", by_plan=False),
     case("tensor of wrong shape", entry(UP, shape=[64, 96]), UP, "must have shape [96, 64]", "[64, 96]", by_plan=False),
     case("scalar", entry(UP, shape=[64 * 96]), UP, "must have shape [96, 64]", "[6144]", by_plan=False),
-    case("type of 8 bits", entry(UP, dtype="F8_E4M3"), f"{UP} is F8_E4M3", "bf16, fp16 or fp32", by_plan=False),
-    case("type nobody knows", entry(UP, dtype="\x1b[2J\nX"), UP, "bf16, fp16 or fp32", by_plan=False),
+    case("type of 8 bits", entry(UP, dtype="F8_E4M3"), f"{UP} of shape [96, 64]", "needs 6144 bytes, has 24576"),
+    case("type nobody knows", entry(UP, dtype="\x1b[2J\nX"), UP, "bf16, fp16, fp32 or quantised", by_plan=False),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import random
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def test_random_damage_never_surprises(tmp_path: Path) -> None:
     path = write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", "Q8_0").path
     whole = path.read_bytes()
     first = min(entry.lo for entry in read_gguf_header(path).tensors.values())
-    rng, num_refused, begun = random.Random(1), 0, time.monotonic()
+    rng, num_refused = random.Random(1), 0
     for _ in range(300):
         path.write_bytes(damaged(whole[:first], rng) + whole[first:])
         try:
@@ -127,4 +126,4 @@ def test_random_damage_never_surprises(tmp_path: Path) -> None:
         else:
             size = path.stat().st_size
             assert all(0 < entry.lo < entry.hi <= size for entry in found.tensors.values())
-    assert num_refused > 100 and time.monotonic() - begun < 60
+    assert num_refused > 100

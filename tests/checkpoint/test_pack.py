@@ -74,7 +74,7 @@ def test_what_is_unpacked_has_the_same_sha256(model: Path, tmp_path: Path) -> No
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
     assert unpack(tmp_path / "packed", tmp_path / "back", progress=silent) == tmp_path / "back"
     assert sums(tmp_path / "back") == sums(model)
-    assert verify(tmp_path / "packed", progress=silent) == found._replace(num_kept=found.num_files)
+    assert verify(tmp_path / "packed", progress=silent) == found
 
 
 def test_anything_that_a_file_may_hold_comes_back(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_an_interrupted_packing_goes_on(model: Path, tmp_path: Path, monkeypatch
     assert found.num_kept == 2 and len(written) == 3 + whole.num_files - 2
     assert written[:2] == sorted(written[:2]) and not {*written[:2]} & {*written[2:]}
     assert sums(tmp_path / "packed") == sums(tmp_path / "whole")
-    assert pack(model, tmp_path / "packed", progress=silent) == found._replace(num_kept=found.num_files)
+    assert pack(model, tmp_path / "packed", progress=silent) == found._replace(num_kept=found.num_files, was_there=True)
     assert len(written) == 3 + whole.num_files - 2, "what is whole is not written again"
 
 
@@ -219,10 +219,11 @@ def test_a_damaged_byte_is_found(kind: str, model: Path, tmp_path: Path) -> None
         if name.endswith(kind)
     )
     damage(path, entry.lo)
-    for check in (lambda: verify(packed, progress=silent), lambda: unpack(packed, tmp_path / "back", progress=silent)):
-        with pytest.raises(UserError, match=r"pack the model again$"):
-            check()
-    assert not (tmp_path / "back").exists()
+    with pytest.raises(UserError, match=r"pack the model again$"):
+        verify(packed, progress=silent)
+    with pytest.raises(UserError, match=rf"pack the model again; .* in {tmp_path / 'back'}\.unfinished, which may be"):
+        unpack(packed, tmp_path / "back", progress=silent)
+    assert not (tmp_path / "back").exists() and (tmp_path / "back.unfinished").is_dir()
 
 
 def test_a_file_that_is_missing_or_cut_is_found(model: Path, tmp_path: Path) -> None:
@@ -230,8 +231,9 @@ def test_a_file_that_is_missing_or_cut_is_found(model: Path, tmp_path: Path) -> 
     pack(model, packed, progress=silent)
     first, second, *_ = sorted(packed.glob("*.safetensors"))
     os.truncate(second, second.stat().st_size - 1)
-    with pytest.raises(UserError, match="truncated"):
-        verify(packed, progress=silent)
+    for look in (lambda: verify(packed, progress=silent), lambda: open_checkpoint(packed)):
+        with pytest.raises(UserError, match="truncated: pack the model again"):
+            look()
     first.unlink(), second.unlink()
     with pytest.raises(UserError, match="not the whole: pack the model again"):
         unpack(packed, tmp_path / "back", progress=silent)

@@ -1,13 +1,16 @@
 """`offload pack` and `offload unpack` as a person meets them, and what `offload plan` says of packing beforehand."""
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from gguf_files import MODELS, write_gguf
+from quantised import save_quantised
 from refusals import assert_refused
-from shell import shell, start
+from shell import process, shell, start
 from tiny import FAMILIES, build, save, save_tokenizer
 
 from offload.checkpoint.safetensors import open_checkpoint
@@ -26,7 +29,9 @@ def test_pack_verify_run_and_unpack(bf16: Path, tmp_path: Path) -> None:
     assert outcome.code == 0 and outcome.out == ""
     last = outcome.err.splitlines()[-1]
     assert last.startswith(f"{packed}: ") and last.endswith("files; read back and decoded, the same bits")
-    assert shell("pack", "-m", bf16, "--out", packed).err.splitlines()[-1].count("finished before") == 1
+    assert shell("pack", "-m", bf16, "--out", packed).err.splitlines()[-1].endswith("already: --verify looks at it")
+    told = json.loads(shell("pack", "-m", bf16, "--out", packed, "--json").out)
+    assert told["was_there"] and "is_sound" not in told, "nothing was looked at"
     told = json.loads(shell("pack", "-m", packed, "--verify", "--json").out)
     assert told["is_sound"] and told["packed_bytes"] < told["source_bytes"] and 0 < told["share"] < 1
     texts = [shell("generate", "-m", one, "-p", "a", "-n", "8", "--ram", "1GiB", "-q").out for one in (bf16, packed)]
@@ -40,8 +45,10 @@ def test_pack_verify_run_and_unpack(bf16: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), ("--out or --verify must be given",)),
-        (("--out", "x", "--verify"), ("--out or --verify must be given",)),
+        ((), ("one of --out and --verify must be given, got neither",)),
+        (("--out", "x", "--verify"), ("one of --out and --verify must be given, got both",)),
+        (("-m", "", "--verify"), ("-m must name a model, got ''",)),
+        (("-m", " ", "--out", "x"), ("-m must name a model, got ' '",)),
         (("--verify",), ("holds no packed model", "give a folder that offload pack has made")),
     ],
 )
@@ -58,17 +65,60 @@ def test_other_models_and_folders_are_refused(bf16: Path, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["wide"]
 
 
-def test_a_killed_packing_goes_on(bf16: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_stored_in_blocks_has_nothing_to_gain(kind: str, tmp_path: Path) -> None:
+    file = write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", "Q8_0").path
+    model = file if kind == "file" else tmp_path
+    outcome = shell("pack", "-m", model, "--out", tmp_path / "packed")
+    assert_refused(outcome, "m.gguf is stored as Q8_0", "nothing to gain, run it as it is")
+
+
+def test_what_is_quantised_or_packed_is_refused_by_name(bf16: Path, tmp_path: Path) -> None:
+    model = save_quantised(save(build(FAMILIES["llama"]()), tmp_path / "plain"), "gptq", tmp_path / "gptq").directory
+    assert_refused(shell("pack", "-m", model, "--out", tmp_path / "x"), "gptq is stored as int4 in", "nothing to gain")
+    shell("pack", "-m", bf16, "--out", tmp_path / "packed")
+    assert_refused(shell("pack", "-m", tmp_path / "packed", "--out", tmp_path / "x"), "packed is packed already")
+
+
+def test_a_packed_folder_that_was_cut_is_to_be_packed_again(bf16: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
-    running = start("pack", "-m", bf16, "--out", packed, "-q")
+    shell("pack", "-m", bf16, "--out", packed)
+    last = max(packed.glob("*.safetensors"))
+    os.truncate(last, last.stat().st_size - 1)
+    for asked in (("generate", "-p", "a", "-m", packed), ("pack", "--verify", "-m", packed),
+                  ("unpack", "--out", tmp_path / "back", "-m", packed)):  # fmt: skip
+        assert_refused(shell(*asked), "truncated: pack the model again")
+
+
+_SMALL_PORTIONS = "from offload.checkpoint import pack as p\np._PORTION_BYTES = 1\n"
+_STOP_AT_THIRD = """
+import time
+from itertools import count
+number, write = count(), p.write_packed
+def stop_at_third(*given):
+    time.sleep(600 if next(number) == 2 else 0)
+    write(*given)
+p.write_packed = stop_at_third
+"""
+_RUN = "from offload.cli.main import main\nmain()"
+
+
+def test_a_killed_packing_goes_on(bf16: Path, tmp_path: Path) -> None:
+    """Killed before its third file; the two that it had finished are kept."""
+    packed, unfinished = tmp_path / "packed", tmp_path / "packed.unfinished"
+    asked = ("pack", "-m", bf16, "--out", packed)
+    running = start(*asked, "-q", python=("-c", _SMALL_PORTIONS + _STOP_AT_THIRD + _RUN))
     until = time.monotonic() + 60
-    while not (tmp_path / "packed.unfinished" / "offload_pack.json").exists() and running.poll() is None:
-        assert time.monotonic() < until
+    while len([*unfinished.glob("*.safetensors")]) < 2:
+        assert time.monotonic() < until and running.poll() is None
         time.sleep(0.005)
     running.send_signal(signal.SIGKILL)
     running.communicate()
-    assert shell("pack", "-m", bf16, "--out", packed).code == 0
-    assert not (tmp_path / "packed.unfinished").exists()
+    assert not packed.exists()
+    outcome = process(*asked, "--json", python=("-c", _SMALL_PORTIONS + _RUN))
+    told = json.loads(outcome.out)
+    assert told["num_kept"] == 2 < told["num_files"] and "is_sound" not in told, "two were looked at by the dead one"
+    assert not unfinished.exists()
     assert json.loads(shell("pack", "-m", packed, "--verify", "--json").out)["is_sound"]
 
 

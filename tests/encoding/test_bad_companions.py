@@ -49,6 +49,8 @@ def text(said: str) -> Change:
 
 
 BAD: list[tuple[str, str, Change, str]] = [
+    ("fp8-block", ".weight_scale_inv", missing, "needs a .weight_scale_inv or .weight_scale"),
+    ("fp8-channel", ".weight_scale", missing, "needs a .weight_scale_inv or .weight_scale"),
     ("fp8-block", ".weight_scale_inv", shorter, "one scale for each"),
     ("fp8-block", ".weight_scale_inv", holding(float("nan")), "finite"),
     ("fp8-block", ".weight_scale_inv", lambda one: one.int(), "type"),
@@ -122,6 +124,7 @@ def test_contradictions_are_refused(name: str, suffix: str, change: Change, said
         expanded(tensors, RECIPES[name].config, shape)
     line = str(caught.value)
     assert said in line and ": " in line and "\n" not in line, line
+    assert line.count("again") <= 1, "the remedy once"
 
 
 @pytest.mark.parametrize(("name", "settings", "said"), [

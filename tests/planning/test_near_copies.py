@@ -1,4 +1,8 @@
-"""Which draft the planner takes for the best is the one that is, where steps are played through layer by layer."""
+"""Which draft the planner takes for the best is the one that is, where steps are played through layer by layer.
+
+This checks times: how link, draft and layers wait for each other. What guesses are accepted is not checked, both sides
+have the planner's tokens per sweep (tests/engine/test_near_copy.py counts real ones).
+"""
 
 import json
 import random
