@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -81,8 +82,8 @@ def plan(
             from offload.calibration.estimate import estimate
             from offload.cli.plan_lines import answer_lines
 
-            rates = {"hardware": hardware, "disk_speed": disk_speed}
-            found = estimate(model, draft, options, **rates, tokens_per_sweep=tokens_per_sweep)
+            estimated = partial(estimate, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep)
+            found = estimated(model, draft, options)
             is_open = hardware is not None and tokens_per_sweep is None
             drafts = compare_drafts(model, draft, options, str(hardware), disk_speed) if is_open else []
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
