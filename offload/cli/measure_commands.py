@@ -84,9 +84,7 @@ def plan(
             found = estimate(
                 model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
             )
-            drafts = []
-            if hardware and tokens_per_sweep is None:
-                drafts = compare_drafts(model, draft, options, hardware, disk_speed)
+            drafts = [] if tokens_per_sweep else compare_drafts(model, draft, options, hardware, disk_speed)
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
             lines = answer_lines(found, drafts, is_verbose=verbose, is_decimal=console.is_decimal)
     print(flags.as_flags(json.dumps(figures)) if as_json else fitted(flags.as_flags(lines), sys.stdout))

@@ -131,9 +131,8 @@ def tune(
     machine = Machine.here(compute_dtype_name(files.target, dtype), device.name if device else "cpu")
     assert files.draft is not None, "two models were fetched"
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
-    if spec.is_chosen:
-        options = replace(options, tree=f"{num_nodes}x{DEPTH}")
-    options = replace(options, context=room.context, profile="none")
+    tree = f"{num_nodes}x{DEPTH}" if spec.is_chosen else options.tree
+    options = replace(options, tree=tree, context=room.context, profile="none")
     with open_decoder(model, draft, options, hooks=hooks) as decoder:
         # Not where scores must not shape a tree, nor where the target has written nothing to grow along.
         can_grow = decoder.rule.repeats_draws and not is_teacher_forced

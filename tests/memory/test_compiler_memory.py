@@ -1,4 +1,4 @@
-"""What numba takes when it is imported and compiles is planned for, so that a run of coded weights stays in its budget."""
+"""What numba takes when it is imported and compiles is planned for: a run of coded weights stays in its budget."""
 
 import json
 import subprocess
