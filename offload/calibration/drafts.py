@@ -40,9 +40,14 @@ class Drafting(NamedTuple):
 
 
 def compare_drafts(
-    model: str, draft: str | None, options: LoadOptions, hardware: str, disk_speed: str | int | None = None
+    model: str, draft: str | None, options: LoadOptions, hardware: str | None, disk_speed: str | int | None = None
 ) -> list[Drafting]:
-    """What there is to choose from, the one that is predicted to be the fastest first, and last what does not go."""
+    """What there is to choose from, the one that is predicted to be the fastest first, and last what does not go.
+
+    Nothing where no `hardware` is named: only its rates tell drafts apart.
+    """
+    if hardware is None:
+        return []
     planned = partial(_planned, model, hardware=hardware, disk_speed=disk_speed)
     found = [planned(one, replace(options, tree="auto", draft_dtype=dtype)) for one, dtype in _kinds(draft)]
     return sorted(found, key=lambda one: one.prediction.s_per_token if one.prediction else float("inf"))

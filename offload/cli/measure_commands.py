@@ -3,7 +3,6 @@
 import json
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -82,10 +81,10 @@ def plan(
             from offload.calibration.estimate import estimate
             from offload.cli.plan_lines import answer_lines
 
-            estimated = partial(estimate, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep)
-            found = estimated(model, draft, options)
-            is_open = hardware is not None and tokens_per_sweep is None
-            drafts = compare_drafts(model, draft, options, str(hardware), disk_speed) if is_open else []
+            found = estimate(
+                model, draft, options, hardware=hardware, disk_speed=disk_speed, tokens_per_sweep=tokens_per_sweep
+            )
+            drafts = [] if tokens_per_sweep else compare_drafts(model, draft, options, hardware, disk_speed)
             figures = {**found.as_dict(), "drafts": [one.as_dict() for one in drafts]}
             lines = answer_lines(found, drafts, is_verbose=verbose, is_decimal=console.is_decimal)
     print(flags.as_flags(json.dumps(figures)) if as_json else fitted(flags.as_flags(lines), sys.stdout))
