@@ -18,7 +18,7 @@ from offload.config import format_bytes, require
 if TYPE_CHECKING:
     from offload.checkpoint.pack import Outcome
 
-_SLOWLY = "packing goes without numba: pip install 'offload[fast]' makes it 2 to 25 times faster"
+_SLOWLY = "without numba packing is slow: pip install 'offload[fast]'"
 
 
 @app.command(
