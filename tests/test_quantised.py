@@ -9,6 +9,7 @@ import pytest
 import torch
 from quantised import RECIPES, Quantised, save_quantised
 from safetensors.torch import load_file, save_file
+from test_families import config_of, tiny_model
 from test_tiny import prompts, reference
 from tiny import FAMILIES, build, save, save_pair
 from torch import Tensor
@@ -53,7 +54,14 @@ def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 def test_logits_of_a_resident_model_equal_those_of_transformers(format: str, family: str, tmp_path: Path) -> None:
-    target = save(build(FAMILIES[family]()), tmp_path / "plain")
+    require_equal_logits(save(build(FAMILIES[family]()), tmp_path / "plain"), format, tmp_path)
+
+
+def test_logits_of_experts_in_mxfp4_equal_those_of_transformers(tmp_path: Path) -> None:
+    require_equal_logits(save(tiny_model(config_of("gpt_oss")), tmp_path / "plain"), "mxfp4", tmp_path)
+
+
+def require_equal_logits(target: Path, format: str, tmp_path: Path) -> None:
     model = save_quantised(target, format, tmp_path / "quantised")
     own = resident_model(open_checkpoint(model.directory), "float32")
     token_T = torch.tensor(prompts()[1])
