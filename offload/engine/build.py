@@ -130,6 +130,8 @@ def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HO
     model = open_model(checkpoint, dtype, place)
     with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps)) as store:
         model.read_rest(store.fetch)
+        if place == _HOST:
+            model.expand_with(choose_expansion(model, store.fetch, None).expansion)
         _fill_layers(model, store, lambda _: None)
     return model
 

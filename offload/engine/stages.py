@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload.calibration.expansion_choice import choose_expansion
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS
 from offload.calibration.quick import timed
@@ -247,6 +248,7 @@ def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack)
     store = given.open_source(target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit)
     resources.callback(store.close)
     model.read_rest(store.fetch)
+    model.expand_with(choose_expansion(model, store.fetch, given.device).expansion)
     torch.set_num_threads(given.options.threads or pick_threads(model, None).start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, given.device, resources)
     stream.load_resident()
