@@ -21,7 +21,7 @@ from offload.encoding.base import Coding
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE, Expansion
 from offload.kernels.jit import is_for_kernels
-from offload.model.expanded import Words
+from offload.model.expanded import CodedWeight
 from offload.model.weights import StreamedModel
 from offload.streaming.device import Device
 
@@ -81,7 +81,7 @@ def _layer_of_codings(model: StreamedModel) -> dict[Coding, int]:
 
 def _examples(
     model: StreamedModel, fetch: Callable[[SlabLayout], np.ndarray], codings: dict[Coding, int]
-) -> Iterator[Words]:
+) -> Iterator[CodedWeight]:
     """Words of each coding, of the smallest weight that is large enough or else of the largest."""
     for layer in sorted(set(codings.values())):
         words = model.coded_words(layer, fetch(model.layer_layouts[layer]))
@@ -90,7 +90,7 @@ def _examples(
             yield next((one for one in own if one.num_weights >= _ENOUGH), own[-1])
 
 
-def _comparisons(words: Words, rivals: Expansion) -> Iterator[Comparison]:
+def _comparisons(words: CodedWeight, rivals: Expansion) -> Iterator[Comparison]:
     """One for each function that the coding calls."""
     out, wanted = (torch.empty(words.shape, dtype=words.dtype, device=words.stored_B.device) for _ in range(2))
     for kind in _kinds(words, out):
@@ -100,7 +100,7 @@ def _comparisons(words: Words, rivals: Expansion) -> Iterator[Comparison]:
         yield Comparison(kind, shape, run, run_reference, partial(_agree, run, run_reference, out, wanted))
 
 
-def _kinds(words: Words, out: Tensor) -> list[str]:
+def _kinds(words: CodedWeight, out: Tensor) -> list[str]:
     called = dict[str, None]()
 
     def note(kind: str, *_: Any, **__: Any) -> None:

@@ -146,7 +146,7 @@ def _fill_layers(model: StreamedModel, store: ByteSource, count: Callable[[int],
         model.held.settle()
 
 
-class Words(NamedTuple):
+class Vocabulary(NamedTuple):
     """The vocabulary of a model, as a `StreamedModel` has it."""
 
     vocab_size: int
@@ -154,7 +154,7 @@ class Words(NamedTuple):
 
 
 def check_vocabulary(
-    tokenizer: Tokenizer | None, files: Files, target: StreamedModel | Words, drafter: StreamedModel | Words
+    tokenizer: Tokenizer | None, files: Files, target: StreamedModel | Vocabulary, drafter: StreamedModel | Vocabulary
 ) -> None:
     """Same ids, same meaning. Widths may differ where only padding does, which tokenizers can tell.
 

@@ -20,7 +20,7 @@ from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.section import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import format_bytes, parse_size
-from offload.engine.build import Words, check_vocabulary, end_ids_of, resident_model
+from offload.engine.build import Vocabulary, check_vocabulary, end_ids_of, resident_model
 from offload.engine.capacity import capacity_of
 from offload.engine.decoder import Settled
 from offload.engine.meeting import meet
@@ -172,7 +172,7 @@ def _try_least(rank: _Rank, tokenizer: Tokenizer | None) -> None:
     """Raises `UserError` where a draft has other words, and where there is no room for one layer, or for the draft."""
     files = rank.given.files
     if rank.drafts and files.draft is not None:
-        target, draft = (Words(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft))
+        target, draft = (Vocabulary(config_sizes(one)["vocab_size"]) for one in (files.target, files.draft))
         check_vocabulary(tokenizer, files, target, draft)
     if rank.stage is not None:
         rank.plan(rank.stage, range(1), rank.given.room)

@@ -234,7 +234,7 @@ def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft
             f"{budgets.enough(least_bytes + fixed_bytes)}"
         )
 
-    slabs_of_target = [*target.layer_bytes, target.head_bytes, target.beside_bytes]
+    slabs_of_target = [*target.layer_bytes, target.head_bytes + target.beside_bytes]  # a head is expanded from these
     return _Place(budgets.ram_bytes, fixed_bytes, max(slabs_of_target + slabs_of_draft), refusal)
 
 

@@ -19,7 +19,7 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.section import Section
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
-from offload.model.expanded import Beside, ExpandedWeights, Words
+from offload.model.expanded import Beside, CodedWeight, ExpandedWeights
 from offload.model.held import HeldWeights
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, keep_section, layer_stacks
@@ -127,7 +127,7 @@ class BoundModel:
         words = [one for several in self._layouts[layer].coded.values() for one in several]
         return [one.part.entry.coded.coding for one in words if one.part.entry.coded]
 
-    def coded_words(self, layer: int, slab: np.ndarray) -> list[Words]:
+    def coded_words(self, layer: int, slab: np.ndarray) -> list[CodedWeight]:
         """What `expand_with` is for, of a layer with this slab, which need not be bound."""
         return self._expanded.words(self._layouts[layer], self._layer_places[layer], slab)
 
@@ -148,9 +148,10 @@ class BoundModel:
         for source, place in self._rest_places:
             is_table = any(place.table is table._parameters for table in self._tables)
             if (source, is_table) not in sent:
-                # A table that stays on the host is copied, so that the rest of its slab can go.
-                weight = weights[source]
-                sent[source, is_table] = weight.clone() if is_table else weight.to(self.place)
+                # A table that stays on the host is copied, so that the rest of its slab can go; expanded, it has none.
+                weight, is_view = weights[source], source in self.rest_layout.parameters
+                kept = weight.clone() if is_table and is_view else weight
+                sent[source, is_table] = kept if is_table else weight.to(self.place)
             place.table[place.key] = nn.Parameter(sent[source, is_table], requires_grad=False)
 
     def bind_layer(self, layer: int, slab: Slab) -> None:

@@ -34,7 +34,7 @@ class _Parameter(NamedTuple):
     scratch_lo: int
 
 
-class Words(NamedTuple):
+class CodedWeight(NamedTuple):
     """Coded weights where they are expanded; of a parameter that has several parts one of these."""
 
     coding: Coding
@@ -98,11 +98,11 @@ class ExpandedWeights:
         """Let go of the slab."""
         self._sent.pop(layer, None)
 
-    def words(self, layout: SlabLayout, places: Mapping[str, Place], slab: np.ndarray) -> list[Words]:
+    def words(self, layout: SlabLayout, places: Mapping[str, Place], slab: np.ndarray) -> list[CodedWeight]:
         """All that is expanded of a layer, for those who try how; nothing is bound."""
         sent = torch.from_numpy(slab[layout.sent]).to(self._where)
         return [
-            Words(
+            CodedWeight(
                 _coded(one.part).coding,
                 sent[_within(layout, one.part, one.slab_lo)],
                 self._companions[one.part],
