@@ -96,7 +96,8 @@ def test_anything_that_a_file_may_hold_comes_back(tmp_path: Path) -> None:
     tensors = {
         "model.layers.0.a.weight": usual, "model.layers.0.b.weight": patterns, "model.layers.0.experts.c": rare,
         "d.weight": torch.randn(50, 60), "e.weight": torch.zeros(0, 8).bfloat16(), "f.weight": usual[0, :5].clone(),
-        "g.bias": torch.randint(0, 255, (999,), dtype=torch.uint8), "h": torch.zeros(5000).bfloat16(),
+        "g.bias": torch.randint(0, 255, (999,), dtype=torch.uint8), "h": torch.zeros(50, 100).bfloat16(),
+        "i.bias": torch.zeros(5000).bfloat16(),
     }  # fmt: skip
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": 'ü "quoted"'})
     pack(folder, tmp_path / "packed", progress=silent)
