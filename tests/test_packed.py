@@ -89,3 +89,13 @@ def test_layers_take_what_is_stored(tmp_path: Path) -> None:
     plain, coded = (model_shape(open_checkpoint(folder)) for folder in (target, packed(target)))
     assert max(coded.layer_bytes) < 0.85 * max(plain.layer_bytes)
     assert coded.scratch_bytes >= 2 * 96 * 64, "what the largest module is expanded into"
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3-moe"])
+def test_what_is_held_beside_the_words_is_what_is_planned(family: str, tmp_path: Path) -> None:
+    """Of layers; what lies around them is expanded once, and its companions are let go."""
+    checkpoint = open_checkpoint(packed(half(tmp_path / "model", family)))
+    assert any(entry.coded for name, entry in checkpoint.tensors.items() if "embed_tokens" in name)
+    held = resident_model(checkpoint, "bfloat16")._expanded._companions
+    num_bytes = sum(tensor.untyped_storage().nbytes() for own in held.values() for tensor in own.values())
+    assert num_bytes == model_shape(checkpoint).companion_bytes > 0

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
+from offload.errors import UserError
 from offload.memory.plan import Tier
 from offload.memory.planner import least_budget, plan_memory
 
@@ -55,6 +56,22 @@ def test_streamed_ids_and_logits_are_those_of_the_expanded_weights(format: str, 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 def test_logits_of_a_resident_model_equal_those_of_transformers(format: str, family: str, tmp_path: Path) -> None:
     require_equal_logits(save(build(FAMILIES[family]()), tmp_path / "plain"), format, tmp_path)
+
+
+@pytest.mark.parametrize("format", ["fp8-channel", "ct-w4", "ct-int8", "gptq", "nvfp4"])
+def test_a_transposed_weight_is_refused(format: str, tmp_path: Path) -> None:
+    """It takes the same bytes."""
+    plain = save(build(FAMILIES["llama"]()), tmp_path / "plain")
+    model, base = save_quantised(plain, format, tmp_path / "quantised"), "model.layers.0.self_attn.k_proj"
+    weight = model.weights[f"{base}.weight"]
+    turned = RECIPES[format].store(weight.T.contiguous()).tensors
+    for path in model.directory.glob("*.safetensors"):
+        tensors = load_file(path)
+        own = {name: turned[name.removeprefix(base)] for name in tensors if name.startswith(base)}
+        save_file(tensors | {name: one.contiguous() for name, one in own.items()}, path, metadata={"format": "pt"})
+    rows, columns = weight.shape
+    with pytest.raises(UserError, match=rf"k_proj\.weight must have shape \[{rows}, {columns}\], the file has"):
+        resident_model(open_checkpoint(model.directory), "float32")
 
 
 def test_logits_of_experts_in_mxfp4_equal_those_of_transformers(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.packed_file import FORMAT, VERSION, Packed, read_packed
+from offload.checkpoint.packed_file import FORMAT, VERSION, Packed, is_plain_name, read_packed
 from offload.checkpoint.parts import opened
 from offload.checkpoint.safetensors import MANIFEST, Checkpoint, read_json
 from offload.checkpoint.small_files import replacing
@@ -50,17 +50,21 @@ def packed_files(folder: Path) -> list[Path]:
 
 
 def by_source(folder: Path) -> dict[str, list[Packed]]:
-    """Packed files in order, by the file of the source. Raises `UserError` where one is missing."""
-    found = dict[str, list[Packed]]()
+    """Packed files in order, by the file of the source. Raises `UserError` where one lacks, or is another's."""
+    files_of, found = read_manifest(folder)["files"], dict[str, list[Packed]]()
     for path in packed_files(folder):
         packed = read_packed(path)
         found.setdefault(packed.origin.file, []).append(packed)
-    for name, files in read_manifest(folder)["files"].items():
+    others = found.keys() - files_of.keys()
+    if others:
+        raise UserError(f"{folder}: its {MANIFEST} names no {min(others)}, packed files do: pack the model again")
+    for name, files in files_of.items():
         own = found.get(name, [])
         own.sort(key=lambda packed: packed.origin.portion)
         stamps = {packed.origin[:3] for packed in own}
         wanted = (name, files["num_bytes"], files["written_ns"])
-        if stamps != {wanted} or [one.origin.portion for one in own] != [*range(own[0].origin.num_portions)]:
+        portions, counts = [one.origin.portion for one in own], {one.origin.num_portions for one in own}
+        if stamps != {wanted} or counts != {len(own)} or portions != [*range(len(own))]:
             raise UserError(f"{folder}: of {name} it holds {len(own)} files, not the whole: pack the model again")
     return found
 
@@ -79,8 +83,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _is_file(item: tuple[str, Any]) -> bool:
     name, own = item
-    is_plain = Path(name).name == name and name.endswith(".safetensors")
-    return is_plain and isinstance(own, dict) and all(type(own.get(key)) is int for key in ("num_bytes", "written_ns"))
+    has_numbers = isinstance(own, dict) and all(type(own.get(key)) is int for key in ("num_bytes", "written_ns"))
+    return is_plain_name(name) and has_numbers
 
 
 def is_finished(destination: Path, made_from: Mapping[str, Any]) -> bool:

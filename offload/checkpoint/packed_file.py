@@ -83,8 +83,8 @@ def read_packed(path: Path) -> Packed:
     try:
         own = {name: tuple(entries.pop(name + suffix) for suffix in (*WORDS, CODE)) for name in coded}
         sums = {name: _numbers(text) for name, text in json.loads(notes["crc32"]).items()}
-        origin = Origin(**json.loads(notes["origin"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        origin = _origin(notes["origin"])
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: its header lacks what unpacking needs ({error}): {_DAMAGED}") from None
     if sums.keys() != {*entries, *own}:
         raise UserError(f"{path}: its header has checksums of other tensors: {_DAMAGED}")
@@ -166,6 +166,19 @@ def _decoded(fd: int, places: tuple[int, int, int, int], lists: tuple[Tensor, Te
     expand = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
     expand(mantissa_N, distance_B, *lists, out_N)
     return out_N.view(torch.uint8).numpy()
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a stranger's name for a file of safetensors leads out of no folder."""
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") and "\0" not in name
+
+
+def _origin(text: str) -> Origin:
+    origin = Origin(**json.loads(text))
+    are_numbers = all(type(number) is int for number in origin[1:])
+    if not is_plain_name(origin.file) or not are_numbers or not 0 <= origin.portion < origin.num_portions:
+        raise ValueError(f"its origin is {text[:120]!r}")
+    return origin
 
 
 def _numbers(text: str) -> tuple[int, ...]:

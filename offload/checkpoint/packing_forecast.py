@@ -38,7 +38,8 @@ class PackingForecast(NamedTuple):
 
 def is_packable(entry: TensorEntry) -> bool:
     """Whether a tensor can be coded at all."""
-    return entry.coded is None and entry.dtype == "BF16" and math.prod(entry.shape) >= _LEAST_WEIGHTS
+    is_large = len(entry.shape) > 1 and math.prod(entry.shape) >= _LEAST_WEIGHTS
+    return entry.coded is None and entry.dtype == "BF16" and is_large
 
 
 def window_of(fd: int, entry: TensorEntry) -> Window:

@@ -24,7 +24,7 @@ _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
 _ABSMAX, _MAP = ".weight.absmax", ".weight.quant_map"
 _BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)  # the usual one first: for few weights several fit
 _MOST_JSON_BYTES = 1 << 16
-_AGAIN = "download the checkpoint again"
+_AGAIN, _ANOTHER = "download the checkpoint again", "take another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Bitsandbytes4:
 
     def prepare(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "Mapping[str, Tensor]":
         """See `Coding`."""
+        if math.prod(shape) % 2:
+            raise ValueError(f"weights must be even in number, two to a byte, have shape {list(shape)}: {_ANOTHER}")
         said, num_blocks = _said(companions[self.state]), self._num_blocks(shape)
         if said.get("blocksize") != self.block or said.get("shape") != list(shape):
             what = f"shape {said.get('shape')!r:.60} in blocks of {said.get('blocksize')!r:.20}"
@@ -95,14 +97,18 @@ def _said(state: "Tensor") -> Mapping[str, Any]:
 
 def _unnested(absmax: "Tensor", companions: "Mapping[str, Tensor]", said: Mapping[str, Any]) -> "Tensor":
     """Scales that are codes of 8 bits, in blocks of their own, less an offset."""
+    import torch
+
     block, offset = said.get("nested_blocksize"), said.get("nested_offset")
-    if not isinstance(block, int) or block < 1 or not isinstance(offset, float) or not math.isfinite(offset):
+    if type(block) is not int or block < 1 or not isinstance(offset, float) or not math.isfinite(offset):
         what = f"{block!r:.20} and {offset!r:.20}"
         raise ValueError(f"quant_state must have a nested_blocksize and a nested_offset, has {what}: {_AGAIN}")
     outer, levels = (companions[suffix].float() for suffix in _NESTED)
-    num_blocks = math.ceil(absmax.numel() / block)
+    num_scales = absmax.numel()
+    block = min(block, max(1, num_scales))  # one for all, however large it claims to be
+    num_blocks = -(-num_scales // block)
     outer, levels = checked_scale(_NESTED[0], outer, (num_blocks,)), checked_scale(_NESTED[1], levels, (256,))
-    return levels[absmax.int()] * outer.repeat_interleave(block)[: absmax.numel()] + offset
+    return levels[absmax.int()] * outer[torch.arange(num_scales) // block] + offset
 
 
 def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found | None:
@@ -112,6 +118,8 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
     is_nested = stored[_ABSMAX].dtype == "U8" if _ABSMAX in stored else False
     companions = (_ABSMAX, _MAP, state, *(_NESTED if is_nested else ()))
     require(stored, (".weight", *companions), state)
+    if stored[state].dtype != "U8":
+        raise ValueError(f"{state} must be of type U8, is {stored[state].dtype}: {_AGAIN}")
     size, num_blocks = 2 * math.prod(stored[".weight"].shape), math.prod(stored[_ABSMAX].shape)
     block = next((block for block in _BLOCKS if math.ceil(size / block) == num_blocks), None)
     if stored[".weight"].dtype != "U8" or block is None:

@@ -70,6 +70,8 @@ class ExpandedWeights:
     ) -> None:
         self._where, self._scratch_B = where, torch.zeros(0, dtype=torch.uint8)
         self._sent: dict[int, Tensor] = {}
+        coded = [words for layout in layouts for words in layout.coded.values()]
+        self._parts = [one.part for words in coded for one in words]
         self._companions: Mapping[Part, Companions] = {}
         self._expansion = REFERENCE
         self.hooks: list[Any] = []
@@ -83,10 +85,9 @@ class ExpandedWeights:
         self._expansion = expansion
 
     def keep(self, companions_of: Mapping[Part, Companions]) -> None:
-        """Companions of all words, prepared, go where the model computes; makes room to expand into."""
+        """Companions of the layers' words, prepared, go where the model computes; makes room to expand into."""
         self._companions = {
-            part: {name: tensor.to(self._where) for name, tensor in companions.items()}
-            for part, companions in companions_of.items()
+            part: {name: tensor.to(self._where) for name, tensor in companions_of[part].items()} for part in self._parts
         }
         self._scratch_B = torch.zeros(self.scratch_bytes, dtype=torch.uint8, device=self._where)
 

@@ -110,8 +110,9 @@ def _placed(shape: Shape, entries: Sequence[TensorEntry], *, is_whole: bool) -> 
         if not is_whole:  # rows of it; headers may not say how wide a coded one is
             rows = entry.shape[:-1] or (entry.shape[0] // shape[-1],)
             own = (*rows, shape[-1])
-        wanted = (coding or ENCODINGS[entry.dtype]).stored_bytes(own)
-        if wanted != entry.num_bytes or (coding is None and entry.shape != own):
+        # Of coded weights columns may be padded, so that their bytes tell; some headers only have how many numbers.
+        fits = entry.shape == own if coding is None else len(entry.shape) < 2 or entry.shape[:-1] == own[:-1]
+        if not fits or (coding or ENCODINGS[entry.dtype]).stored_bytes(own) != entry.num_bytes:
             return None
         parts.append(Part(entry._replace(shape=own), first))
         first += math.prod(own)

@@ -18,6 +18,7 @@ from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.rows import Rows, cut_rows, layer_tensors
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import config_sizes, head_dim, text_config
+from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
 _STEP, _MANY = 16, 4  # rows that a share of a matrix is a multiple of, where a rank has so many times that many
@@ -80,8 +81,9 @@ def share_layers(checkpoint: Checkpoint, fractions: Sequence[float]) -> Sharding
     Raises `UserError` for families whose layers cannot be cut, and where a rank would get nothing.
     """
     where, shapes = checkpoint.directory.name, layer_tensors(checkpoint)
-    coded = next((entry.coded.coding.name for entry in checkpoint.tensors.values() if entry.coded), None)
-    if coded is not None:
+    codings = [entry.coded.coding.name for entry in checkpoint.tensors.values() if entry.coded]
+    if codings:  # GGUF changes plain numbers, too: those are named where nothing else is coded
+        coded = next((name for name in codings if name not in ENCODINGS), codings[0])
         raise UserError(f"{where}: layers cannot be shared, weights are stored as {coded}: run it as stages")
     stems = {name.removesuffix(".weight"): sizes for name, sizes in shapes.items()
              if name.endswith(".weight") and "norm" not in name}  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 import torch
 from refusals import contents
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, build, save
 
 from offload.checkpoint import pack as module
@@ -96,7 +96,8 @@ def test_anything_that_a_file_may_hold_comes_back(tmp_path: Path) -> None:
     tensors = {
         "model.layers.0.a.weight": usual, "model.layers.0.b.weight": patterns, "model.layers.0.experts.c": rare,
         "d.weight": torch.randn(50, 60), "e.weight": torch.zeros(0, 8).bfloat16(), "f.weight": usual[0, :5].clone(),
-        "g.bias": torch.randint(0, 255, (999,), dtype=torch.uint8), "h": torch.zeros(5000).bfloat16(),
+        "g.bias": torch.randint(0, 255, (999,), dtype=torch.uint8), "h": torch.zeros(50, 100).bfloat16(),
+        "i.bias": torch.zeros(5000).bfloat16(),
     }  # fmt: skip
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": 'ü "quoted"'})
     pack(folder, tmp_path / "packed", progress=silent)
@@ -313,3 +314,51 @@ def test_a_strangers_manifest_writes_nowhere_else(model: Path, tmp_path: Path) -
             unpack(packed, tmp_path / "back", progress=silent)
     assert read_packed(next(packed.glob("*.safetensors"))).names
     assert not (tmp_path / "back").exists() and np.all([path.exists() for path in packed.glob("*.safetensors")])
+
+
+def test_a_strangers_header_takes_no_memory(model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    pack(model, packed, progress=silent)
+    first = min(packed.glob("*.safetensors"))
+    origin = read_packed(first).origin._asdict()
+    set_notes(first, origin=json.dumps(origin | {"num_portions": 1 << 60}))
+    with pytest.raises(UserError, match="not the whole: pack the model again"):
+        unpack(packed, tmp_path / "back", progress=silent)
+    for note in ("origin", "crc32"):
+        set_notes(first, **{"origin": json.dumps(origin), note: "[" * 100_000})
+        with pytest.raises(UserError, match="lacks what unpacking needs"):
+            unpack(packed, tmp_path / "back", progress=silent)
+
+
+def set_notes(path: Path, **changed: str) -> None:
+    with safe_open(path, "pt") as file:
+        notes = file.metadata()
+    save_file(load_file(path), path, metadata=notes | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"file": "../../evil.safetensors"}, "lacks what unpacking needs"),
+        ({"file": "/tmp/evil.safetensors"}, "lacks what unpacking needs"),
+        ({"file": "evil.sh"}, "lacks what unpacking needs"),
+        ({"file": 7}, "lacks what unpacking needs"),
+        ({"portion": 1.0}, "lacks what unpacking needs"),
+        ({"portion": -1}, "lacks what unpacking needs"),
+        ({"num_bytes": True}, "lacks what unpacking needs"),
+        ({"file": "evil.safetensors"}, r"names no evil\.safetensors, packed files do"),
+    ],
+)
+def test_a_strangers_origin_writes_nowhere_else(
+    changed: dict[str, object], words: str, model: Path, tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    pack(model, packed, progress=silent)
+    first, evil = min(packed.glob("*.safetensors")), packed / "model-evil.safetensors"
+    origin = read_packed(first).origin._asdict()
+    shutil.copy(first, evil)
+    set_notes(evil, origin=json.dumps(origin | changed))
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=words):
+        unpack(packed, tmp_path / "back", progress=silent)
+    assert contents(tmp_path) == before

@@ -1,5 +1,6 @@
 """Tensors that contradict each other are refused in one line: missing, of wrong shapes, not finite, no index."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,11 @@ BAD: list[tuple[str, str, Change, str]] = [
      "nested"),
     ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": 256, "nested_offset": NaN}'),
      "nested"),
+    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": true, "nested_offset": 1.0}'),
+     "nested"),
+    ("nf4-nested", _EXP, text('{"shape": [96, 160], "blocksize": 64, "nested_blocksize": 9, "nested_offset": 1.0}'),
+     "27 numbers"),
+    ("nf4", _EXP, lambda one: one.float(), "of type U8"),
     ("nf4-nested", ".weight.nested_absmax", missing, "needs a .weight.nested_absmax"),
     ("nf4-nested", ".weight.nested_absmax", holding(float("nan")), "finite"),
     ("nf4-nested", ".weight.nested_quant_map", shorter, "256 numbers"),
@@ -125,6 +131,20 @@ def test_contradictions_are_refused(name: str, suffix: str, change: Change, said
     line = str(caught.value)
     assert said in line and ": " in line and "\n" not in line, line
     assert line.count("again") <= 1, "the remedy once"
+
+
+def test_a_nested_block_that_claims_to_be_huge_takes_no_memory() -> None:
+    stored = RECIPES["nf4-nested"].store(random_weight(*SHAPE))
+    said = json.loads(bytes(stored.tensors[_EXP].tolist())) | {"nested_blocksize": 10**400}
+    assert torch.equal(
+        expanded(stored.tensors | {_EXP: text(json.dumps(said))(stored.weight)}, {}, SHAPE), stored.weight
+    ), "240 scales are less than one block of 256"
+
+
+def test_an_odd_number_of_weights_is_refused() -> None:
+    stored = RECIPES["nf4"].store(random_weight(5, 13))
+    with pytest.raises(ValueError, match=r"even in number, two to a byte, have shape \[5, 13\]: take another"):
+        expanded(stored.tensors, {}, (5, 13))
 
 
 @pytest.mark.parametrize(("name", "settings", "said"), [

@@ -1,5 +1,6 @@
 """Who has which rows: all of them once, in whole heads where that can be, and as near to the shares as that allows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,8 @@ from tiny import FAMILIES, build, save
 
 from offload.checkpoint.rows import Rows
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
+from offload.checkpoint.tensors import Coded
+from offload.encoding.gguf_blocks import GgufBlocks
 from offload.errors import UserError
 from offload.ranks.sharding import Role, Sharding, share_layers, split_rows
 
@@ -35,6 +38,18 @@ def test_rows_are_split_exactly(seed: int) -> None:
     assert num_rows < 4 * step * num_ranks or all(rows.lo % step == 0 for rows in parts)
     wanted = np.cumsum(fractions)[:-1] * num_rows
     assert all(abs(rows.hi - hi) <= step * num_ranks for rows, hi in zip(parts, wanted, strict=False))
+
+
+def test_of_gguf_the_coding_of_blocks_is_named(checkpoints: dict[str, Checkpoint]) -> None:
+    """Not that of norms, which are plain numbers with 1 added."""
+    made = checkpoints["gemma3"]
+    norms_first = sorted(made.tensors, key=lambda name: "norm" not in name)
+    tensors = {
+        name: made.tensors[name]._replace(coded=Coded(GgufBlocks("F32" if "norm" in name else "Q4_K")))
+        for name in norms_first
+    }
+    with pytest.raises(UserError, match="weights are stored as Q4_K: run it as stages"):
+        share_layers(replace(made, tensors=tensors), EVEN_3)
 
 
 def test_fewer_rows_than_ranks_are_refused() -> None:
