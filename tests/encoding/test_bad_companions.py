@@ -182,3 +182,12 @@ def test_rows_may_have_scales_of_one_dimension_and_blocks_be_said_by_groups() ->
     block = torch.rand(2, 5)
     wanted = code.float() * block.repeat_interleave(48, 0).repeat_interleave(32, 1)
     assert torch.equal(expanded({".weight": code, ".weight_scale": block}, said, SHAPE), wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_bytes_of_bitsandbytes_must_lie_row_by_row(shape: tuple[int, ...]) -> None:
+    code, form = torch.full((24, 64), 127, dtype=torch.int8), torch.zeros(shape, dtype=torch.uint8)
+    tensors = {".weight": code, ".SCB": torch.full((24,), 2.0), ".weight_format": form}
+    assert bool((expanded(tensors, {}, (24, 64)) == 2).all())
+    with pytest.raises(ValueError, match=r"\.weight_format must be 0"):
+        expanded({**tensors, ".weight_format": form + 2}, {}, (24, 64))
