@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from coded_weights import expanded
+from coded_weights import expanded, recognise
 from quantised import RECIPES, random_weight
 from torch import Tensor
 
@@ -191,3 +191,10 @@ def test_bytes_of_bitsandbytes_must_lie_row_by_row(shape: tuple[int, ...]) -> No
     assert bool((expanded(tensors, {}, (24, 64)) == 2).all())
     with pytest.raises(ValueError, match=r"\.weight_format must be 0"):
         expanded({**tensors, ".weight_format": form + 2}, {}, (24, 64))
+
+
+def test_a_block_is_no_larger_than_the_weight() -> None:
+    """Compiled code counts in 32 bits."""
+    code, scale = torch.full(SHAPE, 1.5).to(torch.float8_e4m3fn), torch.tensor([[2.0], [4.0]])
+    found = recognise({".weight": code, ".weight_scale": scale}, {"weight_block_size": [48, 1 << 32]})
+    assert found.coding.name == "fp8 in blocks of 48x160"
