@@ -84,7 +84,7 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     headers = [read_gguf_header(path, index) for index, path in enumerate(files)]
     metadata, stored = _joined(files, headers)
     where, kind = files[0].name, metadata.get("general.architecture")
-    if kind not in _ARCHITECTURES or metadata.get("general.type", "model") != "model":
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES or metadata.get("general.type", "model") != "model":
         what = f"{metadata.get('general.type', 'model')!s:.40} of architecture {kind!s:.40}"
         raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
     factors = _factors(files, stored.get(_FACTORS))

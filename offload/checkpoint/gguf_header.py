@@ -109,7 +109,7 @@ def _read(header: _Header, shard: int) -> tuple[dict[str, Any], dict[str, Tensor
             raise damaged(f"{name}: its header says {key:.80} twice")
         metadata[key] = _value(header, header.number("<I"))
     alignment = metadata.get("general.alignment", 32)
-    if alignment not in _ALIGNMENTS:
+    if type(alignment) is not int or alignment not in _ALIGNMENTS:
         raise damaged(f"{name}: general.alignment must be a power of two of 8 or more, got {alignment!r:.80}")
     return metadata, _entries(header, num_tensors, alignment, shard)
 

@@ -11,6 +11,7 @@ are covered exactly once; so are the words of coded weights, which lie wherever 
 
 import math
 import re
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,8 +132,10 @@ def _direct(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]], en
         pieces.append(Piece(shard, lo, hi, base + lo % BLOCK_BYTES))
         base += _aligned_span(lo, hi)
 
+    by_start = sorted(pieces)
+
     def place(entry: TensorEntry) -> int:
-        run = next(piece for piece in pieces if piece.shard == entry.shard and piece.lo <= entry.lo <= piece.hi)
+        run = by_start[bisect(by_start, (entry.shard, entry.lo), key=lambda piece: (piece.shard, piece.lo)) - 1]
         return run.slab_lo + entry.lo - run.lo
 
     placed, coded = {}, {}

@@ -95,6 +95,8 @@ def _auto_round(settings: Mapping[str, Any]) -> str | None:
 
 
 def _compressed(settings: Mapping[str, Any]) -> str | None:
+    if settings.get("transform_config"):  # weights are stored rotated, and activations would have to be
+        return "compressed-tensors with a transform_config (rotations) is not read"
     form = settings.get("format", "pack-quantized")
     if form in _COMPRESSED:
         return None

@@ -13,6 +13,7 @@ from offload.encoding.companions import (
     float_type,
     group_size,
     require,
+    require_integers,
     require_matrices,
     require_shape,
     unpacked,
@@ -81,6 +82,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
         return None
     require(stored, (".scales", ".qzeros"), ".qweight")
     require_matrices(stored, _SUFFIXES)
+    require_integers(stored, (".qweight", ".qzeros"))
     (num_columns, num_words), (num_groups, num_rows) = words.shape, stored[".scales"].shape
     require_shape(".scales", (num_groups, num_rows), (num_groups, 8 * num_words))
     require_shape(".qzeros", stored[".qzeros"].shape, (num_groups, num_words))

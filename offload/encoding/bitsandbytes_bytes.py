@@ -11,6 +11,8 @@ from offload.encoding.compressed_integers import Bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
+_FORM = ".weight_format"  # how columns and rows lie: others are tiles of a GPU
+
 
 @dataclass(frozen=True)
 class BitsandbytesBytes(Bytes):
@@ -18,6 +20,9 @@ class BitsandbytesBytes(Bytes):
 
     def prepare(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "Mapping[str, Tensor]":
         """See `Coding`: 127 stands for a row's largest number."""
+        form = companions.get(_FORM)
+        if form is not None and form.flatten().tolist() != [0]:
+            raise ValueError(f"{_FORM} must be 0 (row-major), is {form.tolist()!r:.40}: store the model again")
         return {"scale": checked_scale(".SCB", companions[".SCB"].float(), self.grid(shape)) / 127}
 
 
@@ -26,7 +31,8 @@ def _recognise(stored: Mapping[str, Header], _: Mapping[str, Any]) -> Found | No
     if weight is None or largest is None or weight.dtype != "I8" or len(weight.shape) != 2:
         return None
     require_shape(".SCB", largest.shape, weight.shape[:1])
-    return Found(BitsandbytesBytes(8, 0, "F32", align_bytes=1), weight.shape, (".weight",), (".SCB",))
+    companions = (".SCB", _FORM) if _FORM in stored else (".SCB",)
+    return Found(BitsandbytesBytes(8, 0, "F32", align_bytes=1), weight.shape, (".weight",), companions)
 
 
-FORMAT = Format((".weight", ".SCB", ".weight_format"), _recognise)
+FORMAT = Format((".weight", ".SCB", _FORM), _recognise)

@@ -36,6 +36,13 @@ def require_matrices(stored: Mapping[str, Header], suffixes: Sequence[str]) -> N
             raise ValueError(f"{suffix} must have two dimensions, has shape {list(stored[suffix].shape)}: {_AGAIN}")
 
 
+def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
+    """Raises `ValueError` where a tensor, if it is there, is not of type I32."""
+    for suffix in suffixes:
+        if suffix in stored and stored[suffix].dtype != "I32":
+            raise ValueError(f"{suffix} must be of type I32, is {stored[suffix].dtype}: {_AGAIN}")
+
+
 def require_shape(suffix: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
     """Raises `ValueError` where a tensor has another shape than the words ask for."""
     if tuple(shape) != tuple(wanted):

@@ -16,6 +16,7 @@ from offload.encoding.companions import (
     float_type,
     group_size,
     require,
+    require_integers,
     require_matrices,
     require_shape,
     unpacked,
@@ -96,6 +97,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
 
 def _packed(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
     require(stored, (".weight_scale",), ".weight_packed")
+    require_integers(stored, (".weight_zero_point", ".weight_g_idx"))
     (num_rows, num_words), scale = _two(stored, ".weight_packed"), _two(stored, ".weight_scale")
     require_shape(".weight_scale", scale, (num_rows, scale[1]))
     bits, said = _bits_and_group(num_words, scale[1], settings)
@@ -117,20 +119,22 @@ def _bits_and_group(num_words: int, num_groups: int, settings: Mapping[str, Any]
     fitting, others = set(), set()
     for weights in _weights(settings):
         bits, size = weights.get("num_bits"), weights.get("group_size")
-        if bits not in _BITS:
-            others.add(bits)
+        if type(bits) is not int or bits not in _BITS:
+            others.add(f"{bits!r:.20}")
+            continue
+        if size is not None and type(size) is not int:
             continue
         per_word = 32 // bits
         if num_groups == 1 and (size is None or size < 0 or num_words <= math.ceil(size / per_word)):
             fitting.add((bits, 0))
-        elif type(size) is int and size > 0:
+        elif size is not None and size > 0:
             most, least = num_words * per_word, (num_words - 1) * per_word + 1
             if math.ceil(least / size) <= num_groups <= math.ceil(most / size):
                 fitting.add((bits, size))
     if len(fitting) == 1:
         return next(iter(fitting))
     if not fitting and others:
-        raise ValueError(f"num_bits must be one of {_BITS}, got {others.pop()!r:.20}: take a checkpoint of 4 or 8 bits")
+        raise ValueError(f"num_bits must be one of {_BITS}, got {others.pop()}: take a checkpoint of 4 or 8 bits")
     what = f"{num_words} words and {num_groups} scales a row, {f'{len(fitting)} do' if fitting else 'none does'}"
     raise ValueError(f"one of config_groups must fit {what}: mend config.json")
 

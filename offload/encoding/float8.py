@@ -103,7 +103,7 @@ def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[s
     block = settings.get("weight_block_size") or _block_structure(settings) or _USUAL_BLOCK
     if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [True, True]:
         raise ValueError(f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json")
-    return block[0], block[1]
+    return max(1, min(block[0], shape[-2])), max(1, min(block[1], shape[-1]))
 
 
 def _block_structure(settings: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from offload.encoding.companions import (
     float_type,
     group_size,
     require,
+    require_integers,
     require_matrices,
     require_shape,
     unpacked,
@@ -67,6 +68,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
         return None
     require(stored, (".scales", ".qzeros"), ".qweight")
     require_matrices(stored, _SUFFIXES[:3])
+    require_integers(stored, (".qweight", ".qzeros", ".g_idx"))
     (num_words, num_rows), (num_groups, num_scales) = words.shape, stored[".scales"].shape
     if num_rows != num_scales:
         return None

@@ -55,6 +55,7 @@ BAD: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "not UTF-8": (file(tensor("\x00"), notes=(note("a", 8, text(b"\xff\xfe")),)), ("not UTF-8",)),
     "alignment 0": (file(notes=(note("general.alignment", 4, bytes(4)),)), (ALIGNED, "got 0")),
     "alignment 3": (file(notes=(note("general.alignment", 4, b"\3\0\0\0"),)), (ALIGNED, "got 3")),
+    "alignment a fraction": (file(notes=(note("general.alignment", 6, struct.pack("<f", 32)),)), (ALIGNED, "got 32.0")),
     "alignment a text": (file(notes=(note("general.alignment", 8, text("32")),)), (ALIGNED,)),
     "tensor twice": (file(tensor(), tensor(at=256)), ("has a twice",)),
     "long name": (file(tensor("n" * 2000)), ("with a name of 2000 characters",)),

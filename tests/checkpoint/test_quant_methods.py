@@ -16,6 +16,7 @@ READ = [
     {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4},
     {"load_in_8bit": True},
     {"config_groups": {}},
+    {"config_groups": {}, "transform_config": {}},
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"quant_method": name}, name) for name in (
@@ -32,6 +33,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "marlin"),
     ({"quant_method": "auto-round", "packing_format": "auto_round:ark"}, "ark"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "marlin-24"),
+    ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+     "transform_config"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
     ({"quant_method": ["fp8"]}, "fp8"),
     ({"bits": 4}, "None"),

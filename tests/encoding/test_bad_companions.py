@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from coded_weights import expanded
+from coded_weights import expanded, recognise
 from quantised import RECIPES, random_weight
 from torch import Tensor
 
@@ -79,6 +79,11 @@ BAD: list[tuple[str, str, Change, str]] = [
     ("gptq", ".scales", holding(float("nan")), "finite"),
     ("gptq", ".qzeros", lambda one: one[:, :9], "bits"),
     ("gptq", ".g_idx", holding(0), "in order where desc_act is false"),
+    ("gptq", ".qzeros", lambda one: one.float(), "type I32"),
+    ("gptq", ".qweight", lambda one: one.float(), "type I32"),
+    ("gptq", ".g_idx", lambda one: one.float(), "type I32"),
+    ("awq", ".qzeros", lambda one: one.float(), "type I32"),
+    ("ct-w4-zeros", ".weight_zero_point", lambda one: one.float(), "type I32"),
     ("gptq", ".g_idx", shorter, "160 numbers"),
     ("gptq-order", ".g_idx", holding(5), "0..4"),
     ("gptq-order", ".g_idx", holding(-1), "0..4"),
@@ -154,6 +159,8 @@ def test_an_odd_number_of_weights_is_refused() -> None:
     ("ct-w4", {"config_groups": [1]}, "config_groups"),
     ("ct-w4", {"config_groups": {"a": 1, "b": {"weights": 2}}}, "config_groups"),
     ("ct-w4", {"config_groups": {"a": {"weights": {"num_bits": 3, "group_size": 32}}}}, "num_bits"),
+    ("ct-w4", {"config_groups": {"a": {"weights": {"num_bits": [4], "group_size": 32}}}}, "num_bits"),
+    ("ct-w4", {"config_groups": {"a": {"weights": {"num_bits": 4, "group_size": "32"}}}}, "config_groups"),
     ("fp8-block", {"weight_block_size": [0, 128]}, "weight_block_size"),
     ("fp8-block", {"weight_block_size": "128"}, "weight_block_size"),
 ])  # fmt: skip
@@ -202,3 +209,19 @@ def test_rows_may_have_scales_of_one_dimension_and_blocks_be_said_by_groups() ->
     block = torch.rand(2, 5)
     wanted = code.float() * block.repeat_interleave(48, 0).repeat_interleave(32, 1)
     assert torch.equal(expanded({".weight": code, ".weight_scale": block}, said, SHAPE), wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_bytes_of_bitsandbytes_must_lie_row_by_row(shape: tuple[int, ...]) -> None:
+    code, form = torch.full((24, 64), 127, dtype=torch.int8), torch.zeros(shape, dtype=torch.uint8)
+    tensors = {".weight": code, ".SCB": torch.full((24,), 2.0), ".weight_format": form}
+    assert bool((expanded(tensors, {}, (24, 64)) == 2).all())
+    with pytest.raises(ValueError, match=r"\.weight_format must be 0"):
+        expanded({**tensors, ".weight_format": form + 2}, {}, (24, 64))
+
+
+def test_a_block_is_no_larger_than_the_weight() -> None:
+    """Compiled code counts in 32 bits."""
+    code, scale = torch.full(SHAPE, 1.5).to(torch.float8_e4m3fn), torch.tensor([[2.0], [4.0]])
+    found = recognise({".weight": code, ".weight_scale": scale}, {"weight_block_size": [48, 1 << 32]})
+    assert found.coding.name == "fp8 in blocks of 48x160"
