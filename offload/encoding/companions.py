@@ -37,10 +37,11 @@ def require_matrices(stored: Mapping[str, Header], suffixes: Sequence[str]) -> N
 
 
 def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
-    """Raises `ValueError` where a tensor, if it is there, is not of type I32."""
+    """Raises `ValueError` where a tensor, if it is there, is not of type I32; orders may be of I64."""
     for suffix in suffixes:
-        if suffix in stored and stored[suffix].dtype != "I32":
-            raise ValueError(f"{suffix} must be of type I32, is {stored[suffix].dtype}: {_AGAIN}")
+        known = ("I32", "I64") if suffix.endswith("g_idx") else ("I32",)
+        if suffix in stored and stored[suffix].dtype not in known:
+            raise ValueError(f"{suffix} must be of type {' or '.join(known)}, is {stored[suffix].dtype}: {_AGAIN}")
 
 
 def require_shape(suffix: str, shape: Sequence[int], wanted: Sequence[int]) -> None:

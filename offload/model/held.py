@@ -135,7 +135,8 @@ def int4(weight_NK: Tensor) -> Int4:
     num_rows, num_columns = weight_NK.shape
     group, layout = group_of(num_columns), layout_for(weight_NK.device)
     assert group is not None, "columns come in groups"
-    return Int4(*encode_int4(weight_NK, group, layout), layout, num_rows)
+    word_NK, scale_GN2 = encode_int4(weight_NK, group, layout)
+    return Int4(word_NK, scale_GN2, layout, num_rows)
 
 
 def int8(weight_NK: Tensor) -> Int8:
