@@ -242,7 +242,7 @@ def test_rows_ratios_and_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "run_child",
         lambda python, order: Outcome(runs=runs(next(speeds[keys[order.module]])), is_capped=True, peak_bytes=10**9),
     )
-    monkeypatch.setattr(peers, "proved", lambda outcome, model, prompts: outcome)
+    monkeypatch.setattr(peers, "proved", lambda outcome, model, prompts, noise: outcome)
     setting = Setting(tmp_path, tmp_path, tmp_path, tmp_path, [PROMPT], 1 << 30, (sys.executable,))
     said: list[dict] = []
     rows = compare(["b", "c", "d"], programs, setting, said.append)

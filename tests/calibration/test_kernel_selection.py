@@ -174,7 +174,9 @@ def test_kernels_are_compared_with_what_runs_without_them(monkeypatch: pytest.Mo
     chosen, outcomes = choose_kernels(SMALL, FakeDevice(), timer)
     assert chosen == KERNELS and not any(outcome.reason for outcome in outcomes), outcomes
     assert {outcome.kernel for outcome in outcomes} == set(KERNELS._fields)
-    assert set(KERNELS._fields) == {path.stem for path in (ROOT / "kernels").glob("*_*.py")}
+    stems = {path.stem for path in (ROOT / "kernels").glob("*_*.py")}
+    of_weights = {stem for stem in stems if stem.startswith(("expand_", "encode_", "int4_"))}  # chosen elsewhere
+    assert set(KERNELS._fields) == stems - of_weights
     assert len(ran) == 2 * len(outcomes) and any("window 3" in outcome.shape for outcome in outcomes)
     slow, _ = choose_kernels(SMALL, FakeDevice(), clock(2.0, 1.0))
     assert slow == REFERENCES

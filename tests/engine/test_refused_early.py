@@ -90,7 +90,7 @@ def test_no_model_is_looked_for_in_vain(name: str, value: object, words: str, mo
 
 @pytest.mark.parametrize("models", [(None,), (5,), (["a"],), ("no/such", 5)])
 def test_a_model_that_is_no_name_is_refused(models: tuple[Any, ...], sound: Path) -> None:
-    with pytest.raises(UserError, match="a model must be a folder or a hub id"):
+    with pytest.raises(UserError, match="a model must be a folder, a GGUF file or a hub id"):
         offload.load(*(str(sound) if name == "no/such" else name for name in models), ram="1GiB")
 
 
