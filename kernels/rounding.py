@@ -1,8 +1,8 @@
 """Rounding of float32 to what is computed in, for compiled functions: numba knows neither bfloat16 nor float16.
 
 So numbers are written as the bits that they have: one by one (`numbers`, `rounded`) or, where words hold neighbours,
-two at once (`pairs`, `rounded_pair`). Invariant: to the nearest, ties to even, overflow to infinity, the bits of
-`tensor.to(dtype)`; NaN stays NaN.
+two at once (`pairs`, `rounded_pair`); `widened` reads them. Invariant: to the nearest, ties to even, overflow to
+infinity, the bits of `tensor.to(dtype)`; NaN stays NaN.
 """
 
 import numpy as np
@@ -70,9 +70,30 @@ def _float16_pair(first, second):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _of_bfloat16(bits):  # type: ignore[no-untyped-def]
+    return U32(U32(bits) << U32(16)).view(F32)
+
+
+@compiled
+def _of_float16(bits):  # type: ignore[no-untyped-def]
+    """The exponent's bias is made up for by a product, which subnormal numbers need no more than others."""
+    size = U32(U32(U32(bits) & U32(0x7FFF)) << U32(13))
+    finite = F32(size.view(F32) * F32(2.0**112))
+    large = U32(size | U32(0x7F800000)).view(F32)
+    value = large if size >= U32(0x0F800000) else finite
+    return U32(bits_of(value) | U32(U32(U32(bits) & U32(0x8000)) << U32(16))).view(F32)
+
+
+@compiled
+def _of_float32(bits):  # type: ignore[no-untyped-def]
+    return U32(bits).view(F32)
+
+
+@compiled
 def _float32_pair(first, second):  # type: ignore[no-untyped-def]
     return U64(bits_of(first)) | (U64(bits_of(second)) << U64(32))
 
 
 rounded = ByType({torch.bfloat16: _bfloat16, torch.float16: _float16, torch.float32: bits_of})
 rounded_pair = ByType({torch.bfloat16: _bfloat16_pair, torch.float16: _float16_pair, torch.float32: _float32_pair})
+widened = ByType({torch.bfloat16: _of_bfloat16, torch.float16: _of_float16, torch.float32: _of_float32})

@@ -17,7 +17,7 @@ from offload.encoding.base import Encoding
 # As good as 32 by tokens per sweep, with half as many scales; offsets beat symmetric codes (docs/drafts.md).
 _GROUPS = (64, 32)
 _BLOCK_ROWS = 64  # rows are made up to a multiple of it
-_CHUNK_ROWS, _CHUNK_ITEM_BYTES = 64, 32  # rounded at once, with all that is computed on the way
+_CHUNK_NUMBERS, _CHUNK_ITEM_BYTES = 1 << 20, 10  # rounded at once by torch: float32, codes, words on the way
 FEW_ROWS = 4  # that a CPU multiplies with its integer products, unless trials say otherwise
 _NOT_LINEAR = re.compile(r"\bexperts\.|\.gate\.weight$|relative_attention_bias|embed|norm")
 
@@ -74,7 +74,12 @@ def held_sizes(
         layer_bytes.append(sum(held_bytes(entry.shape, held.bits, item_bytes) for entry in own) + others)
         matrices += [entry.shape for entry in own]
         stored = sum(entry.num_bytes + computed.stored_bytes(entry.shape) for entry in entries)
-        widest = max((entry.shape[1] for entry in own), default=0)
-        passing_bytes = max(passing_bytes, stored + _CHUNK_ROWS * widest * _CHUNK_ITEM_BYTES)
+        rounded = max((_rounded_at_once(*entry.shape) for entry in own), default=0)
+        passing_bytes = max(passing_bytes, stored + rounded * _CHUNK_ITEM_BYTES)
     scratch = max((padded_rows(rows) * columns for rows, columns in matrices), default=0)
     return HeldSizes(tuple(layer_bytes), scratch * item_bytes, passing_bytes, sum(map(math.prod, matrices)))
+
+
+def _rounded_at_once(num_rows: int, num_columns: int) -> int:
+    """Numbers of one matrix; a thread of a compiled encoder needs far fewer."""
+    return min(padded_rows(num_rows) * num_columns, max(_CHUNK_NUMBERS, _BLOCK_ROWS * num_columns))

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offload.checkpoint.held import FEW_ROWS, group_of, is_held, padded_rows
-from offload.kernels.int4_blocks import Layout, expand_int4, int4_product, layout_for, pack_int4
+from offload.kernels.encode_int4 import encode_int4, least_step
+from offload.kernels.int4_blocks import Layout, expand_int4, int4_product, layout_for
 from offload.model.expanded import ExpandedWeights
 from offload.model.places import Place
 
-_LEVELS, _MIDDLE, _MOST_8_BITS = 15, 8, 127
-_CHUNK_ROWS = 64  # rounded at once: a block of rows of any layout
+_MOST_8_BITS = 127
+_CHUNK_NUMBERS = 1 << 20  # rounded at once
 _CACHED_ROWS = 256
-_TINY = 1e-12  # a scale of what is all the same
 _TRIED_ROWS, _NUM_TIMES = (1, 2, 4, 8, 16, 32, 64), 3
 
 
@@ -135,30 +135,19 @@ def int4(weight_NK: Tensor) -> Int4:
     num_rows, num_columns = weight_NK.shape
     group, layout = group_of(num_columns), layout_for(weight_NK.device)
     assert group is not None, "columns come in groups"
-    word_NK = torch.empty(padded_rows(num_rows), num_columns // 2, dtype=torch.uint8, device=weight_NK.device)
-    scale_GN2 = torch.zeros(num_columns // group, len(word_NK), 2, dtype=weight_NK.dtype, device=weight_NK.device)
-    for lo in range(0, num_rows, _CHUNK_ROWS):
-        rows, num_here = slice(lo, lo + _CHUNK_ROWS), min(_CHUNK_ROWS, num_rows - lo)
-        code_NK = torch.zeros(_CHUNK_ROWS, num_columns, dtype=torch.uint8, device=weight_NK.device)
-        weight_NGk = weight_NK[rows].float().unflatten(1, (-1, group))
-        low_NG, high_NG = weight_NGk.aminmax(dim=2)
-        scale_NG = ((high_NG - low_NG) / _LEVELS).clamp(min=_TINY).to(weight_NK.dtype).float()
-        offset_NG = (low_NG + _MIDDLE * scale_NG).to(weight_NK.dtype).float()
-        steps_NGk = (weight_NGk - offset_NG[..., None]) / scale_NG[..., None]
-        code_NK[:num_here] = (steps_NGk.round_() + _MIDDLE).clamp_(0, _LEVELS).flatten(1).to(torch.uint8)
-        scale_GN2[:, lo : lo + num_here] = torch.stack((scale_NG, offset_NG), 2).transpose(0, 1).to(weight_NK.dtype)
-        word_NK[rows] = pack_int4(code_NK, layout)
-    return Int4(word_NK, scale_GN2, layout, num_rows)
+    words = encode_int4(weight_NK, group, layout)
+    return Int4(words.word_NK, words.scale_GN2, layout, num_rows)
 
 
 def int8(weight_NK: Tensor) -> Int8:
     """To the nearest of 255 levels on both sides of zero, up to the largest number of each row."""
-    word_NK = torch.empty_like(weight_NK, dtype=torch.int8)
-    scale_N = (weight_NK.abs().amax(1).float() / _MOST_8_BITS).clamp(min=_TINY).to(weight_NK.dtype)
-    for lo in range(0, len(word_NK), _CHUNK_ROWS):
-        rows = slice(lo, lo + _CHUNK_ROWS)
-        steps_NK = (weight_NK[rows].float() / scale_N[rows, None].float()).round_()
-        word_NK[rows] = steps_NK.clamp_(-_MOST_8_BITS, _MOST_8_BITS).to(torch.int8)
+    word_NK, scale_N = torch.empty_like(weight_NK, dtype=torch.int8), weight_NK.new_empty(len(weight_NK))
+    at_once, least = max(1, _CHUNK_NUMBERS // weight_NK.shape[1]), least_step(weight_NK.dtype)
+    parts = (whole.split(at_once) for whole in (weight_NK, word_NK, scale_N))
+    for weight, word, scale in zip(*parts, strict=True):
+        scale.copy_((weight.abs().amax(1).float() / _MOST_8_BITS).clamp_(min=least))  # faster than `aminmax`
+        step_NK = weight.to(torch.float32, copy=True)
+        word.copy_(step_NK.div_(scale[:, None].float()).round_().clamp_(-_MOST_8_BITS, _MOST_8_BITS))
     return Int8(word_NK, scale_N)
 
 

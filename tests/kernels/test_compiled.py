@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.kernels.compiled import HAS_NUMBA, Compiled, compiled, share_rows
-from offload.kernels.rounding import ByType, numbers, pairs, rounded, rounded_pair
+from offload.kernels.rounding import ByType, numbers, pairs, rounded, rounded_pair, widened
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
@@ -27,6 +27,12 @@ def round_all(values, out):  # type: ignore[no-untyped-def]
 def round_pairs(values, out):  # type: ignore[no-untyped-def]
     for index in range(out.size):
         out[index] = rounded_pair(values[2 * index], values[2 * index + 1])
+
+
+@compiled
+def widen_all(bits, out):  # type: ignore[no-untyped-def]
+    for index in range(out.size):
+        out[index] = widened(bits[index])
 
 
 def all_kinds() -> torch.Tensor:
@@ -49,6 +55,17 @@ def test_numbers_are_rounded_as_by_torch(dtype: torch.dtype) -> None:
     for got_S in (one_S, two_S):
         assert bool(got_S[-2].isnan()) and not bool(got_S[:-2].isnan().any())
         assert np.array_equal(numbers(got_S[:-2].clone()), numbers(wanted_S[:-2].clone()))
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_numbers_are_read_as_by_torch(dtype: torch.dtype) -> None:
+    number_S = torch.arange(-(2**15), 2**15).short().view(dtype) if dtype.itemsize == 2 else all_kinds()
+    wanted_S, found_S = number_S.float(), torch.empty(len(number_S))
+    widen_all.to(dtype)(numbers(number_S), found_S.numpy())
+    is_number_S = ~wanted_S.isnan()
+    assert torch.equal(found_S[is_number_S].view(torch.int32), wanted_S[is_number_S].view(torch.int32))
+    assert found_S[~is_number_S].isnan().all()
 
 
 @needs_numba
