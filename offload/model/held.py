@@ -135,8 +135,8 @@ def int4(weight_NK: Tensor) -> Int4:
     num_rows, num_columns = weight_NK.shape
     group, layout = group_of(num_columns), layout_for(weight_NK.device)
     assert group is not None, "columns come in groups"
-    word_NK, scale_GN2 = encode_int4(weight_NK, group, layout)
-    return Int4(word_NK, scale_GN2, layout, num_rows)
+    words = encode_int4(weight_NK, group, layout)
+    return Int4(words.word_NK, words.scale_GN2, layout, num_rows)
 
 
 def int8(weight_NK: Tensor) -> Int8:
@@ -145,9 +145,8 @@ def int8(weight_NK: Tensor) -> Int8:
     at_once, least = max(1, _CHUNK_NUMBERS // weight_NK.shape[1]), least_step(weight_NK.dtype)
     parts = (whole.split(at_once) for whole in (weight_NK, word_NK, scale_N))
     for weight, word, scale in zip(*parts, strict=True):
+        scale.copy_((weight.abs().amax(1).float() / _MOST_8_BITS).clamp_(min=least))  # faster than `aminmax`
         step_NK = weight.to(torch.float32, copy=True)
-        low_N, high_N = step_NK.aminmax(dim=1)
-        scale.copy_(torch.maximum(high_N, low_N.neg_()).div_(_MOST_8_BITS).clamp_(min=least))
         word.copy_(step_NK.div_(scale[:, None].float()).round_().clamp_(-_MOST_8_BITS, _MOST_8_BITS))
     return Int8(word_NK, scale_N)
 
