@@ -22,6 +22,7 @@ _SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 _OF_ACTIVATIONS = (".input_scale", ".qscale_act")  # which are not rounded here
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two hold exponents alone
 _USUAL_BLOCK = (128, 128)
+_LARGE = 1 << 31  # compiled code counts in 32 bits; smaller blocks stay, so that all shapes have one coding
 _TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
@@ -103,7 +104,8 @@ def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[s
     block = settings.get("weight_block_size") or _block_structure(settings) or _USUAL_BLOCK
     if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [True, True]:
         raise ValueError(f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json")
-    return max(1, min(block[0], shape[-2])), max(1, min(block[1], shape[-1]))
+    rows, columns = (n if n < _LARGE else max(1, size) for n, size in zip(block, shape[-2:], strict=True))
+    return rows, columns
 
 
 def _block_structure(settings: Mapping[str, Any]) -> Any:
