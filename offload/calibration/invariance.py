@@ -40,27 +40,27 @@ class _DifferError(Exception):
 
 
 def make_invariant(
-    model: StreamedModel, first_layer: np.ndarray, thread_counts: Sequence[int], context: int
+    model: StreamedModel, slab: np.ndarray, thread_counts: Sequence[int], context: int
 ) -> Invariance:
     """Make `model` invariant, or leave it as it was where that does not hold here.
 
     Args:
-        first_layer: the slab of layer 0, which is not bound yet; embeddings and head are.
+        slab: of the typical layer, which is not bound yet; embeddings and head are.
         thread_counts: that passes may be computed with.
         context: the longest text.
     """
     if _turns_by_length(model, context):
         return Invariance(reason="its rotary embeddings depend on the length of the text")
-    found = Invariance()
-    model.bind_layer(0, first_layer)
+    found, typical = Invariance(), model.typical_layer
+    model.bind_layer(typical, slab)
     try:
-        with model.cut_to(1):
+        with model.cut_to(slice(typical, typical + 1)):
             rows = _require_invariance(model, thread_counts)
         found = Invariance(tuple(thread_counts), rows=rows)
     except (_DifferError, UserError) as error:
         found = Invariance(reason=str(error))
     finally:
-        model.unbind_layer(0)
+        model.unbind_layer(typical)
         if not found.holds:
             model.be_invariant(None)
     return found
@@ -85,16 +85,17 @@ def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> I
     token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
     rows = _CheckedRows(thread_counts)
     model.be_invariant(rows)
-    cache = KVCache(1, len(token_T))
+    num_layers = model.typical_layer + 1
+    cache = KVCache(num_layers, len(token_T))
     wanted_TV = _logits(model, token_T, (len(token_T),), cache)
-    try_scores(rows, cache.layers[0].keys[0])
+    try_scores(rows, cache.layers[-1].keys[0])
     if rows.num_refused:
         counts = ", ".join(map(str, thread_counts))
         raise _DifferError(f"a product has other bits for each number of rows, with {counts} threads")
     rows.is_checking = False
     for cut in _CUTS:
         if sum(cut) <= len(token_T):
-            logits = _logits(model, token_T[: sum(cut)], cut, KVCache(1, sum(cut)))
+            logits = _logits(model, token_T[: sum(cut)], cut, KVCache(num_layers, sum(cut)))
             if not torch.equal(logits, wanted_TV[: len(logits)]):
                 raise _DifferError("a layer gives other bits when a text is taken in at once than in parts")
     return rows

@@ -28,14 +28,17 @@ _LEAST_S = 1e-7
 _MAX_ROUNDS = 9
 
 
-def sweep_curve(model: StreamedModel, first_layer: np.ndarray, *, budget_s: float = 0.5) -> Curve:
-    """Compute time of a whole sweep against its rows; `first_layer` is the slab of layer 0, which is not bound yet."""
-    share = sum(layout.slab_bytes for layout in model.layer_layouts) / model.layer_layouts[0].slab_bytes
-    model.bind_layer(0, first_layer)
+def sweep_curve(model: StreamedModel, slab: np.ndarray, *, budget_s: float = 0.5) -> Curve:
+    """Compute time of a whole sweep against its rows; `slab` is the typical layer's, which is not bound yet."""
+    typical = model.typical_layer
+    share = sum(layout.slab_bytes for layout in model.layer_layouts) / model.layer_layouts[typical].slab_bytes
+    if model.experts:  # which slabs do not hold
+        share = model.num_layers
+    model.bind_layer(typical, slab)
     try:
         return fill_curve(lambda size: _sweep_s(model, size, share), _SWEEP_SIZES, budget_s)
     finally:
-        model.unbind_layer(0)
+        model.unbind_layer(typical)
 
 
 def draft_curve(
@@ -85,17 +88,19 @@ def _median(measure: Callable[[], float], stop: float) -> float:
 
 
 def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
-    """A sweep of `share` times the first layer, and of embeddings, norm and head once."""
-    rest_s, with_layer_s = (_forward_s(model, num_rows, num_layers) for num_layers in (0, 1))
+    """A sweep of `share` times the typical layer, and of embeddings, norm and head once."""
+    typical = model.typical_layer
+    rest_s, with_layer_s = (_forward_s(model, num_rows, slice(typical, end)) for end in (typical, typical + 1))
     return rest_s + share * max(0.0, with_layer_s - rest_s)
 
 
-def _forward_s(model: StreamedModel, num_rows: int, num_layers: int) -> float:
+def _forward_s(model: StreamedModel, num_rows: int, layers: slice) -> float:
     row_T, sees_TT = torch.arange(num_rows), torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
-    with model.cut_to(num_layers):
+    with model.cut_to(layers):
         cache = model.new_cache(num_rows)
         # A number on the host is the sign that a device is done as well.
-        return timed(lambda: float(model.forward(torch.zeros_like(row_T), row_T, sees_TT, cache)[-1, 0]))
+        # Rows differ, as those of a text do: a router would send the same ones to the same experts.
+        return timed(lambda: float(model.forward(row_T % model.vocab_size, row_T, sees_TT, cache)[-1, 0]))
 
 
 def timed(work: Callable[[], object]) -> float:

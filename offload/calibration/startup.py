@@ -80,7 +80,7 @@ def calibrate(
     if profile is None or profile.num_threads != threads.most:
         target.attend_with(kernels.tree_attention)
         torch.set_num_threads(threads.start.sweep.num_threads)
-        compute_s, draft_step_s = sweep_curve(target, store.fetch(target.layer_layouts[0])), NOTHING
+        compute_s, draft_step_s = sweep_curve(target, store.fetch(target.layer_layouts[target.typical_layer])), NOTHING
         if draft is not None:
             drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
             sampler = Sampler(settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels)

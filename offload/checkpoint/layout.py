@@ -90,10 +90,16 @@ class SlabLayout:
 def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]) -> SlabLayout:
     """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else scattered."""
     entries = [part.entry for _, parts in parameters.values() for part in parts]
-    whole = all(len(parts) == 1 or is_coded(parts) for _, parts in parameters.values())
+    whole = all(is_coded(parts) or _adjoin(parts) for _, parts in parameters.values())
     if whole and all(entry.lo % _align_bytes(entry) == 0 for entry in entries):
         return _direct(parameters, entries)
     return _scattered(parameters)
+
+
+def _adjoin(parts: Sequence[Part]) -> bool:
+    """Whether they lie in their file one behind the other, as in the parameter."""
+    pairs = zip(parts, parts[1:], strict=False)
+    return all((one.entry.shard, one.entry.hi) == (two.entry.shard, two.entry.lo) for one, two in pairs)
 
 
 def is_coded(parts: Sequence[Part]) -> bool:

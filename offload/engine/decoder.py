@@ -126,8 +126,8 @@ class Decoder:
     def _step(self, sequence: Sequence) -> list[int]:
         caches, tokens, sampler = sequence.caches, sequence.tokens, sequence.sampler
         caches.clear(len(tokens) - 1)  # of a step that was cut short they may hold more
-        stream, started = self.target.stream, time.perf_counter()
-        moved_bytes, stalled_s = stream.bytes_read, stream.stall_s
+        target, started = self.target, time.perf_counter()
+        moved_bytes, stalled_s = target.bytes_read, target.stall_s
         num_new = len(tokens) - caches.target.length  # the root, and at first the prompt
         modes = self.threads.modes(_rows_alike(num_new - 1 + sequence.shape.num_nodes))
         self._compute_in(modes.draft)
@@ -147,8 +147,8 @@ class Decoder:
             draft_s=grown - started,
             sweep_s=scored - grown,
             verify_s=time.perf_counter() - scored,
-            stall_s=stream.stall_s - stalled_s,
-            num_bytes=stream.bytes_read - moved_bytes,
+            stall_s=target.stall_s - stalled_s,
+            num_bytes=target.bytes_read - moved_bytes,
         )
         if num_new == 1:
             self.threads.took(num_rows, draft_s=grown - started, sweep_s=scored - grown)

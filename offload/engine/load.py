@@ -244,13 +244,13 @@ def _make_invariant(
     if options.invariant is None and not plan.streamed_bytes:
         return Invariance(reason="nothing is streamed, so that it would take time")
     on_phase("trying how sums are rounded")
-    first_layer = pair.store.fetch(pair.target.layer_layouts[0])
+    slab = pair.store.fetch(pair.target.layer_layouts[pair.target.typical_layer])
     counts = [torch.get_num_threads()]
     if pair.device is None:
         counts = sorted({*thread_ladder(num_cores()), threads.start.sweep.num_threads})
-    invariance = make_invariant(pair.target, first_layer, counts, plan.context)
+    invariance = make_invariant(pair.target, slab, counts, plan.context)
     if not invariance.holds and options.threads is not None and len(counts) > 1:  # it may hold with these alone
-        invariance = make_invariant(pair.target, first_layer, [options.threads], plan.context)
+        invariance = make_invariant(pair.target, slab, [options.threads], plan.context)
     if not invariance.holds:
         pair.notes.append(f"a tree may swap two tokens that lie closer than rounding ({invariance.reason})")
     return invariance

@@ -20,6 +20,7 @@ from offload.checkpoint.section import Section
 from offload.encoding.base import Coding
 from offload.kernels.expansion import Expansion
 from offload.model.expanded import Beside, CodedWeight, ExpandedWeights
+from offload.model.experts import Bring, bring_to, find_experts
 from offload.model.held import HeldWeights
 from offload.model.mapping import sources_of_parameters
 from offload.model.meta import build_meta_model, keep_section, layer_stacks
@@ -36,9 +37,11 @@ class BoundModel:
         has_host_table: embedding tables stay in host memory; the few rows that a pass needs are sent.
         adapt: changes the model before its weights are looked for.
         section: of the checkpoint's layers, and of what lies around them; None is the whole. See `SectionModel`.
+        on_demand: routed experts are no part of their layers' slabs, but brought one by one, see `bring_experts`.
 
     Attributes:
         layer_layouts: one slab per decoder layer; `rest_layout`: embeddings, final norm, head.
+        experts: of each layer that has any, where they come on demand.
         encoder_layouts: one slab per layer that runs once per prompt; their numbers follow those of the decoder.
         dtype: in which it computes; `place`: where.
         vocab_size: V, width of the logits.
@@ -47,7 +50,7 @@ class BoundModel:
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: str, place: torch.device, *,
-        has_host_table: bool, section: Section | None, adapt: Callable[[nn.Module], None],
+        has_host_table: bool, section: Section | None, adapt: Callable[[nn.Module], None], on_demand: bool = False,
     ) -> None:  # fmt: skip
         self.dtype: torch.dtype = getattr(torch, compute_dtype_name(checkpoint, dtype))
         self.checkpoint, self.place = checkpoint, place
@@ -72,14 +75,24 @@ class BoundModel:
         self._move_buffers()
         self._layer_places = [below(places, names[block]) for block in blocks]
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
-        self._layouts = [slab_layout(below(stored, names[block])) for block in blocks]
+        own = [below(stored, names[block]) for block in blocks]
+        found = [find_experts(*one) if on_demand else (None, set()) for one in zip(blocks, own, strict=True)]
+        self.experts = [experts for experts, _ in found if experts is not None]
+        self._layouts = [
+            slab_layout({name: what for name, what in stacks.items() if name not in routed})
+            for stacks, (_, routed) in zip(own, found, strict=True)
+        ]
         self.layer_layouts, self.encoder_layouts = self._layouts[: self.num_layers], self._layouts[self.num_layers :]
         rest = {source: stored[source] for source in source_of.values()}
         coded = {name: parts for name, (_, parts) in rest.items() if is_coded(parts)}
         self.rest_layout = slab_layout({name: one for name, one in rest.items() if name not in coded})
         prefixes = (names[block] for block in blocks)
-        self._beside = Beside(checkpoint.directory.name, coded, dict(zip(prefixes, self._layouts, strict=True)))
-        self._expanded = ExpandedWeights(self._layouts, self._layer_places, place)
+        layouts = dict(zip(prefixes, self._layouts, strict=True))
+        records = {
+            f"{names[one.module]}{index}.": record for one in self.experts for index, record in enumerate(one.records)
+        }
+        self._beside = Beside(checkpoint.directory.name, coded, layouts | records)
+        self._expanded = ExpandedWeights(self._layouts, self._layer_places, place, [*records.values()], self.dtype)
         self._expanded_rest: dict[str, Tensor] = {}
         self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
@@ -89,6 +102,12 @@ class BoundModel:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    @property
+    def typical_layer(self) -> int:
+        """The first one that is like most, by which all can be judged: one with routed experts where they come."""
+        blocks = [set(block.modules()) for block in self._layers]
+        return next((index for one in self.experts[:1] for index, own in enumerate(blocks) if one.module in own), 0)
 
     def read_rest(self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None) -> int:
         """Read and bind all but layers, and what stays of coded ones. Returns the bytes read.
@@ -117,6 +136,11 @@ class BoundModel:
         companions_of = self._beside.companions(slab)
         self._expanded_rest = self._beside.expanded(slab, companions_of, dtypes)
         self._expanded.keep(companions_of)
+
+    def bring_experts(self, bring: Bring) -> None:
+        """From now on routed experts come so; layers are called by their places in `experts`."""
+        for layer, experts in enumerate(self.experts):
+            bring_to(experts, layer, bring, self._expanded.numbers)
 
     def expand_with(self, expansion: Expansion) -> None:
         """From now on coded weights of layers are expanded by these functions."""
@@ -194,6 +218,8 @@ class BoundModel:
         while self._hooks:
             self._hooks.pop().remove()
         self._views.clear()
+        for experts in self.experts:
+            experts.module.__dict__.pop("forward", None)
 
     def _move_buffers(self) -> None:
         """What a family computes at construction (rotary frequencies, scales) goes where it is used."""

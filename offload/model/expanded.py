@@ -59,6 +59,7 @@ class ExpandedWeights:
         layouts: of the slabs of all layers, by number.
         places: of their parameters, by name within the layer.
         where: the model computes.
+        records: slabs of what comes by itself, and is expanded by `numbers`.
 
     Attributes:
         hooks: what has to be taken off when the model is closed.
@@ -66,17 +67,18 @@ class ExpandedWeights:
     """
 
     def __init__(
-        self, layouts: Sequence[SlabLayout], places: Sequence[Mapping[str, Place]], where: torch.device
-    ) -> None:
-        self._where, self._scratch_B = where, torch.zeros(0, dtype=torch.uint8)
+        self, layouts: Sequence[SlabLayout], places: Sequence[Mapping[str, Place]], where: torch.device,
+        records: Sequence[SlabLayout] = (), dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        self._where, self._scratch_B, self._dtype = where, torch.zeros(0, dtype=torch.uint8), dtype
         self._sent: dict[int, Tensor] = {}
-        coded = [words for layout in layouts for words in layout.coded.values()]
+        coded = [words for layout in (*layouts, *records) for words in layout.coded.values()]
         self._parts = [one.part for words in coded for one in words]
         self._companions: Mapping[Part, Companions] = {}
         self._expansion = REFERENCE
         self.hooks: list[Any] = []
         self._owned: dict[nn.Module, tuple[Callable[[], None], list[Any]]] = {}
-        self.scratch_bytes = 0
+        self.scratch_bytes = max((self._end_of(record) for record in records), default=0)
         for layer, (layout, own) in enumerate(zip(layouts, places, strict=True)):
             self._hook_modules(layer, layout, own)
 
@@ -114,6 +116,26 @@ class ExpandedWeights:
             for one in several
         ]
 
+    def numbers(self, record: SlabLayout, sent: Tensor) -> dict[str, Tensor]:
+        """All parameters of a record; what was coded is valid until anything else is expanded."""
+        weights = {name: view_of(sent, record, name).to(self._dtype) for name in record.parameters}
+        lo = 0
+        for name, several in record.coded.items():
+            size = sum(math.prod(one.part.entry.shape) for one in several)
+            out = self._scratch_B[lo : lo + size * self._dtype.itemsize].view(self._dtype)
+            with torch._C.DisableTorchFunction():
+                for one in several:
+                    words = sent[_within(record, one.part, one.slab_lo)]
+                    _expand(one.part, words, self._companions[one.part], out, self._expansion)
+            first = several[0].part
+            weights[name] = _as_in_model(first, out) if len(several) == 1 else out.view(-1, first.entry.shape[-1])
+            lo += _up(size * self._dtype.itemsize)
+        return weights
+
+    def _end_of(self, record: SlabLayout) -> int:
+        sizes = (sum(math.prod(one.part.entry.shape) for one in several) for several in record.coded.values())
+        return sum(_up(size * self._dtype.itemsize) for size in sizes)
+
     def release(self, module: nn.Module) -> None:
         """Its parameters have their numbers until those of another are expanded, and it expands no more by itself."""
         if module in self._owned:
@@ -136,7 +158,7 @@ class ExpandedWeights:
             for name, place in named:
                 parts = [(one.part, _within(layout, one.part, one.slab_lo)) for one in layout.coded[name]]
                 parameters.append(_Parameter(place, parts, end))
-                end += -(-place.empty.numel() * place.empty.element_size() // _ALIGN_BYTES) * _ALIGN_BYTES
+                end += _up(place.empty.numel() * place.empty.element_size())
             self.scratch_bytes = max(self.scratch_bytes, end)
             fill = partial(self._fill, layer, parameters)
             hooks = [module.register_forward_pre_hook(fill)]
@@ -212,6 +234,10 @@ class Beside:
                 _expand(one.part, words, companions_of[one.part], out, REFERENCE)
             weights[name] = _as_in_model(parts[0], out)
         return weights
+
+
+def _up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _coded(part: Part) -> Coded:

@@ -73,11 +73,11 @@ def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
 
 
 @contextmanager
-def cut_stack(meta_model: PreTrainedModel, num_layers: int) -> Iterator[None]:
-    """Meanwhile the decoder has its first layers only."""
+def cut_stack(meta_model: PreTrainedModel, kept: slice) -> Iterator[None]:
+    """Meanwhile the decoder has these layers only."""
     decoder, name = meta_model.get_decoder(), _stack_name(meta_model)
     layers = getattr(decoder, name)
-    setattr(decoder, name, layers[:num_layers])
+    setattr(decoder, name, layers[kept])
     try:
         yield
     finally:
@@ -184,7 +184,7 @@ def _try_out(meta_model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _cut_copy(meta_model: PreTrainedModel) -> PreTrainedModel:
     """A copy, whose rotary embeddings may note what they like, up to the first layer of the last kind."""
     kinds = _kinds(meta_model)
-    with cut_stack(meta_model, max(map(kinds.index, kinds)) + 1):
+    with cut_stack(meta_model, slice(max(map(kinds.index, kinds)) + 1)):
         trial = copy.deepcopy(meta_model)
     for name, module in trial.named_modules():
         if name.endswith(".experts"):  # their fused products want types and processors that the real ones are not of

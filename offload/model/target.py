@@ -15,6 +15,7 @@ from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits
 from offload.stats import RankFigures
 from offload.streaming.device import Device
+from offload.streaming.expert_pool import ExpertPool
 from offload.streaming.layers import Layers
 from offload.tree.token_tree import TokenTree, ancestors
 
@@ -31,6 +32,7 @@ class Target:
             turn every row by the largest position of a pass.
         device: that it computes on; None is the CPU.
         on_layer: hears of every layer that has run.
+        experts: routed ones, where they come on demand.
     """
 
     def __init__(
@@ -42,13 +44,27 @@ class Target:
         device: Device | None = None,
         kernels: KernelSet = REFERENCES,
         on_layer: Callable[[], None] = lambda: None,
+        experts: ExpertPool | None = None,
     ) -> None:
+        self.experts, self._num_written = experts, 0
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
         self._last_position, self._max_logits = plan.source_tokens + plan.context - 1, plan.num_logits_rows
         self._cache_slots, self._gather = plan.cache_slots, kernels.kv_commit
         self._device, self._on_layer = device, on_layer
         model.stream_layers(stream.acquire, self._release)
         model.attend_with(kernels.tree_attention)
+        if experts is not None:
+            model.bring_experts(experts.bring)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of layers and experts that do not stay, for passes so far."""
+        return self.stream.bytes_read + (self.experts.bytes_read if self.experts else 0)
+
+    @property
+    def stall_s(self) -> float:
+        """How long passes have waited for them."""
+        return self.stream.stall_s + (self.experts.stall_s if self.experts else 0.0)
 
     @property
     def vocab_size(self) -> int:
@@ -101,9 +117,13 @@ class Target:
         """Keep what the last sweep over `tokens` has taken in, and of its tree the accepted path, root first."""
         num_pending = len(tokens) - 1 - cache.length
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
+        self._num_written += len(nodes)
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
         self.stream.begin_sweep()
+        if self.experts is not None:
+            self.experts.begin_pass(len(token_T), self._num_written)
+            self._num_written = 0
         position_T = self._positions(offset_T, cache)
         return self._model.score(token_T, position_T, sees_TT, cache, num_logits=num_logits, max_rows=self._max_logits)
 

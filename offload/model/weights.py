@@ -40,10 +40,11 @@ class StreamedModel(BoundModel):
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: str = "auto", place: torch.device = _HOST, *,
-        has_host_table: bool = False, section: Section | None = None,
+        has_host_table: bool = False, section: Section | None = None, on_demand: bool = False,
         adapt: Callable[[nn.Module], None] = lambda meta_model: None,
     ) -> None:  # fmt: skip
-        super().__init__(checkpoint, dtype, place, has_host_table=has_host_table, section=section, adapt=adapt)
+        more = {"has_host_table": has_host_table, "section": section, "on_demand": on_demand, "adapt": adapt}
+        super().__init__(checkpoint, dtype, place, **more)
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
         self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
@@ -60,9 +61,9 @@ class StreamedModel(BoundModel):
             self._hooks.append(table.register_forward_hook(lambda _, __, rows: self.send(rows)))
 
     @contextmanager
-    def cut_to(self, num_layers: int) -> Iterator[None]:
-        """Meanwhile the decoder has its first layers only, so that one of them can be timed without the others."""
-        with cut_stack(self.meta_model, num_layers):
+    def cut_to(self, kept: slice) -> Iterator[None]:
+        """Meanwhile the decoder has these layers only, so that one of them can be timed without the others."""
+        with cut_stack(self.meta_model, kept):
             yield
 
     @torch.inference_mode()

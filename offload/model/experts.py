@@ -1,0 +1,96 @@
+"""Experts that come when a router asks for them: each by itself, in whatever order they arrive.
+
+transformers multiplies with all experts of a layer as one stack. Here its module is asked for the same sums, expert by
+expert, with weights that are brought for this pass alone. Invariant: what experts contribute is added in their order,
+so that bits do not depend on what was there already; they are those of transformers' own loop over experts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offload.checkpoint.experts import split_experts
+from offload.checkpoint.layout import Part, SlabLayout
+from offload.errors import ReadError
+
+Weights = Mapping[str, Tensor]  # of one expert, by the names that their stacks have
+# Layer, its experts, rising, and how many rows want each -> each with its layout and its slab as it is `sent`, valid
+# until the next is asked for.
+Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLayout, Tensor]]]
+# A record and its slab -> the numbers, valid until it is called again.
+Open = Callable[[SlabLayout, Tensor], Weights]
+_FLAGS = ("is_transposed", "has_bias", "has_gate", "has_post_expert_norm", "num_experts", "_apply_gate")
+
+
+class RoutedExperts(NamedTuple):
+    """The experts of one layer."""
+
+    module: nn.Module
+    records: list[SlabLayout]  # by expert
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.records)
+
+
+def find_experts(
+    block: nn.Module, stored: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]
+) -> tuple[RoutedExperts | None, set[str]]:
+    """Those of a layer with these parameters, and the names of their stacks; None where it has none."""
+    for name, module in block.named_modules():
+        if not all(hasattr(module, flag) for flag in _FLAGS):
+            continue
+        prefix = f"{name}."
+        stacks = {one.removeprefix(prefix): what for one, what in stored.items() if one.startswith(prefix)}
+        count = int(module.num_experts)
+        is_known = module.has_gate and not module.has_post_expert_norm
+        assert is_known and all(shape[0] == count for shape, _ in stacks.values()), "a family that was tried"
+        return RoutedExperts(module, split_experts(stacks, count)), {prefix + one for one in stacks}
+    return None, set()
+
+
+def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open) -> None:
+    """From now on the module gets its weights so; `layer` is what `bring` calls it."""
+
+    def weights(needed: Sequence[int], num_rows: Sequence[int]) -> Iterator[tuple[int, Weights]]:
+        for expert, record, sent in bring(layer, needed, num_rows):
+            yield expert, open_record(record, sent)
+
+    experts.module.forward = partial(_forward, experts.module, layer, weights)
+
+
+def _forward(
+    module: Any, layer: int, weights: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]],
+    hidden_ND: Tensor, expert_NK: Tensor, share_NK: Tensor,
+) -> Tensor:  # fmt: skip
+    """What transformers' own loop over experts computes; each row is multiplied with K experts."""
+    chosen, num_rows = (found.tolist() for found in expert_NK.unique(return_counts=True))
+    needed = [expert for expert in chosen if expert < module.num_experts]  # one more stands for none
+    if not bool(share_NK.isfinite().all()):
+        raise ReadError(f"layer {layer} of the experts chooses by numbers that are not finite: its router is damaged")
+    parts = dict[int, tuple[Tensor, Tensor]]()
+    for expert, own in weights(needed, num_rows[: len(needed)]):
+        choice_R, row_R = torch.where(expert == expert_NK.T)
+        out_RD = _multiply(module, hidden_ND[row_R], own) * share_NK[row_R, choice_R, None]
+        parts[expert] = row_R, out_RD.to(hidden_ND.dtype)
+    out_ND = torch.zeros_like(hidden_ND)
+    for expert in needed:
+        out_ND.index_add_(0, *parts[expert])
+    return out_ND
+
+
+def _multiply(module: Any, row_RD: Tensor, own: Weights) -> Tensor:
+    """Up, gate, down, as the family has it."""
+    gated = module._apply_gate(_linear(module, row_RD, own, "gate_up_proj"))
+    return _linear(module, gated, own, "down_proj")
+
+
+def _linear(module: Any, row_RD: Tensor, own: Weights, name: str) -> Tensor:
+    if module.is_transposed:
+        out = row_RD @ own[name]
+        return out + own[f"{name}_bias"] if module.has_bias else out
+    return functional.linear(row_RD, own[name], own[f"{name}_bias"] if module.has_bias else None)

@@ -1,0 +1,220 @@
+"""The routed experts of all layers in one pool of slots: what a pass asks for is read, what is used most stays.
+
+A pass names the experts of a layer when its router has chosen. Those that are there are handed out first, while the
+others are read, several at once. A pass of many rows needs nearly all of them, so that it is not waited for: experts
+of the coming layers are read *ahead*, in their order, and those that nobody chose give their slots back.
+
+Which block lies in which slot, `ExpertCache` says. Invariant: a slot is written to only when nobody holds its block,
+after the event behind its last use; whatever fails leaves no block that is not whole.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from offload.checkpoint.layout import SlabLayout
+from offload.streaming.device import Device, Event
+from offload.streaming.expert_cache import NUM_PASSING, ExpertCache
+from offload.streaming.host_device import HostDevice
+from offload.streaming.source import ByteSource, drop
+from offload.streaming.stage import Carry
+
+NEVER = 1 << 30  # rows: no pass has as many
+_POISON = 0xFF  # NaN in every float format we stream
+_AHEAD_BYTES = 32 << 20  # at least, that are read ahead: a disk is busy with less, and goes on while experts compute
+Records = Sequence[Sequence[SlabLayout]]  # of every layer's experts
+
+
+class ExpertPool:
+    """Hands out experts, `block` = place of the layer x E + expert.
+
+    Args:
+        records: their layouts.
+        slots: flat bytes (num_slots, slot_bytes), where `device` computes.
+        carry: moves a block into a slot.
+        ahead_rows: from so many rows on a pass reads ahead.
+
+    Attributes:
+        uses_LE: how often rows have chosen each expert, since it was opened; `num_rows`: of how many.
+        num_hits, num_misses: of experts that passes have asked for.
+        bytes_read: for passes; stall_s: that these have waited for it.
+    """
+
+    def __init__(
+        self, records: Records, slots: Tensor, carry: Carry, device: Device, cache: ExpertCache, ahead_rows: int
+    ) -> None:
+        self.records = [record for layer in records for record in layer]
+        self._slots, self._carry, self._device, self._cache, self.ahead_rows = slots, carry, device, cache, ahead_rows
+        self._num_experts = len(records[0])
+        self.uses_LE = np.zeros((len(records), self._num_experts), np.int64)
+        self.num_rows = self.num_hits = self.num_misses = self.bytes_read = 0
+        self.stall_s = 0.0
+        self.poison_released = False  # tests fill slots with NaN before anything else comes into them
+        self._arriving: dict[int, Sequence[Future[Any]]] = {}  # by slot
+        self._free: dict[int, Event] = {}  # by slot
+        self._schedule = deque[int]()  # blocks to read ahead
+        self._guessed = dict[int, None]()  # those that are held for it, in this order
+        self._lent = dict[int, int]()  # slots by blocks of the layer that runs
+
+    def begin_pass(self, num_rows: int, num_tokens: int) -> None:
+        """A pass of so many rows follows; so many tokens were written since the last one."""
+        self._take_back(self._lent)  # a pass that was abandoned may not have
+        self._give_up(self._guessed.copy())
+        self._cache.begin_pass(num_tokens)
+        self.num_rows += num_rows
+        self._schedule = deque(range(len(self.records)) if num_rows >= self.ahead_rows else ())
+        self._read_ahead()
+
+    def bring(
+        self, layer: int, experts: Sequence[int], uses: Sequence[int]
+    ) -> Iterator[tuple[int, SlabLayout, Tensor]]:
+        """Each of `experts` with its slab, valid until the next is asked for; raises `ReadError`.
+
+        Args:
+            experts: of one layer, rising; later layers follow.
+            uses: how many rows have chosen each.
+        """
+        first, cache = layer * self._num_experts, self._cache
+        self.uses_LE[layer, experts] += uses
+        blocks = [first + expert for expert in experts]
+        cache.use(blocks)
+        slots = self._lent = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}
+        self._settle_guesses(first + self._num_experts)
+        wanted = deque(block for block in blocks if block not in slots)
+        self.num_hits, self.num_misses = self.num_hits + len(slots), self.num_misses + len(wanted)
+        queue = deque(sorted(slots, key=lambda block: slots[block] in self._arriving))
+        try:
+            self._ask(wanted, slots, queue)
+            while queue:
+                block = queue.popleft()
+                yield block - first, self.records[block], self._arrived(block, slots[block])
+                self._free[slots[block]] = self._device.record(self._device.compute)
+                del slots[block]
+                cache.release(block)
+                self._ask(wanted, slots, queue)
+        finally:
+            self._take_back(slots)
+
+    def warm(self, blocks: Sequence[int], on_bytes: Callable[[int], None]) -> None:
+        """Read these as far as there is room, before anybody asks. Raises `ReadError`."""
+        asked = list[int]()
+        for block in blocks[: len(self._slots)]:
+            if (slot := self._cache.place(block)) is None:
+                break
+            self._start(block, slot)
+            asked.append(block)
+        for block in asked:
+            slot = self._cache.hold(block)
+            assert slot is not None, "it is held since"
+            self._arrived(block, slot)
+            on_bytes(self.records[block].slab_bytes)
+            self._cache.release(block)
+            self._cache.release(block)
+        self.bytes_read = 0
+
+    def stop(self) -> None:
+        """On return nothing is read any more."""
+        self._schedule.clear()
+        for parts in self._arriving.values():
+            drop(parts)
+
+    def _ask(self, wanted: deque[int], slots: dict[int, int], queue: deque[int]) -> None:
+        """Start reading what is missing, as far as there are slots; then what may be wanted next."""
+        while wanted:
+            slot = self._cache.place(wanted[0])
+            if slot is None and not queue and self._guessed:
+                self._give_up([next(reversed(self._guessed))])
+                continue
+            if slot is None:
+                return
+            block = wanted.popleft()
+            slots[block] = slot
+            self._start(block, slot)
+            queue.append(block)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while self._schedule:
+            block = self._schedule[0]
+            if self._cache.hold(block) is not None:
+                self._cache.release(block)
+            elif (slot := self._cache.place(block)) is not None:
+                self._guessed[block] = None
+                self._start(block, slot)
+            else:
+                return
+            self._schedule.popleft()
+
+    def _settle_guesses(self, end: int) -> None:
+        """Of blocks before `end` it is known who is needed: others need not be read, nor held."""
+        while self._schedule and self._schedule[0] < end:
+            self._schedule.popleft()
+        self._give_up([block for block in self._guessed if block < end])
+
+    def _take_back(self, slots: dict[int, int]) -> None:
+        """What was handed out, or would have been."""
+        while slots:
+            self._cache.release(slots.popitem()[0])
+
+    def _give_up(self, blocks: Sequence[int] | dict[int, None]) -> None:
+        for block in blocks:
+            del self._guessed[block]
+            self._cache.release(block)
+
+    def _start(self, block: int, slot: int) -> None:
+        """Move a block into its slot, once nothing else is on its way there."""
+        drop(self._arriving.pop(slot, ()))
+        if self.poison_released:
+            self._device.fill(self._slots[slot], _POISON, self._device.compute)
+            self._free[slot] = self._device.record(self._device.compute)
+        try:
+            self._arriving[slot] = self._carry(block, self._slots[slot], self._free.get(slot))
+        except Exception as error:  # whoever waits for the block hears of it
+            failed = Future[None]()
+            failed.set_exception(error)
+            self._arriving[slot] = [failed]
+        self.bytes_read += self.records[block].slab_bytes
+
+    def _arrived(self, block: int, slot: int) -> Tensor:
+        """The slab, once it is there for what is enqueued from now on."""
+        if slot in self._arriving:
+            started, ready = time.perf_counter(), None
+            try:
+                for part in self._arriving[slot]:
+                    ready = part.result()
+            except BaseException:
+                drop(self._arriving.pop(slot))
+                self._lent.pop(block, None)
+                self._cache.forget(block)
+                raise
+            del self._arriving[slot]
+            self._device.wait(self._device.compute, ready)
+            self.stall_s += time.perf_counter() - started
+        return self._slots[slot][self.records[block].sent]
+
+
+def open_pool(
+    source: ByteSource, records: Records, num_slots: int, device: Device | None, resources: ExitStack, *,
+    ahead_rows: int = NEVER,
+) -> ExpertPool:  # fmt: skip
+    """An empty pool of so many slots; `resources` closes it."""
+    host, flat = device or HostDevice(), [record for layer in records for record in layer]
+    slot_bytes = max(record.slab_bytes for record in flat)
+
+    def carry(block: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
+        if free is not None:
+            host.synchronize(free)
+        return source.read(flat[block], slot.numpy()[: flat[block].slab_bytes])
+
+    slots = host.allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
+    num_passing = max(NUM_PASSING, _AHEAD_BYTES // slot_bytes)
+    cache = ExpertCache(len(flat), num_slots, num_passing=num_passing)
+    pool = ExpertPool(records, slots, carry, host, cache, ahead_rows)
+    resources.callback(pool.stop)
+    return pool

@@ -1,0 +1,110 @@
+"""Experts that come one by one: the bits of transformers' own loop, with any pool, and all other numbers NaN."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_families import config_of, tiny_model
+from tiny import save
+from transformers import AutoModelForCausalLM
+
+from offload.checkpoint.experts import ON_DEMAND
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.model.kv_cache import KVCache
+from offload.model.weights import StreamedModel
+from offload.streaming.disk import DiskReader
+from offload.streaming.expert_pool import NEVER, ExpertPool, open_pool
+
+FAMILIES = sorted(ON_DEMAND)
+_NUM_ROWS = 24
+_TOKEN_T = torch.randint(3, 199, (_NUM_ROWS,), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = config_of(request.param)
+    return save(tiny_model(config), tmp_path_factory.mktemp(request.param))
+
+
+@contextmanager
+def opened(folder: Path, num_slots: int, *, ahead_rows: int = NEVER) -> Iterator[tuple[StreamedModel, ExpertPool]]:
+    with ExitStack() as resources:
+        checkpoint = open_checkpoint(folder)
+        model = StreamedModel(checkpoint, "float32", on_demand=True)
+        resources.callback(model.close)
+        store = DiskReader(checkpoint.shards)
+        resources.callback(store.close)
+        model.read_rest(store.fetch)
+        for layer, layout in enumerate(model.layer_layouts):
+            model.bind_layer(layer, store.fetch(layout))
+        records = [one.records for one in model.experts]
+        pool = open_pool(store, records, num_slots, None, resources, ahead_rows=ahead_rows)
+        pool.poison_released = True
+        model.bring_experts(pool.bring)
+        yield model, pool
+
+
+def logits_of(model: StreamedModel, pool: ExpertPool, cuts: tuple[int, ...]) -> torch.Tensor:
+    """Of a chain that is taken in by passes of so many rows."""
+    cache, parts = KVCache(model.num_layers, _NUM_ROWS), []
+    for part_T in _TOKEN_T.split(list(cuts)):
+        num_rows = len(part_T)
+        sees_TT = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        pool.begin_pass(num_rows, num_rows)
+        parts.append(model.forward(part_T, torch.arange(num_rows) + cache.length, sees_TT, cache))
+        cache.commit(range(num_rows))
+    return torch.cat(parts)
+
+
+def reference(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
+    """transformers' own loop over experts, with the attention that we compute with."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.set_experts_implementation("eager")
+    parts, cache = [], None
+    with torch.inference_mode():
+        for part_T in _TOKEN_T.split(list(cuts)):
+            out = model(input_ids=part_T[None], past_key_values=cache, use_cache=True)
+            parts, cache = [*parts, out.logits[0]], out.past_key_values
+    return torch.cat(parts)
+
+
+def whole_layers(folder: Path, cuts: tuple[int, ...]) -> torch.Tensor:
+    """The same model with all experts bound at once."""
+    checkpoint = open_checkpoint(folder)
+    model = StreamedModel(checkpoint, "float32")
+    store = DiskReader(checkpoint.shards)
+    model.read_rest(store.fetch)
+    model.meta_model.set_experts_implementation("eager")
+    for layer, layout in enumerate(model.layer_layouts):
+        model.bind_layer(layer, store.fetch(layout))
+    store.close()
+    cache, parts = KVCache(model.num_layers, _NUM_ROWS), []
+    for part_T in _TOKEN_T.split(list(cuts)):
+        sees_TT = torch.ones(len(part_T), len(part_T), dtype=torch.bool).tril()
+        parts.append(model.forward(part_T, torch.arange(len(part_T)) + cache.length, sees_TT, cache))
+        cache.commit(range(len(part_T)))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("cuts", [(24,), (9, 1, 1, 4, 9)])
+def test_bits_are_those_of_all_experts_at_once(folder: Path, cuts: tuple[int, ...]) -> None:
+    wanted = whole_layers(folder, cuts)
+    torch.testing.assert_close(wanted, reference(folder, cuts), rtol=1e-4, atol=1e-4)
+    for num_slots, ahead_rows in ((2, NEVER), (2, 1), (9, NEVER), (9, 4), (100, 4)):
+        with opened(folder, num_slots, ahead_rows=ahead_rows) as (model, pool):
+            assert torch.equal(logits_of(model, pool, cuts), wanted), "cold"
+            assert torch.equal(logits_of(model, pool, cuts), wanted), "warm"
+
+
+def test_only_what_a_router_chose_is_read(folder: Path) -> None:
+    with opened(folder, 100) as (model, pool):
+        logits_of(model, pool, (1,) * _NUM_ROWS)
+        chosen = int((pool.uses_LE > 0).sum())
+        assert pool.num_misses == chosen, "each once, since there is room for all"
+        assert pool.bytes_read == sum(np.array([one.slab_bytes for one in pool.records])[(pool.uses_LE > 0).ravel()])
+        before = pool.bytes_read
+        logits_of(model, pool, (1,) * _NUM_ROWS)
+        assert pool.bytes_read == before and pool.num_rows == 2 * _NUM_ROWS
