@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
@@ -98,8 +98,8 @@ def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]
 
 def _adjoin(parts: Sequence[Part]) -> bool:
     """Whether they lie in their file one behind the other, as in the parameter."""
-    pairs = zip(parts, parts[1:], strict=False)
-    return all((one.entry.shard, one.entry.hi) == (two.entry.shard, two.entry.lo) for one, two in pairs)
+    entries = pairwise(part.entry for part in parts)
+    return all((one.shard, one.hi) == (two.shard, two.lo) for one, two in entries)
 
 
 def is_coded(parts: Sequence[Part]) -> bool:
