@@ -74,7 +74,7 @@ def _forward(
         raise ReadError(f"layer {layer} of the experts chooses by numbers that are not finite: its router is damaged")
     parts = dict[int, tuple[Tensor, Tensor]]()
     for expert, own in weights(needed, num_rows[: len(needed)]):
-        choice_R, row_R = torch.where(expert == expert_NK.T)
+        choice_R, row_R = (expert_NK.T == expert).nonzero(as_tuple=True)  # noqa: SIM300
         out_RD = _multiply(module, hidden_ND[row_R], own) * share_NK[row_R, choice_R, None]
         parts[expert] = row_R, out_RD.to(hidden_ND.dtype)
     out_ND = torch.zeros_like(hidden_ND)

@@ -43,8 +43,9 @@ class StreamedModel(BoundModel):
         has_host_table: bool = False, section: Section | None = None, on_demand: bool = False,
         adapt: Callable[[nn.Module], None] = lambda meta_model: None,
     ) -> None:  # fmt: skip
-        more = {"has_host_table": has_host_table, "section": section, "on_demand": on_demand, "adapt": adapt}
-        super().__init__(checkpoint, dtype, place, **more)
+        super().__init__(
+            checkpoint, dtype, place, has_host_table=has_host_table, section=section, adapt=adapt, on_demand=on_demand
+        )
         self._send_by: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(place)
         self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}

@@ -1,18 +1,21 @@
 """Experts that come one by one: the bits of transformers' own loop, with any pool, and all other numbers NaN."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from quantised import save_quantised
 from test_families import config_of, tiny_model
 from tiny import save
 from transformers import AutoModelForCausalLM
 
 from offload.checkpoint.experts import ON_DEMAND
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.errors import ReadError
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.streaming.disk import DiskReader
@@ -108,3 +111,50 @@ def test_only_what_a_router_chose_is_read(folder: Path) -> None:
         before = pool.bytes_read
         logits_of(model, pool, (1,) * _NUM_ROWS)
         assert pool.bytes_read == before and pool.num_rows == 2 * _NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("gpt_oss", "mxfp4"),
+        ("qwen3_moe", "fp8-block"),
+        ("mixtral", "ct-w4-zeros"),
+        ("qwen3_moe", "awq"),
+        ("olmoe", "nf4"),
+    ],
+)
+def test_coded_experts_are_expanded_one_by_one(family: str, recipe: str, tmp_path: Path) -> None:
+    plain = save(tiny_model(config_of(family)), tmp_path / "plain")
+    folder = save_quantised(plain, recipe, tmp_path / "coded").directory
+    wanted = whole_layers(folder, (9, 1, 14))
+    for num_slots, ahead_rows in ((2, NEVER), (9, 4)):
+        with opened(folder, num_slots, ahead_rows=ahead_rows) as (model, pool):
+            assert any(record.coded for record in pool.records)
+            assert torch.equal(logits_of(model, pool, (9, 1, 14)), wanted)
+
+
+def test_a_router_of_numbers_that_are_not_finite_is_told(tmp_path: Path) -> None:
+    model = tiny_model(config_of("qwen3_moe"))
+    model.model.layers[1].mlp.gate.weight.data[3] = float("nan")
+    with opened(save(model, tmp_path), 4) as (streamed, pool), pytest.raises(ReadError, match="layer 1 .* not finite"):
+        logits_of(streamed, pool, (4, 20))
+
+
+def test_a_failed_read_reaches_the_caller_and_leaves_nothing_half_read(tmp_path: Path) -> None:
+    folder = save(tiny_model(config_of("olmoe")), tmp_path)
+    wanted = whole_layers(folder, (9, 15))
+    with opened(folder, 5, ahead_rows=12) as (model, pool):
+        working, calls = pool._carry, iter(range(1000))
+
+        def fail_late(block: int, slot: torch.Tensor, free: object) -> list[Future[None]]:
+            if next(calls) < 7:
+                return list(working(block, slot, None))
+            failed = Future[None]()
+            failed.set_exception(ReadError("the disk is gone"))
+            return [failed]
+
+        pool._carry = fail_late
+        with pytest.raises(ReadError, match="the disk is gone"):
+            logits_of(model, pool, (9, 15))
+        pool._carry = working
+        assert torch.equal(logits_of(model, pool, (9, 15)), wanted)
