@@ -84,7 +84,7 @@ def _examples(
 ) -> Iterator[CodedWeight]:
     """Words of each coding, of the smallest weight that is large enough or else of the largest."""
     for layer in sorted(set(codings.values())):
-        words = model.coded_words(layer, fetch(model.layer_layouts[layer]))
+        words = model.coded_words(layer, fetch)
         for coding in [coding for coding, first in codings.items() if first == layer]:
             own = sorted((one for one in words if one.coding == coding), key=lambda one: one.num_weights)
             yield next((one for one in own if one.num_weights >= _ENOUGH), own[-1])

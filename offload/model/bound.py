@@ -77,7 +77,8 @@ class BoundModel:
         self._rest_places = [(source, places[name]) for name, source in source_of.items()]
         own = [below(stored, names[block]) for block in blocks]
         found = [find_experts(*one) if on_demand else (None, set()) for one in zip(blocks, own, strict=True)]
-        self.experts = [experts for experts, _ in found if experts is not None]
+        self._experts_of = {layer: experts for layer, (experts, _) in enumerate(found) if experts is not None}
+        self.experts = [*self._experts_of.values()]
         self._layouts = [
             slab_layout({name: what for name, what in stacks.items() if name not in routed})
             for stacks, (_, routed) in zip(own, found, strict=True)
@@ -92,7 +93,7 @@ class BoundModel:
             f"{names[one.module]}{index}.": record for one in self.experts for index, record in enumerate(one.records)
         }
         self._beside = Beside(checkpoint.directory.name, coded, layouts | records)
-        self._expanded = ExpandedWeights(self._layouts, self._layer_places, place, [*records.values()], self.dtype)
+        self._expanded = ExpandedWeights(self._layouts, self._layer_places, place, self.dtype, [*records.values()])
         self._expanded_rest: dict[str, Tensor] = {}
         self.held = HeldWeights(checkpoint.held.bits) if checkpoint.held else None
         self.vocab_size = int(self.meta_model.get_output_embeddings().weight.shape[0])
@@ -106,8 +107,7 @@ class BoundModel:
     @property
     def typical_layer(self) -> int:
         """The first one that is like most, by which all can be judged: one with routed experts where they come."""
-        blocks = [set(block.modules()) for block in self._layers]
-        return next((index for one in self.experts[:1] for index, own in enumerate(blocks) if one.module in own), 0)
+        return next(iter(self._experts_of), 0)
 
     def read_rest(self, fetch: Callable[[SlabLayout], np.ndarray], target: "BoundModel | None" = None) -> int:
         """Read and bind all but layers, and what stays of coded ones. Returns the bytes read.
@@ -148,12 +148,16 @@ class BoundModel:
 
     def codings_of(self, layer: int) -> list[Coding]:
         """Of its weights; empty where all are plain."""
-        words = [one for several in self._layouts[layer].coded.values() for one in several]
+        words = [one for layout in self._parts_of(layer) for several in layout.coded.values() for one in several]
         return [one.part.entry.coded.coding for one in words if one.part.entry.coded]
 
-    def coded_words(self, layer: int, slab: np.ndarray) -> list[CodedWeight]:
-        """What `expand_with` is for, of a layer with this slab, which need not be bound."""
-        return self._expanded.words(self._layouts[layer], self._layer_places[layer], slab)
+    def coded_words(self, layer: int, fetch: Callable[[SlabLayout], np.ndarray]) -> list[CodedWeight]:
+        """What `expand_with` is for, of a layer that need not be bound; of experts that come on demand the first's."""
+        return [one for layout in self._parts_of(layer) for one in self._expanded.words(layout, fetch(layout))]
+
+    def _parts_of(self, layer: int) -> list[SlabLayout]:
+        experts = self._experts_of.get(layer)
+        return [self._layouts[layer], *(experts.records[:1] if experts else ())]
 
     def hold_layer(self, layer: int) -> None:
         """A layer is bound for good; its slab can go where its matrices are to be held in fewer bits."""

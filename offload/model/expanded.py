@@ -58,7 +58,7 @@ class ExpandedWeights:
     Args:
         layouts: of the slabs of all layers, by number.
         places: of their parameters, by name within the layer.
-        where: the model computes.
+        where: the model computes; dtype: in which.
         records: slabs of what comes by itself, and is expanded by `numbers`.
 
     Attributes:
@@ -68,7 +68,7 @@ class ExpandedWeights:
 
     def __init__(
         self, layouts: Sequence[SlabLayout], places: Sequence[Mapping[str, Place]], where: torch.device,
-        records: Sequence[SlabLayout] = (), dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype, records: Sequence[SlabLayout] = (),
     ) -> None:  # fmt: skip
         self._where, self._scratch_B, self._dtype = where, torch.zeros(0, dtype=torch.uint8), dtype
         self._sent: dict[int, Tensor] = {}
@@ -101,8 +101,8 @@ class ExpandedWeights:
         """Let go of the slab."""
         self._sent.pop(layer, None)
 
-    def words(self, layout: SlabLayout, places: Mapping[str, Place], slab: np.ndarray) -> list[CodedWeight]:
-        """All that is expanded of a layer, for those who try how; nothing is bound."""
+    def words(self, layout: SlabLayout, slab: np.ndarray) -> list[CodedWeight]:
+        """All that is expanded of a slab, for those who try how; nothing is bound."""
         sent = torch.from_numpy(slab[layout.sent]).to(self._where)
         return [
             CodedWeight(
@@ -110,9 +110,9 @@ class ExpandedWeights:
                 sent[_within(layout, one.part, one.slab_lo)],
                 self._companions[one.part],
                 one.part.entry.shape,
-                places[name].empty.dtype,
+                self._dtype,
             )
-            for name, several in layout.coded.items()
+            for several in layout.coded.values()
             for one in several
         ]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,6 +24,7 @@ Weights = Mapping[str, Tensor]  # of one expert, by the names that their stacks 
 Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLayout, Tensor]]]
 # A record and its slab -> the numbers, valid until it is called again.
 Open = Callable[[SlabLayout, Tensor], Weights]
+_SAMPLE_BYTES = 64 << 20  # more than processors keep, so that numbers come from memory as in a pass
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "has_post_expert_norm", "num_experts", "_apply_gate")
 
 
@@ -51,6 +53,18 @@ def find_experts(
         assert is_known and all(shape[0] == count for shape, _ in stacks.values()), "a family that was tried"
         return RoutedExperts(module, split_experts(stacks, count)), {prefix + one for one in stacks}
     return None, set()
+
+
+def sample_of(records: Sequence[SlabLayout], fetch: Callable[[SlabLayout], np.ndarray], place: torch.device) -> Bring:
+    """A few of these stand for all experts, to try and to time by before there is room for more."""
+    num_slabs = min(len(records), max(2, _SAMPLE_BYTES // records[0].slab_bytes))
+    slabs = [(record, torch.from_numpy(fetch(record)[record.sent]).to(place)) for record in records[:num_slabs]]
+
+    def bring(_: int, experts: Sequence[int], __: Sequence[int]) -> Iterator[tuple[int, SlabLayout, Tensor]]:
+        for expert in experts:
+            yield expert, *slabs[expert % num_slabs]
+
+    return bring
 
 
 def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open) -> None:

@@ -130,9 +130,7 @@ def test_a_model_computes_the_same_with_either(recipe: str, tmp_path: Path) -> N
 def test_a_weight_is_tried_that_is_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Opened(tmp_path, "fp8-block")
     codings = expansion_choice._layer_of_codings(opened.model)
-    sizes = sorted(
-        {one.num_weights for one in opened.model.coded_words(0, opened.reader.fetch(opened.model.layer_layouts[0]))}
-    )
+    sizes = sorted({one.num_weights for one in opened.model.coded_words(0, opened.reader.fetch)})
     for enough, wanted in ((1, sizes[0]), (sizes[0] + 1, sizes[1]), (1 << 40, sizes[-1])):
         monkeypatch.setattr(expansion_choice, "_ENOUGH", enough)
         (words,) = expansion_choice._examples(opened.model, opened.reader.fetch, codings)
