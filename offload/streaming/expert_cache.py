@@ -2,8 +2,8 @@
 
 Kept is what was used most, by counts that halve every `HALF_LIFE_TOKENS` tokens, over all layers together. A block that
 is used less than all that are kept is read, used and dropped: a slot that lent itself to such a block is *passing*, and
-at most `num_passing` are at once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing,
-where dropping what was used longest ago would keep nothing at all.
+at most `num_passing` are at once. So a pass that needs more than there are slots (a prompt) costs the kept ones
+nothing, where dropping what was used longest ago would keep nothing at all.
 Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one block, or is empty.
 """
 
@@ -33,8 +33,8 @@ def warm_order(counts_B: Sequence[float]) -> np.ndarray:
 class ExpertCache:
     """Slots 0..num_slots-1 and the blocks 0..num_blocks-1 in them. One thread calls.
 
-    `counts` are decayed uses to begin with (`warm_uses`); nothing lies in a slot then. `num_passing` bounds how many slots
-    lend themselves at once to blocks that shall not stay, which bounds how many such blocks are read ahead.
+    `counts` are decayed uses to begin with (`warm_uses`); nothing lies in a slot then. `num_passing` bounds how many
+    slots lend themselves at once to blocks that shall not stay, and so how many of those are read ahead.
     """
 
     def __init__(

@@ -1,0 +1,187 @@
+"""Which expert stays and which gives way: the promises of the cache, on passes that are made up."""
+
+import random
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from offload.streaming.expert_cache import HALF_LIFE_TOKENS, ExpertCache, warm_order, warm_uses
+
+
+def need(cache: ExpertCache, blocks: list[int]) -> list[int]:
+    """One layer of a pass as a pool serves it, hits first and misses in waves; returns the misses."""
+    cache.use(blocks)
+    there = [block for block in blocks if cache.hold(block) is not None]
+    missing, waiting = [block for block in blocks if block not in there], []
+    for block in there:
+        cache.release(block)
+    for block in missing:
+        while cache.place(block) is None:
+            cache.release(waiting.pop(0))
+        waiting.append(block)
+    for block in waiting:
+        cache.release(block)
+    return missing
+
+
+def passes(cache: ExpertCache, blocks: list[int], times: int) -> int:
+    """How many misses so many passes over these blocks have had."""
+    misses = 0
+    for _ in range(times):
+        cache.begin_pass()
+        misses += len(need(cache, blocks))
+    return misses
+
+
+def test_what_fits_is_read_once() -> None:
+    cache = ExpertCache(100, 10)
+    assert passes(cache, list(range(10)), 20) == 10
+    assert sorted(cache.kept()) == list(range(10))
+
+
+def test_a_cycle_larger_than_the_pool_still_hits() -> None:
+    """Dropping what was used longest ago would hit never."""
+    cache = ExpertCache(100, 30)
+    passes(cache, list(range(40)), 5)
+    assert passes(cache, list(range(40)), 20) <= 20 * (40 - 30 + cache.num_passing)
+
+
+def test_a_pass_that_needs_everything_leaves_what_is_used() -> None:
+    cache = ExpertCache(1000, 50)
+    popular = list(range(42))
+    passes(cache, [*popular, *range(100, 108)], 1)
+    passes(cache, popular, 30)
+    cache.begin_pass(512)
+    need(cache, list(range(1000)))
+    cache.begin_pass()
+    assert need(cache, popular) == []
+
+
+def test_blocks_that_nobody_uses_pass_through() -> None:
+    """Whole layers, read ahead of the router: no `use`, and nothing that is kept gives way."""
+    cache = ExpertCache(1000, 50)
+    popular = list(range(42))
+    passes(cache, popular, 10)
+    for block in range(100, 1000):
+        assert cache.place(block) is not None
+        cache.release(block)
+    assert set(popular) <= set(cache.kept())
+
+
+def test_a_new_subject_takes_over() -> None:
+    cache = ExpertCache(200, 40)
+    passes(cache, list(range(30)), 200)
+    passes(cache, list(range(100, 130)), int(2 * HALF_LIFE_TOKENS))
+    assert passes(cache, list(range(100, 130)), 1) == 0
+
+
+def test_what_is_held_never_gives_way() -> None:
+    cache = ExpertCache(20, 4)
+    for block in range(4):
+        assert cache.place(block) is not None
+    cache.use([7] * 3)
+    assert cache.place(7) is None, "every slot is held"
+    assert cache.hold(2) is not None
+    cache.release(2)
+    assert cache.place(7) is None, "it was held twice"
+    cache.release(2)
+    slot = cache.place(7)
+    assert slot is not None and cache.hold(2) is None and cache.hold(7) == slot
+
+
+def test_at_most_a_few_slots_pass_at_once() -> None:
+    cache = ExpertCache(100, 20, num_passing=3)
+    passes(cache, list(range(20)), 5)
+    assert [cache.place(block) is not None for block in range(50, 54)] == [True, True, True, False]
+    cache.release(50)
+    assert cache.place(54) is not None and cache.hold(50) is None
+    cache.use([60])
+    cache.begin_pass(1000)
+    cache.use([60])
+    assert cache.place(60) is not None, "one that is used more than what is kept is no passing one"
+
+
+def test_a_failed_read_leaves_an_empty_slot() -> None:
+    cache = ExpertCache(20, 2)
+    slot = cache.place(3)
+    cache.hold(3)
+    cache.forget(3)
+    assert cache.hold(3) is None and list(cache.kept()) == []
+    assert {cache.place(4), cache.place(5)} == {0, 1} and slot is not None
+    cache.forget(6)
+
+
+def test_a_warm_start_keeps_what_was_counted() -> None:
+    counts = np.zeros(100)
+    counts[[5, 70]] = 900, 300
+    assert warm_order(counts).tolist() == [5, 70]
+    uses = warm_uses(counts, 1000)
+    assert uses[5] == pytest.approx(0.9 * HALF_LIFE_TOKENS / np.log(2))
+    cache = ExpertCache(100, 4, counts=uses)
+    for block in (5, 70, 1, 2, 3, 4, 6, 7):
+        assert cache.place(block) is not None
+        cache.release(block)
+    assert list(cache.kept())[:2] == [5, 70]
+    with pytest.raises(AssertionError, match="one count"):
+        ExpertCache(100, 4, counts=[1.0])
+
+
+def test_uses_halve_and_survive_renormalising() -> None:
+    cache = ExpertCache(10, 4)
+    cache.begin_pass()
+    cache.use([1, 1, 2])
+    cache.begin_pass(HALF_LIFE_TOKENS)
+    need(cache, [2])
+    assert cache.uses_B[[1, 2, 3]].tolist() == pytest.approx([0.5, 1.5, 0])
+    for _ in range(int(300 * HALF_LIFE_TOKENS)):
+        cache.begin_pass()
+        cache.use([4])
+    assert cache.uses_B[4] == pytest.approx(1 / (1 - 2 ** (-1 / HALF_LIFE_TOKENS)))
+    cache.begin_pass(1e9)
+    assert cache.uses_B[4] < 1e-30 and np.isfinite(cache.uses_B).all()
+
+
+def test_any_order_of_calls_keeps_the_books() -> None:
+    """Against a plain model of what is there and who holds it."""
+    rng, cache, holds = random.Random(1), ExpertCache(60, 12, num_passing=4), dict[int, int]()
+    place_of: dict[int, int] = {}
+    for _ in range(20_000):
+        block, choice = rng.randrange(60), rng.random()
+        if choice < 0.1:
+            cache.begin_pass(rng.choice([1, 4, 16]))
+        elif choice < 0.3:
+            cache.use(rng.sample(range(60), 5))
+        elif choice < 0.6 and holds:
+            block = rng.choice(list(holds))
+            cache.release(block)
+            holds[block] -= 1
+            holds = {one: number for one, number in holds.items() if number}
+        elif choice < 0.62:
+            cache.forget(block)
+            place_of.pop(block, None), holds.pop(block, None)
+        elif (slot := cache.hold(block)) is not None:
+            assert place_of[block] == slot
+            holds[block] = holds.get(block, 0) + 1
+        elif (slot := cache.place(block)) is not None:
+            assert not any(place_of[one] == slot for one in holds), "a held block gave way"
+            place_of = {one: place for one, place in place_of.items() if place != slot} | {block: slot}
+            holds[block] = 1
+        else:
+            assert holds, "None where nothing is held"
+        assert sorted(cache.kept()) == sorted(place_of)
+
+
+def test_a_decision_is_quick() -> None:
+    """Beside what a plain search of all slots in Python takes, on the same machine at the same time."""
+    cache, rng = ExpertCache(15_000, 3000), random.Random(2)
+    for _ in range(20):
+        cache.begin_pass()
+        need(cache, rng.sample(range(15_000), 400))
+    started, blocks = perf_counter(), rng.sample(range(15_000), 400)
+    need(cache, blocks)
+    ours_s, slots = (perf_counter() - started) / len(blocks), [rng.random() for _ in range(3000)]
+    started = perf_counter()
+    for _ in range(10):
+        min(range(3000), key=slots.__getitem__)
+    assert ours_s < (perf_counter() - started) / 10
