@@ -28,6 +28,7 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
 from offload.model.cuda_graphs import use_graphs
 from offload.model.encoder_decoder import open_model
+from offload.model.experts import sample_of
 from offload.model.weights import StreamedModel
 from offload.planning.options import LoadOptions
 from offload.streaming.device import Device
@@ -58,14 +59,19 @@ class Pair(NamedTuple):
 
 def open_pair(
     files: Files, options: LoadOptions, device: Device | None, resources: ExitStack, open_source: OpenSource,
-    adapt: Callable[[nn.Module], None] = lambda meta_model: None,
+    adapt: Callable[[nn.Module], None] = lambda meta_model: None, *, on_demand: bool = False,
 ) -> Pair:  # fmt: skip
     """Meta models with their tokenizer and the file reader; `adapt` may change the target's before it has weights.
+
+    With `on_demand` the target's routed experts come one by one, see `BoundModel`.
 
     Raises `UserError` where the two do not fit each other.
     """
     place = _HOST if device is None else device.place
-    target = open_model(files.target, options.dtype, place, has_host_table=device is not None, adapt=adapt)
+    has_host_table = device is not None
+    target = open_model(
+        files.target, options.dtype, place, has_host_table=has_host_table, adapt=adapt, on_demand=on_demand
+    )
     end_ids = end_ids_of(files.target)
     resources.callback(target.close)
     notes = [] if options.ram is None else [line for line in [ram_warning(options.ram)] if line]
@@ -93,6 +99,8 @@ def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
         total_bytes += draft.rest_bytes + sum(layout.slab_bytes for layout in layouts)
     count = counter(total_bytes, on_bytes)
     count(pair.target.read_rest(pair.store.fetch))
+    if pair.target.experts:
+        pair.target.bring_experts(sample_of(pair.target.experts[0].records, pair.store.fetch, pair.target.place))
     outcomes = _pick_expansion(pair, pair.target, pair.store)
     if draft is not None:
         files = draft.checkpoint

@@ -40,6 +40,7 @@ from offload.planning.tree_policy import Trees
 from offload.ranks.transport import Transport
 from offload.streaming.device import CudaDevice, Device, open_device
 from offload.streaming.disk import DiskReader
+from offload.streaming.expert_pool import ExpertPool, open_pool
 from offload.streaming.layers import Layers, open_layers
 from offload.streaming.source import OpenSource
 from offload.threads.cores import num_cores
@@ -142,7 +143,8 @@ def open_decoder(
         trees.exchange_s = team.exchange_s
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
-        pair = open_pair(files, options, device, resources, open_source, team.adapt)
+        on_demand = plan_for(1).has_experts
+        pair = open_pair(files, options, device, resources, open_source, team.adapt, on_demand=on_demand)
         models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
         if request is not None:
             _check_request(request, pair, models)
@@ -163,7 +165,9 @@ def open_decoder(
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
-        target = team.target(pair.target, stream, plan, device=device, kernels=kernels, on_layer=hooks.on_layer)
+        experts = _open_experts(pair, plan, trees, resources) if on_demand else None
+        more = {"device": device, "kernels": kernels, "on_layer": hooks.on_layer, "experts": experts}
+        target = team.target(pair.target, stream, plan, **more)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
@@ -281,6 +285,13 @@ def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:
     for model in (pair.target, pair.draft):
         if model is not None:
             model.send_with(device.upload)
+
+
+def _open_experts(pair: Pair, plan: MemoryPlan, trees: Trees, resources: ExitStack) -> ExpertPool:
+    """The pool of the target's routed experts."""
+    records = [experts.records for experts in pair.target.experts]
+    assert all(one.slab_bytes <= plan.expert_slot_bytes for own in records for one in own), "an expert is larger"
+    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=trees.ahead_rows)
 
 
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:
