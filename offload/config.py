@@ -24,6 +24,7 @@ from offload.errors import UserError
 NOISE_POSITIONS = 32  # whose noise a sampler keeps: a step needs one for every level of its tree
 LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow, and all large ones would be equal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+EXPERTS = ("auto", "demand", "layers")  # how routed experts come: one by one as passes need them, or with their layers
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 

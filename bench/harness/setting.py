@@ -76,7 +76,7 @@ class Setting(NamedTuple):
         plan = partial(plan_memory, files, num_nodes=parse_tree(tree).num_nodes, **how)
         if self.opened is None:
             return self._replace(ram_bytes=least_budget(lambda size: plan(ram=size))).open(tree, **options)
-        on_device = partial(plan, ram=self.ram_bytes, device="cuda")
+        on_device = partial(plan, ram=self.ram_bytes)
         return self._replace(gpu_memory=least_budget(lambda size: on_device(gpu=size))).open(tree, **options)
 
     def ceiling(self, plan: MemoryPlan) -> float:

@@ -178,7 +178,7 @@ def estimate(
         require_one_vocabulary(files.target, files.draft)
     tree, device = planned_tree(options, draft, tokens_per_sweep), _find_device(options, machine)
     room = _room(options, machine, device)
-    dtype, dtype_notes = settled_dtype(files.target, options.dtype, is_on_cpu=room.device == "cpu")
+    dtype, dtype_notes = settled_dtype(files.target, options.dtype, is_on_cpu=room.gpu is None)
     options, room = replace(options, dtype=dtype), replace(room, dtype=dtype)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)

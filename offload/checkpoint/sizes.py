@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.checkpoint.encoder_decoder import decoder_config, has_encoder
+from offload.checkpoint.expert_sizes import ExpertShape, expert_shape
 from offload.checkpoint.held import FEW_ROWS, held_sizes
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
@@ -60,6 +61,7 @@ class ModelShape:
     product_rows: int = 0  # up to so many rows a CPU multiplies without expanding them
     is_compiled: bool = False  # whether functions that are compiled on the spot may expand its weights
     shares_rest: bool = False  # with the target, whose embeddings, norm and head it uses
+    experts: ExpertShape | None = None  # that may come one by one; None without any, or where all are multiplied with
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +107,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         is_compiled=bool(coded),
     )
     if checkpoint.held is None:
-        return shape
+        return replace(shape, experts=expert_shape(checkpoint, text_config(checkpoint), num_layers, computed))
     held = held_sizes(checkpoint.tensors, layers, checkpoint.held, computed)
     return replace(
         shape, layer_bytes=held.layer_bytes[:num_layers], encoder_bytes=held.layer_bytes[num_layers:], cast_bytes=0,

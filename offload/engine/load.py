@@ -66,7 +66,7 @@ def load(
     profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
     invariant: bool | None = None,
-    lookup: bool | None = None, lookup_length: str = "1:16",
+    lookup: bool | None = None, lookup_length: str = "1:16", experts: str = "auto",
     ngram: str | os.PathLike[str] | None = None, datastore: str | os.PathLike[str] | None = None,
     ranks: str | None = None, pipeline: str | None = None, open_source: OpenSource = DiskReader,
     on_bytes: Progress = lambda done, total: None, on_layer: Callable[[], None] = lambda: None,
@@ -91,6 +91,7 @@ def load(
         lookup, lookup_length, ngram, datastore: guesses without a model, see `LoadOptions.looks_up`, docs/lookup.md.
         ranks, pipeline: share the target among the processes that torchrun has started, see docs/ranks.md. On rank 0
             this returns; any other serves until that decoder is closed, and then raises `SystemExit`.
+        experts: of a mixture `demand` reads the experts that a pass needs, `layers` all of them with their layers.
         open_source, link_limit: opens weight files; bytes per second, such as `400MB`, that it slows the target's to.
         on_bytes: hears of (bytes, bytes in all) as they land: draft, embeddings and head, then the layers that stay.
         on_layer: hears of every layer that a sweep has run; what it raises ends the run, and the next one may begin.
@@ -104,7 +105,7 @@ def load(
         config=config, device=device if isinstance(device, str) else "cuda", gpu_memory=gpu_memory, ram=ram,
         dtype=dtype, context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
         invariant=invariant, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
-        datastore=datastore, ranks=ranks, pipeline=pipeline, draft_dtype=draft_dtype,
+        datastore=datastore, ranks=ranks, pipeline=pipeline, draft_dtype=draft_dtype, experts=experts,
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
@@ -126,7 +127,7 @@ def open_decoder(
         check_lenience(options.lenience, options.rule, request.sampling)
     device = device or _device_of(options)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
-    room = Room.of(options, str(device.place) if device else None)
+    room = Room.of(replace(options, experts="layers"), str(device.place) if device else None)  # no pool serves them yet
     with ExitStack() as resources:
         files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
         dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)

@@ -15,6 +15,8 @@ from offload.tree.pace import PACES, most_rows
 MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
 PATH_SCRATCH_BYTES = 16 << 20  # scores, keys and values in float32 while rows attend in the order of their paths
 MIN_SLOTS, WANTED_SLOTS = 2, 3
+MIN_EXPERTS = 2  # slots with which any pass gets through: one is computed with while another is read
+_AHEAD_BYTES, _MOST_AHEAD = 32 << 20, 6  # of experts that are read meanwhile, so that the disk has several to read
 _RANKING_COPIES = 4  # of the scores of a pass: perturbed, put together, weighted, as chances
 DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
 
@@ -55,6 +57,30 @@ class MemoryPlan:
     max_context: int | None = None  # that the model was made for; None where it does not say
     source_tokens: int = 0  # of a prompt that an encoder may read; 0 without one
     encoder_bytes: int = 0  # of its layers where they stay; else they pass through the slots, once per prompt
+    # Where routed experts come one by one `layer_bytes` are of the dense parts alone; else these are all 0.
+    num_experts: int = 0  # of all layers
+    num_expert_layers: int = 0
+    experts_per_token: int = 0  # that one row needs, of all layers
+    expert_slot_bytes: int = 0  # of the largest expert
+    num_expert_slots: int = 0  # where layers are computed
+    num_host_expert_slots: int = 0  # of a second pool in pinned memory, for experts that a GPU does not keep
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether routed experts come one by one, as passes need them."""
+        return self.num_experts > 0
+
+    @property
+    def num_kept_experts(self) -> int:
+        """How many may stay where layers are computed, the other slots being for those that pass."""
+        if self.num_expert_slots >= self.num_experts:
+            return self.num_experts
+        return max(0, self.num_expert_slots - passing_experts(self.expert_slot_bytes))
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether any weight of a layer still has to come when a sweep needs it."""
+        return self.streamed_bytes > 0 or self.num_kept_experts < self.num_experts
 
     @property
     def has_longest_context(self) -> bool:
@@ -68,10 +94,17 @@ class MemoryPlan:
         tiers = ", ".join(f"{self.num_layers_in(tier)} {tier}" for tier in Tier if self.num_layers_in(tier))
         return (
             f"MemoryPlan({used}\n"
-            f"  {len(self.tier_L)} layers: {tiers}; {format_bytes(self.streamed_bytes)} a sweep\n"
+            f"  {len(self.tier_L)} layers: {tiers}; {format_bytes(self.streamed_bytes)} a sweep\n{self._experts_line}"
             f"  context {self.context}, largest tree {self.num_nodes}, "
             f"{format_bytes(self.draft_bytes) if self.draft_bytes else 'none'} for a draft)"
         )
+
+    @property
+    def _experts_line(self) -> str:
+        if not self.has_experts:
+            return ""
+        slots_bytes = self.num_expert_slots * self.expert_slot_bytes
+        return f"  experts: {self.num_kept_experts} of {self.num_experts} stay, {format_bytes(slots_bytes)} of slots\n"
 
     @property
     def is_resident(self) -> tuple[bool, ...]:
@@ -96,7 +129,7 @@ class MemoryPlan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that every sweep moves to where layers are computed."""
+        """Bytes that every sweep moves to where layers are computed, whatever experts it needs."""
         return self.host_bytes + self.disk_streamed_bytes
 
     @property
@@ -104,7 +137,7 @@ class MemoryPlan:
         """What the plan takes of `ram_bytes`."""
         if self.gpu_bytes is None:
             return self._computing_bytes
-        slots_bytes = self.num_host_slots * self.slot_bytes
+        slots_bytes = self.num_host_slots * self.slot_bytes + self.num_host_expert_slots * self.expert_slot_bytes
         return self.runtime_bytes + self.table_bytes + self.staging_bytes + self.host_bytes + slots_bytes
 
     @property
@@ -131,7 +164,8 @@ class MemoryPlan:
 
     @property
     def _computing_bytes(self) -> int:
-        return self.fixed_bytes + self.resident_bytes + self.num_slots * self.slot_bytes
+        slots_bytes = self.num_slots * self.slot_bytes + self.num_expert_slots * self.expert_slot_bytes
+        return self.fixed_bytes + self.resident_bytes + slots_bytes
 
     def num_prompt_sweeps(self, num_tokens: int) -> int:
         """Sweeps that take in so many prompt tokens; the last of them scores the first tree."""
@@ -165,7 +199,12 @@ class MemoryPlan:
             "law_bytes": self.distribution_bytes,
             "resident_layers": layers[Tier.RESIDENT],
             "disk_layers": layers[Tier.DISK],
+            **({"experts": self._experts_dict()} if self.has_experts else {}),
         }
+
+    def _experts_dict(self) -> dict[str, object]:
+        names = ("num_experts", "experts_per_token", "num_expert_slots", "num_host_expert_slots", "expert_slot_bytes")
+        return {"num_kept": self.num_kept_experts, **{name: getattr(self, name) for name in names}}
 
 
 def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int) -> frozenset[int]:
@@ -178,6 +217,11 @@ def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int)
         if sum(layer_bytes[layer] for layer in chosen) <= budget_bytes:
             return chosen
     return frozenset()
+
+
+def passing_experts(slot_bytes: int) -> int:
+    """Slots through which experts of so many bytes pass: what is computed with, and what is read ahead of it."""
+    return MIN_EXPERTS + min(_MOST_AHEAD, -(-_AHEAD_BYTES // slot_bytes))
 
 
 def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool) -> int:

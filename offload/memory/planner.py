@@ -8,29 +8,29 @@ the items of a plan add up to no more than its budgets; one that cannot hold two
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from offload.checkpoint.encoder_decoder import TRAINED_CONTEXT, has_encoder
+from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.sizes import ModelShape, config_sizes, model_shape, text_config
-from offload.config import DTYPES, drafting_of, format_bytes, is_decimal, parse_size, require, whole_number
+from offload.config import DTYPES, EXPERTS, drafting_of, format_bytes, is_decimal, parse_size, require, whole_number
 from offload.errors import UserError
 from offload.machine import available_gpu_bytes, available_ram_bytes
+from offload.memory.filling import Filling, Place, Pool, fill_all
 from offload.memory.plan import (
     MAX_PROMPT_ROWS,
-    MIN_SLOTS,
     PATH_SCRATCH_BYTES,
-    WANTED_SLOTS,
     MemoryPlan,
     Tier,
     activation_bytes,
     distribution_bytes,
     draft_bytes,
     noise_bytes,
-    spread,
 )
 
 RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scratch of the matrix library: measured
@@ -65,27 +65,31 @@ def plan_memory(
     context: int | None,
     num_nodes: int,
     rule: str = "match",
-    device: str = "cpu",
     gpu: str | int | None = None,
+    experts: str = "auto",
 ) -> MemoryPlan:
     """The plan that loading follows, from headers alone.
 
     Args:
-        ram, gpu: budgets; None takes what is free now, less a reserve.
+        ram: budget; None takes what is free now, less a reserve.
+        gpu: of the device that computes; None is the CPU.
         context: positions; None takes the model's limit, at most `DEFAULT_CONTEXT`.
         num_nodes: N of the largest tree.
+        experts: one of `EXPERTS`, see `make_plan`.
     """
     require_dtype(dtype)
     target, draft = files
-    _check_encoders(target, draft, device)
+    _check_encoders(target, draft, is_gpu=gpu is not None)
     shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
-    gpu_bytes = None
-    if device != "cpu":
-        gpu_bytes = default_gpu_bytes(device) if gpu is None else parse_size(gpu, "`gpu_memory`")
+    _check_experts(target, shapes[0], experts)
+    gpu_bytes = None if gpu is None else parse_size(gpu, "`gpu_memory`")
     budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu))
-    plan = make_plan(*shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions)
+    plan = make_plan(
+        *shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions,
+        experts=experts,
+    )  # fmt: skip
     return replace(plan, max_context=_longest_context(target))
 
 
@@ -106,22 +110,6 @@ class Budgets(NamedTuple):
         return f"{math.ceil(num_bytes / unit_bytes)}{unit}"
 
 
-class _Place(NamedTuple):
-    """One memory that layers may lie in between sweeps."""
-
-    budget_bytes: int
-    fixed_bytes: int  # what it holds before any layer
-    passing_bytes: int  # the largest piece that loading sends through it
-    refusal: Callable[[int], UserError]  # by the least room that works
-
-
-class _Filling(NamedTuple):
-    """What of the layers one place gets."""
-
-    layers: frozenset[int]  # that stay
-    num_slots: int  # for those that pass
-
-
 def make_plan(
     target: ModelShape,
     draft: ModelShape | None,
@@ -130,12 +118,54 @@ def make_plan(
     context: int,
     num_nodes: int,
     keeps_distributions: bool = False,
+    experts: str = "auto",
 ) -> MemoryPlan:
     """Fill one place after the other; `num_nodes` is N of the largest tree.
+
+    Routed experts come one by one with `experts` demand, within their layers with layers; auto is demand where that is
+    possible and not everything stays.
 
     Raises:
         UserError: a place cannot hold two slots; names the least budget that works.
     """
+    plan_of = partial(_make_plan, draft=draft, budgets=budgets, sizes=_Sizes(context, num_nodes, keeps_distributions))
+    whole = replace(target, experts=None)
+    if target.experts is None or experts == "layers":
+        return plan_of(whole)
+    staying = _staying(partial(plan_of, whole)) if experts == "auto" else None
+    return staying or plan_of(on_demand(target))
+
+
+class _Sizes(NamedTuple):
+    """What a run has to have room for."""
+
+    context: int
+    num_nodes: int
+    keeps_distributions: bool
+
+
+def _staying(plan: Callable[[], MemoryPlan]) -> MemoryPlan | None:
+    """The plan, if all layers stay where they are computed."""
+    try:
+        found = plan()
+    except UserError:
+        return None
+    return None if found.num_slots else found
+
+
+def on_demand(shape: ModelShape) -> ModelShape:
+    """A model whose layers are their dense parts alone, since `experts` come by themselves."""
+    experts = shape.experts
+    assert experts is not None, "there are some"
+    return replace(
+        shape, layer_bytes=experts.dense_bytes, scratch_bytes=experts.scratch_bytes, cast_bytes=experts.cast_bytes,
+        row_bytes=shape.row_bytes + experts.row_bytes,
+    )  # fmt: skip
+
+
+def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, sizes: _Sizes) -> MemoryPlan:
+    """The experts of `target`, if there are any, come one by one."""
+    context, num_nodes, keeps_distributions = sizes
     is_gpu = budgets.gpu_bytes is not None
     source_tokens = context if target.encoder_bytes else 0
     rows, num_logits = min(MAX_PROMPT_ROWS, context), min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
@@ -154,16 +184,20 @@ def make_plan(
     runtime_bytes = RUNTIME_BYTES + (HOST_RUNTIME_BYTES if is_gpu else COMPILER_BYTES if is_compiled else 0)
     beside_bytes = max(target.beside_bytes, draft.beside_bytes if draft else 0)
     own_bytes = GPU_RUNTIME_BYTES if is_gpu else runtime_bytes
-    places = [_computing_place(budgets, items, context, own_bytes, passing_bytes=0 if is_gpu else beside_bytes)]
+    experts = target.experts
+    pool = Pool(experts.num_records, experts.slot_bytes) if experts else Pool()
+    slots = "two layer slots and two experts" if experts else "two layer slots"
+    places = [_computing_place(budgets, items, context, own_bytes, slots, passing_bytes=0 if is_gpu else beside_bytes)]
     if is_gpu:
         places.append(_feeding_place(budgets, runtime_bytes + target.table_bytes, target, draft))
     all_bytes, num_layers = (*target.layer_bytes, *target.encoder_bytes), len(target.layer_bytes)
-    fillings = _fill_all(places, all_bytes, num_layers)
+    fillings = fill_all(places, all_bytes, num_layers, pool)
     tier_of = {layer: tier for tier, filling in zip(Tier, fillings, strict=False) for layer in filling.layers}
     tier_L = tuple(tier_of.get(layer, Tier.DISK) for layer in range(num_layers))
     slot_bytes = max(all_bytes) if fillings[0].num_slots else 0
-    host = fillings[1] if is_gpu else _Filling(frozenset(), 0)
+    host = fillings[1] if is_gpu else Filling(frozenset(), 0)
     hosted_bytes = sum(target.layer_bytes[layer] for layer in host.layers) + host.num_slots * slot_bytes
+    hosted_bytes += host.num_expert_slots * pool.slot_bytes
     return MemoryPlan(
         device="cuda" if is_gpu else "cpu", ram_bytes=budgets.ram_bytes, gpu_bytes=budgets.gpu_bytes,
         context=context, num_nodes=num_nodes, max_prompt_rows=rows, num_logits_rows=num_logits,
@@ -174,34 +208,25 @@ def make_plan(
         num_slots=fillings[0].num_slots, num_host_slots=host.num_slots, slot_bytes=slot_bytes,
         layer_bytes=target.layer_bytes, tier_L=tier_L, source_tokens=source_tokens,
         encoder_bytes=0 if fillings[0].num_slots else sum(target.encoder_bytes),
-        **items,
+        num_expert_slots=fillings[0].num_expert_slots, num_host_expert_slots=host.num_expert_slots,
+        **items, **_expert_counts(experts),
     )  # fmt: skip
 
 
-def _fill_all(places: Sequence[_Place], layer_bytes: Sequence[int], num_swept: int) -> list[_Filling]:
-    """Each place takes of the layers that those before it could not keep; behind the swept ones are an encoder's."""
-    fillings, left = [], list(range(len(layer_bytes)))
-    for place in places:
-        fillings.append(_fill(place, layer_bytes, left, num_swept))
-        left = [layer for layer in left if layer not in fillings[-1].layers]
-    return fillings
-
-
-def _fill(place: _Place, layer_bytes: Sequence[int], layers: Sequence[int], num_swept: int) -> _Filling:
-    room_bytes, slot_bytes = place.budget_bytes - place.fixed_bytes, max(layer_bytes)
-    if room_bytes >= max(sum(layer_bytes[layer] for layer in layers), place.passing_bytes):
-        return _Filling(frozenset(layers), 0)
-    least_bytes = max(MIN_SLOTS * slot_bytes if layers else 0, place.passing_bytes)
-    if room_bytes < least_bytes:
-        raise place.refusal(least_bytes)
-    num_slots = WANTED_SLOTS if room_bytes >= WANTED_SLOTS * slot_bytes else MIN_SLOTS
-    swept = [layer for layer in layers if layer < num_swept]  # what passes once per prompt is the last to stay
-    return _Filling(spread(layer_bytes, swept, room_bytes - num_slots * slot_bytes), num_slots)
+def _expert_counts(experts: ExpertShape | None) -> dict[str, int]:
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.num_records,
+        "num_expert_layers": experts.num_layers,
+        "experts_per_token": experts.num_layers * experts.num_chosen,
+        "expert_slot_bytes": experts.slot_bytes,
+    }
 
 
 def _computing_place(
-    budgets: Budgets, items: dict[str, int], context: int, runtime_bytes: int, *, passing_bytes: int
-) -> _Place:
+    budgets: Budgets, items: dict[str, int], context: int, runtime_bytes: int, slots: str, *, passing_bytes: int
+) -> Place:
     """Where layers are computed: a GPU's memory, or the host's."""
     where, argument, budget_bytes = "RAM", "ram", budgets.ram_bytes
     if budgets.gpu_bytes is not None:
@@ -215,15 +240,15 @@ def _computing_place(
             draft = f", {budgets.size(drafting_bytes)} of it for the draft"
             smaller = f", take a draft of at most {budgets.size(room_bytes)}" if room_bytes > 0 else ""
         return UserError(
-            f"needs {budgets.size(slots_bytes)} of {where} for two layer slots and {budgets.size(fixed_bytes)} for the "
+            f"needs {budgets.size(slots_bytes)} of {where} for {slots} and {budgets.size(fixed_bytes)} for the "
             f"rest{draft}, budget is {budgets.size(budget_bytes)}: raise `{argument}` to "
             f"{budgets.enough(fixed_bytes + slots_bytes)}{smaller} or lower `context` from {context}"
         )
 
-    return _Place(budget_bytes, fixed_bytes, passing_bytes, refusal)
+    return Place(budget_bytes, fixed_bytes, passing_bytes, refusal)
 
 
-def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> _Place:
+def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft: ModelShape | None) -> Place:
     """Pinned memory of the host, from which a GPU is fed; what loading passes through lies where layers will."""
     slabs_of_draft = [*draft.layer_bytes, draft.rest_bytes, draft.beside_bytes] if draft else []
 
@@ -235,7 +260,7 @@ def _feeding_place(budgets: Budgets, fixed_bytes: int, target: ModelShape, draft
         )
 
     slabs_of_target = [*target.layer_bytes, target.head_bytes + target.beside_bytes]  # a head is expanded from these
-    return _Place(budgets.ram_bytes, fixed_bytes, max(slabs_of_target + slabs_of_draft), refusal)
+    return Place(budgets.ram_bytes, fixed_bytes, max(slabs_of_target + slabs_of_draft), refusal)
 
 
 def default_ram_bytes() -> int:
@@ -286,13 +311,26 @@ def require_dtype(dtype: str) -> None:
     require(dtype in DTYPES, f"`dtype` must be one of {', '.join(DTYPES)}", repr(dtype), "try `dtype` auto")
 
 
-def _check_encoders(target: Checkpoint, draft: Checkpoint | None, device: str) -> None:
+def require_experts(experts: str) -> None:
+    """Raises `UserError` for a way of reading experts that there is not."""
+    require(experts in EXPERTS, f"`experts` must be one of {', '.join(EXPERTS)}", repr(experts), "leave it out")
+
+
+def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
+    """Raises `UserError` where experts cannot come as it is wanted."""
+    require_experts(experts)
+    kind = str(target.config.get("model_type"))
+    rule = "`experts` demand needs a mixture whose experts can be read one by one"
+    require(shape.experts is not None or experts != "demand", rule, f"model type {kind}", "try `experts` layers")
+
+
+def _check_encoders(target: Checkpoint, draft: Checkpoint | None, *, is_gpu: bool) -> None:
     if draft is not None and has_encoder(target.config) != has_encoder(draft.config):
         kinds = [str(one.config.get("model_type")) for one in (target, draft)]
         what = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"
         raise UserError(f"{what}: choose a smaller model of the target's family")
-    if has_encoder(target.config) and device != "cpu":
-        raise UserError(f"models with an encoder are computed by the CPU, `device` is {device}: give `device` cpu")
+    if has_encoder(target.config) and is_gpu:
+        raise UserError("models with an encoder are computed by the CPU, `device` is cuda: give `device` cpu")
 
 
 def _check_context(checkpoint: Checkpoint, context: int | None) -> int:

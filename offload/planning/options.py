@@ -11,7 +11,7 @@ from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import is_hub_id
 from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
 from offload.datastore.store import read_store
-from offload.memory.planner import require_dtype, require_positions
+from offload.memory.planner import require_dtype, require_experts, require_positions
 from offload.planning.near_copy import check_held, models_to_read
 from offload.planning.pipeline import PipelineOptions, parse_pipeline
 from offload.planning.place import require_place
@@ -45,6 +45,7 @@ class LoadOptions:
     pipeline: str | None = None
     slow_layer_s: float = 0.0
     draft_dtype: str | None = None
+    experts: str = "auto"
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
@@ -64,6 +65,8 @@ class LoadOptions:
             require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
             rule = "`invariant` is promised by one process"
             require(not self.invariant, rule, f"`ranks` {self.ranks}", "leave one of them out")
+            rule = "`experts` demand is of one process"
+            require(self.experts != "demand", rule, f"`ranks` {self.ranks}", "leave one of them out")
             self._check_pipeline(roles)
         is_idle = roles is None and self.pipeline is not None
         require(not is_idle, "`pipeline` goes with `ranks`", "none", "such as stages:0-1")
@@ -87,6 +90,7 @@ class LoadOptions:
                 parse_size(size, name)
         parse_rate(self.link_limit, "`link_limit`")
         require_dtype(self.dtype)
+        require_experts(self.experts)
         if self.context is not None:
             require_positions(self.context)
         is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1

@@ -21,10 +21,10 @@ class Room:
 
     ram: str | int
     gpu: str | int | None  # None on a CPU
-    device: str
     dtype: str
     context: int | None
     rule: str
+    experts: str = "auto"
 
     @classmethod
     def of(cls, options: LoadOptions, place: str | None = None) -> "Room":
@@ -33,10 +33,10 @@ class Room:
         return cls(
             ram=default_ram_bytes() if ram is None else ram,
             gpu=default_gpu_bytes(place) if gpu is None and place is not None else gpu,
-            device="cpu" if place is None else "cuda",
             dtype=options.dtype,
             context=options.context,
             rule=options.rule,
+            experts=options.experts if options.ranks is None else "layers",
         )
 
     def plan(self, files: Files, num_nodes: int) -> MemoryPlan:

@@ -160,8 +160,7 @@ def _fraction(wish: Wish, own: Checkpoint) -> float:
 
 def _plan(wish: Wish, num_nodes: int, machine: Hardware, files: Files, *, is_roomy: bool = False) -> MemoryPlan:
     """Of one rank; `is_roomy`: however much memory there is, to see what everything but layers takes."""
-    device = "cuda" if machine.gpu_bytes else "cpu"
-    own: dict[str, Any] = {"ram": machine.ram_bytes, "gpu": machine.gpu_bytes, "device": device}
+    own: dict[str, Any] = {"ram": machine.ram_bytes, "gpu": machine.gpu_bytes, "experts": "layers"}
     room = Room(**own, dtype=wish.dtype, context=wish.context, rule=wish.rule)
     try:
         return (room.roomy() if is_roomy else room).plan(files, num_nodes)

@@ -17,6 +17,8 @@ from offload.errors import UserError
 from offload.memory import planner as plans
 from offload.memory.plan import DRAW_BYTES, MemoryPlan, Tier
 from offload.memory.planner import GPU_RUNTIME_BYTES, MAX_LOGITS_ROWS, Budgets, make_plan, plan_memory
+from offload.planning.options import LoadOptions
+from offload.planning.room import Room
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
 _70B = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
@@ -249,13 +251,13 @@ def test_the_table_stays_on_the_host_and_a_tied_head_is_the_table() -> None:
 def test_loading_plans_for_a_card_by_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [checkpoint_of_config(CONFIGS[name], Path("/nowhere/config.json")) for name in PAIRS[0]]
     settings: dict[str, Any] = {"ram": 64 * GB, "dtype": "auto", "context": 512, "num_nodes": 64}
-    named = plan_memory(files, device="cuda", gpu="24GiB", **settings)
+    named = plan_memory(files, gpu="24GiB", **settings)
     assert (named.device, named.gpu_bytes, named.ram_bytes) == ("cuda", 24 << 30, 64 * GB)
     check(named, SHAPES["Llama-2-70B"])
     asked: list[str] = []
     monkeypatch.setattr(plans, "available_gpu_bytes", lambda device: asked.append(device) or 48 * GB)
-    found = plan_memory(files, device="cuda:1", **settings)
-    assert asked == ["cuda:1"] and 46 * GB < found.gpu_bytes < 48 * GB
+    found = Room.of(LoadOptions(), "cuda:1")
+    assert asked == ["cuda:1"] and 46 * GB < found.gpu < 48 * GB
     host = plan_memory(files, **settings)
     assert (host.device, host.gpu_bytes, host.gpu_total_bytes) == ("cpu", None, 0)
     assert (host.host_bytes, host.num_host_slots) == (0, 0)

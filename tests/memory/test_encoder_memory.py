@@ -83,4 +83,4 @@ def test_a_config_alone_weighs_what_the_model_does(layout: str, tmp_path: Path) 
 
 def test_a_device_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(UserError, match="computed by the CPU, `device` is cuda: give `device` cpu"):
-        plan_memory((checkpoint, None), ram="1GiB", dtype="auto", context=64, num_nodes=1, device="cuda", gpu="1GiB")
+        plan_memory((checkpoint, None), ram="1GiB", dtype="auto", context=64, num_nodes=1, gpu="1GiB")

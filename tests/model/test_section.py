@@ -206,7 +206,7 @@ def test_on_a_gpu_a_table_is_no_head(checkpoints: Callable[[str], Checkpoint]) -
     for family in ("llama", "llama-tied"):
         checkpoint = checkpoints(family)
         first, last = (checkpoint_of(checkpoint, section) for section in sections(0, 2, 4))
-        plans = [plan_memory((one, None), ram=1 << 40, gpu=1 << 40, device="cuda", **SIZES) for one in (first, last)]
+        plans = [plan_memory((one, None), ram=1 << 40, gpu=1 << 40, **SIZES) for one in (first, last)]
         assert plans[0].rest_bytes == plans[1].table_bytes == 0 < plans[0].table_bytes
         assert plans[1].rest_bytes >= 4 * 64 * VOCAB_SIZE
 

@@ -52,9 +52,7 @@ def played(models: tuple[str, str], one: Drafting, machine: Hardware) -> float:
     headers = [describe(str(name)) for name in models_to_read(models[0], one.draft)]
     files = files_of(headers, one.draft, one.draft_dtype)
     shapes = [model_shape(checkpoint) for checkpoint in files if checkpoint is not None]
-    room = Room(
-        ram=machine.ram_bytes, gpu=machine.gpu_bytes, device="cuda", dtype="auto", context=CONTEXT, rule="match"
-    )
+    room = Room(ram=machine.ram_bytes, gpu=machine.gpu_bytes, dtype="auto", context=CONTEXT, rule="match")
     assert one.prediction is not None
     plan = room.plan(files, one.prediction.shape.num_nodes)
     costs = costs_on(machine, shapes[0], shapes[1] if len(shapes) > 1 else None, plan.context // 2)

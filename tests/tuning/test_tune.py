@@ -373,7 +373,7 @@ def test_the_largest_tree_is_one_that_the_cards_budget_has_room_for(
 ) -> None:
     monkeypatch.setattr("offload.memory.planner.available_gpu_bytes", None)
     files = Files(*map(open_checkpoint, pair))
-    how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto", "device": "cuda:0"}
+    how: dict[str, Any] = {"rule": "match", "ram": "4GiB", "dtype": "auto"}
     roomy = plan_memory(files, num_nodes=64, context=512, gpu="4GiB", **how)
     least_bytes = roomy.fixed_bytes + 2 * max(roomy.layer_bytes)
     for gpu_bytes, wanted in ((least_bytes, 64), (least_bytes - 1, 32), ("4GiB", 512)):

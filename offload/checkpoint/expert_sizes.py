@@ -1,0 +1,163 @@
+"""The routed experts of a mixture: how many, and what each takes, from its config and tensor headers alone.
+
+A checkpoint has the tensors of every expert by themselves, or stacks whose first dimension counts the experts, coded or
+not. Invariant: every byte of a layer is either of one expert or dense, and a size is never smaller than what loading
+will take.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from offload.checkpoint.experts import ON_DEMAND, slice_of
+from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.tensors import TensorEntry
+from offload.encoding.base import Encoding
+from offload.encoding.registry import ENCODINGS
+from offload.errors import UserError
+
+# Not `shared_experts.`, which every row meets.
+_ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d+)\..*?\bexperts\.(?:(\d+)\.)?(.+)$")
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+_SCRATCH_ALIGN_BYTES = 256
+_MEND = "give the config that belongs to these weights, or download the checkpoint again"
+
+Record = tuple[int, int]  # layer and expert
+Records = Mapping[Record, Sequence[tuple[str, TensorEntry]]]  # tensors of each, with their names below it
+
+
+class ExpertShape(NamedTuple):
+    """The sizes of a mixture that memory and time depend on; the record of an expert is all that it consists of."""
+
+    num_layers: int  # with routed experts
+    num_experts: int  # E of each
+    num_chosen: int  # k, by a router for every row
+    slot_bytes: int  # of the largest record
+    dense_bytes: tuple[int, ...]  # of every layer, without routed experts
+    scratch_bytes: int = 0  # into which the coded weights of one module are expanded, an expert being one by itself
+    cast_bytes: int = 0  # copies of a layer's dense part and of one expert, where another type is computed in
+    row_bytes: int = 0  # what the chosen experts of a layer contribute to one row, kept until it is added up
+
+    @property
+    def num_records(self) -> int:
+        """Of all layers."""
+        return self.num_layers * self.num_experts
+
+
+def expert_shape(
+    checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int, computed: Encoding
+) -> ExpertShape | None:
+    """The experts of a model that computes in `computed`; None where there are none that could come one by one.
+
+    `config` is that of the decoder of text. Raises `UserError` where it and the tensors disagree on their number.
+    """
+    num_chosen = count_of(config, _CHOSEN)
+    if config.get("model_type") not in ON_DEMAND or not num_chosen:
+        return None
+    matches = ((name, _ROUTED_NAME.match(name)) for name in checkpoint.tensors)
+    routed = {name: match for name, match in matches if match is not None and int(match[1]) < num_layers}
+    if not routed:
+        return None
+    num_experts = count_of(config, _COUNTS) or _found_experts(checkpoint, routed)
+    records = _records(checkpoint, routed, num_experts)
+    if records is None:
+        return None
+    _check(checkpoint, records, num_experts, num_chosen)
+    dense = {name: entry for name, entry in checkpoint.tensors.items() if name not in routed}
+    layers, _ = group_by_layer(replace(checkpoint, tensors=dense), num_layers)
+    experts = [[entry for _, entry in record] for record in records.values()]
+    return ExpertShape(
+        num_layers=len(records) // num_experts,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        slot_bytes=max(map(slab_bytes_bound, experts)),
+        dense_bytes=tuple(map(slab_bytes_bound, layers)),
+        scratch_bytes=max(_scratch_bytes(dense, computed), *(_expanded_bytes(one, computed) for one in experts)),
+        cast_bytes=sum(max(_cast_bytes(one, computed) for one in parts) for parts in (layers, experts)),
+        row_bytes=num_chosen * int(config["hidden_size"]) * computed.align_bytes,
+    )
+
+
+def count_of(config: Mapping[str, Any], keys: Sequence[str]) -> int:
+    """The first of these that a config gives as a whole number above 0; 0 where it has none."""
+    given = (config.get(key) for key in keys)
+    return next((value for value in given if type(value) is int and value > 0), 0)
+
+
+def _found_experts(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]]) -> int:
+    """Where the config does not say."""
+    numbers = [int(match[2]) + 1 if match[2] else checkpoint.tensors[name].shape[0] for name, match in routed.items()]
+    return max(numbers)
+
+
+def _records(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]], num_experts: int) -> Records | None:
+    """Every expert's own; None where a stack cannot be taken apart."""
+    records: dict[Record, list[tuple[str, TensorEntry]]] = {}
+    for name, match in routed.items():
+        layer, entry = int(match[1]), checkpoint.tensors[name]
+        if match[2] is not None:
+            records.setdefault((layer, int(match[2])), []).append((match[3], entry))
+            continue
+        if len(entry.shape) > 1 and entry.shape[0] != num_experts:
+            raise _disagreement(checkpoint, num_experts, f"{name} has shape {list(entry.shape)}")
+        if not _is_stack(entry, num_experts):
+            return None
+        for expert in range(num_experts):
+            own = slice_of(entry, expert, num_experts)
+            records.setdefault((layer, expert), []).append((match[3], own))
+    return records
+
+
+def _is_stack(entry: TensorEntry, num_experts: int) -> bool:
+    """Whether an expert's part of it is a run of bytes, and so it is with what belongs to it."""
+    if len(entry.shape) < 2 or entry.num_bytes % num_experts:
+        return False
+    if entry.coded is None:
+        return True
+    coding = entry.coded.coding
+    is_even = coding.stored_bytes(entry.shape) == num_experts * coding.stored_bytes((1, *entry.shape[1:]))
+    return is_even and all(one.shape[:1] == (num_experts,) for _, one in entry.coded.companions)
+
+
+def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chosen: int) -> None:
+    """Every layer that has experts has all of them, and each has what the others have."""
+    if num_chosen > num_experts:
+        raise _disagreement(checkpoint, num_experts, f"{num_chosen} of them are to be chosen")
+    for layer, found in Counter(layer for layer, _ in records).items():
+        if found != num_experts or (layer, num_experts - 1) not in records:
+            raise _disagreement(checkpoint, num_experts, f"layer {layer} has tensors of {found}")
+        names = {expert: {name for name, _ in records[layer, expert]} for expert in range(num_experts)}
+        odd = next((expert for expert, own in names.items() if own != names[0]), None)
+        if odd is not None:
+            name = min(names[odd] ^ names[0])
+            where = f"{checkpoint.directory.name}: expert {odd} of layer {layer}"
+            raise UserError(f"{where} differs from expert 0 in whether it has {name}: download the checkpoint again")
+
+
+def _disagreement(checkpoint: Checkpoint, num_experts: int, found: str) -> UserError:
+    what = f"config.json and tensors must agree on the experts, it has {num_experts} and {found}"
+    return UserError(f"{checkpoint.directory.name}: {what}: {_MEND}")
+
+
+def _scratch_bytes(dense: Mapping[str, TensorEntry], computed: Encoding) -> int:
+    """Of the dense module that owns most in coded weights of layers."""
+    sizes = Counter[str]()
+    for name, entry in dense.items():
+        if "layers." in name:
+            sizes[name.rpartition(".")[0]] += _expanded_bytes([entry], computed)
+    return max(sizes.values(), default=0)
+
+
+def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
+    coded = [entry for entry in entries if entry.coded is not None]
+    return sum(computed.stored_bytes(entry.shape) + _SCRATCH_ALIGN_BYTES for entry in coded)
+
+
+def _cast_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
+    """What copies take of what is stored in another type than it is computed in."""
+    others = (e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None)
+    return sum(computed.stored_bytes(entry.shape) for entry in others)
