@@ -49,6 +49,7 @@ from offload.verification.rules import find_rule, not_exact_line
 
 PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
 _NOBODY = Hooks()
+_AHEAD_ROWS = 64
 
 
 def load(
@@ -127,7 +128,8 @@ def open_decoder(
         check_lenience(options.lenience, options.rule, request.sampling)
     device = device or _device_of(options)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
-    room = Room.of(replace(options, experts="layers"), str(device.place) if device else None)  # no pool serves them yet
+    room = Room.of(options, str(device.place) if device else None)
+    room = room if device is None else replace(room, experts="layers")  # no pool serves a device yet
     with ExitStack() as resources:
         files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
         dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
@@ -139,12 +141,13 @@ def open_decoder(
             return open_pipeline(given, request, resources, transport)
         team = _join(given, resources, transport)
         files, options = team.own(files), replace(options, profile=team.profile or options.profile)
+        on_demand = room.plan(files, spec.num_nodes).has_experts
+        room = replace(room, experts="demand" if on_demand else "layers")  # whatever tree will be chosen
         plan_for = partial(room.plan, files)
         trees = trees_of(files, options, room, device=device.name if device else "cpu")
         trees.exchange_s = team.exchange_s
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
-        on_demand = plan_for(1).has_experts
         pair = open_pair(files, options, device, resources, open_source, team.adapt, on_demand=on_demand)
         models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
         if request is not None:
@@ -246,7 +249,7 @@ def _make_invariant(
     """Let the target give every row the same bits, where that is wanted and where it can be had."""
     if options.invariant is False:
         return Invariance(reason="it is not wanted")
-    if options.invariant is None and not plan.streamed_bytes:
+    if options.invariant is None and not plan.is_streamed:
         return Invariance(reason="nothing is streamed, so that it would take time")
     on_phase("trying how sums are rounded")
     slab = pair.store.fetch(pair.target.layer_layouts[pair.target.typical_layer])
@@ -277,7 +280,7 @@ def _pick_kernels(pair: Pair, trees: Trees, plan_for: PlanFor, sampling: Samplin
 def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:
     """On a GPU that layers are streamed to: how they leave room for what is small, and how that is sent."""
     device = pair.device
-    if not isinstance(device, CudaDevice) or not plan.streamed_bytes:
+    if not isinstance(device, CudaDevice) or not plan.is_streamed:
         return
     allocator = device.open_allocator()
     resources.callback(allocator.close)
@@ -292,7 +295,7 @@ def _open_experts(pair: Pair, plan: MemoryPlan, trees: Trees, resources: ExitSta
     """The pool of the target's routed experts."""
     records = [experts.records for experts in pair.target.experts]
     assert all(one.slab_bytes <= plan.expert_slot_bytes for own in records for one in own), "an expert is larger"
-    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=trees.ahead_rows)
+    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=_AHEAD_ROWS)
 
 
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:
