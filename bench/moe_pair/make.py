@@ -95,7 +95,7 @@ def make_pair(work: Path, recipe: Recipe, ids: Tensor, held_out: Tensor, screen:
 
 def moe_setting(size: str, ram: str | None, screen: Console) -> Setting:
     """The pair with its target inflated to `size`; both are made when they are not in the cache. Raises `UserError`."""
-    pair, size_bytes = moe_pair(screen), parse_size(size, "--size")
+    size_bytes, pair = parse_size(size, "--size"), moe_pair(screen)
     progress = partial(screen.bytes_landed, label="making the target")
     made = inflated_target(size_bytes, progress, pair / "target", "moe")
     return Setting(made, pair / "draft", pair / "target", parse_size(ram or size_bytes // 4, "--ram"))
@@ -141,10 +141,10 @@ def main(
 ) -> None:
     """Train the mixture of experts and its draft that other commands measure with, and say what it is worth."""
     with Console(is_quiet=False) as screen:
+        target = None if size is None else moe_setting(size, None, screen).target
         pair = moe_pair(screen)
-        target = pair / "target" if size is None else moe_setting(size, None, screen).target
     print((pair / "figures.json").read_text(), end="")
-    print(f"target {target}\ndraft  {pair / 'draft'}")
+    print(f"target {target or pair / 'target'}\ndraft  {pair / 'draft'}")
 
 
 main.epilog = "Examples:\n\noffload bench moe-pair --size 3GB"  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_llama import SIZES, save_small
+from small_llama import SIZES, relative_error, save_small
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
@@ -21,6 +21,8 @@ from offload.bench.moe_pair.make import Recipe, moe_pair
 from offload.bench.moe_pair.routing import chosen_experts, routing_table
 from offload.bench.moe_pair.training import Course, train
 from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli import demo
 from offload.cli.console import Console
 from offload.errors import UserError
 
@@ -166,6 +168,15 @@ def test_pair_is_made_once_and_whole(little: Path, monkeypatch: pytest.MonkeyPat
     assert Qwen3MoeForCausalLM.from_pretrained(pair / "target").dtype == torch.bfloat16
     monkeypatch.setattr(make, "make_pair", lambda *_: pytest.fail("it trained again"))
     assert moe_pair(Console(is_quiet=True)) == pair
+
+
+def test_setting_is_the_pair_inflated(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "cache_folder", lambda: little)
+    setting = make.moe_setting("40MB", None, Console(is_quiet=True))
+    pair = little / make.Recipe().folder_name
+    assert setting[:4] == (little / "moe-40MB", pair / "draft", pair / "target", 10_000_000)
+    assert 40_000_000 <= open_checkpoint(setting.target).num_bytes < 70_000_000
+    assert relative_error(setting.origin, setting.target) < 1e-4
 
 
 def test_a_cut_run_leaves_its_state_and_no_pair(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
