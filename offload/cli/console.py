@@ -262,7 +262,9 @@ def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal:
     lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'sweep')}, {tree})", memory]
     if stats.bytes_streamed:
         waited = f"{stats.stall_s / stats.sweep_s:.0%} of the sweep spent waiting for it"
-        lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}")
+        there = stats.expert_hit_rate
+        experts = "" if there is None else f"; {there:.0%} of the experts that were needed were there"
+        lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}{experts}")
     return "\n".join(lines)
 
 

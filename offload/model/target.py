@@ -13,7 +13,7 @@ from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits
-from offload.stats import RankFigures
+from offload.stats import Moved, RankFigures
 from offload.streaming.device import Device
 from offload.streaming.expert_pool import ExpertPool
 from offload.streaming.layers import Layers
@@ -57,14 +57,13 @@ class Target:
             model.bring_experts(experts.bring)
 
     @property
-    def bytes_read(self) -> int:
-        """Of layers and experts that do not stay, for passes so far."""
-        return self.stream.bytes_read + (self.experts.bytes_read if self.experts else 0)
-
-    @property
-    def stall_s(self) -> float:
-        """How long passes have waited for them."""
-        return self.stream.stall_s + (self.experts.stall_s if self.experts else 0.0)
+    def moved(self) -> Moved:
+        """What passes so far have moved and waited for, of layers and experts that do not stay."""
+        moved = Moved(self.stream.bytes_read, self.stream.stall_s)
+        if self.experts is None:
+            return moved
+        num_bytes, stall_s = moved.num_bytes + self.experts.bytes_read, moved.stall_s + self.experts.stall_s
+        return Moved(num_bytes, stall_s, self.experts.num_hits, self.experts.num_misses)
 
     @property
     def vocab_size(self) -> int:
