@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
-from offload.encoding.companions import FLOATS, checked_scale, require
+from offload.encoding.companions import checked_scale, require
+from offload.encoding.registry import PLAIN_OF
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +129,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
             f"has {num_blocks}: {_AGAIN}"
         )
     said = settings.get("bnb_4bit_compute_dtype")
-    dtype = next((dtype for dtype in FLOATS.values() if dtype == said), "bfloat16")
+    dtype = next((dtype for dtype in PLAIN_OF if dtype == said), "bfloat16")
     return Found(Bitsandbytes4(_STATES[state], block, state, dtype), (size,), (".weight",), companions)
 
 

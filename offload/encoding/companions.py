@@ -5,20 +5,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from offload.encoding.base import Header
+from offload.encoding.registry import ENCODINGS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}  # scales, by the names of headers and of torch
-FLOAT_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _AGAIN = "download the checkpoint again"
 
 
 def float_type(stored: Mapping[str, Header], suffix: str) -> str:
     """The header's name of the type of scales. Raises `ValueError` where they are of no floating-point type."""
     dtype = stored[suffix].dtype
-    if dtype not in FLOATS:
-        raise ValueError(f"{suffix} must be of type {', '.join(FLOATS)}, is {dtype}: {_AGAIN}")
+    if dtype not in ENCODINGS:
+        raise ValueError(f"{suffix} must be of type {', '.join(ENCODINGS)}, is {dtype}: {_AGAIN}")
     return dtype
 
 
@@ -29,11 +28,24 @@ def require(stored: Mapping[str, Header], suffixes: Sequence[str], beside: str) 
             raise ValueError(f"{beside} needs a {suffix} beside it, there is none: {_AGAIN}")
 
 
-def require_matrices(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
+def matrix_shape(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
     """Raises `ValueError` where a tensor has not two dimensions."""
-    for suffix in suffixes:
-        if len(stored[suffix].shape) != 2 or 0 in stored[suffix].shape:
-            raise ValueError(f"{suffix} must have two dimensions, has shape {list(stored[suffix].shape)}: {_AGAIN}")
+    shape = stored[suffix].shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{suffix} must have two dimensions, has shape {list(shape)}: {_AGAIN}")
+    return shape[0], shape[1]
+
+
+def packed_shapes(stored: Mapping[str, Header]) -> list[tuple[int, int]] | None:
+    """Of `.qweight`, `.qzeros` and `.scales`, as AWQ and GPTQ name them alike; None where there are no such words.
+
+    Raises `ValueError` for a tensor that is missing, or is none of what both store.
+    """
+    if ".qweight" not in stored:
+        return None
+    require(stored, (".scales", ".qzeros"), ".qweight")
+    require_integers(stored, (".qweight", ".qzeros", ".g_idx"))
+    return [matrix_shape(stored, suffix) for suffix in (".qweight", ".qzeros", ".scales")]
 
 
 def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:

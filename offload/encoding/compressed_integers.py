@@ -15,9 +15,9 @@ from offload.encoding.companions import (
     checked_scale,
     float_type,
     group_size,
+    matrix_shape,
     require,
     require_integers,
-    require_matrices,
     require_shape,
     unpacked,
 )
@@ -98,7 +98,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
 def _packed(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
     require(stored, (".weight_scale",), ".weight_packed")
     require_integers(stored, (".weight_zero_point", ".weight_g_idx"))
-    (num_rows, num_words), scale = _two(stored, ".weight_packed"), _two(stored, ".weight_scale")
+    (num_rows, num_words), scale = (matrix_shape(stored, one) for one in (".weight_packed", ".weight_scale"))
     require_shape(".weight_scale", scale, (num_rows, scale[1]))
     bits, said = _bits_and_group(num_words, scale[1], settings)
     num_columns = num_words * 32 // bits
@@ -148,7 +148,7 @@ def _weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
-    shape, scale = _two(stored, ".weight"), stored[".weight_scale"].shape
+    shape, scale = matrix_shape(stored, ".weight"), stored[".weight_scale"].shape
     if math.prod(scale) == 1:
         group = 0
     else:
@@ -161,12 +161,6 @@ def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
     coding = Bytes(8, group, float_type(stored, ".weight_scale"), int(zero is not None), align_bytes=1)
     companions = tuple(suffix for suffix in (".weight_scale", ".weight_zero_point") if suffix in stored)
     return Found(coding, shape, (".weight",), companions)
-
-
-def _two(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
-    require_matrices(stored, (suffix,))
-    num_rows, num_columns = stored[suffix].shape
-    return num_rows, num_columns
 
 
 FORMAT = Format(_SUFFIXES, _recognise)
