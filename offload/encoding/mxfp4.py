@@ -46,7 +46,7 @@ class Mxfp4:
         num_wrong = int((scale == _NO_NUMBER).sum())
         if num_wrong:
             raise ValueError(f"_scales must be numbers, {num_wrong} are none: download the checkpoint again")
-        levels = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+        levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
         return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels}
 
     def expand(
