@@ -23,11 +23,8 @@ from offload.checkpoint.safetensors import parse_header, read_header, read_metad
 from offload.checkpoint.small_files import replacing
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.exponents import (
-    BLOCK,
-    CHUNK,
     CODE,
     ESCAPE_BYTES,
-    RUN,
     WORDS,
     Exponents,
     distance_bytes,
@@ -35,6 +32,7 @@ from offload.encoding.exponents import (
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expand_exponents import expand_exponents_compiled, expand_exponents_reference
+from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 
 FORMAT, VERSION = "offload.packed", "1"
 _PART_CHUNKS = PART_BYTES // 2 // CHUNK

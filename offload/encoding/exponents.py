@@ -1,6 +1,6 @@
 """bfloat16 weights without loss in about 12 bits, or 11: of the exponent is stored how far it lies below a top.
 
-`offload pack` writes them; `kernels/expand_exponents.py` has the layout. A weight X consists of `X.mantissas` (sign and
+`offload pack` writes them; `kernels/exponents_layout.py` has the layout. A weight X consists of `X.mantissas` (sign and
 mantissa of each number, of its shape), `X.exponents` (distances), `X.escapes` (exponents outside of the window; zeros
 behind them let the next tensor begin at a multiple of 64), streamed as one run, and `X.code`, which stays: the top and
 the number of escapes in each chunk.
@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.encoding.base import Format, Found, Header
+from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-BLOCK, RUN, CHUNK = 1024, 128, 65_536  # weights; as the kernels have them
 ESCAPE_BYTES, ALIGN_BYTES = 3, 64
 WORDS, CODE = (".mantissas", ".exponents", ".escapes"), ".code"
 _WIDTHS = (4, 3)  # bits of a distance
