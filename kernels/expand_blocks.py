@@ -90,9 +90,12 @@ def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
 
 @cache
 def _float_of_half() -> np.ndarray:
-    """All fp16 numbers in float32: numba has none of them, and a scale is for 16 numbers or more."""
-    table: np.ndarray = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float().numpy()
-    return table
+    """All fp16 numbers in float32: numba has none of them, and a scale is for 16 numbers or more.
+
+    Of NaNs there is one, which `rounded` takes; others would come out as zeros.
+    """
+    table = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    return table.masked_fill_(table.isnan(), torch.nan).numpy()
 
 
 # Memory as one run is twice as fast as rows of it. Indices are unsigned, see `Compiled`.

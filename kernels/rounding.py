@@ -2,7 +2,8 @@
 
 So numbers are written as the bits that they have: one by one (`numbers`, `rounded`) or, where words hold neighbours,
 two at once (`pairs`, `rounded_pair`); `widened` reads them. Invariant: to the nearest, ties to even, overflow to
-infinity, the bits of `tensor.to(dtype)`; NaN stays NaN.
+infinity, the bits of `tensor.to(dtype)`. NaN stays NaN, but for bfloat16 only if its lowest bits are 0, as in what
+products make and in what was bfloat16: looking for others would cost every number a comparison.
 """
 
 import numpy as np
