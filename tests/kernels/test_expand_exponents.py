@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from coded_weights import forbid_operators
 from torch import Tensor
 
 from offload.kernels.compiled import HAS_NUMBA
@@ -72,7 +73,8 @@ def test_encoders_write_the_same_words(width: int, num: int) -> None:
 @pytest.mark.parametrize("decode", DECODERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter, where a float16 becomes infinite
-def test_other_types_are_rounded_once(decode, dtype: torch.dtype) -> None:
+def test_other_types_are_rounded_once(decode, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_operators(monkeypatch)
     bits = torch.cat((ALL_PATTERNS, weights(CHUNK)))
     out = torch.empty(len(bits), dtype=dtype)
     decode(*parts(encode_exponents_reference(bits, 121, 4), 121), out)
