@@ -11,8 +11,9 @@ from torch import Tensor
 
 from offload.kernels.compiled import compiled
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
+from offload.kernels.rounding import U64
 
-I16, U8, U16, U64 = np.int16, np.uint8, np.uint16, np.uint64
+I16, U8, U16 = np.int16, np.uint8, np.uint16
 
 
 class ExponentWords(NamedTuple):

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.jit import jit, tl
-from offload.kernels.rounding import numbers, rounded
+from offload.kernels.rounding import F32, I32, U32, U64, numbers, rounded
 
 _CHUNK_NUMBERS = 1 << 15  # what is made of them in float32 stays in the cache
 _TILE = 1024  # numbers of one program
 _NOTHING = -0.0  # as an offset: 0.0 would make a zero of another sign
 _ZERO_OF = {"Q4_0": 8, "Q5_0": 16}  # what q is counted from
-U32, U64, I8, I32, F32 = np.uint32, np.uint64, np.int8, np.int32, np.float32
+I8 = np.int8
 
 
 def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:

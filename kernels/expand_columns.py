@@ -12,11 +12,10 @@ from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.expand_integers import BLOCK, expand_row_block, turn
 from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import triton
-from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
+from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
 
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _CHUNK_WORDS = 16  # one line of the cache holds as many
-I32 = np.int32
 
 
 def expand_columns_reference(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:

@@ -12,12 +12,11 @@ from torch import Tensor
 from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import jit, tl, triton
-from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
+from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
 
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 _CHUNK_WORDS = 8  # of a row, likewise
 BLOCK = 1024
-I32 = np.int32
 
 
 def expand_integers_reference(

@@ -14,7 +14,7 @@ from offload.kernels.compiled import ByType, compiled
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
 _PAIRS = {torch.bfloat16: torch.uint32, torch.float16: torch.uint32, torch.float32: torch.uint64}
-U32, U64, F32 = np.uint32, np.uint64, np.float32
+U32, U64, I32, F32 = np.uint32, np.uint64, np.int32, np.float32
 
 
 def numbers(out: Tensor) -> np.ndarray:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
 from offload.encoding.companions import (
+    AGAIN,
     checked_order,
     checked_scale,
+    config_weights,
     float_type,
     group_size,
     matrix_shape,
@@ -140,11 +142,7 @@ def _bits_and_group(num_words: int, num_groups: int, settings: Mapping[str, Any]
 
 
 def _weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("type", "int") == "int":
-            yield weights
+    return (one for one in config_weights(settings) if one.get("type", "int") == "int")
 
 
 def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
@@ -157,7 +155,7 @@ def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
         group = group_size(shape[1], math.prod(scale[1:]), said)
     zero = stored.get(".weight_zero_point")
     if zero is not None and zero.dtype != "I8":
-        raise ValueError(f".weight_zero_point must be of type I8, is {zero.dtype}: download the checkpoint again")
+        raise ValueError(f".weight_zero_point must be of type I8, is {zero.dtype}: {AGAIN}")
     coding = Bytes(8, group, float_type(stored, ".weight_scale"), int(zero is not None), align_bytes=1)
     companions = tuple(suffix for suffix in (".weight_scale", ".weight_zero_point") if suffix in stored)
     return Found(coding, shape, (".weight",), companions)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
-from offload.encoding.companions import checked_scale
+from offload.encoding.companions import AGAIN, checked_scale, config_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
         return None
     if suffix is None:
         wanted = " or ".join(_SCALES[:2])
-        raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: download the checkpoint again")
+        raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {AGAIN}")
     scale = stored[suffix]
     if scale.dtype not in _SCALE_TYPES:
         raise ValueError(
@@ -96,7 +96,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
     if 4 * math.prod(scale.shape) != coding.companion_bytes(weight.shape):
         raise ValueError(
             f"{suffix} must have the scales of {coding.name} for weights of {list(weight.shape)}, has shape "
-            f"{list(scale.shape)}: download the checkpoint again"
+            f"{list(scale.shape)}: {AGAIN}"
         )
     return Found(coding, weight.shape, (".weight",), (suffix,))
 
@@ -107,21 +107,12 @@ def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[s
         return 0, 0
     if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
         return 1, 0
-    block = settings.get("weight_block_size") or _block_structure(settings) or _USUAL_BLOCK
+    said = (one["block_structure"] for one in config_weights(settings) if one.get("block_structure"))
+    block = settings.get("weight_block_size") or next(said, _USUAL_BLOCK)
     if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [True, True]:
         raise ValueError(f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json")
     rows, columns = (n if n < _LARGE else 0 for n in block)
     return rows, columns
-
-
-def _block_structure(settings: Mapping[str, Any]) -> Any:
-    """What compressed-tensors says of blocks."""
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("block_structure"):
-            return weights["block_structure"]
-    return None
 
 
 FORMAT = Format((".weight", *_SCALES, *_OF_ACTIVATIONS), _recognise)
