@@ -49,7 +49,6 @@ from offload.verification.rules import find_rule, not_exact_line
 
 PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
 _NOBODY = Hooks()
-_AHEAD_ROWS = 64
 
 
 def load(
@@ -295,7 +294,7 @@ def _open_experts(pair: Pair, plan: MemoryPlan, trees: Trees, resources: ExitSta
     """The pool of the target's routed experts."""
     records = [experts.records for experts in pair.target.experts]
     assert all(one.slab_bytes <= plan.expert_slot_bytes for own in records for one in own), "an expert is larger"
-    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=_AHEAD_ROWS)
+    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=trees.ahead_rows())
 
 
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:

@@ -46,7 +46,7 @@ class Target:
         on_layer: Callable[[], None] = lambda: None,
         experts: ExpertPool | None = None,
     ) -> None:
-        self.experts, self._num_written = experts, 0
+        self.experts = experts
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
         self._last_position, self._max_logits = plan.source_tokens + plan.context - 1, plan.num_logits_rows
         self._cache_slots, self._gather = plan.cache_slots, kernels.kv_commit
@@ -116,13 +116,11 @@ class Target:
         """Keep what the last sweep over `tokens` has taken in, and of its tree the accepted path, root first."""
         num_pending = len(tokens) - 1 - cache.length
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
-        self._num_written += len(nodes)
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
         self.stream.begin_sweep()
         if self.experts is not None:
-            self.experts.begin_pass(len(token_T), self._num_written)
-            self._num_written = 0
+            self.experts.begin_pass(len(token_T))
         position_T = self._positions(offset_T, cache)
         return self._model.score(token_T, position_T, sees_TT, cache, num_logits=num_logits, max_rows=self._max_logits)
 
