@@ -1,4 +1,4 @@
-"""The other way round from `expand_exponents`: bfloat16 into words. What it writes is defined there.
+"""The other way round from `expand_exponents`: bfloat16 into words. What it writes `exponents_layout` says.
 
 Invariant: of any bits whatsoever, NaNs, infinities and subnormal numbers too, expanding gives the same bits back.
 """
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled
-from offload.kernels.expand_exponents import BLOCK, CHUNK, RUN
+from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
+from offload.kernels.rounding import U64
 
-I16, U8, U16, U64 = np.int16, np.uint8, np.uint16, np.uint64
+I16, U8, U16 = np.int16, np.uint8, np.uint16
 
 
-class Words(NamedTuple):
+class ExponentWords(NamedTuple):
     """Weights as they are stored, of one tensor or of so many of its chunks."""
 
     mantissa_N: Tensor
@@ -24,7 +25,7 @@ class Words(NamedTuple):
     count_C: Tensor  # int64, escapes of each chunk
 
 
-def encode_exponents_reference(bits_N: Tensor, top: int, width: int) -> Words:
+def encode_exponents_reference(bits_N: Tensor, top: int, width: int) -> ExponentWords:
     """Words of bfloat16 weights, seen as int16, in plain torch.
 
     Args:
@@ -41,17 +42,17 @@ def encode_exponents_reference(bits_N: Tensor, top: int, width: int) -> Words:
     filled = torch.nn.functional.pad(distance.to(torch.uint8), (0, -num_weights % BLOCK)).view(-1, BLOCK)
     parts = [_packed(filled, 4)] if width == 4 else [_packed(filled & 3, 2), _packed(filled >> 2, 1)]
     kept = (((bits_N >> 8) & 0x80) | (bits_N & 0x7F)).to(torch.uint8)
-    return Words(kept, torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts)
+    return ExponentWords(kept, torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts)
 
 
-def encode_exponents_compiled(bits_N: Tensor, top: int, width: int) -> Words:
+def encode_exponents_compiled(bits_N: Tensor, top: int, width: int) -> ExponentWords:
     """The same by numba, on this thread."""
     num_weights, num_blocks = len(bits_N), -(-len(bits_N) // BLOCK)
     kept, plane = np.empty(num_weights, np.uint8), np.empty(num_blocks * width * RUN, np.uint8)
     lists, counts = np.empty((3, num_weights), np.uint8), np.zeros(-(-num_weights // CHUNK), np.int64)
     _encode(bits_N.numpy(), (top, width), kept, plane, lists, counts)
     escapes = lists[:, : counts.sum()].reshape(-1)
-    return Words(*map(torch.from_numpy, (kept, plane, escapes, counts)))
+    return ExponentWords(*map(torch.from_numpy, (kept, plane, escapes, counts)))
 
 
 def _packed(number_KB: Tensor, num_bits: int) -> Tensor:

@@ -17,12 +17,12 @@ from torch.nn import functional
 
 from offload.kernels.compiled import HAS_NUMBA, compiled, share_rows
 from offload.kernels.int4_blocks import BLOCK_ROWS, Layout, pack_int4
-from offload.kernels.rounding import F32, U32, U64, bits_of, numbers, rounded, widened
+from offload.kernels.rounding import F32, I32, U32, U64, bits_of, numbers, rounded, widened
 
 _LEVELS, _MIDDLE = 15, 8
 _CHUNK_NUMBERS = 1 << 20  # rounded at once by torch, if that is a block of rows
 _TILE_COLUMNS, _PANEL_COLUMNS = 16, 1024  # codes of a panel stay in the cache; groups divide it, tiles divide groups
-I32, U8 = np.int32, np.uint8
+U8 = np.uint8
 
 
 class Int4Words(NamedTuple):

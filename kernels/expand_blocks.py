@@ -13,13 +13,13 @@ from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.jit import jit, tl
-from offload.kernels.rounding import numbers, rounded
+from offload.kernels.rounding import F32, I32, U32, U64, numbers, rounded
 
 _CHUNK_NUMBERS = 1 << 15  # what is made of them in float32 stays in the cache
 _TILE = 1024  # numbers of one program
 _NOTHING = -0.0  # as an offset: 0.0 would make a zero of another sign
 _ZERO_OF = {"Q4_0": 8, "Q5_0": 16}  # what q is counted from
-U32, U64, I8, I32, F32 = np.uint32, np.uint64, np.int8, np.int32, np.float32
+I8 = np.int8
 
 
 def expand_blocks_reference(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
@@ -90,9 +90,12 @@ def expand_blocks_compiled(kind: str, block_MB: Tensor, out_MW: Tensor) -> None:
 
 @cache
 def _float_of_half() -> np.ndarray:
-    """All fp16 numbers in float32: numba has none of them, and a scale is for 16 numbers or more."""
-    table: np.ndarray = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float().numpy()
-    return table
+    """All fp16 numbers in float32: numba has none of them, and a scale is for 16 numbers or more.
+
+    Of NaNs there is one, which `rounded` takes; others would come out as zeros.
+    """
+    table = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    return table.masked_fill_(table.isnan(), torch.nan).numpy()
 
 
 # Memory as one run is twice as fast as rows of it. Indices are unsigned, see `Compiled`.

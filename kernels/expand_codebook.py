@@ -70,29 +70,27 @@ def expand_codebook_kernel(
     words_NB: Tensor, values: Tensor, scale_NG: Tensor, out_NK: Tensor, *, is_high_first: bool
 ) -> None:
     """The same in Triton."""
-    num_rows, num_columns = out_NK.shape
-    _expand[(num_rows, triton.cdiv(num_columns, _BLOCK))](
-        words_NB,
-        values,
-        scale_NG,
-        out_NK,
-        scale_NG.shape[1],
-        num_columns,
-        num_columns // scale_NG.shape[1],
-        IS_HIGH_FIRST=is_high_first,
-        BLOCK=_BLOCK,
-    )
+    expand_nibbles(words_NB, values, scale_NG, out_NK, IS_E2M1=False, IS_HIGH_FIRST=is_high_first)
+
+
+def expand_nibbles(words_NB: Tensor, table: Tensor, scale_NG: Tensor, out_NK: Tensor, **kinds: bool) -> None:
+    """In Triton: the table is of values, or of levels that scales number, as in `expand_e2m1`."""
+    (num_rows, num_columns), num_groups = out_NK.shape, scale_NG.shape[1]
+    sizes = (num_groups, num_columns, num_columns // num_groups)
+    grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
+    _expand[grid](words_NB, table, scale_NG, out_NK, *sizes, **kinds, BLOCK=_BLOCK)
 
 
 @jit
 def _expand(
     words: tl.tensor,
-    values: tl.tensor,
+    table: tl.tensor,
     scale: tl.tensor,
     out: tl.tensor,
     num_groups: tl.tensor,
     num_columns: tl.tensor,
     group: tl.tensor,
+    IS_E2M1: tl.constexpr,
     IS_HIGH_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -103,5 +101,11 @@ def _expand(
     byte = tl.load(words + row * (num_columns // 2) + column // 2, mask=here, other=0).to(tl.int32)
     code = (byte >> (4 * (1 - place if IS_HIGH_FIRST else place))) & 15
     factor = tl.load(scale + row * num_groups + column // group, mask=here, other=0)
-    product = tl.load(values + code, mask=here, other=0) * factor
+    if IS_E2M1:
+        size = code & 7
+        twice = tl.where(size < 5, size, tl.where(size == 7, 12, 2 * size - 4))
+        bits = (twice.to(tl.float32) * 0.5 * tl.load(table + factor.to(tl.int32))).to(tl.int32, bitcast=True)
+        product = (bits ^ ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    else:
+        product = tl.load(table + code, mask=here, other=0) * factor
     tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.expand_integers import BLOCK, expand_row_block, turn
 from offload.kernels.grouped import scale_groups
-from offload.kernels.jit import jit, tl, triton
-from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
+from offload.kernels.jit import triton
+from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
 
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 _CHUNK_WORDS = 16  # one line of the cache holds as many
-_BLOCK = 1024
-I32 = np.int32
 
 
 def expand_columns_reference(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
@@ -43,30 +42,21 @@ def expand_columns_compiled(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor,
     is_even = group % 2 == out_NK.shape[1] % 2 == 0
     fill, view = (_pairs_of_rows, pairs) if is_even else (_rows, numbers)
 
+    scale, zero = scale_NG.float().numpy(), zero_NG.float().numpy()
+
     def share(lo: int, hi: int) -> None:
         lines = np.empty((_CHUNK_WORDS, out_NK.shape[1]), np.int32)
         for first in range(lo, hi, _CHUNK_WORDS):
             last = min(first + _CHUNK_WORDS, hi)
             rows = slice(8 * first, 8 * last)
-            scale, zero = scale_NG[rows].float().numpy(), zero_NG[rows].float().numpy()
-            _turn(words_CK[first:last].t().numpy(), lines)
-            fill.to(out_NK.dtype)(lines, scale, zero, group, view(out_NK[rows]))
+            turn(words_CK[first:last].numpy(), lines[: last - first])
+            fill.to(out_NK.dtype)(lines, scale[rows], zero[rows], group, view(out_NK[rows]))
 
     share_rows(share, len(words_CK))
 
 
 @compiled
-def _turn(words, lines):  # type: ignore[no-untyped-def]  # numba infers types
-    """Words (K, C) become lines in small squares, which stay in the cache."""
-    num_columns, num_words, side = U64(words.shape[0]), U64(words.shape[1]), U64(16)
-    for first in range(U64(0), num_columns, side):
-        for word in range(num_words):
-            for column in range(first, min(first + side, num_columns)):
-                lines[word, column] = words[column, word]
-
-
-@compiled
-def _shift(row):  # type: ignore[no-untyped-def]
+def _shift(row):  # type: ignore[no-untyped-def]  # numba infers types
     """To the row's nibble, as in NIBBLES."""
     inner = row & U64(7)
     return I32(U64(4) * ((inner >> U64(1)) + U64(4) * (inner & U64(1))))
@@ -103,28 +93,8 @@ def _rows(lines, scale, zero, group, out):  # type: ignore[no-untyped-def]
 def expand_columns_kernel(words_CK: Tensor, scale_NG: Tensor, zero_NG: Tensor, group: int, out_NK: Tensor) -> None:
     """The same in Triton."""
     num_rows, num_columns = out_NK.shape
-    grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
-    _expand[grid](words_CK.contiguous(), scale_NG, zero_NG, out_NK, scale_NG.shape[1], num_columns, group, BLOCK=_BLOCK)
-
-
-@jit
-def _expand(
-    words: tl.tensor,
-    scale: tl.tensor,
-    zero: tl.tensor,
-    out: tl.tensor,
-    num_groups: tl.tensor,
-    num_columns: tl.tensor,
-    group: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program per row and block of columns."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here, inner = column < num_columns, row % 8
-    word = tl.load(words + (row // 8) * num_columns + column, mask=here, other=0)
-    nibble = (inner // 2 + inner % 2 * 4).to(tl.int32)  # NIBBLES
-    one = row * num_groups + column // group
-    code = ((word >> (4 * nibble)) & 15) - tl.load(zero + one, mask=here, other=0).to(tl.int32)
-    product = code.to(tl.float32) * tl.load(scale + one, mask=here, other=0).to(tl.float32)
-    tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)
+    sizes = (num_columns, scale_NG.shape[1], num_columns, group)
+    kinds = {"HAS_ZERO": True, "IS_ORDERED": False, "IN_COLUMNS": True, "MIDDLE": 0, "BITS": 4}
+    expand_row_block[num_rows, triton.cdiv(num_columns, BLOCK)](
+        words_CK.contiguous(), scale_NG, zero_NG, scale_NG, out_NK, *sizes, **kinds, BLOCK=BLOCK
+    )

@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
-from offload.kernels.expand_codebook import expand_codebook_reference
-from offload.kernels.jit import jit, tl, triton
+from offload.kernels.expand_codebook import expand_codebook_reference, expand_nibbles
 from offload.kernels.rounding import F32, U32, U64, pairs, rounded_pair
 
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _TWICE = U32(0xC8643210)  # twice these, four bits each, from the lowest
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
-_BLOCK = 1024
 
 
 def expand_e2m1_reference(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
@@ -63,32 +61,4 @@ def _scaled(words, scale, levels, out):  # type: ignore[no-untyped-def]
 
 def expand_e2m1_kernel(words_NB: Tensor, scale_NG: Tensor, levels: Tensor, out_NK: Tensor) -> None:
     """The same in Triton."""
-    (num_rows, num_columns), num_groups = out_NK.shape, scale_NG.shape[1]
-    grid = (num_rows, triton.cdiv(num_columns, _BLOCK))
-    group = num_columns // num_groups
-    _expand[grid](words_NB, scale_NG, levels, out_NK, num_groups, num_columns, group, BLOCK=_BLOCK)
-
-
-@jit
-def _expand(
-    words: tl.tensor,
-    scale: tl.tensor,
-    levels: tl.tensor,
-    out: tl.tensor,
-    num_groups: tl.tensor,
-    num_columns: tl.tensor,
-    group: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program per row and block of columns."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = column < num_columns
-    byte = tl.load(words + row * (num_columns // 2) + column // 2, mask=here, other=0).to(tl.int32)
-    code = (byte >> (column % 2 * 4)) & 15
-    size = code & 7
-    twice = tl.where(size < 5, size, tl.where(size == 7, 12, 2 * size - 4))
-    level = tl.load(levels + tl.load(scale + row * num_groups + column // group, mask=here, other=0).to(tl.int32))
-    bits = (twice.to(tl.float32) * 0.5 * level).to(tl.int32, bitcast=True) ^ ((code & 8) << 28)
-    product = bits.to(tl.float32, bitcast=True)
-    tl.store(out + row * num_columns + column, product.to(out.dtype.element_ty), mask=here)
+    expand_nibbles(words_NB, levels, scale_NG, out_NK, IS_E2M1=True, IS_HIGH_FIRST=False)

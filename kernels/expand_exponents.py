@@ -1,13 +1,7 @@
-"""bfloat16 without loss in 12 bits, or 11: sign and mantissa as they are, of the exponent its distance from a top.
+"""bfloat16 that was stored without loss in 12 bits, or 11, as `exponents_layout` says.
 
-Nearly all weights of a tensor share fifteen exponents that follow one another, so a distance takes 4 bits and needs no
-table; the largest distance marks an escape, whose exponent stands in a list. Where seven suffice, it takes 3 bits.
-
-Layout. Weights lie in blocks of 1024, each of eight runs of 128. A plane of b bits has b x 128 bytes for a block: run r
-is in the bytes of part r % b, b x (r // b) bits up, so that loads are of neighbours. A distance of 4 bits is one
-plane; of 3 bits, a plane of its 2 low bits and one of its high bit. Escapes are listed by chunks of 65536 weights:
-first the low bytes of all places within a chunk, then the high bytes, then the exponents. Invariant: whatever the words
-say, nothing is written outside of `out`, because only the last chunk may be cut, and there places are looked at.
+Invariant: whatever the words say, nothing is written outside of `out`, because only the last chunk may be cut, and
+there places are looked at.
 """
 
 from typing import Any
@@ -17,13 +11,14 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.kernels.jit import jit, tl, triton
+from offload.kernels.rounding import F32, U32, U64, numbers, rounded
 
-BLOCK, RUN, CHUNK = 1024, 128, 65_536
 _KEPT = -32641  # the sign and the mantissa of a byte whose sign was extended: 0x807F as an int16
 _PIECE_CHUNKS = 4  # what the reference makes of so many at once stays in the cache
 _ESCAPES = 1024  # of a program at once
-I16, U8, U32, U64 = np.int16, np.uint8, np.uint32, np.uint64
+I16, U8 = np.int16, np.uint8
 
 
 def expand_exponents_reference(
@@ -75,7 +70,7 @@ def expand_exponents_compiled(
             own = buffer[: len(out_N) - chunk * CHUNK]
             expand(*words, top, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
             _put_escapes(kept, *lists, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
-            out_N[chunk * CHUNK : (chunk + 1) * CHUNK] = own.view(torch.bfloat16)
+            _widen.to(out_N.dtype)(own.numpy(), numbers(out_N[chunk * CHUNK : (chunk + 1) * CHUNK]))
 
     share_rows(work, num_chunks)
 
@@ -155,6 +150,13 @@ def _put_escapes(kept: Any, lists: Any, start: Any, bits: Any, span: Any) -> Non
                 bits[place - span[2]] = I16(I16(kept[place]) & I16(-32641)) | I16(
                     I16(lists[2 * num_all + at]) << I16(7)
                 )
+
+
+@compiled
+def _widen(bits: Any, out: Any) -> None:
+    """Of a bfloat16 the number in another type."""
+    for i in range(U64(out.size)):
+        out[i] = rounded(U32(U32(bits[i]) << U32(16)).view(F32))
 
 
 @jit(do_not_specialize=["num_weights"])

@@ -12,12 +12,11 @@ from torch import Tensor
 from offload.kernels.compiled import compiled, share_rows
 from offload.kernels.grouped import scale_groups
 from offload.kernels.jit import jit, tl, triton
-from offload.kernels.rounding import F32, U64, numbers, pairs, rounded, rounded_pair
+from offload.kernels.rounding import F32, I32, U64, numbers, pairs, rounded, rounded_pair
 
 _CHUNK_ROWS = 64  # what is made of them in float32 stays in the cache
 _CHUNK_WORDS = 8  # of a row, likewise
-_BLOCK = 1024
-I32 = np.int32
+BLOCK = 1024
 
 
 def expand_integers_reference(
@@ -90,7 +89,7 @@ def _expand_chunk(
 ) -> None:
     if not words_RW.is_contiguous():
         lying_RW, words_RW = words_RW, torch.empty(words_RW.shape, dtype=words_RW.dtype)
-        _turn(lying_RW.numpy(), words_RW.numpy())
+        turn(lying_RW.numpy(), words_RW.numpy())
     words = (words_RW if words_RW.dtype == torch.int8 else words_RW.view(torch.uint8)).numpy()
     scale, zero, is_in_order = scale_RG.numpy(), zero_RG.numpy(), isinstance(group, int)
     if is_in_order and bits == 8:
@@ -105,14 +104,15 @@ def _expand_chunk(
 def _expand_columns(
     words_RW: Tensor, bits: int, scale_RG: Tensor, zero_RG: Tensor, group: int | Tensor, out_RK: Tensor
 ) -> None:
-    words, scale, zero = (one.t().contiguous().numpy() for one in (words_RW, scale_RG, zero_RG))
+    # By numpy: torch would call threads of its own for so many numbers, each time from each of ours.
+    words, scale, zero = (np.ascontiguousarray(one.numpy().T) for one in (words_RW, scale_RG, zero_RG))
     out = pairs(out_RK)
     made = np.empty((_CHUNK_WORDS * 16 // bits, len(out)), out.dtype)
     _pairs_of_columns.to(out_RK.dtype)(words, bits, (scale, zero), _index(group, out_RK.shape[1]), made, out)
 
 
 @compiled
-def _turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
+def turn(lying, out):  # type: ignore[no-untyped-def]  # numba infers types
     """Columns become rows in small squares, which stay in the cache."""
     side, num_rows, num_words = U64(16), U64(out.shape[0]), U64(out.shape[1])
     for first_row in range(U64(0), num_rows, side):
@@ -193,7 +193,7 @@ def expand_integers_kernel(
     num_rows, num_columns = out_NK.shape
     words = words_NW.contiguous() if words_NW.dtype == torch.int8 else words_NW.contiguous().view(torch.uint8)
     is_ordered = isinstance(group, Tensor)
-    _expand[(num_rows, triton.cdiv(num_columns, _BLOCK))](
+    expand_row_block[(num_rows, triton.cdiv(num_columns, BLOCK))](
         words,
         scale_NG,
         scale_NG if zero_NG is None else zero_NG,
@@ -205,38 +205,43 @@ def expand_integers_kernel(
         1 if is_ordered else group,
         HAS_ZERO=zero_NG is not None,
         IS_ORDERED=is_ordered,
+        IN_COLUMNS=False,
         MIDDLE=_middle(words_NW, bits),
         BITS=bits,
-        BLOCK=_BLOCK,
+        BLOCK=BLOCK,
     )
 
 
 @jit
-def _expand(
+def expand_row_block(
     words: tl.tensor,
     scale: tl.tensor,
     zero: tl.tensor,
     index: tl.tensor,
     out: tl.tensor,
-    row_bytes: tl.tensor,
+    row_size: tl.tensor,
     num_groups: tl.tensor,
     num_columns: tl.tensor,
     group: tl.tensor,
     HAS_ZERO: tl.constexpr,
     IS_ORDERED: tl.constexpr,
+    IN_COLUMNS: tl.constexpr,
     MIDDLE: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per row and block of columns."""
+    """One program per row and block of columns; words of rows, or as `expand_columns` has them."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < num_columns
-    if BITS == 4:
-        byte = tl.load(words + row * row_bytes + column // 2, mask=here, other=0).to(tl.int32)
+    if IN_COLUMNS:
+        nibble = (row % 8 // 2 + row % 2 * 4).to(tl.int32)  # NIBBLES
+        code = (tl.load(words + row // 8 * row_size + column, mask=here, other=0) >> (4 * nibble)) & 15
+    elif BITS == 4:
+        byte = tl.load(words + row * row_size + column // 2, mask=here, other=0).to(tl.int32)
         code = (byte >> (column % 2 * 4)) & 15
     else:
-        code = tl.load(words + row * row_bytes + column, mask=here, other=0).to(tl.int32)
+        code = tl.load(words + row * row_size + column, mask=here, other=0).to(tl.int32)
     one = row * num_groups + (tl.load(index + column, mask=here, other=0) if IS_ORDERED else column // group)
     code = code - (tl.load(zero + one, mask=here, other=0).to(tl.int32) if HAS_ZERO else MIDDLE)
     product = code.to(tl.float32) * tl.load(scale + one, mask=here, other=0).to(tl.float32)

@@ -2,7 +2,8 @@
 
 So numbers are written as the bits that they have: one by one (`numbers`, `rounded`) or, where words hold neighbours,
 two at once (`pairs`, `rounded_pair`); `widened` reads them. Invariant: to the nearest, ties to even, overflow to
-infinity, the bits of `tensor.to(dtype)`; NaN stays NaN.
+infinity, the bits of `tensor.to(dtype)`. NaN stays NaN, but for bfloat16 only if its lowest bits are 0, as in what
+products make and in what was bfloat16: looking for others would cost every number a comparison.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from offload.kernels.compiled import ByType, compiled
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.float32: torch.uint32}
 _PAIRS = {torch.bfloat16: torch.uint32, torch.float16: torch.uint32, torch.float32: torch.uint64}
-U32, U64, F32 = np.uint32, np.uint64, np.float32
+U32, U64, I32, F32 = np.uint32, np.uint64, np.int32, np.float32
 
 
 def numbers(out: Tensor) -> np.ndarray:

@@ -59,6 +59,20 @@ class RankFigures(NamedTuple):
     exchange_s: float  # waiting for slower ranks included
 
 
+class Moved(NamedTuple):
+    """What passes have moved and waited for."""
+
+    num_bytes: int = 0
+    stall_s: float = 0.0  # compute waited for the link
+    expert_hits: int = 0  # routed experts that were there when a pass asked for them
+    expert_misses: int = 0
+
+    def since(self, before: "Moved") -> "Moved":
+        """What came after an earlier moment."""
+        hits, misses = self.expert_hits - before.expert_hits, self.expert_misses - before.expert_misses
+        return Moved(self.num_bytes - before.num_bytes, self.stall_s - before.stall_s, hits, misses)
+
+
 @dataclass(slots=True, repr=False)
 class Stats:
     """Figures of one generation. Times and bytes leave out the prompt's sweep, which `ttft_s` covers."""
@@ -75,6 +89,8 @@ class Stats:
     verify_s: float = 0.0
     stall_s: float = 0.0  # of sweep_s: compute waited for the link
     bytes_streamed: int = 0
+    expert_hits: int = 0  # see `Moved`
+    expert_misses: int = 0
     peak_rss_bytes: int = 0
     peak_device_bytes: int = 0
     threads: Modes | None = None  # of the last step
@@ -100,23 +116,31 @@ class Stats:
     def begin_decoding(self, num_first_tokens: int, ttft_s: float) -> None:
         """The prompt's sweep is over: what it took counts as time to the first token only."""
         self.num_first_tokens, self.ttft_s = num_first_tokens, ttft_s
-        self.num_sweeps = self.bytes_streamed = 0
+        self.num_sweeps = self.bytes_streamed = self.expert_hits = self.expert_misses = 0
         self.chain_lengths = []
         self.draft_s = self.sweep_s = self.verify_s = self.stall_s = 0.0
 
-    def add_step(self, *, draft_s: float, sweep_s: float, verify_s: float, stall_s: float, num_bytes: int) -> None:
+    def add_step(self, moved: Moved, *, draft_s: float, sweep_s: float, verify_s: float) -> None:
         """One more sweep and what surrounded it."""
         self.num_sweeps += 1
         self.draft_s += draft_s
         self.sweep_s += sweep_s
         self.verify_s += verify_s
-        self.stall_s += stall_s
-        self.bytes_streamed += num_bytes
+        self.bytes_streamed += moved.num_bytes
+        self.stall_s += moved.stall_s
+        self.expert_hits += moved.expert_hits
+        self.expert_misses += moved.expert_misses
 
     @property
     def alpha(self) -> Estimate | None:
         """E[sum of min(p, q)] over the positions that were verified; None where none was, or no draft's q was kept."""
         return self.first_guess if self.is_draft_known and self.first_guess.count else None
+
+    @property
+    def expert_hit_rate(self) -> float | None:
+        """Of the routed experts that passes have asked for, how many were there; None where they come with layers."""
+        asked = self.expert_hits + self.expert_misses
+        return self.expert_hits / asked if asked else None
 
     @property
     def tokens_per_sweep(self) -> float:
@@ -150,6 +174,7 @@ class Stats:
             "first_guess": self.first_guess.as_dict(),
             **({"chain_lengths": self.chain_lengths} if self.chain_lengths else {}),
             **({"runs": self.runs} if self.runs else {}),
+            **({"expert_hits": self.expert_hits, "expert_misses": self.expert_misses} if self.expert_misses else {}),
             "threads": self.threads and {name: mode._asdict() for name, mode in self.threads._asdict().items()},
             "tree": tree,
         }

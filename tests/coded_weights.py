@@ -1,15 +1,17 @@
 """One coded weight, from its tensors to numbers, the way a checkpoint's go: recognised, prepared, expanded."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.encoding.base import Found
 from offload.encoding.formats import FORMATS
-from offload.kernels.compiled import HAS_NUMBA
+from offload.kernels.compiled import HAS_NUMBA, share_rows
 from offload.kernels.expansion import COMPILED, KERNELS, REFERENCE, Expansion
 from offload.kernels.jit import HAS_TRITON
 
@@ -67,6 +69,30 @@ def are_equal(got: Tensor, wanted: Tensor) -> bool:
     """To the bit, signs of zeros included."""
     bits = _BITS[got.element_size()]
     return got.dtype == wanted.dtype and torch.equal(got.contiguous().view(bits), wanted.contiguous().view(bits))
+
+
+class _Views(TorchDispatchMode):
+    """Refuses operators that make numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(one.alias_info is not None for one in func._schema.returns)
+        assert is_view or func.name().startswith("aten::empty"), f"{func} where threads share rows"
+        return func(*args, **(kwargs or {}))
+
+
+def forbid_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On threads that share rows: for 32,768 numbers torch would start threads of its own, from each of ours."""
+
+    def share(work: Callable[[int, int], object], num_rows: int) -> None:
+        def watched(lo: int, hi: int) -> None:
+            with _Views():
+                work(lo, hi)
+
+        share_rows(watched, num_rows)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("offload.kernels.expand_") and hasattr(module, "share_rows"):
+            monkeypatch.setattr(module, "share_rows", share)
 
 
 def can_round(expansion: Expansion, dtype: torch.dtype) -> bool:

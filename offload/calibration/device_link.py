@@ -18,14 +18,17 @@ def device_link_bytes_per_s(
 
     `disk_bytes_per_s` stands for reads that are not to be measured.
     """
-    if not plan.streamed_bytes:
+    if not plan.is_streamed:
         return LOCAL_BYTES_PER_S
+    num_far = max(0, plan.num_experts - plan.num_kept_experts - plan.num_host_expert_slots)
+    moved_bytes = plan.streamed_bytes + (plan.num_experts - plan.num_kept_experts) * plan.expert_slot_bytes
+    disk_bytes = plan.disk_streamed_bytes + num_far * plan.expert_slot_bytes
     allocator = device.open_allocator()
     try:
-        seconds = plan.streamed_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
+        seconds = moved_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
     finally:
         allocator.close()
-    if plan.disk_streamed_bytes:
+    if disk_bytes:
         read = disk_bytes_per_s or link_bytes_per_s(shards, limit_bytes_per_s=limit_bytes_per_s)
-        seconds = max(seconds, plan.disk_streamed_bytes / read)
-    return plan.streamed_bytes / seconds
+        seconds = max(seconds, disk_bytes / read)
+    return moved_bytes / seconds

@@ -30,6 +30,8 @@ from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
 from offload.model.headers import describe
 from offload.planning.cost_model import Costs, Prediction, Traffic, costs_on, link_alone, step_time
+from offload.planning.expert_choice import with_experts
+from offload.planning.expert_traffic import ExpertTraffic
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.measured_pairs import SOURCE, range_for
 from offload.planning.near_copy import check_held, copy_bits, files_of, models_to_read
@@ -87,10 +89,23 @@ class Estimate(NamedTuple):
     packing: Packing | None  # None where there is nothing to pack
 
     @property
+    def sweep_bytes(self) -> int:
+        """What one sweep moves; of experts on demand what one token is expected to need."""
+        experts = ExpertTraffic.of(self.plan)
+        return self.plan.streamed_bytes + (round(experts.near_bytes_at(1)) if experts else 0)
+
+    @property
     def sweep_s(self) -> float | None:
-        """What moving the weights of one sweep takes."""
-        streamed_bytes = Traffic.of(self.plan, self.hardware).streamed_bytes
-        return None if self.link_bytes_per_s is None else streamed_bytes / self.link_bytes_per_s
+        """What that takes."""
+        if self.link_bytes_per_s is None:
+            return None
+        return Traffic.of(self.plan, self.hardware).bytes_at(1) / self.link_bytes_per_s
+
+    @property
+    def hit_share(self) -> float | None:
+        """Of the experts that one token needs, such as are kept; None where they come with their layers."""
+        experts = ExpertTraffic.of(self.plan)
+        return experts and experts.hit_share(1)
 
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
@@ -101,7 +116,8 @@ class Estimate(NamedTuple):
             "is_link_alone": self.is_link_alone,
             "models": {role: one._asdict() for role, one in zip(("target", "draft"), self.models, strict=False)},
             **self.plan.as_dict(),
-            "bytes_per_sweep": self.plan.streamed_bytes,
+            "bytes_per_sweep": self.sweep_bytes,
+            **({} if self.hit_share is None else {"expert_hit_share": self.hit_share}),
             "link_bytes_per_s": self.link_bytes_per_s,
             "sweep_s": self.sweep_s,
             "hardware": self.hardware.name if self.hardware else None,
@@ -180,6 +196,7 @@ def estimate(
     room = _room(options, machine, device)
     dtype, dtype_notes = settled_dtype(files.target, options.dtype, is_on_cpu=room.gpu is None)
     options, room = replace(options, dtype=dtype), replace(room, dtype=dtype)
+    room = with_experts(room, files, num_nodes=None if tree.is_chosen else tree.num_nodes)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
     plan = case.plan(tree.num_nodes)  # refuses before the link is measured
@@ -189,7 +206,7 @@ def estimate(
     models = tuple(ModelFacts.of(*one) for one in zip(filter(None, (model, draft)), filter(None, files), strict=True))
     predictions: tuple[Prediction, ...] = ()
     is_unknown = costs is None and _is_copy(files)  # passes of a copy are no small matter, so the link says nothing
-    if link is not None and not is_unknown and (costs or plan.streamed_bytes):
+    if link is not None and not is_unknown and (costs or plan.is_streamed):
         predictions, basis = _predictions(case, costs, link, profile, basis)
         if tree.kind != "auto_chain":  # which has room for longer chains than its first
             plan = case.plan(predictions[-1].shape.num_nodes)
@@ -355,9 +372,9 @@ def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]
         notes.append(f"{gpu}; `device` cpu does without")
     if case.hardware is None and case.disk_bytes_per_s is None and is_here(case.files.target):
         notes.append(ram_warning(case.room.ram))
-    if case.files.draft is None and plan.streamed_bytes and case.tree.kind == "none":
+    if case.files.draft is None and plan.is_streamed and case.tree.kind == "none":
         notes.append(_NO_DRAFT)
-    if link is None and plan.streamed_bytes:
+    if link is None and plan.is_streamed:
         notes.append(_NO_DISK if plan.gpu_bytes is None else _NO_GPU)
     return tuple(note for note in notes if note)
 

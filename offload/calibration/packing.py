@@ -3,6 +3,7 @@
 Invariant: no more is read than the forecast's few pieces.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.packing_forecast import PackingForecast, as_packed, forecast
@@ -36,8 +37,13 @@ def packing_of(
     if found is None or found.share > _WORTH_PACKING:
         return None
     try:
-        plan = room.plan(files._replace(target=as_packed(files.target, found)), num_nodes)
+        free = room if room.experts == "layers" else replace(room, experts="auto")  # a packed stack stays in one piece
+        plan = free.plan(files._replace(target=as_packed(files.target, found)), num_nodes)
     except UserError:  # what weights are expanded into takes room as well
         return Packing(found, None, None)
-    streamed_bytes = Traffic.of(plan, hardware).streamed_bytes
-    return Packing(found, plan.streamed_bytes, None if link_bytes_per_s is None else streamed_bytes / link_bytes_per_s)
+    streamed_bytes = Traffic.of(plan, hardware).bytes_at(1)
+    return Packing(
+        found,
+        round(Traffic.of(plan).bytes_at(1)),
+        None if link_bytes_per_s is None else streamed_bytes / link_bytes_per_s,
+    )

@@ -115,7 +115,7 @@ def _fastest(ladder: Sequence[int], model: StreamedModel, num_rows: int) -> int:
 
 def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:
     traffic = trees.traffic_of(_TYPICAL_NODES) or trees.traffic_of(1)
-    if traffic is None or not traffic.streamed_bytes:
+    if traffic is None or not traffic.is_streamed:
         return LOCAL_BYTES_PER_S
     return link_bytes_per_s(store.paths, limit_bytes_per_s=store.rate_limit_bytes_per_s)
 

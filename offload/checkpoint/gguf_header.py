@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from offload.checkpoint.safetensors import Stamp, check_extents, damaged, unreadable
 from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.gguf_blocks import BLOCKS
+from offload.encoding.gguf_blocks import BLOCKS, GgufBlocks
 from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError, reason
 
@@ -145,15 +145,9 @@ def _entries(header: _Header, num_tensors: int, alignment: int, shard: int) -> d
         found[name] = _entry(header, name, alignment)
     first = -(-header.at // alignment) * alignment
     return {
-        name: TensorEntry(shard, kind, shape, first + lo, first + lo + stored_bytes(kind, shape))
+        name: TensorEntry(shard, kind, shape, first + lo, first + lo + GgufBlocks(kind).stored_bytes(shape))
         for name, (kind, shape, lo) in found.items()
     }
-
-
-def stored_bytes(kind: str, shape: tuple[int, ...]) -> int:
-    """What a tensor takes whose rows are whole blocks."""
-    num_numbers, num_bytes = BLOCKS.get(kind) or (1, ENCODINGS[kind].align_bytes)
-    return math.prod(shape) // num_numbers * num_bytes
 
 
 def _entry(header: _Header, name: str, alignment: int) -> tuple[str, tuple[int, ...], int]:

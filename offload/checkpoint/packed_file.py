@@ -22,23 +22,14 @@ from offload.checkpoint.parts import PART_BYTES, in_order, opened, parts, read_p
 from offload.checkpoint.safetensors import parse_header, read_header, read_metadata
 from offload.checkpoint.small_files import replacing
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.exponents import (
-    BLOCK,
-    CHUNK,
-    CODE,
-    ESCAPE_BYTES,
-    RUN,
-    WORDS,
-    Exponents,
-    distance_bytes,
-)
+from offload.encoding.exponents import CODE, DAMAGED, ESCAPE_BYTES, WORDS, Exponents, width_of
 from offload.errors import UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expand_exponents import expand_exponents_compiled, expand_exponents_reference
+from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 
 FORMAT, VERSION = "offload.packed", "1"
 _PART_CHUNKS = PART_BYTES // 2 // CHUNK
-_DAMAGED = "it was damaged, pack the model again"
 OnBytes = Callable[[int], None]
 
 
@@ -85,9 +76,9 @@ def read_packed(path: Path) -> Packed:
         sums = {name: _numbers(text) for name, text in json.loads(notes["crc32"]).items()}
         origin = _origin(notes["origin"])
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: its header lacks what unpacking needs ({error}): {_DAMAGED}") from None
+        raise UserError(f"{path}: its header lacks what unpacking needs ({error}): {DAMAGED}") from None
     if sums.keys() != {*entries, *own}:
-        raise UserError(f"{path}: its header has checksums of other tensors: {_DAMAGED}")
+        raise UserError(f"{path}: its header has checksums of other tensors: {DAMAGED}")
     return Packed(path, origin, notes.get("source_header", "").encode(), entries, own, sums)
 
 
@@ -102,7 +93,7 @@ def original_parts(packed: Packed) -> Iterator[tuple[str, int, np.ndarray]]:
         def work(name: str, index: int, take: Callable[[int], np.ndarray]) -> tuple[str, int, np.ndarray]:
             raw = take(fd)
             if [zlib.crc32(raw.data)] != [*packed.sums[name][index : index + 1]]:
-                raise UserError(f"{packed.path}: {name} does not decode to what was packed: {_DAMAGED}")
+                raise UserError(f"{packed.path}: {name} does not decode to what was packed: {DAMAGED}")
             return name, index * PART_BYTES, raw
 
         yield from in_order(work, jobs())
@@ -114,7 +105,7 @@ def write_original(path: Path, packed: Iterable[Packed], on_bytes: OnBytes) -> N
     entries = parse_header(path, first.header, first.origin.num_bytes)
     missing = {*entries} ^ {name for one in (first, *others) for name in one.names}
     if missing:
-        raise UserError(f"{path.name}: {min(missing)} is in its header or in its packed files, not in both: {_DAMAGED}")
+        raise UserError(f"{path.name}: {min(missing)} is in its header or in its packed files, not in both: {DAMAGED}")
     with replacing(path) as scratch, opened(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as out:
         write_part(out, len(first.header).to_bytes(8, "little") + first.header, 0)
         os.ftruncate(out, first.origin.num_bytes)
@@ -134,11 +125,11 @@ def _plain_jobs(packed: Packed, name: str) -> Iterator[tuple[Any, ...]]:
 def _coded_jobs(packed: Packed, name: str, fd: int) -> Iterator[tuple[Any, ...]]:
     mantissas, exponents, escapes, code = packed.coded[name]
     num_weights = math.prod(mantissas.shape)
-    width = exponents.num_bytes // max(1, distance_bytes(num_weights, 1))
+    width = width_of(num_weights, exponents.num_bytes)
     numbers = _tensor(read_part(fd, code.lo, code.hi), torch.int64)
     try:
-        if exponents.num_bytes != distance_bytes(num_weights, width) or width not in (3, 4):
-            raise ValueError(f"{num_weights} weights cannot have {exponents.num_bytes} bytes of exponents: {_DAMAGED}")
+        if width is None:
+            raise ValueError(f"{num_weights} weights cannot have {exponents.num_bytes} bytes of exponents: {DAMAGED}")
         ready = Exponents(width, escapes.num_bytes).prepare({CODE: numbers}, mantissas.shape)
     except ValueError as error:
         raise UserError(f"{packed.path}: {name}: {error}") from None

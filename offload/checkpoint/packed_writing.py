@@ -21,9 +21,10 @@ from offload.checkpoint.packed_file import FORMAT, VERSION, OnBytes, Origin, ori
 from offload.checkpoint.parts import PART_BYTES, in_order, opened, parts, read_part, write_part
 from offload.checkpoint.small_files import replacing
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.exponents import ALIGN_BYTES, BLOCK, CODE, RUN, WORDS, Window, distance_bytes
+from offload.encoding.exponents import ALIGN_BYTES, CODE, WORDS, Window, distance_bytes
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.encode_exponents import Words, encode_exponents_compiled, encode_exponents_reference
+from offload.kernels.encode_exponents import ExponentWords, encode_exponents_compiled, encode_exponents_reference
+from offload.kernels.exponents_layout import BLOCK, RUN
 
 _ABOUT = "bfloat16 without loss: X.mantissas, X.exponents, X.escapes and X.code are one tensor; see offload unpack"
 _LARGEST = 10**15  # an offset of as many digits as any
@@ -77,7 +78,7 @@ class _Writing:
         os.fsync(self._out)
         os.posix_fadvise(self._out, 0, 0, os.POSIX_FADV_DONTNEED)  # what is read back comes from the disk
 
-    def _taken(self, lo: int, hi: int, window: Window | None) -> tuple[Words | bytearray, int, int]:
+    def _taken(self, lo: int, hi: int, window: Window | None) -> tuple[ExponentWords | bytearray, int, int]:
         """A part of the source, coded or not, its checksum, and its bytes."""
         raw = read_part(self._source, lo, hi)
         if window is None:

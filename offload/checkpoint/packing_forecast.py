@@ -78,11 +78,10 @@ def as_packed(checkpoint: Checkpoint, found: PackingForecast) -> Checkpoint:
 def _shrunk(entry: TensorEntry, saved_share: float) -> TensorEntry:
     if not is_packable(entry):
         return entry
-    num_weights = math.prod(entry.shape)
     fixed_bytes = Exponents(_USUAL_WIDTH, 0).stored_bytes(entry.shape)
     escape_bytes = max(0, math.ceil(entry.num_bytes * (1 - saved_share)) - fixed_bytes)
     coded = Coded(Exponents(_USUAL_WIDTH, escape_bytes))
-    return entry._replace(hi=entry.lo + fixed_bytes + escape_bytes, coded=coded) if num_weights else entry
+    return entry._replace(hi=entry.lo + fixed_bytes + escape_bytes, coded=coded)
 
 
 def _sampled_share(checkpoint: Checkpoint, entries: Iterable[TensorEntry]) -> float:

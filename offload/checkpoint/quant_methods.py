@@ -54,8 +54,7 @@ def _problem(settings: Mapping[str, Any]) -> str | None:
         return f"quantised weights of method {settings.get('quant_method')!r:.40} are not read"
     kinds = {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "compressed-tensors": _compressed,
              "modelopt": _modelopt}  # fmt: skip
-    problem = kinds[method](settings) if method in kinds else None
-    return problem
+    return kinds[method](settings) if method in kinds else None
 
 
 def _method(settings: Mapping[str, Any]) -> str | None:

@@ -153,6 +153,11 @@ def place_line(name: str, plan: MemoryPlan, *, is_decimal: bool = False) -> str:
         where = f"{plan.num_resident} of {num_layers} layers on the GPU, {num_host} in RAM, {num_disk} on disk"
         return f"{name}: {where}" + (f"; {moved} a sweep" if plan.num_slots else "")
     budget = format_bytes(plan.ram_bytes, is_decimal=is_decimal)
+    if plan.has_experts:
+        where = (
+            f"{plan.num_kept_experts:,} of {plan.num_experts:,} experts and {plan.num_resident} of {num_layers} layers"
+        )
+        return f"{name}: {where} around them in RAM ({budget} allowed), others come as they are needed"
     if not plan.num_slots:
         return f"{name}: all {num_layers} layers fit into RAM ({budget} allowed), nothing is streamed"
     return f"{name}: {plan.num_resident} of {num_layers} layers in RAM ({budget} allowed), {moved} a sweep from disk"
@@ -262,7 +267,9 @@ def closing_lines(stats: Stats, plan: MemoryPlan, own_bytes: int, *, is_decimal:
     lines = [f"{first}; then {speed} ({plural(stats.num_sweeps, 'sweep')}, {tree})", memory]
     if stats.bytes_streamed:
         waited = f"{stats.stall_s / stats.sweep_s:.0%} of the sweep spent waiting for it"
-        lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}")
+        there = stats.expert_hit_rate
+        experts = "" if there is None else f"; {there:.0%} of the experts that were needed were there"
+        lines.insert(1, f"link {stats.link_bytes_per_s / 1e9:.2f} GB/s, {waited}{experts}")
     return "\n".join(lines)
 
 

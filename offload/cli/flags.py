@@ -111,6 +111,9 @@ LinkLimit = Annotated[
     str | None,
     typer.Option(metavar="SIZE", callback=_of_this_rank, help="slow the stream down to this per second", hidden=True),
 ]
+Experts = Annotated[
+    str, typer.Option(metavar="HOW", help="of a mixture: demand (as passes need them), layers (all), auto")
+]
 Ranks = Annotated[
     str | None,
     typer.Option(
@@ -170,13 +173,13 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 _FLAG_OF = {
     "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
     "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",
-    "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware", "invariant": "--invariant",
-    "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup", "lookup_length": "--lookup-length",
-    "max_new_tokens": "-n", "ngram": "--ngram", "out": "--out", "pipeline": "--pipeline", "ram": "--ram",
-    "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed", "session": "--session",
-    "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp", "threads": "--threads",
-    "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
-    "verify": "--verify",
+    "experts": "--experts", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
+    "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
+    "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "out": "--out",
+    "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed",
+    "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
+    "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
+    "tree": "--tree", "verify": "--verify",
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ def plan(
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
     draft_dtype: flags.DraftDtype = None,
+    experts: flags.Experts = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     hardware: Annotated[
@@ -65,7 +66,7 @@ def plan(
         _require_no_machine(hardware=hardware, ram=ram, gpu_memory=gpu_mem, disk_speed=disk_speed, device=device)
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        profile=profile, draft_dtype=draft_dtype)  # fmt: skip
+        profile=profile, draft_dtype=draft_dtype, experts=experts)  # fmt: skip
     with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))
@@ -122,6 +123,7 @@ def tune(
     ram: flags.Ram = None,
     dtype: flags.Dtype = "auto",
     draft_dtype: flags.DraftDtype = None,
+    experts: flags.Experts = "auto",
     threads: flags.Threads = None,
     link_limit: flags.LinkLimit = None,
     as_json: flags.Json = False,
@@ -133,7 +135,7 @@ def tune(
 
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, tree=tree or "auto", rule=rule,
-        threads=threads, link_limit=link_limit, draft_dtype=draft_dtype,
+        threads=threads, link_limit=link_limit, draft_dtype=draft_dtype, experts=experts,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json, sizes_like=ram) as console, libraries(console):

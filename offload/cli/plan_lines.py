@@ -26,9 +26,10 @@ def answer_lines(
         *(("draft", f"{model_words(draft)}, stays {_where(found.plan)}") for draft in found.models[1:]),
         ("machine", _machine_words(found, is_decimal)),
         ("layers", _layers_words(found.plan)),
-        *([("a sweep", _sweep_words(found))] if found.plan.streamed_bytes else []),
+        *([("experts", _experts_words(found))] if found.plan.has_experts else []),
+        *([("a sweep", _sweep_words(found))] if found.plan.is_streamed else []),
         *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
-        *([("packing", _packing_words(found))] if found.packing and found.plan.streamed_bytes else []),
+        *([("packing", _packing_words(found))] if found.packing and found.plan.is_streamed else []),
         *_drafts_rows(drafts),
         *(("note", note) for note in found.notes),
     ]
@@ -52,7 +53,7 @@ def _drafts_rows(drafts: Sequence["Drafting"]) -> list[tuple[str, str]]:
 
 
 def _headline(found: "Estimate") -> str:
-    if found.is_link_alone and not found.plan.streamed_bytes:
+    if found.is_link_alone and not found.plan.is_streamed:
         return f"It runs, and all of it stays {_where(found.plan)}: computing alone decides how fast."
     if not found.predictions:
         return "It runs. How fast is not known yet."
@@ -99,15 +100,28 @@ def _machine_words(found: "Estimate", is_decimal: bool) -> str:
 
 def _layers_words(plan: MemoryPlan) -> str:
     if not plan.streamed_bytes:
-        return f"all {len(plan.tier_L)} stay {_where(plan)}"
+        return f"all {len(plan.tier_L)} stay {_where(plan)}{', but for routed experts' if plan.has_experts else ''}"
     others = [(plan.num_layers_in(Tier.HOST), "memory"), (plan.num_layers_in(Tier.DISK), "the disk")]
     come = " and ".join(f"{count} come from {place}" for count, place in others if count)
     return f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}, {come} in every sweep"
 
 
+def _experts_words(found: "Estimate") -> str:
+    plan = found.plan
+    words = f"{plan.num_kept_experts:,} of {plan.num_experts:,} stay ({plan.num_kept_experts / plan.num_experts:.0%})"
+    if plan.num_host_expert_slots:
+        words += f", {plan.num_host_expert_slots:,} more in memory"
+    if found.hit_share is not None:
+        words += f", which is {found.hit_share:.0%} of what a token needs"
+    seconds = min((one.s_per_token for one in found.predictions), default=found.sweep_s)
+    return words if seconds is None else f"{words}; about {seconds_words(seconds)} s a token"
+
+
 def _sweep_words(found: "Estimate") -> str:
     plan = found.plan
-    words = f"one pass over the weights moves {_gb(plan.streamed_bytes)}"
+    words = f"one pass over the weights moves {_gb(found.sweep_bytes)}"
+    if plan.has_experts:
+        words = f"a pass for one token moves about {_gb(found.sweep_bytes)}"
     if plan.host_bytes and plan.disk_streamed_bytes:
         words += f", {_gb(plan.disk_streamed_bytes)} of it from the disk"
     if found.sweep_s is None:
@@ -125,13 +139,13 @@ _LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the 
 
 
 def _packing_words(found: "Estimate") -> str:
-    packing, plan = found.packing, found.plan
+    packing = found.packing
     assert packing is not None, "others are not asked"
     basis = "by its weights" if packing.forecast.is_sampled else "as usual"
     words = f"offload pack leaves {packing.forecast.share:.0%} of the model, without loss ({basis})"
     if packing.streamed_bytes is None:
         return f"{words}, but needs more memory than this"
-    words += f": a sweep moves {_gb(packing.streamed_bytes)} instead of {_gb(plan.streamed_bytes)}"
+    words += f": a sweep moves {_gb(packing.streamed_bytes)} instead of {_gb(found.sweep_bytes)}"
     if packing.sweep_s is None or found.sweep_s is None:
         return words
     return f"{words}, {seconds_words(packing.sweep_s)} s instead of {seconds_words(found.sweep_s)}"
@@ -169,6 +183,7 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     computing = [
         (f"{plan.num_resident} resident layers", plan.resident_bytes),
         (f"{plan.num_slots} slots for {num_streamed} streamed layers", plan.num_slots * plan.slot_bytes),
+        (f"{plan.num_expert_slots:,} slots for experts", plan.num_expert_slots * plan.expert_slot_bytes),
         ("encoder", plan.encoder_bytes),
         ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
         ("draft with its cache", plan.draft_bytes),
@@ -182,6 +197,7 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     feeding = [
         (f"{plan.num_layers_in(Tier.HOST)} layers in pinned memory", plan.host_bytes),
         (f"{plan.num_host_slots} slots for {num_disk} layers from disk", plan.num_host_slots * plan.slot_bytes),
+        (f"{plan.num_host_expert_slots:,} slots for experts", plan.num_host_expert_slots * plan.expert_slot_bytes),
         ("embeddings", plan.table_bytes),
         ("loading", plan.staging_bytes),
         ("program and driver", plan.runtime_bytes),

@@ -45,6 +45,7 @@ def generate(
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
     draft_dtype: flags.DraftDtype = None,
+    experts: flags.Experts = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     lenience: flags.Lenience = 1.0,
@@ -73,7 +74,7 @@ def generate(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
+        draft_dtype=draft_dtype, experts=experts, pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(config or model, own, seed, console.wait)
@@ -121,6 +122,7 @@ def chat(
     context: flags.Context = None,
     dtype: flags.Dtype = "auto",
     draft_dtype: flags.DraftDtype = None,
+    experts: flags.Experts = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     lenience: flags.Lenience = 1.0,
@@ -146,7 +148,7 @@ def chat(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, invariant=invariant, lookup=lookup, lookup_length=lookup_length,
         ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        draft_dtype=draft_dtype, pipeline=pipeline, slow_layer_s=slow_layer,
+        draft_dtype=draft_dtype, experts=experts, pipeline=pipeline, slow_layer_s=slow_layer,
     )  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:

@@ -45,7 +45,7 @@ class Coding(Protocol):
 
     @property
     def name(self) -> str:
-        """For users, such as `fp8 in blocks of 128x128`."""
+        """For users, such as `fp8 in blocks of 128 x 128`."""
 
     @property
     def dtype(self) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
-from offload.encoding.companions import FLOATS, checked_scale, require
+from offload.encoding.companions import AGAIN, checked_scale, require
+from offload.encoding.registry import PLAIN_OF
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +25,7 @@ _NESTED = (".weight.nested_absmax", ".weight.nested_quant_map")
 _ABSMAX, _MAP = ".weight.absmax", ".weight.quant_map"
 _BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)  # the usual one first: for few weights several fit
 _MOST_JSON_BYTES = 1 << 16
-_AGAIN, _ANOTHER = "download the checkpoint again", "take another checkpoint"
+_ANOTHER = "take another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Bitsandbytes4:
         if said.get("blocksize") != self.block or said.get("shape") != list(shape):
             what = f"shape {said.get('shape')!r:.60} in blocks of {said.get('blocksize')!r:.20}"
             wanted = f"shape {list(shape)} in blocks of {self.block}"
-            raise ValueError(f"quant_state must tell of {wanted}, has {what}: {_AGAIN}")
+            raise ValueError(f"quant_state must tell of {wanted}, has {what}: {AGAIN}")
         absmax = companions[_ABSMAX]
         if _NESTED[0] in companions:
             absmax = _unnested(absmax, companions, said)
@@ -85,13 +86,13 @@ class Bitsandbytes4:
 
 def _said(state: "Tensor") -> Mapping[str, Any]:
     if state.numel() > _MOST_JSON_BYTES:
-        raise ValueError(f"quant_state must have at most {_MOST_JSON_BYTES} bytes, has {state.numel()}: {_AGAIN}")
+        raise ValueError(f"quant_state must have at most {_MOST_JSON_BYTES} bytes, has {state.numel()}: {AGAIN}")
     try:
         said = json.loads(bytes(state.tolist()))
     except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
-        raise ValueError(f"quant_state must be a JSON object: {_AGAIN}")
+        raise ValueError(f"quant_state must be a JSON object: {AGAIN}")
     return said
 
 
@@ -102,7 +103,7 @@ def _unnested(absmax: "Tensor", companions: "Mapping[str, Tensor]", said: Mappin
     block, offset = said.get("nested_blocksize"), said.get("nested_offset")
     if type(block) is not int or block < 1 or not isinstance(offset, float) or not math.isfinite(offset):
         what = f"{block!r:.20} and {offset!r:.20}"
-        raise ValueError(f"quant_state must have a nested_blocksize and a nested_offset, has {what}: {_AGAIN}")
+        raise ValueError(f"quant_state must have a nested_blocksize and a nested_offset, has {what}: {AGAIN}")
     outer, levels = (companions[suffix].float() for suffix in _NESTED)
     num_scales = absmax.numel()
     block = min(block, max(1, num_scales))  # one for all, however large it claims to be
@@ -119,16 +120,16 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
     companions = (_ABSMAX, _MAP, state, *(_NESTED if is_nested else ()))
     require(stored, (".weight", *companions), state)
     if stored[state].dtype != "U8":
-        raise ValueError(f"{state} must be of type U8, is {stored[state].dtype}: {_AGAIN}")
+        raise ValueError(f"{state} must be of type U8, is {stored[state].dtype}: {AGAIN}")
     size, num_blocks = 2 * math.prod(stored[".weight"].shape), math.prod(stored[_ABSMAX].shape)
     block = next((block for block in _BLOCKS if math.ceil(size / block) == num_blocks), None)
     if stored[".weight"].dtype != "U8" or block is None:
         raise ValueError(
             f"{_ABSMAX} must have a scale for each block of {size} weights, a power of two of them, in U8, "
-            f"has {num_blocks}: {_AGAIN}"
+            f"has {num_blocks}: {AGAIN}"
         )
     said = settings.get("bnb_4bit_compute_dtype")
-    dtype = next((dtype for dtype in FLOATS.values() if dtype == said), "bfloat16")
+    dtype = next((dtype for dtype in PLAIN_OF if dtype == said), "bfloat16")
     return Found(Bitsandbytes4(_STATES[state], block, state, dtype), (size,), (".weight",), companions)
 
 

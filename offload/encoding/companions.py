@@ -1,24 +1,23 @@
 """What is asked of the small tensors that belong to words, wherever they come from: shapes, finite scales, orders."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Header
+from offload.encoding.registry import ENCODINGS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}  # scales, by the names of headers and of torch
-FLOAT_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
-_AGAIN = "download the checkpoint again"
+AGAIN = "download the checkpoint again"
 
 
 def float_type(stored: Mapping[str, Header], suffix: str) -> str:
     """The header's name of the type of scales. Raises `ValueError` where they are of no floating-point type."""
     dtype = stored[suffix].dtype
-    if dtype not in FLOATS:
-        raise ValueError(f"{suffix} must be of type {', '.join(FLOATS)}, is {dtype}: {_AGAIN}")
+    if dtype not in ENCODINGS:
+        raise ValueError(f"{suffix} must be of type {', '.join(ENCODINGS)}, is {dtype}: {AGAIN}")
     return dtype
 
 
@@ -26,14 +25,27 @@ def require(stored: Mapping[str, Header], suffixes: Sequence[str], beside: str) 
     """Raises `ValueError` where a tensor is missing."""
     for suffix in suffixes:
         if suffix not in stored:
-            raise ValueError(f"{beside} needs a {suffix} beside it, there is none: {_AGAIN}")
+            raise ValueError(f"{beside} needs a {suffix} beside it, there is none: {AGAIN}")
 
 
-def require_matrices(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
+def matrix_shape(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
     """Raises `ValueError` where a tensor has not two dimensions."""
-    for suffix in suffixes:
-        if len(stored[suffix].shape) != 2 or 0 in stored[suffix].shape:
-            raise ValueError(f"{suffix} must have two dimensions, has shape {list(stored[suffix].shape)}: {_AGAIN}")
+    shape = stored[suffix].shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{suffix} must have two dimensions, has shape {list(shape)}: {AGAIN}")
+    return shape[0], shape[1]
+
+
+def packed_shapes(stored: Mapping[str, Header]) -> list[tuple[int, int]] | None:
+    """Of `.qweight`, `.qzeros` and `.scales`, as AWQ and GPTQ name them alike; None where there are no such words.
+
+    Raises `ValueError` for a tensor that is missing, or is none of what both store.
+    """
+    if ".qweight" not in stored:
+        return None
+    require(stored, (".scales", ".qzeros"), ".qweight")
+    require_integers(stored, (".qweight", ".qzeros", ".g_idx"))
+    return [matrix_shape(stored, suffix) for suffix in (".qweight", ".qzeros", ".scales")]
 
 
 def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> None:
@@ -41,13 +53,13 @@ def require_integers(stored: Mapping[str, Header], suffixes: Sequence[str]) -> N
     for suffix in suffixes:
         known = ("I32", "I64") if suffix.endswith("g_idx") else ("I32",)
         if suffix in stored and stored[suffix].dtype not in known:
-            raise ValueError(f"{suffix} must be of type {' or '.join(known)}, is {stored[suffix].dtype}: {_AGAIN}")
+            raise ValueError(f"{suffix} must be of type {' or '.join(known)}, is {stored[suffix].dtype}: {AGAIN}")
 
 
 def require_shape(suffix: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
     """Raises `ValueError` where a tensor has another shape than the words ask for."""
     if tuple(shape) != tuple(wanted):
-        raise ValueError(f"{suffix} must have shape {list(wanted)}, has {list(shape)}: {_AGAIN}")
+        raise ValueError(f"{suffix} must have shape {list(wanted)}, has {list(shape)}: {AGAIN}")
 
 
 def group_size(num_columns: int, num_groups: int, said: object) -> int:
@@ -66,13 +78,22 @@ def group_size(num_columns: int, num_groups: int, said: object) -> int:
     )
 
 
+def config_weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What groups in compressed-tensors' config say of weights; names of modules, which tensors need not, are left."""
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            yield weights
+
+
 def checked_scale(suffix: str, scale: "Tensor", shape: Sequence[int]) -> "Tensor":
     """Scales in that shape, contiguous. Raises `ValueError` where one is not finite."""
     if scale.numel() != math.prod(shape):
-        raise ValueError(f"{suffix} must have {math.prod(shape)} numbers, has {scale.numel()}: {_AGAIN}")
+        raise ValueError(f"{suffix} must have {math.prod(shape)} numbers, has {scale.numel()}: {AGAIN}")
     num_wrong = int((~scale.float().isfinite()).sum())
     if num_wrong:
-        raise ValueError(f"{suffix} must be finite, {num_wrong} of {scale.numel()} are not: {_AGAIN}")
+        raise ValueError(f"{suffix} must be finite, {num_wrong} of {scale.numel()} are not: {AGAIN}")
     return scale.reshape(tuple(shape)).contiguous()
 
 
@@ -81,10 +102,10 @@ def checked_order(suffix: str, order: "Tensor", num_columns: int, num_groups: in
     import torch
 
     if order.numel() != num_columns:
-        raise ValueError(f"{suffix} must have {num_columns} numbers, has {order.numel()}: {_AGAIN}")
+        raise ValueError(f"{suffix} must have {num_columns} numbers, has {order.numel()}: {AGAIN}")
     if num_columns and not 0 <= int(order.min()) <= int(order.max()) < num_groups:
         least, most = int(order.min()), int(order.max())
-        raise ValueError(f"{suffix} must lie in 0..{num_groups - 1}, has {least}..{most}: {_AGAIN}")
+        raise ValueError(f"{suffix} must lie in 0..{num_groups - 1}, has {least}..{most}: {AGAIN}")
     return order.reshape(num_columns).to(torch.int32)
 
 

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
 from offload.encoding.companions import (
+    AGAIN,
     checked_order,
     checked_scale,
+    config_weights,
     float_type,
     group_size,
+    matrix_shape,
     require,
     require_integers,
-    require_matrices,
     require_shape,
     unpacked,
 )
@@ -98,7 +100,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
 def _packed(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
     require(stored, (".weight_scale",), ".weight_packed")
     require_integers(stored, (".weight_zero_point", ".weight_g_idx"))
-    (num_rows, num_words), scale = _two(stored, ".weight_packed"), _two(stored, ".weight_scale")
+    (num_rows, num_words), scale = (matrix_shape(stored, one) for one in (".weight_packed", ".weight_scale"))
     require_shape(".weight_scale", scale, (num_rows, scale[1]))
     bits, said = _bits_and_group(num_words, scale[1], settings)
     num_columns = num_words * 32 // bits
@@ -140,15 +142,11 @@ def _bits_and_group(num_words: int, num_groups: int, settings: Mapping[str, Any]
 
 
 def _weights(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("type", "int") == "int":
-            yield weights
+    return (one for one in config_weights(settings) if one.get("type", "int") == "int")
 
 
 def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
-    shape, scale = _two(stored, ".weight"), stored[".weight_scale"].shape
+    shape, scale = matrix_shape(stored, ".weight"), stored[".weight_scale"].shape
     if math.prod(scale) == 1:
         group = 0
     else:
@@ -157,16 +155,10 @@ def _bytes(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found:
         group = group_size(shape[1], math.prod(scale[1:]), said)
     zero = stored.get(".weight_zero_point")
     if zero is not None and zero.dtype != "I8":
-        raise ValueError(f".weight_zero_point must be of type I8, is {zero.dtype}: download the checkpoint again")
+        raise ValueError(f".weight_zero_point must be of type I8, is {zero.dtype}: {AGAIN}")
     coding = Bytes(8, group, float_type(stored, ".weight_scale"), int(zero is not None), align_bytes=1)
     companions = tuple(suffix for suffix in (".weight_scale", ".weight_zero_point") if suffix in stored)
     return Found(coding, shape, (".weight",), companions)
-
-
-def _two(stored: Mapping[str, Header], suffix: str) -> tuple[int, int]:
-    require_matrices(stored, (suffix,))
-    num_rows, num_columns = stored[suffix].shape
-    return num_rows, num_columns
 
 
 FORMAT = Format(_SUFFIXES, _recognise)

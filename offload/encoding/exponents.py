@@ -1,6 +1,6 @@
 """bfloat16 weights without loss in about 12 bits, or 11: of the exponent is stored how far it lies below a top.
 
-`offload pack` writes them; `kernels/expand_exponents.py` has the layout. A weight X consists of `X.mantissas` (sign and
+`offload pack` writes them; `kernels/exponents_layout.py` has the layout. A weight X consists of `X.mantissas` (sign and
 mantissa of each number, of its shape), `X.exponents` (distances), `X.escapes` (exponents outside of the window; zeros
 behind them let the next tensor begin at a multiple of 64), streamed as one run, and `X.code`, which stays: the top and
 the number of escapes in each chunk.
@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.encoding.base import Format, Found, Header
+from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,12 +21,11 @@ if TYPE_CHECKING:
 
     from offload.kernels.expansion import Expansion
 
-BLOCK, RUN, CHUNK = 1024, 128, 65_536  # weights; as the kernels have them
 ESCAPE_BYTES, ALIGN_BYTES = 3, 64
 WORDS, CODE = (".mantissas", ".exponents", ".escapes"), ".code"
 _WIDTHS = (4, 3)  # bits of a distance
 _AGAIN = "pack it again"
-_DAMAGED = "it was damaged, pack the model again"
+DAMAGED = "it was damaged, pack the model again"
 
 
 class Window(NamedTuple):
@@ -62,6 +62,11 @@ def distance_bytes(num_weights: int, width: int) -> int:
     return -(-num_weights // BLOCK) * RUN * width
 
 
+def width_of(num_weights: int, num_bytes: int) -> int | None:
+    """That of the distances which take so many bytes, if there is one."""
+    return next((one for one in _WIDTHS if distance_bytes(num_weights, one) == num_bytes), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Exponents:
     """See `Coding`."""
@@ -93,11 +98,11 @@ class Exponents:
         num_chunks, top = -(-math.prod(shape) // CHUNK), top_1.tolist()
         if len(count_C) != num_chunks or not top or not 0 <= top[0] < 256:
             rule = f"its code must be a top below 256 and {num_chunks} counts"
-            raise ValueError(f"{rule}, got {code[:8].tolist()}: {_DAMAGED}")
+            raise ValueError(f"{rule}, got {code[:8].tolist()}: {DAMAGED}")
         start_C = torch.cat((torch.zeros(1, dtype=torch.int64), count_C.cumsum(0)))
         spare_bytes = self.escape_bytes - ESCAPE_BYTES * int(start_C[-1])
         if bool(((count_C < 0) | (count_C > CHUNK)).any()) or not 0 <= spare_bytes < ALIGN_BYTES:
-            raise ValueError(f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold: {_DAMAGED}")
+            raise ValueError(f"{int(start_C[-1])} escapes are not what {self.escape_bytes} bytes hold: {DAMAGED}")
         return {"start": start_C, "top": top_1}
 
     def expand(
@@ -119,8 +124,7 @@ def _recognise(stem: str, stored: Mapping[str, Header], _settings: Mapping[str, 
         raise ValueError(f"packed weights have {', '.join(names)}, without {', '.join(missing)}: {_AGAIN}")
     mantissas, exponents, escapes, code = (stored[name] for name in names)
     num_weights = math.prod(mantissas.shape)
-    width = next((one for one in _WIDTHS if distance_bytes(num_weights, one) == math.prod(exponents.shape)), None)
-    types = [one.dtype for one in (mantissas, exponents, escapes, code)]
+    width, types = width_of(num_weights, math.prod(exponents.shape)), [stored[name].dtype for name in names]
     if width is None or types != ["U8", "U8", "U8", "I64"] or len(code.shape) != 1:
         sizes = f"{num_weights} mantissas have {math.prod(exponents.shape)} bytes of exponents in {', '.join(types)}"
         raise ValueError(f"packed as by another version, {sizes}: {_AGAIN}")

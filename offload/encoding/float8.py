@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
-from offload.encoding.companions import checked_scale
+from offload.encoding.companions import AGAIN, checked_scale, config_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,8 @@ _SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 _OF_ACTIVATIONS = (".input_scale", ".qscale_act")  # which are not rounded here
 _SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two hold exponents alone
 _USUAL_BLOCK = (128, 128)
-_LARGE = 1 << 31  # compiled code counts in 32 bits; smaller blocks stay, so that all shapes have one coding
+_LARGE = 1 << 31  # numbers; no matrix has as many rows or columns, and compiled code counts in 32 bits
+_NAMES = {(0, 0): "with one scale", (1, 0): "with a scale for each row"}
 _TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
@@ -31,14 +32,16 @@ class Float8:
     """See `Coding`."""
 
     kind: str  # as headers have it
-    block: tuple[int, int]  # rows and columns that share a scale
+    block: tuple[int, int]  # rows and columns that share a scale; 0: all, so that weights of any shape have one coding
     dtype: str = "bfloat16"
     align_bytes: int = 1
     is_transposed: bool = False
 
     @property
     def name(self) -> str:
-        return f"fp8 in blocks of {self.block[0]}x{self.block[1]}"
+        rows, columns = (size or "all" for size in self.block)
+        blocks = f"in blocks of {rows} x {columns}"
+        return f"fp8 {_NAMES.get(self.block, blocks)}"
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """One byte each."""
@@ -53,7 +56,7 @@ class Float8:
         import torch
 
         ((suffix, stored),) = companions.items()
-        scale = stored.float() if stored.element_size() > 1 else (stored.view(torch.uint8).float() - 127).exp2()
+        scale = (stored if stored.element_size() > 1 else stored.view(torch.float8_e8m0fnu)).float()
         return {"scale": checked_scale(suffix, scale, self._grid(shape))}
 
     def expand(
@@ -63,12 +66,16 @@ class Float8:
         import torch
 
         weight = stored_B.view(getattr(torch, _TYPES[self.kind])).view(out.shape)
-        scale = companions["scale"]
+        scale, block = companions["scale"], self._block(out.shape)
         for one, own, place in zip(*(t.reshape(-1, *t.shape[-2:]) for t in (weight, scale, out)), strict=True):
-            expansion.float8(one, own, self.block, place)
+            expansion.float8(one, own, block, place)
 
     def _grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (*shape[:-2], *(-(-size // part) for size, part in zip(shape[-2:], self.block, strict=True)))
+        return (*shape[:-2], *(-(-size // part) for size, part in zip(shape[-2:], self._block(shape), strict=True)))
+
+    def _block(self, shape: Sequence[int]) -> tuple[int, int]:
+        rows, columns = self.block
+        return rows or max(1, shape[-2]), columns or max(1, shape[-1])
 
 
 def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found | None:
@@ -77,7 +84,7 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
         return None
     if suffix is None:
         wanted = " or ".join(_SCALES[:2])
-        raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: download the checkpoint again")
+        raise ValueError(f"{weight.dtype} needs a {wanted} beside it, there is none: {AGAIN}")
     scale = stored[suffix]
     if scale.dtype not in _SCALE_TYPES:
         raise ValueError(
@@ -85,37 +92,27 @@ def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Fou
         )
     if len(weight.shape) < 2:
         raise ValueError(f".weight must be a matrix or a stack of them, has shape {list(weight.shape)}: pack it again")
-    block = _block(weight.shape, scale.shape, settings)
-    coding = Float8(weight.dtype, block)
+    coding = Float8(weight.dtype, _block(weight.shape, scale.shape, settings))
     if 4 * math.prod(scale.shape) != coding.companion_bytes(weight.shape):
         raise ValueError(
-            f"{suffix} must have one scale for each of its {block[0]}x{block[1]} numbers, has shape "
-            f"{list(scale.shape)} for weights of {list(weight.shape)}: download the checkpoint again"
+            f"{suffix} must have the scales of {coding.name} for weights of {list(weight.shape)}, has shape "
+            f"{list(scale.shape)}: {AGAIN}"
         )
     return Found(coding, weight.shape, (".weight",), (suffix,))
 
 
 def _block(shape: Sequence[int], scale_shape: Sequence[int], settings: Mapping[str, Any]) -> tuple[int, int]:
-    """How many rows and columns share a scale: all, those of one row, or what the config says."""
+    """How many rows and columns share a scale: all (0), those of one row, or what the config says."""
     if math.prod(scale_shape) == 1:
-        return max(shape[-2], 1), max(shape[-1], 1)
+        return 0, 0
     if tuple(scale_shape) in ((*shape[:-1], 1), tuple(shape[:-1])):
-        return 1, max(shape[-1], 1)
-    block = settings.get("weight_block_size") or _block_structure(settings) or _USUAL_BLOCK
+        return 1, 0
+    said = (one["block_structure"] for one in config_weights(settings) if one.get("block_structure"))
+    block = settings.get("weight_block_size") or next(said, _USUAL_BLOCK)
     if not isinstance(block, list | tuple) or [type(n) is int and n > 0 for n in block] != [True, True]:
         raise ValueError(f"weight_block_size must be two numbers above 0, got {block!r:.80}: mend config.json")
-    rows, columns = (n if n < _LARGE else max(1, size) for n, size in zip(block, shape[-2:], strict=True))
+    rows, columns = (n if n < _LARGE else 0 for n in block)
     return rows, columns
-
-
-def _block_structure(settings: Mapping[str, Any]) -> Any:
-    """What compressed-tensors says of blocks."""
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("block_structure"):
-            return weights["block_structure"]
-    return None
 
 
 FORMAT = Format((".weight", *_SCALES, *_OF_ACTIVATIONS), _recognise)

@@ -10,17 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
-from offload.encoding.companions import (
-    checked_order,
-    checked_scale,
-    float_type,
-    group_size,
-    require,
-    require_integers,
-    require_matrices,
-    require_shape,
-    unpacked,
-)
+from offload.encoding.companions import checked_order, float_type, group_size, packed_shapes, require_shape
 from offload.encoding.integers import Integers
 
 if TYPE_CHECKING:
@@ -41,14 +31,11 @@ class Gptq(Integers):
         """See `Coding`; without `desc_act` groups must lie one behind the other."""
         import torch
 
-        (num_rows, num_groups), num_columns = self.grid(shape), shape[1]
-        scale = checked_scale(".scales", companions[".scales"], (num_groups, num_rows))
-        stored = unpacked(companions[".qzeros"], self.bits, 1, num_rows)
-        require_shape(".qzeros unpacked", stored.shape, (num_groups, num_rows))
-        zero = stored.to(torch.uint8 if self.zero_bytes == 1 else torch.int16) + self.added
-        ready = {"scale": scale.t().contiguous(), "zero": zero.t().contiguous()}
+        scale, zero = self.turned(companions, shape)
+        zero = zero.to(torch.uint8 if self.zero_bytes == 1 else torch.int16) + self.added
+        ready, num_columns = {"scale": scale, "zero": zero.contiguous()}, shape[1]
         if ".g_idx" in companions:
-            order = checked_order(".g_idx", companions[".g_idx"], num_columns, num_groups)
+            order = checked_order(".g_idx", companions[".g_idx"], num_columns, scale.shape[1])
             if self.is_ordered:
                 return {**ready, "order": order}
             if not torch.equal(order, (torch.arange(num_columns) // (self.group or num_columns)).int()):
@@ -63,19 +50,14 @@ class Gptq(Integers):
 
 
 def _recognise(stored: Mapping[str, Header], settings: Mapping[str, Any]) -> Found | None:
-    words = stored.get(".qweight")
-    if words is None:
+    shapes = packed_shapes(stored)
+    if shapes is None or shapes[0][1] != shapes[2][1]:
         return None
-    require(stored, (".scales", ".qzeros"), ".qweight")
-    require_matrices(stored, _SUFFIXES[:3])
-    require_integers(stored, (".qweight", ".qzeros", ".g_idx"))
-    (num_words, num_rows), (num_groups, num_scales) = words.shape, stored[".scales"].shape
-    if num_rows != num_scales:
-        return None
-    bits = stored[".qzeros"].shape[1] * 32 / num_rows
+    (num_words, num_rows), zeros, (num_groups, _) = shapes
+    bits = zeros[1] * 32 / num_rows
     if bits not in _BITS:
         raise ValueError(f"GPTQ weights must have {_BITS} bits, have {bits:g}: take a checkpoint of 4 bits")
-    require_shape(".qzeros", stored[".qzeros"].shape, (num_groups, num_rows * int(bits) // 32))
+    require_shape(".qzeros", zeros, (num_groups, num_rows * int(bits) // 32))
     num_columns = num_words * 32 // int(bits)
     is_ordered = ".g_idx" in stored and num_groups > 1 and bool(settings.get("desc_act"))
     group = group_size(num_columns, num_groups, settings.get("group_size"))

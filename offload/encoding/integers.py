@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from offload.encoding.companions import FLOAT_BYTES, FLOATS
+from offload.encoding.companions import checked_scale, require_shape, unpacked
+from offload.encoding.registry import ENCODINGS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ class Integers:
 
     @property
     def dtype(self) -> str:
-        return FLOATS[self.scale]
+        return ENCODINGS[self.scale].dtype
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Rows, or columns, of whole words."""
@@ -43,7 +44,7 @@ class Integers:
 
     def companion_bytes(self, shape: Sequence[int]) -> int:
         """Of a stack there is none: experts are stored one by one."""
-        each = FLOAT_BYTES[self.scale] + self.zero_bytes
+        each = ENCODINGS[self.scale].align_bytes + self.zero_bytes
         return math.prod(self.grid(shape)) * each + (4 * shape[1] if self.is_ordered else 0)
 
     def expand(
@@ -63,3 +64,11 @@ class Integers:
     def grid(self, shape: Sequence[int]) -> tuple[int, int]:
         """How many scales there are: for each row, and of each row."""
         return shape[0], math.ceil(shape[1] / self.group) if self.group else 1
+
+    def turned(self, companions: "Mapping[str, Tensor]", shape: Sequence[int]) -> "tuple[Tensor, Tensor]":
+        """Scales and packed zero points (uint8) of columns, (N, G) each, as AWQ and GPTQ store them the other way."""
+        num_rows, num_groups = self.grid(shape)
+        scale = checked_scale(".scales", companions[".scales"], (num_groups, num_rows))
+        zero = unpacked(companions[".qzeros"], self.bits, 1, num_rows)
+        require_shape(".qzeros unpacked", zero.shape, (num_groups, num_rows))
+        return scale.t().contiguous(), zero.t()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
-from offload.encoding.companions import require, require_shape
+from offload.encoding.companions import AGAIN, require, require_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,8 +45,8 @@ class Mxfp4:
         require_shape("_scales", scale.shape, (*shape[:-1], shape[-1] // _GROUP))
         num_wrong = int((scale == _NO_NUMBER).sum())
         if num_wrong:
-            raise ValueError(f"_scales must be numbers, {num_wrong} are none: download the checkpoint again")
-        levels = torch.ldexp(torch.ones(256), torch.arange(256) - 127)
+            raise ValueError(f"_scales must be numbers, {num_wrong} are none: {AGAIN}")
+        levels = torch.arange(256).to(torch.uint8).view(torch.float8_e8m0fnu).float()
         return {"scale": scale.flatten(0, -2).contiguous(), "levels": levels}
 
     def expand(
@@ -69,7 +69,7 @@ def _recognise(stored: Mapping[str, Header], _: Mapping[str, Any]) -> Found | No
     if len(words.shape) < 3 or words.shape[-1] != _GROUP // 2 or stored["_scales"].dtype != "U8":
         raise ValueError(
             f"_blocks must be stacks of rows of {_GROUP // 2} bytes, with _scales of type U8, has shape "
-            f"{list(words.shape)}: download the checkpoint again"
+            f"{list(words.shape)}: {AGAIN}"
         )
     require_shape("_scales", stored["_scales"].shape, words.shape[:-1])
     shape = (*words.shape[:-2], words.shape[-2] * _GROUP)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offload.encoding.base import Format, Found, Header
-from offload.encoding.companions import checked_scale, require, require_shape
+from offload.encoding.companions import AGAIN, checked_scale, require, require_shape
 from offload.encoding.mxfp4 import TABLE_BYTES
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Nvfp4:
         levels = levels / whole if self.is_divided else levels * whole
         used = scale.view(torch.uint8)
         if not bool(levels[used.unique().int()].isfinite().all()):
-            raise ValueError(f"{suffix} must leave scales finite, is {float(whole):g}: download the checkpoint again")
+            raise ValueError(f"{suffix} must leave scales finite, is {float(whole):g}: {AGAIN}")
         return {"scale": used, "levels": levels}
 
     def expand(

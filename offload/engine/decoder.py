@@ -127,7 +127,7 @@ class Decoder:
         caches, tokens, sampler = sequence.caches, sequence.tokens, sequence.sampler
         caches.clear(len(tokens) - 1)  # of a step that was cut short they may hold more
         target, started = self.target, time.perf_counter()
-        moved_bytes, stalled_s = target.bytes_read, target.stall_s
+        moved_before = target.moved
         num_new = len(tokens) - caches.target.length  # the root, and at first the prompt
         modes = self.threads.modes(_rows_alike(num_new - 1 + sequence.shape.num_nodes))
         self._compute_in(modes.draft)
@@ -144,11 +144,10 @@ class Decoder:
         counted = sequence.accept(accepted.tokens)
         sequence.stats.first_guess.add(accepted.guesses[: len(counted)])
         sequence.stats.add_step(
+            target.moved.since(moved_before),
             draft_s=grown - started,
             sweep_s=scored - grown,
             verify_s=time.perf_counter() - scored,
-            stall_s=target.stall_s - stalled_s,
-            num_bytes=target.bytes_read - moved_bytes,
         )
         if num_new == 1:
             self.threads.took(num_rows, draft_s=grown - started, sweep_s=scored - grown)

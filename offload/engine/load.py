@@ -33,6 +33,7 @@ from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
 from offload.planning.near_copy import check_held, files_of, models_to_read
+from offload.planning.expert_choice import with_experts
 from offload.planning.options import LoadOptions
 from offload.planning.place import find_place
 from offload.planning.room import Room
@@ -49,7 +50,6 @@ from offload.verification.rules import find_rule, not_exact_line
 
 PlanFor = Callable[[int], MemoryPlan]  # by nodes of the largest tree
 _NOBODY = Hooks()
-_AHEAD_ROWS = 64
 
 
 def load(
@@ -141,9 +141,9 @@ def open_decoder(
             return open_pipeline(given, request, resources, transport)
         team = _join(given, resources, transport)
         files, options = team.own(files), replace(options, profile=team.profile or options.profile)
-        on_demand = room.plan(files, spec.num_nodes).has_experts
-        room = replace(room, experts="demand" if on_demand else "layers")  # whatever tree will be chosen
+        room = with_experts(room, files, num_nodes=None if spec.is_chosen else spec.num_nodes)
         plan_for = partial(room.plan, files)
+        on_demand = plan_for(1).has_experts
         trees = trees_of(files, options, room, device=device.name if device else "cpu")
         trees.exchange_s = team.exchange_s
         trees.check(settings.sampling, options.rule)
@@ -295,7 +295,7 @@ def _open_experts(pair: Pair, plan: MemoryPlan, trees: Trees, resources: ExitSta
     """The pool of the target's routed experts."""
     records = [experts.records for experts in pair.target.experts]
     assert all(one.slab_bytes <= plan.expert_slot_bytes for own in records for one in own), "an expert is larger"
-    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=_AHEAD_ROWS)
+    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=trees.ahead_rows())
 
 
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:

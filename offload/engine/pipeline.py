@@ -15,7 +15,7 @@ from offload.engine.decoder import Decoder, Settled
 from offload.engine.sequence import Sequence
 from offload.errors import UserError
 from offload.ranks.head import Head
-from offload.stats import RankFigures
+from offload.stats import Moved, RankFigures
 
 
 class _Nowhere(NoState):
@@ -84,7 +84,7 @@ class PipelineDecoder(Decoder):
         if sequence.has_ended:
             self._head.end()
         took_s = time.perf_counter() - started
-        sequence.stats.add_step(draft_s=0.0, sweep_s=took_s, verify_s=0.0, stall_s=0.0, num_bytes=0)
+        sequence.stats.add_step(Moved(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
         return counted
 
     def _other_rule(self, name: str) -> NoReturn:

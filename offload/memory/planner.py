@@ -10,7 +10,7 @@ the items of a plan add up to no more than its budgets; one that cannot hold two
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ def plan_memory(
     require_dtype(dtype)
     target, draft = files
     _check_encoders(target, draft, is_gpu=gpu is not None)
-    shapes = (model_shape(target, dtype), model_shape(draft, dtype) if draft else None)
+    shapes = (_shape(target, dtype), _shape(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
     _check_experts(target, shapes[0], experts)
@@ -91,6 +91,9 @@ def plan_memory(
         experts=experts,
     )  # fmt: skip
     return replace(plan, max_context=_longest_context(target))
+
+
+_shape = lru_cache(maxsize=4)(model_shape)  # of one checkpoint many plans are made, and a mixture has many tensors
 
 
 class Budgets(NamedTuple):

@@ -13,7 +13,7 @@ from offload.memory.plan import MemoryPlan
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits
-from offload.stats import RankFigures
+from offload.stats import Moved, RankFigures
 from offload.streaming.device import Device
 from offload.streaming.expert_pool import ExpertPool
 from offload.streaming.layers import Layers
@@ -46,7 +46,7 @@ class Target:
         on_layer: Callable[[], None] = lambda: None,
         experts: ExpertPool | None = None,
     ) -> None:
-        self.experts, self._num_written = experts, 0
+        self.experts = experts
         self._model, self.stream, self._max_rows = model, stream, plan.max_prompt_rows
         self._last_position, self._max_logits = plan.source_tokens + plan.context - 1, plan.num_logits_rows
         self._cache_slots, self._gather = plan.cache_slots, kernels.kv_commit
@@ -57,14 +57,13 @@ class Target:
             model.bring_experts(experts.bring)
 
     @property
-    def bytes_read(self) -> int:
-        """Of layers and experts that do not stay, for passes so far."""
-        return self.stream.bytes_read + (self.experts.bytes_read if self.experts else 0)
-
-    @property
-    def stall_s(self) -> float:
-        """How long passes have waited for them."""
-        return self.stream.stall_s + (self.experts.stall_s if self.experts else 0.0)
+    def moved(self) -> Moved:
+        """What passes so far have moved and waited for, of layers and experts that do not stay."""
+        moved = Moved(self.stream.bytes_read, self.stream.stall_s)
+        if self.experts is None:
+            return moved
+        num_bytes, stall_s = moved.num_bytes + self.experts.bytes_read, moved.stall_s + self.experts.stall_s
+        return Moved(num_bytes, stall_s, self.experts.num_hits, self.experts.num_misses)
 
     @property
     def vocab_size(self) -> int:
@@ -117,13 +116,11 @@ class Target:
         """Keep what the last sweep over `tokens` has taken in, and of its tree the accepted path, root first."""
         num_pending = len(tokens) - 1 - cache.length
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
-        self._num_written += len(nodes)
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
         self.stream.begin_sweep()
         if self.experts is not None:
-            self.experts.begin_pass(len(token_T), self._num_written)
-            self._num_written = 0
+            self.experts.begin_pass(len(token_T))
         position_T = self._positions(offset_T, cache)
         return self._model.score(token_T, position_T, sees_TT, cache, num_logits=num_logits, max_rows=self._max_logits)
 

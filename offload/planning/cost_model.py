@@ -2,9 +2,11 @@
 
 A sweep takes at least as long as its slower side: computing, which grows with the tree, or the link, which does not and
 fills the free slots while drafting goes on. Where both take about as long, the sweep takes longer than either, because
-slots are few and readers share the processor with computing: `overlap_penalty` says by how much. Curves are of one
-machine, bytes are of the memory plan, hence the same curves serve every budget. No torch, no clock. Invariant: a
-prediction is never shorter than either side alone needs.
+slots are few and readers share the processor with computing: `overlap_penalty` says by how much. Experts that a sweep
+reads on demand come only once a router has asked for them, and computing waits for most of their bytes.
+
+Curves are of one machine, bytes are of the memory plan, hence the same curves serve every budget. No torch, no clock.
+Invariant: a prediction is never shorter than either side alone needs.
 """
 
 import math
@@ -17,7 +19,9 @@ import numpy as np
 
 from offload.checkpoint.sizes import ModelShape
 from offload.memory.plan import MemoryPlan
+from offload.planning.expert_traffic import ExpertTraffic
 from offload.planning.hardware import Hardware
+from offload.planning.routing import Routing
 from offload.tree.pace import PACES
 from offload.tree.topology import DynamicShape, Shape
 
@@ -28,6 +32,10 @@ _PENALTIES = tuple(index / 100 for index in range(101))
 DRAFT_OVERHEAD_S, VERIFY_S = 1e-3, 2e-3
 _EXPANDED_BYTES = 2  # of one number that is computed with
 _FAR_ROWS = 1 << 16  # of the last point of a curve, beyond any tree
+# Of what is read on demand: what has arrived is computed with while the rest comes, and readers run dry at the end of
+# every layer. Assumed.
+WAITING_PENALTY, DEMAND_RATE = 0.9, 0.9
+NEVER = 1 << 30  # rows: no pass has as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +81,10 @@ class Costs:
 class Traffic(NamedTuple):
     """What a memory plan moves."""
 
-    streamed_bytes: int  # by every sweep
+    streamed_bytes: int  # by every sweep, whatever experts it needs
     slots_bytes: int  # that can be there before it starts
     is_disk_slower: bool = False  # than the link to the GPU, so that a sweep waits for the disk
+    experts: ExpertTraffic | None = None  # that come one by one
 
     @classmethod
     def of(cls, plan: MemoryPlan, hardware: Hardware | None = None) -> "Traffic":
@@ -83,7 +92,36 @@ class Traffic(NamedTuple):
         slots_bytes, link_bytes = plan.num_slots * plan.slot_bytes, 0
         if hardware is not None:
             link_bytes = int(plan.disk_streamed_bytes * hardware.feed_bytes_per_s / hardware.disk_bytes_per_s)
-        return cls(max(plan.streamed_bytes, link_bytes), slots_bytes, link_bytes > plan.streamed_bytes)
+        experts = ExpertTraffic.of(plan, hardware)
+        is_disk_slower = link_bytes > plan.streamed_bytes or (experts is not None and experts.is_disk_slower)
+        return cls(max(plan.streamed_bytes, link_bytes), slots_bytes, is_disk_slower, experts)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether a sweep may have to wait for any bytes."""
+        return self.streamed_bytes > 0 or (self.experts is not None and self.experts.whole_bytes > 0)
+
+    def bytes_at(self, num_rows: float) -> float:
+        """Of a sweep of so many rows that reads what it needs."""
+        return self.streamed_bytes + (self.experts.bytes_at(num_rows) if self.experts else 0.0)
+
+    def routed_by(self, routing: Routing | None) -> "Traffic":
+        """The same for a text whose routing is known; `None` leaves what is usual."""
+        if self.experts is None or routing is None:
+            return self
+        return self._replace(experts=self.experts._replace(routing=routing))
+
+    def ahead_rows(self, costs: "Costs | None") -> int:
+        """The least rows from which a sweep had better read all experts ahead of its routers; `NEVER` if none."""
+        if self.experts is None:
+            return NEVER
+        known = link_alone(1.0) if costs is None else costs
+
+        def is_ahead(num_rows: int) -> bool:
+            demand, ahead = _ways(known, self, num_rows, 0.0)
+            return ahead.sweep_s < demand.sweep_s
+
+        return bisect_left(range(_FAR_ROWS), True, lo=1, key=is_ahead) if is_ahead(_FAR_ROWS) else NEVER
 
 
 class StepTime(NamedTuple):
@@ -95,10 +133,12 @@ class StepTime(NamedTuple):
     verify_s: float
     overlap_penalty: float = 0.0
     is_disk_slower: bool = False  # than the link to the GPU
+    asked_s: float = 0.0  # of `link_s`, for experts that routers have to ask for
 
     @property
     def sweep_s(self) -> float:
-        return overlapped_s(self.compute_s, self.link_s, self.overlap_penalty)
+        unasked_s = overlapped_s(self.compute_s, self.link_s - self.asked_s, self.overlap_penalty)
+        return overlapped_s(unasked_s, self.asked_s, WAITING_PENALTY)
 
     @property
     def total_s(self) -> float:
@@ -121,9 +161,20 @@ def step_of(costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int]
     """The time of one step by the rows of its sweep and of each of its draft steps."""
     draft_s = sum(map(costs.draft_step_s.at, widths))
     hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
+    ways = _ways(costs, traffic, num_rows, hidden_s)
+    return min(ways, key=lambda way: way.sweep_s)._replace(draft_s=draft_s)
+
+
+def _ways(costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float) -> list[StepTime]:
+    """A sweep as it may be done: with experts one way, else on demand or ahead. Read-ahead hides what is dense."""
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
-    compute_s, fixed = costs.compute_s.at(num_rows), (costs.verify_s, costs.overlap_penalty)
-    return StepTime(draft_s, compute_s, link_s, *fixed, traffic.is_disk_slower)
+    compute_s, fixed = costs.compute_s.at(num_rows), (costs.verify_s, costs.overlap_penalty, traffic.is_disk_slower)
+    if traffic.experts is None:
+        return [StepTime(0.0, compute_s, link_s, *fixed)]
+    asked_s = traffic.experts.bytes_at(num_rows) / (DEMAND_RATE * costs.link_bytes_per_s)
+    ahead_s = traffic.experts.whole_bytes / costs.link_bytes_per_s
+    demand = StepTime(0.0, compute_s, link_s + asked_s, *fixed, asked_s)
+    return [demand, StepTime(0.0, compute_s, link_s + ahead_s, *fixed)]
 
 
 def paced(bounds: DynamicShape, costs: Costs) -> DynamicShape:

@@ -13,8 +13,9 @@ from offload.config import Sampling, drafting_of
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
-from offload.planning.cost_model import NOTHING, Costs, Curve, Prediction, Traffic, paced, step_of
+from offload.planning.cost_model import NEVER, NOTHING, Costs, Curve, Prediction, Traffic, paced, step_of
 from offload.planning.profile import Profile
+from offload.planning.routing import Routing
 from offload.planning.tree_search import DEPTHS, SIZES, Forest, rank_trees
 from offload.planning.usual import SMALL, Usual
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES, TreeSpec, parse_tree
@@ -179,6 +180,7 @@ class Trees:
     context: int | None = None  # positions that there is room for: a tree must be less deep
     has_draft: bool = True
     usual: Usual = SMALL
+    routing: Routing | None = None  # of the texts that this is about, where experts were counted
     _known: dict[tuple[TreeSpec, Sampling, str], TreeChoice] = field(default_factory=dict)
 
     def check(self, sampling: Sampling, rule: str) -> None:
@@ -201,13 +203,13 @@ class Trees:
 
     def _nodes_to_spare(self) -> int:
         """Of a tree of guesses, which may find none: as many as have room at next to no cost."""
-        alone = self.traffic_of(1)
+        alone = self._traffic_of(1)
         if alone is None:
             return 1
-        most_bytes = alone.streamed_bytes * _SPARE_TRAFFIC
+        most_bytes = alone.bytes_at(1) * _SPARE_TRAFFIC  # of the same pass: what guesses add is weighed in every step
         for size in reversed([size for size in SIZES if size <= LOOKUP_NODES]):
-            traffic = self.traffic_of(size)
-            if traffic and traffic.streamed_bytes <= most_bytes and traffic.slots_bytes >= alone.slots_bytes:
+            traffic = self._traffic_of(size)
+            if traffic and traffic.bytes_at(1) <= most_bytes and traffic.slots_bytes >= alone.slots_bytes:
                 return size
         return 1
 
@@ -243,12 +245,21 @@ class Trees:
         max_nodes = min(self.max_nodes, most_timed(profile, costs) if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         return TreeSelector(
-            rule, profile, note, costs, self.traffic_of, max_nodes, max_depth, self.has_draft, self.usual
+            rule, profile, note, costs, self._traffic_of, max_nodes, max_depth, self.has_draft, self.usual
         )
+
+    def ahead_rows(self) -> int:
+        """The least rows from which a sweep had better read all experts ahead of their routers, see `Traffic`."""
+        traffic = self._traffic_of(self.max_nodes)
+        return NEVER if traffic is None else traffic.ahead_rows(self._costs_of(None))
+
+    def _traffic_of(self, num_nodes: int) -> Traffic | None:
+        traffic = self.traffic_of(num_nodes)
+        return None if traffic is None else traffic.routed_by(self.routing)
 
     def step_s(self, num_rows: int, draft_widths: Sequence[int]) -> float:
         """Seconds of a step by rows of its sweep and its draft passes; always the same where nothing was measured."""
-        traffic, costs = self.traffic_of(num_rows), self._costs_of(None)
+        traffic, costs = self._traffic_of(num_rows), self._costs_of(None)
         if costs is None or traffic is None:
             return 1.0
         return step_of(costs, traffic, num_rows, draft_widths).total_s

@@ -33,7 +33,7 @@ from offload.tree.topology import (
     tree_of,
 )
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
 SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
 _LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance

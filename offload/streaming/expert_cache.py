@@ -1,87 +1,89 @@
 """Which expert lies in which slot of a pool, which one stays, and which gives way: bookkeeping alone, no bytes.
 
-Kept is what was used most, by counts that halve every `HALF_LIFE_TOKENS` tokens, over all layers together. A block that
-is used less than all that are kept is read, used and dropped: a slot that lent itself to such a block is *passing*, and
-at most `num_passing` are at once. So a pass that needs more than there are slots (a prompt) costs the kept ones
-nothing, where dropping what was used longest ago would keep nothing at all.
+Kept are the blocks with the largest share of rows lately, over all layers together: the mean of two moving averages, of
+which the quick one follows the text and the slow one does not forget a subject within a sentence. A block with a smaller
+share than all that are kept is read, used and dropped: the slot that it borrows is *passing*, and at most `num_passing`
+are at once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where dropping what
+was used longest ago would keep nothing at all. Figures: `offload bench experts`.
+
 Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one block, or is empty.
+Blocks are numbered in the order in which a pass comes to them.
 """
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-HALF_LIFE_TOKENS = 24.0
+HALF_LIVES_TOKENS = (12.0, 48.0)
 NUM_PASSING = 8  # as many as are read at once
-_MOST_HALVINGS = 512.0  # of one pass: more than a float64 could tell apart, and 2 to this power is still a number
-_RENORMALISE = 2.0**256  # what one use may have grown to before all counts are scaled down
+_AHEAD = 1.15  # what the pass has still to come to is needed sooner than what it has left behind, if both are popular
+_TOKENS_EXPONENT = 0.6  # a pass of n rows takes a text about n^0.6 tokens further, since guesses are rejected
 
 
-def warm_uses(counts_B: Sequence[float], num_tokens: float) -> np.ndarray:
-    """Decayed uses as they would stand now if blocks had been used `counts_B` times in `num_tokens` tokens, evenly."""
-    lasting_tokens = HALF_LIFE_TOKENS / np.log(2)  # the sum of 2^(-t/HALF_LIFE) over all earlier tokens
-    return np.asarray(counts_B, dtype=np.float64) * (min(lasting_tokens, num_tokens) / max(num_tokens, 1.0))
-
-
-def warm_order(counts_B: Sequence[float]) -> np.ndarray:
+def warm_order(uses_B: ArrayLike) -> np.ndarray:
     """Blocks in the order in which they should be read into an empty pool: most used first, unused ones left out."""
-    counts = np.asarray(counts_B)
-    order = np.argsort(-counts, kind="stable")
-    return order[: np.count_nonzero(counts)]
+    uses = np.asarray(uses_B)
+    return np.argsort(-uses, kind="stable")[: np.count_nonzero(uses)]
 
 
 class ExpertCache:
     """Slots 0..num_slots-1 and the blocks 0..num_blocks-1 in them. One thread calls.
 
-    `counts` are decayed uses to begin with (`warm_uses`); nothing lies in a slot then. `num_passing` bounds how many
-    slots lend themselves at once to blocks that shall not stay, and so how many of those are read ahead.
+    Args:
+        num_slots: at least 2: one computes while the next one is read.
+        uses_B: a warm start: uses by block for each token, such as counts of an earlier run over its number of tokens.
+        num_passing: how many slots may be lent at once to blocks that shall not stay, at least 2 and at most half of
+            all: so many of those are read ahead.
+
+    `uses_B`: how often a row has used each block lately; read only.
     """
 
     def __init__(
-        self, num_blocks: int, num_slots: int, *, counts: Sequence[float] | None = None, num_passing: int = NUM_PASSING
+        self, num_blocks: int, num_slots: int, *, uses_B: ArrayLike | None = None, num_passing: int = NUM_PASSING
     ) -> None:
         assert num_slots >= 2, "one slot computes while the next one is read"
         self.num_passing = max(2, min(num_passing, num_slots // 2))
-        self._one = 1.0  # what a use counts by now: it grows where all other counts would have to shrink
-        self._weight_B = np.zeros(num_blocks) if counts is None else np.array(counts, dtype=np.float64)
-        assert self._weight_B.shape == (num_blocks,), "one count for each block"
+        self.uses_B = np.zeros(num_blocks) if uses_B is None else np.array(uses_B, dtype=np.float64)
+        assert self.uses_B.shape == (num_blocks,), "one share for each block"
+        self._averages_2B = np.stack([self.uses_B] * len(HALF_LIVES_TOKENS))
         self._slot_of_B = np.full(num_blocks, -1)
         self._block_in_S = np.full(num_slots, -1)
-        self._holds_S = [0] * num_slots
-        self._weight_S = np.full(num_slots, np.inf)  # of the block in it; infinite where it cannot give way
+        self._num_holds_S = np.zeros(num_slots, dtype=np.int64)
+        self._worth_S = np.full(num_slots, np.inf)  # of the block in it; infinite where nothing may give way
         self._empty = list(range(num_slots - 1, -1, -1))
-        self._passing = set[int]()  # slots held for blocks that shall not stay
+        self._passing = set[int]()  # slots that are held for blocks that shall not stay
+        self.begin_pass()
 
-    @property
-    def uses_B(self) -> np.ndarray:
-        """Decayed uses of every block; a use of this pass is 1."""
-        return self._weight_B / self._one
+    def begin_pass(self, num_rows: int = 1) -> None:
+        """A pass of so many rows begins: what was used before counts for less."""
+        kept_2 = 2.0 ** (-(num_rows**_TOKENS_EXPONENT) / np.array(HALF_LIVES_TOKENS))
+        self._step_2 = (1 - kept_2) / num_rows  # what one row of this pass adds to each average
+        self._averages_2B *= kept_2[:, None]
+        self.uses_B = self._averages_2B.mean(axis=0)
+        self._go_to(-1)
 
-    def begin_pass(self, num_tokens: float = 1.0) -> None:
-        """A pass of that many tokens begins: earlier uses count for less."""
-        self._one *= 2.0 ** min(num_tokens / HALF_LIFE_TOKENS, _MOST_HALVINGS)
-        if self._one > _RENORMALISE:
-            self._weight_B /= self._one
-            self._weight_S /= self._one
-            self._one = 1.0
-
-    def use(self, blocks: Sequence[int]) -> None:
-        """The pass needs these, whether they are there or not; one that is named twice counts once."""
+    def use(self, blocks: ArrayLike, num_rows: ArrayLike = 1) -> None:
+        """The pass needs these blocks, each named once, for so many rows each; they may be there or not."""
         chosen = np.asarray(blocks, dtype=np.intp)
-        self._weight_B[chosen] += self._one
-        slots = self._slot_of_B[chosen]
-        there = slots >= 0
-        slots, weights = slots[there], self._weight_B[chosen[there]]
-        gives_way = np.isfinite(self._weight_S[slots])
-        self._weight_S[slots[gives_way]] = weights[gives_way]
+        self._averages_2B[:, chosen] += self._step_2[:, None] * np.asarray(num_rows)
+        self.uses_B[chosen] = self._averages_2B[:, chosen].mean(axis=0)
+        self._go_to(int(chosen.max(initial=-1)))
+
+    def _go_to(self, block: int) -> None:
+        """The pass has come as far as to this block, and uses have changed."""
+        self._last = block
+        idle = np.flatnonzero(self._worth_S < np.inf)
+        blocks = self._block_in_S[idle]
+        self._worth_S[idle] = self.uses_B[blocks] * np.where(blocks > block, _AHEAD, 1.0)
 
     def hold(self, block: int) -> int | None:
         """The slot of a block, which stays there until as many `release`; None where it is not there."""
         slot = int(self._slot_of_B[block])
         if slot < 0:
             return None
-        self._holds_S[slot] += 1
-        self._weight_S[slot] = np.inf
+        self._num_holds_S[slot] += 1
+        self._worth_S[slot] = np.inf
         return slot
 
     def place(self, block: int) -> int | None:
@@ -93,16 +95,16 @@ class ExpertCache:
         slot = self._empty.pop() if self._empty else self._take(block)
         if slot is not None:
             self._slot_of_B[block], self._block_in_S[slot] = slot, block
-            self._holds_S[slot], self._weight_S[slot] = 1, np.inf
+            self._num_holds_S[slot], self._worth_S[slot] = 1, np.inf
         return slot
 
     def release(self, block: int) -> None:
         """One hold less; without any the block stays until it gives way."""
         slot = int(self._slot_of_B[block])
-        assert slot >= 0 and self._holds_S[slot] > 0, f"block {block} is not held"
-        self._holds_S[slot] -= 1
-        if not self._holds_S[slot]:
-            self._weight_S[slot] = self._weight_B[block]
+        assert slot >= 0 and self._num_holds_S[slot] > 0, f"block {block} is not held"
+        self._num_holds_S[slot] -= 1
+        if not self._num_holds_S[slot]:
+            self._worth_S[slot] = self.uses_B[block] * (_AHEAD if block > self._last else 1.0)
             self._passing.discard(slot)
 
     def forget(self, block: int) -> None:
@@ -110,22 +112,21 @@ class ExpertCache:
         slot = int(self._slot_of_B[block])
         if slot >= 0:
             self._slot_of_B[block] = self._block_in_S[slot] = -1
-            self._holds_S[slot], self._weight_S[slot] = 0, np.inf
+            self._num_holds_S[slot], self._worth_S[slot] = 0, np.inf
             self._passing.discard(slot)
             self._empty.append(slot)
 
     def kept(self) -> Iterator[int]:
         """The blocks that are there, most used first."""
         blocks = self._block_in_S[self._block_in_S >= 0]
-        return iter(blocks[np.argsort(-self._weight_B[blocks], kind="stable")].tolist())
+        return iter(blocks[np.argsort(-self.uses_B[blocks], kind="stable")].tolist())
 
     def _take(self, block: int) -> int | None:
-        """The slot whose block is used least, if that one may give way to `block`."""
-        slot = int(self._weight_S.argmin())
-        least = self._weight_S[slot]
-        if least == np.inf:
+        """The slot whose block is needed least, if that one may give way to `block`."""
+        slot = int(self._worth_S.argmin())
+        if self._worth_S[slot] == np.inf:
             return None
-        if self._weight_B[block] <= least:
+        if self.uses_B[block] <= self._worth_S[slot]:
             if len(self._passing) >= self.num_passing:
                 return None
             self._passing.add(slot)

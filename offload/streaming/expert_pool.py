@@ -62,11 +62,11 @@ class ExpertPool:
         self._guessed = dict[int, None]()  # those that are held for it, in this order
         self._lent = dict[int, int]()  # slots by blocks of the layer that runs
 
-    def begin_pass(self, num_rows: int, num_tokens: int) -> None:
-        """A pass of so many rows follows; so many tokens were written since the last one."""
+    def begin_pass(self, num_rows: int) -> None:
+        """A pass of so many rows follows."""
         self._take_back(self._lent)  # a pass that was abandoned may not have
         self._give_up(self._guessed.copy())
-        self._cache.begin_pass(num_tokens)
+        self._cache.begin_pass(num_rows)
         self.num_rows += num_rows
         self._schedule = deque(range(len(self.records)) if num_rows >= self.ahead_rows else ())
         self._read_ahead()
@@ -83,7 +83,7 @@ class ExpertPool:
         first, cache = layer * self._num_experts, self._cache
         self.uses_LE[layer, experts] += uses
         blocks = [first + expert for expert in experts]
-        cache.use(blocks)
+        cache.use(blocks, uses)
         slots = self._lent = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}
         self._settle_guesses(first + self._num_experts)
         wanted = deque(block for block in blocks if block not in slots)

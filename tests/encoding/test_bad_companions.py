@@ -52,7 +52,7 @@ def text(said: str) -> Change:
 BAD: list[tuple[str, str, Change, str]] = [
     ("fp8-block", ".weight_scale_inv", missing, "needs a .weight_scale_inv or .weight_scale"),
     ("fp8-channel", ".weight_scale", missing, "needs a .weight_scale_inv or .weight_scale"),
-    ("fp8-block", ".weight_scale_inv", shorter, "one scale for each"),
+    ("fp8-block", ".weight_scale_inv", shorter, "must have the scales"),
     ("fp8-block", ".weight_scale_inv", holding(float("nan")), "finite"),
     ("fp8-block", ".weight_scale_inv", lambda one: one.int(), "type"),
     ("fp8-channel", ".weight_scale", holding(float("inf")), "finite"),
@@ -220,8 +220,15 @@ def test_bytes_of_bitsandbytes_must_lie_row_by_row(shape: tuple[int, ...]) -> No
         expanded({**tensors, ".weight_format": form + 2}, {}, (24, 64))
 
 
-def test_a_block_is_no_larger_than_the_weight() -> None:
-    """Compiled code counts in 32 bits."""
-    code, scale = torch.full(SHAPE, 1.5).to(torch.float8_e4m3fn), torch.tensor([[2.0], [4.0]])
-    found = recognise({".weight": code, ".weight_scale": scale}, {"weight_block_size": [48, 1 << 32]})
-    assert found.coding.name == "fp8 in blocks of 48x160"
+@pytest.mark.parametrize(("grid", "name"), [
+    ((1, 1), "fp8 with one scale"), ((96, 1), "fp8 with a scale for each row"), ((2, 1), "fp8 in blocks of 48 x all"),
+])  # fmt: skip
+def test_blocks_of_whole_rows_are_one_coding_of_all_shapes(grid: tuple[int, int], name: str) -> None:
+    """So that one trial decides for them; compiled code, which counts in 32 bits, sees no larger blocks."""
+    scale, settings, codings = torch.rand(grid) + 1, {"weight_block_size": [48, 1 << 32]}, set()
+    for width in (160, 77):
+        tensors = {".weight": torch.ones(96, width).to(torch.float8_e4m3fn), ".weight_scale": scale}
+        codings.add(recognise(tensors, settings).coding)
+        wanted = scale.repeat_interleave(96 // len(scale), 0).expand(96, width)
+        assert torch.equal(expanded(tensors, settings, (96, width)), wanted)
+    assert [one.name for one in codings] == [name]

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.encoding import exponents
 from offload.encoding.exponents import CODE, FORMATS, WORDS, Exponents, Found, best_window, distance_bytes, histogram
-from offload.kernels import expand_exponents as kernels
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expansion import REFERENCE
 
@@ -34,10 +32,6 @@ def headers(stem: str = ".weight", *, width: int = 4, **changed: Told | None) ->
 
 def weights(num: int) -> np.ndarray:
     return (torch.randn(num, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16().view(torch.int16).numpy()
-
-
-def test_sizes_are_those_of_the_kernels() -> None:
-    assert (exponents.BLOCK, exponents.RUN, exponents.CHUNK) == (kernels.BLOCK, kernels.RUN, kernels.CHUNK)
 
 
 @pytest.mark.parametrize("width", [3, 4])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from coded_weights import DTYPES, EXPANSIONS, are_equal, can_round, expanded, recognise
+from coded_weights import DTYPES, EXPANSIONS, are_equal, can_round, expanded, forbid_operators, recognise
 from quantised import RECIPES, Stored, random_weight
 from torch import Tensor
 
@@ -61,8 +61,9 @@ def test_headers_tell_the_shape(name: str) -> None:
 
 @pytest.mark.parametrize("num_threads", [2, 3])
 @pytest.mark.parametrize("name", RECIPES)
-def test_threads_share_rows(name: str, num_threads: int) -> None:
+def test_threads_share_rows(name: str, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
+    forbid_operators(monkeypatch)
     torch.set_num_threads(num_threads)
     stored = RECIPES[name].store(weight_of((2, 64, 40) if name == "mxfp4" else (152, 64)))
     wanted = as_stored(name, stored)

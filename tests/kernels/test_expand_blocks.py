@@ -56,6 +56,17 @@ def test_every_byte_of_a_block_matters(kind: str) -> None:
         assert not is_equal(out_MW[1], value_MW[1]), f"byte {place}"
 
 
+@pytest.mark.skipif(not HAS_NUMBA or DEVICE != "cpu", reason="needs numba")
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+def test_a_scale_that_is_no_number_leaves_none(dtype: torch.dtype) -> None:
+    """Whatever its bits: rounded to bfloat16, those of 0x7FFF would carry into the sign."""
+    half_M = torch.tensor([0x7C01, 0x7E00, 0x7FFF, -1, -512]).short().view(torch.uint8).view(-1, 2)
+    raw_MB = torch.cat([half_M, torch.full((len(half_M), 32), 3, dtype=torch.uint8)], 1)
+    out_MW = torch.zeros(len(half_M), 32, dtype=dtype)
+    COMPILED.blocks("Q8_0", raw_MB, out_MW)
+    assert bool(out_MW.isnan().all())
+
+
 def test_sizes_are_those_of_gguf() -> None:
     assert {kind: gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]] for kind in BLOCKS} == BLOCKS
 

@@ -3,20 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from coded_weights import forbid_operators
 from torch import Tensor
 
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.encode_exponents import (
-    Words,
-    encode_exponents_compiled,
-    encode_exponents_reference,
-)
+from offload.kernels.encode_exponents import ExponentWords, encode_exponents_compiled, encode_exponents_reference
 from offload.kernels.expand_exponents import (
-    CHUNK,
     expand_exponents_compiled,
     expand_exponents_kernel,
     expand_exponents_reference,
 )
+from offload.kernels.exponents_layout import CHUNK
 from offload.kernels.jit import HAS_TRITON
 
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")
@@ -35,7 +32,7 @@ def weights(num: int, seed: int = 0, scale: float = 0.02) -> Tensor:
     return drawn.bfloat16().view(torch.int16)
 
 
-def parts(words: Words, top: int) -> tuple[Tensor, ...]:
+def parts(words: ExponentWords, top: int) -> tuple[Tensor, ...]:
     start_C = torch.cat((torch.zeros(1, dtype=torch.int64), words.count_C.cumsum(0)))
     return words.mantissa_N, words.distance_B, words.escape_3E, start_C, torch.tensor([top])
 
@@ -76,7 +73,8 @@ def test_encoders_write_the_same_words(width: int, num: int) -> None:
 @pytest.mark.parametrize("decode", DECODERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.filterwarnings("ignore:overflow")  # of the interpreter, where a float16 becomes infinite
-def test_other_types_are_rounded_once(decode, dtype: torch.dtype) -> None:
+def test_other_types_are_rounded_once(decode, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_operators(monkeypatch)
     bits = torch.cat((ALL_PATTERNS, weights(CHUNK)))
     out = torch.empty(len(bits), dtype=dtype)
     decode(*parts(encode_exponents_reference(bits, 121, 4), 121), out)
@@ -92,6 +90,6 @@ def test_damaged_words_stay_within_their_bounds(decode, width: int) -> None:
     damaged = [torch.from_numpy(random.integers(0, 256, len(part), dtype=np.uint8)) for part in words[:3]]
     damaged[2][len(damaged[2]) // 3 : 2 * len(damaged[2]) // 3] = 255  # all places of the last chunk lie behind its end
     out = torch.full((num + 2 * CHUNK,), 7, dtype=torch.bfloat16)
-    decode(*parts(Words(*damaged, words.count_C), 121), out[:num])
+    decode(*parts(ExponentWords(*damaged, words.count_C), 121), out[:num])
     assert (out[num:] == 7).all()
     assert not torch.equal(out[:num].view(torch.int16), weights(num))

@@ -1,5 +1,7 @@
 """Weights of 4 bits in blocks: what is expanded is what was packed, and torch's product means the same numbers."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from rounding import sums
@@ -16,6 +18,10 @@ from offload.kernels.int4_blocks import (
 
 HERE = layout_for(torch.device("cpu"))
 LAYOUTS = (Layout(64, has_product=False), Layout(32, has_product=False))
+FORMS = [
+    expand_int4_reference,
+    pytest.param(expand_int4_compiled, marks=pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")),
+]
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 N, K, GROUP = 128, 192, 64
 
@@ -29,25 +35,18 @@ def stored(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return code_NK, scale_GN2, weight_NK
 
 
+@pytest.mark.parametrize("expand", FORMS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_what_was_packed_is_expanded_to_the_bit(layout: Layout, dtype: torch.dtype) -> None:
+def test_what_was_packed_is_expanded_to_the_bit(
+    layout: Layout, dtype: torch.dtype, expand: Callable[..., None]
+) -> None:
     code_NK, scale_GN2, weight_NK = stored(dtype)
     out_KN = torch.empty(K, N, dtype=dtype)
-    expand_int4_reference(pack_int4(code_NK, layout), scale_GN2, layout, out_KN)
+    expand(pack_int4(code_NK, layout), scale_GN2, layout, out_KN)
     assert torch.equal(out_KN.t(), weight_NK)
-    expand_int4_reference(pack_int4(code_NK, layout), scale_GN2.flip(0), layout, out_KN)
+    expand(pack_int4(code_NK, layout), scale_GN2.flip(0), layout, out_KN)
     assert not torch.equal(out_KN.t(), weight_NK), "the scales of other groups are not noticed"
-
-
-@pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_compiled_it_has_the_same_bits(layout: Layout, dtype: torch.dtype) -> None:
-    code_NK, scale_GN2, weight_NK = stored(dtype)
-    out_KN = torch.empty(K, N, dtype=dtype)
-    expand_int4_compiled(pack_int4(code_NK, layout), scale_GN2, layout, out_KN)
-    assert torch.equal(out_KN.t(), weight_NK)
 
 
 @pytest.mark.skipif(not HERE.has_product, reason="this torch has no int4 product for CPUs")

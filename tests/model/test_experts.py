@@ -57,7 +57,7 @@ def logits_of(model: StreamedModel, pool: ExpertPool, cuts: tuple[int, ...]) -> 
     for part_T in _TOKEN_T.split(list(cuts)):
         num_rows = len(part_T)
         sees_TT = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
-        pool.begin_pass(num_rows, num_rows)
+        pool.begin_pass(num_rows)
         parts.append(model.forward(part_T, torch.arange(num_rows) + cache.length, sees_TT, cache))
         cache.commit(range(num_rows))
     return torch.cat(parts)

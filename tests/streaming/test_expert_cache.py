@@ -6,12 +6,13 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from offload.streaming.expert_cache import HALF_LIFE_TOKENS, ExpertCache, warm_order, warm_uses
+from offload.streaming.expert_cache import HALF_LIVES_TOKENS, ExpertCache, warm_order
 
 
-def need(cache: ExpertCache, blocks: list[int]) -> list[int]:
+def need(cache: ExpertCache, blocks: list[int], *, uses: bool = True) -> list[int]:
     """One layer of a pass as a pool serves it, hits first and misses in waves; returns the misses."""
-    cache.use(blocks)
+    if uses:
+        cache.use(blocks)
     there = [block for block in blocks if cache.hold(block) is not None]
     missing, waiting = [block for block in blocks if block not in there], []
     for block in there:
@@ -72,7 +73,7 @@ def test_blocks_that_nobody_uses_pass_through() -> None:
 def test_a_new_subject_takes_over() -> None:
     cache = ExpertCache(200, 40)
     passes(cache, list(range(30)), 200)
-    passes(cache, list(range(100, 130)), int(2 * HALF_LIFE_TOKENS))
+    passes(cache, list(range(100, 130)), int(max(HALF_LIVES_TOKENS)))
     assert passes(cache, list(range(100, 130)), 1) == 0
 
 
@@ -80,7 +81,7 @@ def test_what_is_held_never_gives_way() -> None:
     cache = ExpertCache(20, 4)
     for block in range(4):
         assert cache.place(block) is not None
-    cache.use([7] * 3)
+    cache.use([7])
     assert cache.place(7) is None, "every slot is held"
     assert cache.hold(2) is not None
     cache.release(2)
@@ -96,9 +97,8 @@ def test_at_most_a_few_slots_pass_at_once() -> None:
     assert [cache.place(block) is not None for block in range(50, 54)] == [True, True, True, False]
     cache.release(50)
     assert cache.place(54) is not None and cache.hold(50) is None
-    cache.use([60])
     cache.begin_pass(1000)
-    cache.use([60])
+    cache.use([60], 1000)
     assert cache.place(60) is not None, "one that is used more than what is kept is no passing one"
 
 
@@ -113,33 +113,52 @@ def test_a_failed_read_leaves_an_empty_slot() -> None:
 
 
 def test_a_warm_start_keeps_what_was_counted() -> None:
-    counts = np.zeros(100)
-    counts[[5, 70]] = 900, 300
-    assert warm_order(counts).tolist() == [5, 70]
-    uses = warm_uses(counts, 1000)
-    assert uses[5] == pytest.approx(0.9 * HALF_LIFE_TOKENS / np.log(2))
-    cache = ExpertCache(100, 4, counts=uses)
+    uses = np.zeros(100)
+    uses[[5, 70]] = 0.3, 0.9
+    assert warm_order(uses).tolist() == [70, 5]
+    cache = ExpertCache(100, 4, uses_B=uses)
     for block in (5, 70, 1, 2, 3, 4, 6, 7):
         assert cache.place(block) is not None
         cache.release(block)
-    assert list(cache.kept())[:2] == [5, 70]
-    with pytest.raises(AssertionError, match="one count"):
-        ExpertCache(100, 4, counts=[1.0])
+    assert list(cache.kept())[:2] == [70, 5]
+    with pytest.raises(AssertionError, match="one share"):
+        ExpertCache(100, 4, uses_B=[1.0])
 
 
-def test_uses_halve_and_survive_renormalising() -> None:
+def test_uses_are_shares_of_rows_lately() -> None:
     cache = ExpertCache(10, 4)
-    cache.begin_pass()
-    cache.use([1, 1, 2])
-    cache.begin_pass(HALF_LIFE_TOKENS)
-    need(cache, [2])
-    assert cache.uses_B[[1, 2, 3]].tolist() == pytest.approx([0.5, 1.5, 0])
-    for _ in range(int(300 * HALF_LIFE_TOKENS)):
+    for _ in range(1000):
         cache.begin_pass()
-        cache.use([4])
-    assert cache.uses_B[4] == pytest.approx(1 / (1 - 2 ** (-1 / HALF_LIFE_TOKENS)))
-    cache.begin_pass(1e9)
-    assert cache.uses_B[4] < 1e-30 and np.isfinite(cache.uses_B).all()
+        cache.use([1])
+    for _ in range(int(max(HALF_LIVES_TOKENS))):
+        cache.begin_pass(1)
+        cache.use([2])
+    gone = [2 ** (-max(HALF_LIVES_TOKENS) / half_life) for half_life in HALF_LIVES_TOKENS]
+    assert cache.uses_B[[1, 2, 3]].tolist() == pytest.approx([np.mean(gone), 1 - np.mean(gone), 0], abs=1e-4)
+    cache.begin_pass(100_000)
+    cache.use([3, 4], [100_000, 50_000])
+    assert cache.uses_B[[2, 3, 4]].tolist() == pytest.approx([0, 1, 0.5], abs=1e-4)
+
+
+def test_a_prompt_tells_what_is_popular() -> None:
+    """By the rows that need a block, whoever needs everything once."""
+    cache, rows = ExpertCache(200, 30), np.ones(200, dtype=int)
+    rows[150:170] = 100
+    cache.begin_pass(512)
+    cache.use(np.arange(200), rows)
+    need(cache, list(range(200)), uses=False)
+    assert set(range(150, 170)) <= set(cache.kept())
+
+
+def test_of_two_that_are_as_popular_the_one_ahead_stays() -> None:
+    cache = ExpertCache(100, 4)
+    cache.begin_pass()
+    cache.use([10, 20, 80, 90])
+    for block in (80, 10, 90, 20):
+        cache.place(block), cache.release(block)
+    cache.use([50], 2)
+    assert cache.place(50) is not None
+    assert sorted(cache.kept()) in ([10, 50, 80, 90], [20, 50, 80, 90])
 
 
 def test_any_order_of_calls_keeps_the_books() -> None:
