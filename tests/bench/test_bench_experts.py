@@ -1,4 +1,4 @@
-"""Experts on demand beside whole layers, as small as they get: what is promised of them, and that a wrong text stops."""
+"""Experts on demand beside whole layers, as small as they get: what is promised, and that a wrong text stops it."""
 
 import json
 import shutil
