@@ -82,9 +82,7 @@ def measure(setting: Setting, prompts: Sequence[list[int]], ram_bytes: int, effo
     return [*rows.values()]
 
 
-def _run(
-    setting: Setting, prompts: Sequence[list[int]], options: Row, trees: Sequence[str], effort: Effort
-) -> Outcome:
+def _run(setting: Setting, prompts: Sequence[list[int]], options: Row, trees: Sequence[str], effort: Effort) -> Outcome:
     """All trees behind one prompt, then behind the next."""
     named = {"tree": AUTO} if trees == (AUTO,) else {"tree": LARGEST, "trees": [*trees] * len(prompts)}
     order = Order(
@@ -147,6 +145,7 @@ def main(bench: Bench, size: Size = "3GB", room: Rooms = None) -> None:
     ceiling = say_link(setting)
     for percent in rooms:
         ram_bytes = room_bytes(setting, percent)
+        print(f"room for {percent} % of the experts: {ram_bytes / 1e9:.2f} GB", file=sys.stderr)
         measured = measure(setting, prompts, ram_bytes, effort)
         written += _written(measured, prompts)
         rows += [{"room": percent, "ram_bytes": ram_bytes, **_finished(row)} for row in measured]
