@@ -32,8 +32,8 @@ from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
-from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.expert_choice import with_experts
+from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.place import find_place
 from offload.planning.room import Room
