@@ -1,12 +1,14 @@
-"""Makes a small trained Llama as large on disk as is wished; it goes on computing the same function.
+"""Makes a small trained Llama or Qwen3-MoE as large on disk as is wished; it goes on computing the same function.
 
 Speculation is only worth measuring against a trained target, and the package carries a small one. So that is padded:
 hidden coordinates that are always zero, query heads and feed-forward rows that nothing listens to, whole layers that
-add nothing. The padding is random wherever it only meets zeros, so its bytes are real work.
+add nothing. The padding is random wherever it only meets zeros, so its bytes are real work. The number of experts stays
+and each grows; a layer that adds nothing routes as the nearest real one does, so which experts a text needs stays real.
 
 Invariant: what is *read* from a new coordinate is any finite number, what is *written* to one is zero. The hidden size
 grows by 4, so RMSNorm divides by a root that is half as large, and its weight takes the factor back: exact in any
-binary float. Logits therefore equal the small model's up to the order of summation.
+binary float. Norms of queries and keys keep their width, but meet the same smaller epsilon: queries and keys arrive
+half as large. Logits therefore equal the small model's up to the order of summation.
 """
 
 import fcntl
@@ -36,12 +38,16 @@ from offload.errors import UserError
 MANIFEST_NAME = "inflation.json"
 _FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
 _WIDTH_FACTOR, _NORM_DIVISOR = 4, 2  # RMSNorm of a vector padded with zeros is larger by the root of the factor
-_LAYER_BYTES, _SHARD_BYTES, _SEED = 25_000_000, 1 << 30, 0
+_LAYER_BYTES, _EXPERT_BYTES, _SHARD_BYTES, _SEED = 25_000_000, 2_500_000, 1 << 30, 0
 _FFN_STEP = 64
 _LAYER = "model.layers.{}."
 _BALLAST_STD = 0.02
 # What writes into the hidden state adds nothing to new coordinates, and nothing from new heads or ffn rows.
-_HIDDEN_WRITERS = frozenset({"model.embed_tokens", "self_attn.o_proj", "mlp.down_proj"})
+_HIDDEN_WRITERS = frozenset({"embed_tokens", "o_proj", "down_proj"})
+_ROUTER = "mlp.gate"
+_ROUTING = frozenset({_ROUTER, "post_attention_layernorm"})  # what a layer chooses experts by
+_HEAD_NORMED = frozenset({"self_attn.q_proj", "self_attn.k_proj"})  # where a family norms queries and keys
+_HEAD_NORMS = frozenset({"self_attn.q_norm", "self_attn.k_norm"})
 _COPIED = ("generation_config.json", "*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "chat_template*")
 _BLOCK_BYTES = 4 << 20  # written at once: large for the disk, small beside a layer
 _POOL_SLACK = 65_537  # how far the view on the random pool may be shifted from block to block
@@ -62,20 +68,21 @@ class InflationPlan(NamedTuple):
 
 
 def plan_inflation(small: dict[str, Any], target_bytes: int) -> InflationPlan:
-    """The feed-forward size that gives layers of about `_LAYER_BYTES`, then the fewest layers to reach `target_bytes`.
+    """The feed-forward size that gives the wished layers, then the fewest of these to reach `target_bytes`.
 
-    Layers are smaller where the small model's own number of them would overshoot. The total is never below
-    `target_bytes`, and less than a layer above it unless the narrowest inflated model is bigger already.
+    Layers are of about `_LAYER_BYTES`, experts of about `_EXPERT_BYTES`, or smaller where the small model's own number
+    of layers would overshoot. The total is never below `target_bytes`, and less than a layer above it unless the
+    narrowest inflated model is bigger already.
     """
-    wide = {**small, **_widened(small)}
+    wide, grown = {**small, **_widened(small)}, _grown(small)
 
     def layer_bytes(ffn_size: int) -> int:
-        return _num_bytes(_layer_axes({**wide, "intermediate_size": ffn_size}), small["dtype"])
+        return _num_bytes(_layer_axes({**wide, grown: ffn_size}), small["dtype"])
 
     outer_bytes, fixed_bytes = _num_bytes(_outer_axes(wide), small["dtype"]), layer_bytes(0)
-    wish_bytes = min(_LAYER_BYTES, (target_bytes - outer_bytes) / small["num_hidden_layers"])
+    wish_bytes = min(_most_layer_bytes(small), (target_bytes - outer_bytes) / small["num_hidden_layers"])
     num_steps = round((wish_bytes - fixed_bytes) / (layer_bytes(_FFN_STEP) - fixed_bytes))
-    ffn_size = max(math.ceil(small["intermediate_size"] / _FFN_STEP), num_steps) * _FFN_STEP
+    ffn_size = max(math.ceil(small[grown] / _FFN_STEP), num_steps) * _FFN_STEP
     each_bytes = layer_bytes(ffn_size)
     num_layers = max(small["num_hidden_layers"], math.ceil((target_bytes - outer_bytes) / each_bytes))
     total_bytes = outer_bytes + num_layers * each_bytes
@@ -88,19 +95,19 @@ def inflate(source: Path, destination: Path, target_bytes: int, *, progress: Cal
     """Write the inflated checkpoint of `source`; return its folder, at once when `destination` already holds it.
 
     Args:
-        source: a Llama without biases, its head tied, in one file and one type, which its config names.
+        source: a Llama without biases or a Qwen3-MoE with experts in every layer, its head tied, in one file and one
+            type, which its config names.
         progress: is called after every block with the bytes done and those of all.
 
     Raises `UserError` where `destination` holds anything else, another process writes it, or the disk is full.
     """
-    destination = destination.resolve()
+    destination, small = destination.resolve(), read_json(source / "config.json")
     made_from = {
         **{"format": _FORMAT_VERSION, "source_sha256": _digest(source), "seed": _SEED, "target_bytes": target_bytes},
-        **{"layer_bytes": _LAYER_BYTES, "width_factor": _WIDTH_FACTOR, "shard_bytes": _SHARD_BYTES},
+        **{"layer_bytes": _most_layer_bytes(small), "width_factor": _WIDTH_FACTOR, "shard_bytes": _SHARD_BYTES},
     }
     if _is_finished(destination, made_from):
         return destination
-    small = read_json(source / "config.json")
     plan, big = plan_inflation(small, target_bytes), inflated_config(source, target_bytes)
     with _workspace(destination) as folder:
         _check_disk(folder, plan.total_bytes)
@@ -119,7 +126,21 @@ def inflated_config(source: Path, target_bytes: int) -> dict[str, Any]:
     """The config that `inflate` will write."""
     small = read_json(source / "config.json")
     plan = plan_inflation(small, target_bytes)
-    return {**small, **_widened(small), "intermediate_size": plan.ffn_size, "num_hidden_layers": plan.num_layers}
+    return {**small, **_widened(small), _grown(small): plan.ffn_size, "num_hidden_layers": plan.num_layers}
+
+
+def _grown(config: dict[str, Any]) -> str:
+    """The size that makes layers as large as is wished."""
+    return "moe_intermediate_size" if _num_experts(config) else "intermediate_size"
+
+
+def _most_layer_bytes(config: dict[str, Any]) -> int:
+    return _EXPERT_BYTES * _num_experts(config) or _LAYER_BYTES
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    """Of each layer; 0 in a Llama. transformers 5 writes the second name for what Qwen wrote as the first."""
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
 def _widened(small: dict[str, Any]) -> dict[str, Any]:
@@ -133,11 +154,22 @@ def _widened(small: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_axes(config: dict[str, Any]) -> dict[str, Axes]:
     """One layer in file order. The small tensor is the low corner of the big one on every axis, groups included."""
-    shapes = layer_shapes(config).items()
+    shapes = (_moe_shapes if _num_experts(config) else layer_shapes)(config).items()
     axes = {name.removesuffix(".weight"): tuple((size,) for size in shape) for name, shape in shapes}
     groups, hidden = config["num_key_value_heads"], (config["hidden_size"],)
     queries = (groups, config["num_attention_heads"] // groups * config["head_dim"])
     return {**axes, "self_attn.q_proj": (queries, hidden), "self_attn.o_proj": (hidden, queries)}
+
+
+def _moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of a layer's tensors by name, as safetensors sorts them: those of an expert lie together."""
+    width, inner, num_experts = config["hidden_size"], config["moe_intermediate_size"], _num_experts(config)
+    dense = layer_shapes({**config, "model_type": "qwen3"}).items()
+    shapes = {name: shape for name, shape in dense if not name.startswith("mlp.")}
+    shapes[f"{_ROUTER}.weight"] = (num_experts, width)
+    for part, shape in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
+        shapes |= {f"mlp.experts.{expert}.{part}_proj.weight": shape for expert in range(num_experts)}
+    return dict(sorted(shapes.items()))
 
 
 def _outer_axes(config: dict[str, Any]) -> dict[str, Axes]:
@@ -178,33 +210,46 @@ class _Corners:
     def __init__(self, source: Path, config: dict[str, Any]) -> None:
         self.config, self._weights = config, load_file(source / "model.safetensors")
 
-    def pieces(self, prefix: str, own: str | None, old: dict[str, Axes], new: dict[str, Axes]) -> list[_Piece]:
-        """Pieces below `prefix`, with what the small model has below `own` in their corners."""
-        return [
-            _Piece(f"{prefix}{part}.weight", axes, part not in _HIDDEN_WRITERS, self._corner(own, part, old[part]))
-            for part, axes in new.items()
-        ]
+    def outer(self, big: dict[str, Any]) -> list[_Piece]:
+        """What lies outside the layers."""
+        old = _outer_axes(self.config)
+        return [self._piece(part, axes, self._corner(part, old[part])) for part, axes in _outer_axes(big).items()]
 
-    def _corner(self, own: str | None, part: str, axes: Axes) -> Tensor | None:
-        if own is None:
-            return None
-        weight = self._weights[f"{own}{part}.weight"].view(*chain(*axes))
-        return weight / _NORM_DIVISOR if len(axes) == 1 else weight
+    def layer(self, big: dict[str, Any], index: int, real: int, *, is_real: bool) -> list[_Piece]:
+        """Layer `index`, with the small model's layer `real` in its corners, or of an inserted one how that routes."""
+        old, new = _layer_axes(self.config), _layer_axes(big)
+        kept = new.keys() if is_real else _ROUTING if _ROUTER in new else frozenset()
+        return [
+            self._piece(
+                _LAYER.format(index) + part, axes,
+                self._corner(part, old[part], _LAYER.format(real)) if part in kept else None,
+            )
+            for part, axes in new.items()
+        ]  # fmt: skip
+
+    def _piece(self, name: str, axes: Axes, corner: Tensor | None) -> _Piece:
+        return _Piece(f"{name}.weight", axes, name.rpartition(".")[2] not in _HIDDEN_WRITERS, corner)
+
+    def _corner(self, part: str, axes: Axes, prefix: str = "") -> Tensor:
+        weight = self._weights[f"{prefix}{part}.weight"].view(*chain(*axes))
+        has_head_norms = f"{prefix}self_attn.q_norm.weight" in self._weights
+        is_hidden_norm = len(axes) == 1 and part not in _HEAD_NORMS
+        return weight / _NORM_DIVISOR if is_hidden_norm or (has_head_norms and part in _HEAD_NORMED) else weight
 
 
 def _shards(small: _Corners, big: dict[str, Any], plan: InflationPlan) -> list[list[_Piece]]:
     """All pieces in file order: what is outside the layers first; a layer never crosses a shard."""
-    old, num_real = small.config, small.config["num_hidden_layers"]
+    num_real = small.config["num_hidden_layers"]
     # evenly spread, and never two at one place since there are at least as many places as real layers
     real_at = {(2 * real + 1) * plan.num_layers // (2 * num_real): real for real in range(num_real)}
-    shards = [small.pieces("", "", _outer_axes(old), _outer_axes(big))]
+    shards = [small.outer(big)]
     filled_bytes = plan.total_bytes - plan.num_layers * plan.layer_bytes
     for index in range(plan.num_layers):
         if filled_bytes + plan.layer_bytes > _SHARD_BYTES:
             shards.append([])
             filled_bytes = 0
-        own = _LAYER.format(real_at[index]) if index in real_at else None
-        shards[-1] += small.pieces(_LAYER.format(index), own, _layer_axes(old), _layer_axes(big))
+        nearest = min(real_at, key=lambda at: abs(at - index))
+        shards[-1] += small.layer(big, index, real_at[nearest], is_real=nearest == index)
         filled_bytes += plan.layer_bytes
     return shards
 

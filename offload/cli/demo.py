@@ -94,12 +94,12 @@ def check(request: Request) -> None:
     request.ids(load_tokenizer(PAIR / "target"), vocab_size, _CONTEXT)
 
 
-def inflated_target(size_bytes: int, progress: Progress) -> Path:
-    """The packaged target, inflated to about `size_bytes`; made once, then reused. Raises `UserError`."""
-    folder = cache_folder() / f"demo-{size_bytes // 10**6}MB"
+def inflated_target(size_bytes: int, progress: Progress, source: Path = PAIR / "target", name: str = "demo") -> Path:
+    """The packaged target, or another, inflated to about `size_bytes`; made once, then reused. Raises `UserError`."""
+    folder = cache_folder() / f"{name}-{size_bytes // 10**6}MB"
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        return inflate(PAIR / "target", folder, size_bytes, progress=progress)
+        return inflate(source, folder, size_bytes, progress=progress)
     except OSError as error:
         raise UserError(f"cannot write {folder} ({error.strerror}): set XDG_CACHE_HOME to another folder") from None
 

@@ -88,9 +88,9 @@ def heads_in_a_row(patch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES = {
-    "embedding": without_writer("model.embed_tokens"),
-    "o_proj": without_writer("self_attn.o_proj"),
-    "down_proj": without_writer("mlp.down_proj"),
+    "embedding": without_writer("embed_tokens"),
+    "o_proj": without_writer("o_proj"),
+    "down_proj": without_writer("down_proj"),
     "norm": unscaled_norm,
     "eps": unscaled_eps,
     "heads": heads_in_a_row,

@@ -1,0 +1,205 @@
+"""The mixture of experts for benches: it begins as the dense model, learns, goes on where it was cut, is kept whole.
+
+Why: figures of experts on demand rest on how this pair routes and agrees. Models are tiny and texts are patterns.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_llama import SIZES, relative_error, save_small
+from torch import Tensor
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
+
+from offload.bench.moe_pair import losses, make, training, upcycle, written
+from offload.bench.moe_pair.corpus import windows
+from offload.bench.moe_pair.losses import target_loss
+from offload.bench.moe_pair.make import Recipe, moe_pair
+from offload.bench.moe_pair.routing import chosen_experts, routing_table
+from offload.bench.moe_pair.training import Course, train
+from offload.bench.moe_pair.upcycle import ExpertSizes, upcycled
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli import demo
+from offload.cli.console import Console
+from offload.errors import UserError
+
+TINY = ExpertSizes(8, 2, 48)
+IDS = torch.arange(6000) % 7 + torch.arange(6000) // 500  # what comes next is easy; which numbers occur is the text's
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM.from_pretrained(save_small(tmp_path / "dense"), dtype=torch.float32)
+
+
+def tokens() -> Tensor:
+    return windows(IDS, 512, 128, 0)
+
+
+def without_noise(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(upcycle, "_WEIGHT_NOISE", 0.0)
+    patch.setattr(upcycle, "_ROUTER_NOISE", 0.0)
+
+
+@torch.no_grad()
+def layer_errors(dense: LlamaForCausalLM, mixture: Qwen3MoeForCausalLM) -> list[float]:
+    """How far each feed-forward part of the mixture is from the dense one, on the same rows."""
+    hidden = torch.randn(1, 64, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
+    pairs = zip(dense.model.layers, mixture.model.layers, strict=True)
+    outs = [(one.mlp(hidden), other.mlp(hidden)) for one, other in pairs]
+    return [((got - wanted).norm() / wanted.norm()).item() for wanted, got in outs]
+
+
+def test_mixture_begins_as_the_dense_model(dense: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    noisy = layer_errors(dense, upcycled(dense, TINY, tokens(), 0))
+    without_noise(monkeypatch)
+    assert max(layer_errors(dense, upcycled(dense, TINY, tokens(), 0))) < 1e-5 < min(noisy)
+    monkeypatch.setattr(upcycle, "_ROUTER_NOISE", 1.0)  # the control: slices of several copies are not the whole
+    assert min(layer_errors(dense, upcycled(dense, TINY, tokens(), 0))) > 0.1
+
+
+def test_all_but_experts_is_taken_over(dense: LlamaForCausalLM) -> None:
+    mixture = upcycled(dense, TINY, tokens(), 0)
+    weights, old = mixture.state_dict(), dense.state_dict()
+    kept = [name for name in old if ".mlp." not in name]
+    assert all(torch.equal(weights[name], old[name]) for name in kept) and len(kept) == 3 * 6 + 3
+    with torch.no_grad():
+        hidden = dense.model.layers[0].input_layernorm(dense.model.embed_tokens(tokens()))
+        size = dense.model.layers[0].self_attn.q_proj(hidden).square().mean().sqrt()
+    assert torch.allclose(weights["model.layers.0.self_attn.q_norm.weight"], size.expand(SIZES["head_dim"]))
+    assert mixture.config.num_experts == 8 and mixture.config.num_experts_per_tok == 2
+
+
+def learn(model: Qwen3MoeForCausalLM, state: Path, num_steps: int, stop_at: int | None = None) -> list[float]:
+    """Train for `num_steps`; cut after step `stop_at`."""
+    seen = list[float]()
+
+    def loss_of(step: int) -> Tensor:
+        loss = target_loss(model, windows(IDS, 512, 128, step)).sum()
+        seen.append(loss.item())
+        return loss
+
+    def progress(num_done: int, num_all: int) -> None:
+        assert num_all == num_steps
+        if num_done == stop_at:
+            raise KeyboardInterrupt
+
+    train(model, loss_of, Course(num_steps, 1e-2), state, progress)
+    return seen
+
+
+def test_loss_falls(dense: LlamaForCausalLM, tmp_path: Path) -> None:
+    seen = learn(upcycled(dense, TINY, tokens(), 0), tmp_path / "state", 25)
+    assert len(seen) == 25 and sum(seen[-5:]) < 0.7 * sum(seen[:5])
+
+
+@pytest.mark.parametrize("stop_at", [5, 7], ids=["as it is saved", "between"])
+def test_a_cut_run_ends_with_the_weights_of_an_uncut_one(
+    dense: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    monkeypatch.setattr(training, "_SAVE_EVERY", 5)
+    uncut, cut, again = (upcycled(dense, TINY, tokens(), 0) for _ in range(3))
+    learn(uncut, tmp_path / "uncut", 12)
+    with pytest.raises(KeyboardInterrupt):
+        learn(cut, tmp_path / "cut", 12, stop_at)
+    assert len(learn(again, tmp_path / "cut", 12)) == 12 - 5
+    assert all(torch.equal(one, other) for one, other in zip(uncut.parameters(), again.parameters(), strict=True))
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "uncut", "cut"}
+    assert not torch.equal(cut.lm_head.weight, uncut.lm_head.weight)
+
+
+def test_routers_that_know_the_text_are_told_from_such_that_do_not() -> None:
+    by_token = torch.eye(4).expand(8, 4, 4) * 50  # each text uses all experts
+    by_text = torch.eye(8)[:, None].expand(8, 4, 8) * 50
+    assert losses._told_of_text(by_token).abs() < 1e-5
+    assert torch.isclose(losses._told_of_text(by_text), torch.tensor(8.0).log())
+
+
+def test_routing_table_of_known_choices() -> None:
+    same = torch.tensor([0, 1]).expand(1, 1, 64, 2)
+    turns = torch.stack([torch.arange(64) % 8, (torch.arange(64) + 1) % 8], -1).expand(1, 1, 64, 2)
+    assert set(routing_table(same, 8).union.values()) == {1.0}
+    assert routing_table(same, 8).neighbours == routing_table(same, 8).distant == 1
+    table = routing_table(turns, 8)
+    assert [table.union[n] for n in (1, 2, 4, 8, 64)] == [1, 1.5, 2.5, 4, 4]
+    assert (table.neighbours, table.distant) == (0.5, 1)
+    assert table.popular == pytest.approx([1 / 8] * 8)
+
+
+def test_chosen_experts_are_those_that_the_model_multiplies(dense: LlamaForCausalLM) -> None:
+    mixture, seen = upcycled(dense, TINY, tokens(), 0), list[Tensor]()
+    for layer in mixture.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: seen.append(out[2].sort(-1).values))
+    chosen = chosen_experts(mixture, tokens())
+    assert chosen.shape == (3, 4, 128, 2)
+    assert torch.equal(chosen.sort(-1).values.flatten(1, 2), torch.stack(seen))
+
+
+@pytest.fixture
+def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dense: LlamaForCausalLM) -> Path:
+    """Makes the pair from tiny models and patterns, in few steps; returns the cache."""
+    pair, cache = tmp_path / "packaged", tmp_path / "cache"
+    for name, layers in (("target", 3), ("draft", 1)):
+        save_small(pair / name, num_hidden_layers=layers)
+        for companion in make._COMPANIONS:
+            (pair / name / companion).write_text("{}")
+    recipe = Recipe(TINY, Course(3, 1e-3), Course(3, 1e-3))
+    for name, value in {"PAIR": pair, "cache_folder": lambda: cache, "Recipe": lambda: recipe}.items():
+        monkeypatch.setattr(make, name, value)
+    monkeypatch.setattr(make, "library_ids", lambda held_out: IDS[:1000] if held_out else IDS)
+    monkeypatch.setattr(written, "_NUM_TEXTS", 2)
+    monkeypatch.setattr(written, "_TEXT_TOKENS", 64)
+    return cache
+
+
+def test_pair_is_made_once_and_whole(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = moe_pair(Console(is_quiet=True))
+    assert sorted(path.name for path in pair.iterdir()) == ["draft", "figures.json", "target"]
+    assert [path.name for path in little.iterdir()] == [make.Recipe().folder_name] != [Recipe().folder_name]
+    figures = json.loads((pair / "figures.json").read_text())
+    assert 0 <= figures["rank_1"] <= 1 and figures["routing"]["union"]["1"] == 1
+    stored = load_file(pair / "target" / "model.safetensors")
+    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
+    assert stored["model.layers.0.mlp.experts.7.down_proj.weight"].shape == (32, 48)
+    assert Qwen3MoeForCausalLM.from_pretrained(pair / "target").dtype == torch.bfloat16
+    monkeypatch.setattr(make, "make_pair", lambda *_: pytest.fail("it trained again"))
+    assert moe_pair(Console(is_quiet=True)) == pair
+
+
+def test_setting_is_the_pair_inflated(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "cache_folder", lambda: little)
+    setting = make.moe_setting("40MB", None, Console(is_quiet=True))
+    pair = little / make.Recipe().folder_name
+    assert setting[:4] == (little / "moe-40MB", pair / "draft", pair / "target", 10_000_000)
+    assert 40_000_000 <= open_checkpoint(setting.target).num_bytes < 70_000_000
+    assert relative_error(setting.origin, setting.target) < 1e-4
+
+
+def test_a_cut_run_leaves_its_state_and_no_pair(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right: Callable[..., Tensor] = make.draft_loss
+
+    def interrupt(*_: object) -> Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make, "draft_loss", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        moe_pair(Console(is_quiet=True))
+    assert [path.name for path in little.iterdir()] == [f".{make.Recipe().folder_name}.training"]
+    monkeypatch.setattr(make, "draft_loss", right)
+    monkeypatch.setattr(make, "target_loss", lambda *_: pytest.fail("the target was done"))
+    assert (moe_pair(Console(is_quiet=True)) / "draft" / "model.safetensors").exists()
+
+
+def test_two_runs_do_not_train_in_one_place(little: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def second_run(*_: object) -> None:
+        with pytest.raises(UserError, match="another process trains"):
+            moe_pair(Console(is_quiet=True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(make, "make_pair", second_run)
+    with pytest.raises(KeyboardInterrupt):
+        moe_pair(Console(is_quiet=True))
