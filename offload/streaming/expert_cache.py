@@ -1,24 +1,25 @@
 """Which expert lies in which slot of a pool, which one stays, and which gives way: bookkeeping alone, no bytes.
 
-Kept are the blocks with the largest share of rows lately, over all layers together: the mean of two moving averages, of
-which the quick one follows the text and the slow one does not forget a subject within a sentence. A block with a smaller
-share than all that are kept is read, used and dropped: the slot that it borrows is *passing*, and at most `num_passing`
-are at once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where dropping what
-was used longest ago would keep nothing at all. Figures: `offload bench experts`.
+Kept are the blocks that the largest share of rows has used lately, over all layers together: the mean of two moving
+averages, since routing has habits of a few tokens and of a whole text. A block with a smaller share than all that are
+kept is read, used and dropped: the slot that it borrows is *passing*, and at most `num_passing` are at once. So a pass
+that needs more than there are slots (a prompt) costs the kept ones nothing, where dropping what was used longest ago
+would keep nothing at all. Figures: `offload bench experts`.
 
 Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one block, or is empty.
 Blocks are numbered in the order in which a pass comes to them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-HALF_LIVES_TOKENS = (12.0, 48.0)
+HALF_LIVES_TOKENS = (6.0, 24.0)
 NUM_PASSING = 8  # as many as are read at once
 _AHEAD = 1.15  # what the pass has still to come to is needed sooner than what it has left behind, if both are popular
-_TOKENS_EXPONENT = 0.6  # a pass of n rows takes a text about n^0.6 tokens further, since guesses are rejected
+_TREE_EXPONENT = 0.3  # a pass of n rows ages what was before by n^0.3 tokens: most rows of a tree are rejected
+_PROMPT_SHARE = 1 / 16  # and at least by n/16: a prompt's rows are all text
 
 
 def warm_order(uses_B: ArrayLike) -> np.ndarray:
@@ -57,7 +58,8 @@ class ExpertCache:
 
     def begin_pass(self, num_rows: int = 1) -> None:
         """A pass of so many rows begins: what was used before counts for less."""
-        kept_2 = 2.0 ** (-(num_rows**_TOKENS_EXPONENT) / np.array(HALF_LIVES_TOKENS))
+        age_tokens = max(num_rows**_TREE_EXPONENT, num_rows * _PROMPT_SHARE)
+        kept_2 = 2.0 ** (-age_tokens / np.array(HALF_LIVES_TOKENS))
         self._step_2 = (1 - kept_2) / num_rows  # what one row of this pass adds to each average
         self._averages_2B *= kept_2[:, None]
         self.uses_B = self._averages_2B.mean(axis=0)
