@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.encoder_decoder import has_encoder
@@ -31,6 +33,7 @@ from offload.planning.cost_model import Costs
 from offload.planning.near_copy import files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
+    ExpertUses,
     Identity,
     Machine,
     Profile,
@@ -140,12 +143,12 @@ def tune(
             identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced,
             bounds=bounds_to_count(decoder.plan.num_nodes) if can_grow else (),
         )  # fmt: skip
-        traced = trace_windows(decoder, question, hooks.on_count)
+        traced, uses = trace_windows(decoder, question, hooks.on_count), expert_uses(decoder.target)
         costs = measure_costs(
             decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: hooks.on_count(done, total, "timing trees")
         )
         hooks.on_phase("ranking trees")
-        profile = _summarise(question, traced, costs, files, decoder.num_threads)
+        profile = _summarise(question, traced, costs, uses, files, decoder.num_threads)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
     return Tuned(profile, path, choice_from(profile, files, room))
@@ -226,7 +229,26 @@ def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
     return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
 
 
-def _summarise(question: Question, traced: list[Traced], costs: Costs, files: Files, num_threads: int) -> Profile:
+class CountsExperts(Protocol):
+    """What a pool of experts tells of its passes."""
+
+    @property
+    def uses_LE(self) -> NDArray[Any]: ...
+    @property
+    def num_rows(self) -> int: ...
+
+
+def expert_uses(target: object) -> ExpertUses | None:
+    """What experts were used for; None where they do not come on demand, or an earlier tune has traced it all."""
+    pool: CountsExperts | None = getattr(target, "experts", None)
+    if pool is None or not pool.num_rows:
+        return None
+    return ExpertUses(tuple(map(tuple, pool.uses_LE.tolist())), int(pool.num_rows))
+
+
+def _summarise(
+    question: Question, traced: list[Traced], costs: Costs, uses: ExpertUses | None, files: Files, num_threads: int
+) -> Profile:
     assert files.draft is not None, "a tune has a draft model"
     traces = [window.ranks for window in traced]
     p_K, error_K = acceptance(traces)
@@ -244,6 +266,7 @@ def _summarise(question: Question, traced: list[Traced], costs: Costs, files: Fi
         costs=costs,
         dynamic_yields=yields_of(question.bounds, [window.bursts_B for window in traced]),
         traces=tuple(map(tuple, traces)),
+        expert_uses=uses,
     )
 
 
