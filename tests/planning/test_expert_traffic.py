@@ -1,7 +1,8 @@
 """Sweeps whose bytes depend on their rows: on demand or ahead, and what follows for trees, growth and guesses."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from offload.planning.expert_traffic import ExpertTraffic
 from offload.planning.hardware import Hardware
 from offload.planning.room import Room
 from offload.planning.routing import Routing
-from offload.planning.tree_policy import Trees
+from offload.planning.tree_policy import Trees, routing_in
 from offload.planning.tree_search import SIZES, Forest, rank_trees
 from offload.tree.spec import parse_tree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, check_acceptance
@@ -162,6 +163,19 @@ def test_a_second_pool_spares_the_disk() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 2 * sizes[2]
     assert few.is_disk_slower and not all_of.is_disk_slower
     assert all_of.bytes_at(4) == pytest.approx(all_of.experts.near_bytes_at(4))  # type: ignore[union-attr]
+
+
+def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:
+    """The shares of experts are of texts: where all rows ask for the same ones, they add no bytes."""
+    uses = SimpleNamespace(uses_LE=[[1000] * 8 + [0] * 120] * 48, num_rows=1000)
+    profile: Any = SimpleNamespace(expert_uses=uses)
+    routing = routing_in(profile)
+    assert routing is not None and routing.distinct(32) == pytest.approx(48 * 8, rel=0.2)
+    assert routing_in(None) is None and routing_in(cast(Any, SimpleNamespace(expert_uses=None))) is None
+    moved = traffic(kept=0.1)
+    told = moved.routed_by(routing)
+    assert told.bytes_at(8) < 0.1 * moved.bytes_at(8) and moved.routed_by(None) is moved
+    assert Traffic(5, 5).routed_by(routing) == Traffic(5, 5)
 
 
 def room(ram_bytes: int, **how: Any) -> Room:
