@@ -30,6 +30,7 @@ from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import Files
 from offload.planning.cost_model import Costs
+from offload.planning.expert_choice import with_experts
 from offload.planning.near_copy import files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
@@ -127,7 +128,7 @@ def tune(
     refuse = lambda *headers: largest_that_fits(room, as_files(headers), sizes)  # noqa: E731
     files = as_files(fetch(models_to_read(model, draft), refuse, hooks.on_phase, options.config))
     dtype, _ = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)  # as loading settles it
-    room, num_nodes = largest_that_fits(replace(room, dtype=dtype), files, sizes)
+    room, num_nodes = largest_that_fits(with_experts(replace(room, dtype=dtype), files), files, sizes)
     tokenizer, vocab_size = load_tokenizer(files.target.tokenizer_path), model_shape(files.target).vocab_size
     encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in read]
     windows = cut_windows(encoded, num_tokens, is_teacher_forced)
@@ -135,7 +136,7 @@ def tune(
     assert files.draft is not None, "two models were fetched"
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
     tree = f"{num_nodes}x{DEPTH}" if spec.is_chosen else options.tree
-    options = replace(options, tree=tree, context=room.context, profile="none")
+    options = replace(options, tree=tree, context=room.context, profile="none", experts=room.experts)
     with open_decoder(model, draft, options, hooks=hooks) as decoder:
         # Not where scores must not shape a tree, nor where the target has written nothing to grow along.
         can_grow = decoder.rule.repeats_draws and not is_teacher_forced
