@@ -16,16 +16,22 @@ def device_link_bytes_per_s(
 ) -> float:  # fmt: skip
     """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of reads behind them.
 
+    Experts count as if all that the GPU has no room for were asked for once; host memory keeps as many as it has slots.
+
     `disk_bytes_per_s` stands for reads that are not to be measured.
     """
-    if not plan.streamed_bytes:
+    if not plan.is_streamed:
         return LOCAL_BYTES_PER_S
+    num_lacking = plan.num_experts - plan.num_kept_experts
+    num_of_disk = max(0, num_lacking - plan.num_host_expert_slots)
+    moved_bytes = plan.streamed_bytes + num_lacking * plan.expert_slot_bytes
+    read_bytes = plan.disk_streamed_bytes + num_of_disk * plan.expert_slot_bytes
     allocator = device.open_allocator()
     try:
-        seconds = plan.streamed_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
+        seconds = moved_bytes / copy_bytes_per_s(device, allocator.allocate(_COPY_BYTES).array)
     finally:
         allocator.close()
-    if plan.disk_streamed_bytes:
+    if read_bytes:
         read = disk_bytes_per_s or link_bytes_per_s(shards, limit_bytes_per_s=limit_bytes_per_s)
-        seconds = max(seconds, plan.disk_streamed_bytes / read)
-    return plan.streamed_bytes / seconds
+        seconds = max(seconds, read_bytes / read)
+    return moved_bytes / seconds
