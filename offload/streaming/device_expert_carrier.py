@@ -72,10 +72,12 @@ class DeviceExpertCarrier(ExpertCarrier):
         return "; ".join(note for note in notes if note) or None
 
     def begin_pass(self, num_tokens: int) -> None:
+        """Earlier uses count for less."""
         with self._lock:
             self._cache.begin_pass(num_tokens)
 
     def use(self, blocks: Sequence[int]) -> None:
+        """These count here, wherever they come from."""
         with self._lock:
             self._cache.use(blocks)
 
@@ -102,6 +104,7 @@ class DeviceExpertCarrier(ExpertCarrier):
         return slot
 
     def close(self) -> None:
+        """On return nothing is read or copied any more; what was asked for has been cancelled."""
         with self._lock:
             self._queue.clear()
         self._feed.submit(int).result()  # behind whatever the thread is at
