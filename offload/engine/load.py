@@ -129,7 +129,6 @@ def open_decoder(
     device = device or _device_of(options)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
-    room = room if device is None else replace(room, experts="layers")  # no pool serves a device yet
     with ExitStack() as resources:
         files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
         dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
@@ -295,7 +294,8 @@ def _open_experts(pair: Pair, plan: MemoryPlan, trees: Trees, resources: ExitSta
     """The pool of the target's routed experts."""
     records = [experts.records for experts in pair.target.experts]
     assert all(one.slab_bytes <= plan.expert_slot_bytes for own in records for one in own), "an expert is larger"
-    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=trees.ahead_rows())
+    sizes = {"num_host_slots": plan.num_host_expert_slots, "ahead_rows": trees.ahead_rows()}
+    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, **sizes)
 
 
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:

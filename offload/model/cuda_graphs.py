@@ -42,6 +42,7 @@ class Graphs:
     """Recordings of one model's passes over one cache at a time, each with a recorder of its own; for `replay_with`."""
 
     def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
+        assert not model.experts, "what a pass asks for while it runs cannot be recorded"
         self._model, self._open_recorder = model, open_recorder
         self._cache: KVCache | None = None
         self._record: Record | None = None

@@ -136,7 +136,7 @@ def test_coded_experts_are_expanded_one_by_one(family: str, recipe: str, tmp_pat
 def test_a_router_of_numbers_that_are_not_finite_is_told(tmp_path: Path) -> None:
     model = tiny_model(config_of("qwen3_moe"))
     model.model.layers[1].mlp.gate.weight.data[3] = float("nan")
-    with opened(save(model, tmp_path), 4) as (streamed, pool), pytest.raises(ReadError, match="layer 1 .* not finite"):
+    with opened(save(model, tmp_path), 4) as (streamed, pool), pytest.raises(ReadError, match=r"layer 1 .* not finite"):
         logits_of(streamed, pool, (4, 20))
 
 
