@@ -11,9 +11,11 @@ exponents tell what packing would win.
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.link import link_bytes_per_s
@@ -63,6 +65,7 @@ class ModelFacts(NamedTuple):
     num_parameters: int
     num_bytes: int  # as stored, or as held in memory
     is_held: bool = False  # in fewer bits than it is stored in
+    left_out: Mapping[str, int] = MappingProxyType({})  # bytes of towers and extra layers, which are never read
 
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
@@ -71,7 +74,7 @@ class ModelFacts(NamedTuple):
         if shape is not None:
             num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
         count = sum(math.prod(one.shape) for one in checkpoint.tensors.values())
-        return cls(name_of(model), count, num_bytes, is_held=shape is not None)
+        return cls(name_of(model), count, num_bytes, is_held=shape is not None, left_out=dict(checkpoint.left_out))
 
 
 class Estimate(NamedTuple):
