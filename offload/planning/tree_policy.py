@@ -166,7 +166,7 @@ class TreeSelector:
 
 def routing_in(profile: Profile | None) -> Routing | None:
     """As a profile has counted it; None where no experts were counted."""
-    uses = getattr(profile, "expert_uses", None)
+    uses = None if profile is None else profile.expert_uses
     return None if uses is None else Routing.counted(uses.uses_LE, uses.num_rows)
 
 

@@ -221,10 +221,11 @@ class ExpertPool:
 
 def open_pool(
     source: ByteSource, records: Records, num_slots: int, device: Device | None, resources: ExitStack, *,
-    num_host_slots: int = 0, ahead_rows: int = NEVER,
+    num_host_slots: int = 0, ahead_rows: int = NEVER, uses_B: np.ndarray | None = None,
 ) -> ExpertPool:  # fmt: skip
     """An empty pool of so many slots, on the host where `device` is None; `resources` closes it.
 
+    `uses_B` is how often rows are expected to use each block, where that is known.
     `num_host_slots` are those of the second pool, by way of which a device gets its experts.
     """
     host, flat = HostDevice(), [record for layer in records for record in layer]
@@ -238,7 +239,7 @@ def open_pool(
         behind = ExpertCache(len(flat), num_host_slots, num_passing=num_passing)
         carrier = DeviceExpertCarrier(source, flat, device, pinned, behind, num_host_slots)
     slots = (device or host).allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
-    cache = ExpertCache(len(flat), num_slots, num_passing=num_passing)
+    cache = ExpertCache(len(flat), num_slots, uses_B=uses_B, num_passing=min(num_passing, num_slots // 4))
     pool = ExpertPool(records, slots, carrier, cache, ahead_rows)
     resources.callback(pool.stop)
     return pool

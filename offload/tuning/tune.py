@@ -144,7 +144,7 @@ def tune(
             identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced,
             bounds=bounds_to_count(decoder.plan.num_nodes) if can_grow else (),
         )  # fmt: skip
-        traced, uses = trace_windows(decoder, question, hooks.on_count), expert_uses(decoder.target)
+        traced, uses = trace_windows(decoder, question, hooks.on_count), expert_uses(decoder.target.experts)
         costs = measure_costs(
             decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: hooks.on_count(done, total, "timing trees")
         )
@@ -239,9 +239,8 @@ class CountsExperts(Protocol):
     def num_rows(self) -> int: ...
 
 
-def expert_uses(target: object) -> ExpertUses | None:
+def expert_uses(pool: CountsExperts | None) -> ExpertUses | None:
     """What experts were used for; None where they do not come on demand, or an earlier tune has traced it all."""
-    pool: CountsExperts | None = getattr(target, "experts", None)
     if pool is None or not pool.num_rows:
         return None
     return ExpertUses(tuple(map(tuple, pool.uses_LE.tolist())), int(pool.num_rows))

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,13 +168,13 @@ def test_uses_of_experts_come_into_the_profile(
         pool.uses_LE, pool.num_rows = np.full((2, 2), 50), 50
         return measure(decoder, *others)
 
-    monkeypatch.setattr(room, "expert_uses", lambda _: expert_uses(SimpleNamespace(experts=pool)))
+    monkeypatch.setattr(room, "expert_uses", lambda _: expert_uses(pool))
     monkeypatch.setattr(room, "measure_costs", timed)
     tuned = run(pair, text)
     assert tuned.profile.expert_uses == ExpertUses(((3, 0), (1, 2)), 3)
     assert parse_profile(tuned.path).expert_uses == tuned.profile.expert_uses
     pool.num_rows = 0
-    assert expert_uses(SimpleNamespace(experts=pool)) is None and expert_uses(SimpleNamespace(experts=None)) is None
+    assert expert_uses(pool) is None and expert_uses(None) is None
 
 
 def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:
