@@ -44,7 +44,7 @@ class Recipe(NamedTuple):
 
     sizes: ExpertSizes = ExpertSizes()
     target: Course = Course(500, 1e-3)
-    draft: Course = Course(350, 2e-3)
+    draft: Course = Course(350, 5e-4)
     seed: int = 0
     version: int = 1  # raise it when the same recipe comes to give another pair
 
