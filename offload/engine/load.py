@@ -159,13 +159,12 @@ def open_decoder(
         expanded = read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
-        choice = choice._replace(comparisons=(*choice.comparisons, *expanded))
+        choice, kernels = choice._replace(comparisons=(*choice.comparisons, *expanded)), choice.kernels
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = Invariance(reason="several ranks share its rows")
         if team.is_alone:
             invariance = _make_invariant(options, pair, plan_for(trees.most_nodes), threads, hooks.on_phase)
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
-        kernels = choice.kernels
         plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
