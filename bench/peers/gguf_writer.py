@@ -1,12 +1,14 @@
-"""The same weights for llama.cpp: a Llama checkpoint written as GGUF, bit for bit where the format allows it.
+"""The same weights for llama.cpp: a Llama or Qwen3-MoE written as GGUF, bit for bit where the format allows it.
 
-Matrices keep their 16 bits, or are rounded as gguf-py rounds them; norms become float32, as llama.cpp wants them. Rows
-of the query and key projections are reordered: its rotary embedding turns neighbours (2i, 2i+1) where Hugging Face's
-turns (i, i + K/2). No vocabulary is written, because the bench speaks in token ids.
+Matrices keep their 16 bits, or are rounded as gguf-py rounds them; norms and routers become float32, as llama.cpp wants
+them. Rows of a Llama's query and key projections are reordered: its rotary embedding turns neighbours (2i, 2i+1) there
+where Hugging Face's turns (i, i + K/2). Experts of a layer become one stack by part. No vocabulary is written, because
+the bench speaks in token ids.
 
     python -m offload.bench.peers.gguf_writer FOLDER FILE.gguf [Q8_0 | Q4_0]
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,30 +21,39 @@ from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.errors import UserError
 
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_ROUTER = "ffn_gate_inp"
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 _IN_LAYER = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}  # fmt: skip
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": _ROUTER}  # fmt: skip
 _TOLD = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size", "vocab_size": "vocab_size",
     "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
     "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads",
     "layer_norm_rms_eps": "rms_norm_eps"}  # fmt: skip
+_TOLD_OF_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
+_ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def write_gguf(source: Path, destination: Path, kind: str = "BF16") -> None:
     """Write `source` as one file, matrices as blocks of `kind`; it appears under its name when it is whole.
 
     Raises:
-        UserError: not a plain Llama in bf16.
+        UserError: not a plain Llama or Qwen3-MoE in bf16.
     """
     checkpoint = open_checkpoint(source)
-    config, rope = checkpoint.config, _rope(checkpoint.config)
-    if config.get("model_type") != "llama" or rope["rope_type"] != "default":
-        raise UserError(f"{source.name}: only a Llama with plain rotary positions is written as GGUF: leave it out")
+    config = {"num_local_experts": checkpoint.config.get("num_experts"), **checkpoint.config}
+    rope = _rope(config)
+    architecture = _ARCHITECTURES.get(config.get("model_type", ""))
+    if architecture is None or rope["rope_type"] != "default":
+        what = "only a Llama or a Qwen3-MoE with plain rotary positions is written as GGUF"
+        raise UserError(f"{source.name}: {what}: leave it out")
     import gguf
 
     with whole(destination) as place:
-        writer = gguf.GGUFWriter(place, "llama")
-        for name, key in _TOLD.items():
+        writer = gguf.GGUFWriter(place, architecture, use_temp_file=True)  # stacks are copies
+        for name, key in (_TOLD | ({} if architecture == "llama" else _TOLD_OF_EXPERTS)).items():
             getattr(writer, f"add_{name}")(config[key])
         head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         for name in ("key_length", "value_length", "rope_dimension_count"):
@@ -68,20 +79,29 @@ def reordered(rows_RD: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, np.ndarray]]:
-    """Norms in float32, matrices in bf16 as uint16: views of the mapped files, which take no memory."""
-    heads = {"attn_q": checkpoint.config["num_attention_heads"], "attn_k": checkpoint.config["num_key_value_heads"]}
+    """Norms and routers in float32, matrices in bf16 as uint16: views of the mapped files, experts stacked."""
+    config, stacks = checkpoint.config, dict[str, dict[int, np.ndarray]]()
+    is_llama = config["model_type"] == "llama"
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if is_llama else {}
     shards = [np.memmap(path, dtype=np.uint8, mode="r") for path in checkpoint.shards]
     for name, entry in checkpoint.tensors.items():
         stem = name.removesuffix(".weight")
         _, _, index, part = stem.split(".", 3) if stem.startswith("model.layers.") else ("", "", "", "")
-        new_part = _OUTER.get(stem) or _IN_LAYER.get(part)
+        expert, new_part = _EXPERT.fullmatch(part), _OUTER.get(stem) or _IN_LAYER.get(part)
+        new_part = f"ffn_{expert[2]}_exps" if expert else new_part
         if entry.dtype != "BF16" or new_part is None:
-            raise UserError(f"{name} is not bf16 or has no place in a GGUF Llama: leave llama.cpp out")
+            raise UserError(f"{name} is not bf16 or has no place in that GGUF: leave llama.cpp out")
         values = shards[entry.shard][entry.lo : entry.hi].view(np.uint16).reshape(entry.shape)
         if new_part in heads:
             values = reordered(values, heads[new_part])
-        widened = (values.astype(np.uint32) << 16).view(np.float32) if values.ndim == 1 else values
-        yield f"blk.{index}.{new_part}.weight" if index else f"{new_part}.weight", widened
+        new_name = f"blk.{index}.{new_part}.weight" if index else f"{new_part}.weight"
+        if expert:
+            stacks.setdefault(new_name, {})[int(expert[1])] = values
+        else:
+            is_wide = values.ndim == 1 or new_part == _ROUTER
+            yield new_name, (values.astype(np.uint32) << 16).view(np.float32) if is_wide else values
+    for name, stack in stacks.items():
+        yield name, np.stack([stack[expert] for expert in range(len(stack))])
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

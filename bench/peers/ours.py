@@ -1,4 +1,8 @@
-"""Our own decoder as one of the compared programs; option `tree` is that of `--tree`, `lookup` leaves the draft out."""
+"""Our own decoder as one of the compared programs.
+
+Options: `tree` and `experts` are those of `load`, and so is `ram`, which is what the cap leaves where it is not given;
+`lookup` leaves the draft out; `trees` has another tree for each run.
+"""
 
 from itertools import takewhile
 from time import perf_counter
@@ -19,8 +23,9 @@ class Ours:
 
     def __init__(self, order: Order) -> None:
         _ = torch.__version__, transformers.AutoModelForCausalLM  # imported lazily: now, so that it is counted
-        ram_bytes = free_bytes(order) - _MARGIN_BYTES
+        ram_bytes = order.options.get("ram") or free_bytes(order) - _MARGIN_BYTES
         how: dict[str, Any] = {"device": "cpu", "context": 512}  # the others have no device either
+        how["experts"], self._trees = order.options.get("experts", "auto"), iter(order.options.get("trees", ()))
         draft = None if "lookup" in order.options else order.draft
         self._decoder = load(order.target, draft, ram=ram_bytes, tree=order.options["tree"], **how)
 
@@ -28,7 +33,7 @@ class Ours:
         torch.set_num_threads(count)
 
     def generate(self, prompt_ids: list[int], num_tokens: int, limit_s: float, emit: Emit) -> None:
-        run = self._decoder.run(prompt_ids, Sampling(), max_new_tokens=num_tokens)
+        run = self._decoder.run(prompt_ids, Sampling(), max_new_tokens=num_tokens, tree=next(self._trees, None))
         num_seen, stop = 0, perf_counter() + limit_s
         for _ in takewhile(lambda _: perf_counter() < stop, run):
             token_ids = run.result().token_ids

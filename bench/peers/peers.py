@@ -1,6 +1,7 @@
 """The same model, prompts and memory for other programs: how many times more tokens per second ours gives.
 
-With `--lookup` nobody has a draft: copies of the text itself, and what counts is tokens per pass.
+With `--lookup` nobody has a draft: copies of the text itself, and what counts is tokens per pass. With `--experts` the
+target is a mixture of experts, of which a pass needs a few.
 
 Every program runs in a process and a memory group of its own, whose cap counts the page cache too, greedily and on the
 same prompts; slow ones get fewer of them and fewer new tokens, as the table says. Each may use the better of one and
@@ -24,6 +25,7 @@ from offload.bench.harness.command import Bench, command, one_of, say_link, say_
 from offload.bench.harness.prompts import prompts
 from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, find_setting
+from offload.bench.moe_pair.make import moe_setting
 from offload.bench.peers.child import Order, rate
 from offload.bench.peers.run import Outcome, gguf_file, interpreter_with, last_line, proved, run_child
 from offload.cli.demo import cache_folder
@@ -57,9 +59,10 @@ class Program(NamedTuple):
         return self._replace(options={**self.options, "lookup": _LOOKUP_TOKENS}, figure="tokens_per_pass")
 
 
-def _ours(tree: str, size: tuple[int, int], wanted: float | None) -> Program:
-    needs = ("torch", "transformers")
-    return Program(f"ours, --tree {tree}", f"{__package__}.ours", {"tree": tree}, needs, *size, wanted, threads=())
+def _ours(tree: str, size: tuple[int, int], wanted: float | None, **options: str) -> Program:
+    needs, options = ("torch", "transformers"), {"tree": tree, **options}
+    title = " ".join(["ours,", *(f"--{name} {value}" for name, value in options.items())])
+    return Program(title, f"{__package__}.ours", options, needs, *size, wanted, threads=())
 
 
 def _transformers(title: str, size: tuple[int, int], wanted: float | None, **options: Any) -> Program:
@@ -97,6 +100,15 @@ BLOCKS = {
     "none": _ours("none", _ONE_BY_ONE, None),
     "llama": _llama_cpp("llama.cpp on the mmap", 0, _ONE_BY_ONE, 3),
     "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 16", 16, _DRAFTED, 2),
+}
+
+EXPERTS = {
+    OURS: _ours("auto", _DRAFTED, None),
+    "none": _ours("none", _DRAFTED, None),
+    "layers": _ours("auto", _DRAFTED, 3, experts="layers"),
+    "layers-64": _ours("dynamic:64x16", _DRAFTED, 3, experts="layers"),
+    "llama": _llama_cpp("llama.cpp on the mmap", 0, _DRAFTED, 2),
+    "llama-draft": _llama_cpp("llama.cpp, its draft at n-max 4", 4, _DRAFTED, 2),
 }
 _ROUNDED_ROWS = 1.0  # what scores may differ by where llama.cpp rounds rows to 8 bits as well
 
@@ -216,6 +228,9 @@ Python = Annotated[str | None, typer.Option(metavar="FILE", help="an interpreter
 Lookup = Annotated[bool, typer.Option("--lookup", help="without a draft: tokens per pass of copies, half the prompts")]
 
 
+Experts = Annotated[bool, typer.Option("--experts", help="with a mixture of experts, trained when it is not there")]
+
+
 Blocks = Annotated[str, typer.Option("--gguf", metavar="TYPE", help="Q8_0 or Q4_0: ours and llama.cpp on that file")]
 
 
@@ -224,15 +239,18 @@ Blocks = Annotated[str, typer.Option("--gguf", metavar="TYPE", help="Q8_0 or Q4_
 )
 def main(
     bench: Bench, peer: Peers = None, cap: Cap = "1.2GB", python: Python = None, lookup: Lookup = False,
-    gguf: Blocks = "BF16",
+    gguf: Blocks = "BF16", experts: Experts = False,
 ) -> None:  # fmt: skip
     """How many times more tokens per second than other programs, with the same files, prompts and memory?"""
     one_of([gguf], ("BF16", "Q8_0", "Q4_0"), "--gguf")
-    known = LOOKUPS if lookup else PROGRAMS if gguf == "BF16" else BLOCKS
+    if lookup + experts + (gguf != "BF16") > 1:
+        raise UserError("--lookup, --gguf and --experts compare by themselves: give one of them")
+    known = LOOKUPS if lookup else EXPERTS if experts else PROGRAMS if gguf == "BF16" else BLOCKS
     one_of(peer or (), known, "--peer")
     if python is not None and shutil.which(python) is None:
         raise UserError(f"--python must be an interpreter, cannot run {python}: check the path")
-    cap_bytes, found = parse_size(cap, "--cap"), find_setting(None, None, bench.given("size"), None, bench.screen)
+    cap_bytes, size, screen = parse_size(cap, "--cap"), bench.given("size"), bench.screen
+    found = moe_setting(size, None, screen) if experts else find_setting(None, None, size, None, screen)
     tokenizer = load_tokenizer(found.origin)
     assert tokenizer is not None and found.draft is not None, "the packaged pair has both"
     num_prompts, part = max(one.num_prompts for one in known.values()), slice(1, None, 2) if lookup else slice(None)
@@ -242,8 +260,8 @@ def main(
     setting = Setting(found.target, found.draft, found.origin, cache_folder(), ids, cap_bytes, pythons, bench.quick,
                       gguf)  # fmt: skip
     settings = {**found.as_dict(), "ram_bytes": cap_bytes, "num_prompt_tokens": PROMPT_TOKENS, "lookup": lookup,
-                "gguf": gguf}  # fmt: skip
-    bench.check_same(found._replace(ram_bytes=cap_bytes), lookup=lookup)
+                "gguf": gguf, "experts": experts}  # fmt: skip
+    bench.check_same(found._replace(ram_bytes=cap_bytes), lookup=lookup, experts=experts)
     ceiling, programs = say_link(found), known
     if settings["target_bytes"] <= cap_bytes:
         print("the target fits into --cap: no ratio was promised for that")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from planted_peer import NUM_NEW, PROMPT, order, plant
+from small_moe import NUM_EXPERTS, save_small_moe
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from offload.bench.harness.memory_cap import new_cap
@@ -332,6 +333,27 @@ def test_gguf_holds_the_same_values(tmp_path: Path) -> None:
     query = weights["model.layers.0.self_attn.q_proj.weight"].view(torch.int16).numpy()
     data = np.frombuffer(bytes(written["blk.0.attn_q.weight"].data), dtype=np.int16).reshape(query.shape)
     np.testing.assert_array_equal(data, reordered(query, config["num_attention_heads"]))
+
+
+def test_gguf_of_a_mixture_stacks_its_experts(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    from safetensors.torch import load_file
+
+    folder = save_small_moe(tmp_path / "moe", dtype=torch.bfloat16)
+    write_gguf(folder, tmp_path / "moe.gguf")
+    reader, weights = gguf.GGUFReader(tmp_path / "moe.gguf"), load_file(folder / "model.safetensors")
+    for key, value in (("count", NUM_EXPERTS), ("used_count", 2), ("feed_forward_length", 24)):
+        assert reader.fields[f"qwen3moe.expert_{key}"].contents() == value
+    written = {tensor.name: tensor.data for tensor in reader.tensors}
+    for part in ("gate", "up", "down"):
+        names = (f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight" for expert in range(NUM_EXPERTS))
+        stack = torch.stack([weights[name] for name in names])
+        assert bytes(written[f"blk.1.ffn_{part}_exps.weight"]) == stack.view(torch.uint8).numpy().tobytes(), part
+    for name, part in (("mlp.gate", "ffn_gate_inp"), ("self_attn.q_norm", "attn_q_norm")):
+        wanted = weights[f"model.layers.0.{name}.weight"].float().numpy()
+        np.testing.assert_array_equal(written[f"blk.0.{part}.weight"], wanted)
+    query = weights["model.layers.0.self_attn.q_proj.weight"].view(torch.uint8).numpy()
+    assert bytes(written["blk.0.attn_q.weight"]) == query.tobytes(), "its positions turn as Hugging Face's do"
 
 
 def test_gguf_of_another_family_is_refused(tmp_path: Path) -> None:

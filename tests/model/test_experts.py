@@ -19,6 +19,7 @@ from offload.errors import ReadError
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.streaming.disk import DiskReader
+from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.expert_pool import NEVER, ExpertPool, open_pool
 
 FAMILIES = sorted(ON_DEMAND)
@@ -111,6 +112,53 @@ def test_only_what_a_router_chose_is_read(folder: Path) -> None:
         before = pool.bytes_read
         logits_of(model, pool, (1,) * _NUM_ROWS)
         assert pool.bytes_read == before and pool.num_rows == 2 * _NUM_ROWS
+
+
+Calls = list[tuple[str, tuple[object, ...]]]  # of the pool's bookkeeping: what passes were, and what they asked for
+
+
+def recorded(pool: ExpertPool) -> Calls:
+    """What passes ask for from now on."""
+    calls: Calls = []
+
+    def listen(name: str) -> None:
+        answer = getattr(pool._cache, name)
+        setattr(pool._cache, name, lambda *given: calls.append((name, given)) or answer(*given))
+
+    listen("begin_pass")
+    listen("use")
+    return calls
+
+
+def missed(calls: Calls, cache: ExpertCache) -> list[int]:
+    """The blocks that these passes have to read, by the bookkeeping alone; hits come first."""
+    found = list[int]()
+    for name, given in calls:
+        getattr(cache, name)(*given)
+        blocks = [*given[0]] if name == "use" else []  # type: ignore[misc]
+        waiting = [block for block in blocks if cache.hold(block) is not None]
+        for block in [block for block in blocks if block not in waiting]:
+            while cache.place(block) is None:
+                cache.release(waiting.pop(0))
+            waiting.append(block)
+            found.append(block)
+        for block in waiting:
+            cache.release(block)
+    return found
+
+
+@pytest.mark.parametrize("num_slots", [5, 9, 16])
+def test_bytes_are_those_of_the_misses_of_the_replayed_trace(num_slots: int, tmp_path: Path) -> None:
+    folder = save(tiny_model(config_of("qwen3_moe")), tmp_path)
+    with opened(folder, num_slots) as (model, pool):
+        calls, num_blocks, num_passing = recorded(pool), len(pool.records), pool._cache.num_passing
+        for cuts in ((9, 1, 1, 4, 9), (1,) * _NUM_ROWS):
+            logits_of(model, pool, cuts)
+        wanted = missed(calls, ExpertCache(num_blocks, num_slots, num_passing=num_passing))
+        assert pool.num_misses == len(wanted) and pool.num_hits > 0
+        assert pool.bytes_read == sum(pool.records[block].slab_bytes for block in wanted)
+        others = missed(calls, ExpertCache(num_blocks, num_slots + 1, num_passing=num_passing))
+        assert len(others) != len(wanted), "it depends on the slots"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""Experts on demand beside whole layers, as small as they get: what is promised, and that a wrong text stops it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import Outcome, shell
+from small_moe import save_small_moe
+
+from offload.bench.harness import command
+from offload.bench.latency import experts
+from offload.bench.latency.experts import AUTO, promises, room_bytes
+from offload.bench.peers import run
+from offload.bench.peers.child import Order, follow
+from offload.cli.console import Console
+from offload.cli.demo import PAIR
+
+
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "") -> Outcome:
+    """The command in this process, on a random mixture; what the way `spoilt` writes is changed."""
+    folder = save_small_moe(tmp_path / "moe", vocab_size=4096, max_position_embeddings=512)
+    shutil.copy(PAIR / "target/tokenizer.json", folder)
+
+    def here(_: str, order: Order) -> run.Outcome:
+        figures: dict[str, Any] = follow(order)
+        if order.options["experts"] == spoilt:
+            runs = figures["runs"]
+            figures["runs"] = [one._replace(bursts=[(at, [7] * len(ids)) for at, ids in one.bursts]) for one in runs]
+        return run._outcome(figures)
+
+    monkeypatch.setattr(command, "CEILING_BYTES", 1_000_000)
+    monkeypatch.setattr(experts, "run_child", here)
+    monkeypatch.setattr(experts, "QUICK", experts.Effort(1, 6, 60.0, 1))
+    monkeypatch.setattr(experts, "TREES", {"demand": ("none", "4x2"), "layers": ("none",)})
+    monkeypatch.setattr(experts, "LARGEST", "4x2")
+    return shell("bench", "experts", "--quick", "-m", folder, "-d", PAIR / "draft", "--room", "30")
+
+
+def test_both_ways_write_the_same_with_every_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = compared(tmp_path, monkeypatch)
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out.splitlines()[-1])
+    got = {(row["experts"], row["tree"]): row for row in result["rows"]}
+    assert set(got) == {("demand", "none"), ("demand", "4x2"), ("demand", AUTO), ("layers", "none"), ("layers", AUTO)}
+    assert all(row["tokens_per_s"] > 0 and row["tokens_per_pass"] >= 1 for row in got.values())
+    assert got["demand", "none"]["tokens_per_pass"] == 1 and len(result["guards"]) == 2
+    assert result["settings"]["proof"]["num_exact"] > 0
+
+
+def test_no_speed_for_another_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = compared(tmp_path, monkeypatch, spoilt="layers")
+    assert outcome.code != 0 and "tokens/s" not in outcome.out
+
+
+def test_what_is_wanted_of_auto() -> None:
+    speeds = {("demand", "none"): 4.0, ("demand", AUTO): 5.0, ("layers", "8x5"): 2.0, ("layers", AUTO): 2.5}
+    rows = [{"room": 10, "experts": way, "tree": tree, "tokens_per_s": one} for (way, tree), one in speeds.items()]
+    speedup, choice = promises(rows)
+    assert (speedup["value"], speedup["is_met"]) == (2.0, True) and (choice["value"], choice["is_met"]) == (0.8, True)
+    rows[0]["tokens_per_s"] = 6.0
+    assert [row["is_met"] for row in promises(rows)] == [True, False]
+    assert len(promises(rows[:2])) == 1, "whole layers had no room"
+
+
+def test_room_is_a_share_of_the_experts(tmp_path: Path) -> None:
+    folder = save_small_moe(tmp_path / "moe")
+    with Console(is_quiet=True) as screen:
+        setting = experts.find_setting(str(folder), None, "", "1TiB", screen)
+    assert room_bytes(setting, 20) < room_bytes(setting, 60)
