@@ -28,7 +28,7 @@ COMMANDS = {  # name: file, what it answers
     "gate": ("latency.exact", "whether every tree writes the ids of transformers, every layer streamed"),
     "main-job": ("latency.main_job", "the promises of the main job: streaming, memory, speed, prompt and start"),
     "prediction": ("latency.prediction", "what the plan promises beside what the paper measured on an L40"),
-    "device": ("gpu.promised", "each promise of the device path: gate, passes, trees, memory, accelerate"),
+    "device": ("gpu.promised", "each promise of the device path: gate, experts, passes, trees, memory, accelerate"),
     "kernels": ("gpu.kernels", "each kernel against what runs without it, on a CUDA device"),
     "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
     "choice": ("studies.choice", "whether the tree of --tree auto is the best one, really streamed"),
