@@ -82,9 +82,7 @@ def measure(setting: Setting, prompts: Sequence[list[int]], ram_bytes: int, effo
     return [*rows.values()]
 
 
-def _run(
-    setting: Setting, prompts: Sequence[list[int]], options: Row, trees: Sequence[str], effort: Effort
-) -> Outcome:
+def _run(setting: Setting, prompts: Sequence[list[int]], options: Row, trees: Sequence[str], effort: Effort) -> Outcome:
     """All trees behind one prompt, then behind the next."""
     named = {"tree": AUTO} if trees == (AUTO,) else {"tree": LARGEST, "trees": [*trees] * len(prompts)}
     order = Order(

@@ -12,7 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from offload.bench.harness.replay import expected, optimal, ours, recent
 from offload.bench.harness.routing import MadeUp, Pass, Routing, made_up, passes, recorded
-from offload.bench.studies import experts
+from offload.bench.studies import expert_cache as experts
 from offload.streaming import expert_cache
 
 SMALL = MadeUp(num_layers=4, num_experts=48, num_chosen=4, num_texts=3, num_tokens=150)

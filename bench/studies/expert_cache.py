@@ -60,7 +60,11 @@ def recorded_from(model: str, bench: Bench, num_prompts: int) -> tuple[Routing, 
     return recorded(loaded, [text for text in texts if len(text) >= LEAST_TOKENS]), names
 
 
-@command("experts", "model source quick", examples=["offload bench experts --quick", "offload bench experts -m MOE"])
+@command(
+    "expert-cache",
+    "model source quick",
+    examples=["offload bench expert-cache --quick", "offload bench expert-cache -m MOE"],
+)
 def main(bench: Bench) -> None:
     """Experts that a token has to read, as we keep them and otherwise; ten minutes, half a one with --quick."""
     effort, model = QUICK if bench.quick else FULL, bench.given("model")
