@@ -103,7 +103,7 @@ def test_routing_is_recorded_from_a_model() -> None:
 
 def test_the_study_prints_every_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "QUICK", experts.Effort(SMALL._replace(num_tokens=40), 1))
-    outcome = shell("bench", "experts", "--quick")
+    outcome = shell("bench", "expert-cache", "--quick")
     assert outcome.code == 0, outcome.err
     rows = json.loads(outcome.out.splitlines()[-1])["rows"]
     assert [(row["num_rows"], row["room"]) for row in rows][::6] == [(1, 0.03), (4, 0.03), (16, 0.03)]
