@@ -142,6 +142,11 @@ class ExpertCache:
             self._passing.discard(slot)
             self._empty.append(slot)
 
+    def missing_share(self, num_rows: int) -> float:
+        """Of the blocks that are not there, what a pass of so many rows is expected to need."""
+        missing = np.minimum(self.uses_B[self._slot_of_B < 0], 1.0)
+        return float(np.mean(1 - (1 - missing) ** num_rows)) if len(missing) else 0.0
+
     def kept(self) -> Iterator[int]:
         """The blocks that are there, most used first."""
         blocks = self._block_in_S[self._block_in_S >= 0]

@@ -31,6 +31,7 @@ from offload.streaming.stall import Stall
 NEVER = 1 << 30  # rows: no pass has as many
 _POISON = 0xFF  # NaN in every float format we stream
 _AHEAD_BYTES = 32 << 20  # at least, that are read ahead: a disk is busy with less, and goes on while experts compute
+_KNOWN_ROWS, _LEAST_SHARE = 64, 0.4  # from so many rows on it is known what experts are used for; of what is read ahead
 Records = Sequence[Sequence[SlabLayout]]  # of every layer's experts
 
 
@@ -77,8 +78,8 @@ class ExpertPool:
         self._give_up(self._guessed.copy())
         self._cache.begin_pass(num_rows)
         self.carrier.begin_pass(num_rows)
+        self._schedule = deque(range(len(self.records)) if self._is_for_all(num_rows) else ())
         self.num_rows += num_rows
-        self._schedule = deque(range(len(self.records)) if num_rows >= self.ahead_rows else ())
         self._read_ahead()
 
     def bring(
@@ -169,6 +170,11 @@ class ExpertPool:
         while self._schedule and self._schedule[0] < end:
             self._schedule.popleft()
         self._give_up([block for block in self._guessed if block < end])
+
+    def _is_for_all(self, num_rows: int) -> bool:
+        """Whether a pass needs so many of what is not there that all of it may as well be read."""
+        is_known = self.num_rows >= _KNOWN_ROWS
+        return num_rows >= self.ahead_rows and not (is_known and self._cache.missing_share(num_rows) < _LEAST_SHARE)
 
     def _take_back(self, slots: dict[int, int]) -> None:
         """What was handed out, or would have been; what was enqueued with it may still be under way."""
