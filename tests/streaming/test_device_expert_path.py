@@ -25,6 +25,7 @@ from test_tree_rows import CLOSE
 from tiny import save
 
 import offload
+from offload.calibration import device_link as card_link
 from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.decoder import Decoder
@@ -66,8 +67,7 @@ def poisoned(decoder: Decoder) -> ExpertPool:
     return pool
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(("family", "sizes"), [*(("qwen3-moe", sizes) for sizes in SIZES), ("mixtral", "least")])
 def test_greedy_ids_equal_transformers(
     family: str, sizes: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +117,7 @@ def test_the_plan_decides_how_many_stay(device: FakeDevice, base: Path) -> None:
         plan, pool = decoder.plan, poisoned(decoder)
         assert len(pool._slots) == plan.num_expert_slots == plan.num_experts == 48
         assert len(pool.carrier._slots) == plan.num_host_expert_slots == 2, "all pass through the host once"
+        assert pool.carrier.pinned.pinned_bytes <= plan.num_host_expert_slots * plan.expert_slot_bytes
         assert plan.total_bytes <= plan.ram_bytes and plan.gpu_total_bytes <= plan.gpu_bytes
         assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
     with offload.load(target, tree="none", **{**LOAD, "experts": "auto"}) as decoder:
@@ -148,6 +149,17 @@ def test_tensors_of_both_places_are_never_mixed(
             assert decoder.generate(prompts()[1], max_new_tokens=6, tree=tree).token_ids == wanted[:6], tree
 
 
+def test_an_automatic_tree_is_found(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes is timed with a few experts, before there is a pool."""
+    monkeypatch.setattr(FakeDevice, "place", place())
+    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
+    target, draft, wanted = pair_of("qwen3-moe", base)
+    place_experts(monkeypatch, 20, 7, "RESIDENT")
+    how = {"tree": "auto", "profile": "none", "lookup": False}
+    with StrictDevice(), offload.load(target, draft, **how, **LOAD) as decoder:
+        assert decoder.generate(prompts()[1], max_new_tokens=4).token_ids == wanted[:4]
+
+
 @contextmanager
 def opened(
     folder: Path, num_slots: int, num_host_slots: int, *, ahead_rows: int = NEVER
@@ -173,7 +185,7 @@ def opened(
         yield model, pool
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral", "phimoe", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
 def test_the_host_looks_once_a_layer(family: str, tmp_path: Path) -> None:
     folder, cuts = save(tiny_model(config_of(family)), tmp_path), (9, 1, 14)
     wanted = whole_layers(folder, cuts)
@@ -189,7 +201,7 @@ def test_the_host_looks_once_a_layer(family: str, tmp_path: Path) -> None:
             assert len(small) <= 5 * len(cuts), "tokens, positions and masks go there, and nothing for an expert"
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8-block"), ("olmoe", "nf4")])
+@pytest.mark.parametrize(("family", "recipe"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8-block")])
 def test_coded_experts_are_expanded_there(family: str, recipe: str, tmp_path: Path) -> None:
     plain = save(tiny_model(config_of(family)), tmp_path / "plain")
     folder, cuts = save_quantised(plain, recipe, tmp_path / "coded").directory, (9, 1, 14)
