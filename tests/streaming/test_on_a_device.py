@@ -75,9 +75,7 @@ def test_experts_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {row["row"]: row for row in experts.measure(CudaDevice(0))}
     assert sum(row["is_met"] is True for row in rows.values()) == 3
     waits = [row["value"] for name, row in rows.items() if "waits of the host" in name]
-    assert len(waits) == 3 and max(waits) <= experts.TINY.num_layers + 12, (
-        "once a layer, and around a sweep for what goes there"
-    )
+    assert len(waits) == 3 and max(waits) <= experts.TINY.num_layers + 12, "once a layer, and around sweeps"
 
 
 def test_a_refused_lock_is_not_blamed_on_the_next_kernel() -> None:
