@@ -8,7 +8,7 @@ The softmax is taken online, in float32. Invariant: every row sees itself, so no
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,22 @@ from offload.kernels.jit import jit, tl, triton
 _WORD = 32  # bits
 _MIN_SPLIT = 256  # keys: a shorter piece is not worth a program of its own
 MAX_WIDTH = 256  # of heads: even halved blocks of wider ones take more shared memory than the 99 KiB of many GPUs
+PositionT = TypeVar("PositionT", int, Tensor)
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Chunk(NamedTuple):
+    """In place of a window: a row sees no further back than to the last position that is a multiple of `size`."""
+
+    size: int
+
+
+Window: TypeAlias = int | Chunk | None  # a row sees keys less than so many positions back; None is without limit
+
+
+def first_seen(window: int | Chunk, position: PositionT) -> PositionT:
+    """The least position that a row at `position` sees, which may be negative."""
+    return position // window.size * window.size if isinstance(window, Chunk) else position - window + 1
 
 
 class Sight(NamedTuple):
@@ -28,7 +43,7 @@ class Sight(NamedTuple):
     seen_TW: Tensor  # int32 from `pack_bits`; which of the U uncommitted rows each of the T rows sees, itself included
     num_prefix: int  # P, committed positions 0..P-1
     position_U: Tensor  # int64, absolute, of the uncommitted rows, the last T of them those of this pass; at most P + u
-    window: int | None = None  # a row sees keys less than this many positions back
+    window: Window = None
 
 
 def pack_bits(seen_TU: Tensor) -> Tensor:
@@ -43,12 +58,12 @@ def unpack_bits(word_TW: Tensor, num_columns: int) -> Tensor:
     return bits.flatten(1)[:, :num_columns].bool()
 
 
-def seen_columns(num_prefix: int, position_U: Tensor, seen_TU: Tensor, window: int | None) -> Tensor:
+def seen_columns(num_prefix: int, position_U: Tensor, seen_TU: Tensor, window: Window) -> Tensor:
     """Bool (T, P + U): what rows see of the prefix and of the uncommitted rows, as far as their window reaches."""
     seen_TS = torch.cat([seen_TU.new_ones(len(seen_TU), num_prefix), seen_TU], dim=1)
     if window is not None:
         position_S = torch.cat([torch.arange(num_prefix, device=position_U.device), position_U])
-        seen_TS &= position_S > position_U[-len(seen_TU) :, None] - window
+        seen_TS &= position_S >= first_seen(window, position_U[-len(seen_TU) :, None])
     return seen_TS
 
 
@@ -114,7 +129,7 @@ def tree_attention_kernel(
         num_prefix,
         num_keys,
         split_keys,
-        window or 0,
+        -window.size if isinstance(window, Chunk) else window or 0,
         (*query_HTK.stride()[:2], *key_GSK.stride()[:2], *value_GSK.stride()[:2]),
         float(scaling),
         (group, width, value_width),
@@ -178,7 +193,8 @@ def _attend(
     reach = tl.full((BLOCK_R,), -1, tl.int32)  # a row sees keys at later positions than this
     if HAS_WINDOW:
         own = tl.load(masks[1] + (num_keys - num_prefix - num_rows) + time, mask=is_row, other=2147483647)
-        reach = (own - window).to(tl.int32)
+        chunk = tl.maximum(-window, 1)  # its size, where the window is one
+        reach = tl.where(window > 0, own - window, own // chunk * chunk - 1).to(tl.int32)
         first = tl.maximum(tl.min(reach, 0) + 1, 0)  # column c holds a position of at most c
         lo = tl.maximum(lo, first // BLOCK_S * BLOCK_S)
     rows = (time, is_row, reach)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
+from offload.bench.gpu import experts
 from offload.bench.gpu.rates import copy_rates
 from offload.bench.harness.command import PLACE, Bench, command, one_of
 from offload.bench.harness.gate import Written, WrongTokenError
@@ -42,7 +43,7 @@ from offload.streaming.device import CudaDevice, Device
 from offload.streaming.device_carrier import DeviceCarrier
 
 QUICK_LAYERS = 18
-PARTS = ("gate", "link", "sweeps", "drafting", "trees", "trace", "soak", "memory", "accelerate")
+PARTS = ("gate", "experts", "link", "sweeps", "drafting", "trees", "trace", "soak", "memory", "accelerate")
 _HOST_SHARE = 0.8  # of what is free, to the target's layers
 _GIB = 2**30
 
@@ -209,6 +210,8 @@ def measure(job: Job) -> Iterator[Row]:
         except WrongTokenError as error:
             yield failure("gate", "exact", error)
             return
+    if "experts" in job.parts:
+        yield from attempt("experts", "exact", experts.measure(job.device))
     if "link" in job.parts:
         yield from attempt("link", None, link(job))
     if wanted := [name for name in ON_DECODER if name in job.parts]:

@@ -49,6 +49,7 @@ def all_steps(is_rehearsal: bool) -> tuple[Step, ...]:
         Step("facts", ("-m", "offload.bench.gpu.machine_facts", "--rows", "{rows}"), 25, 5),
         Step("copies", ("-m", "offload.bench.gpu.copies", "--rows", "{rows}"), 45, 15),
         Step("gate", _bench("device", *_parts("gate"), *place, *few), 90, 40),
+        Step("experts", _bench("device", *_parts("experts"), *place, *few), 80, 30, ("gate",)),
         Step("device", _bench("device", *promised, "--trace", "{out}/trace.json", *place, *few), 260, 120, ("gate",)),
         Step("tests", _tests(_ON_DEVICE), 90, 30),
         Step("kernel-tests", _tests(_OF_KERNELS, *workers), 120, 40),

@@ -16,6 +16,8 @@ def device_link_bytes_per_s(
 ) -> float:  # fmt: skip
     """Bytes per second at which streamed layers arrive: the slower of copies to the GPU and of reads behind them.
 
+    Experts count as if all that the GPU has no room for were asked for once; host memory keeps as many as it has slots.
+
     `disk_bytes_per_s` stands for reads that are not to be measured.
     """
     if not plan.is_streamed:

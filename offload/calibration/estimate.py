@@ -11,9 +11,11 @@ exponents tell what packing would win.
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from offload.calibration.link import link_bytes_per_s
@@ -31,14 +33,14 @@ from offload.memory.planner import Files, ram_warning
 from offload.model.headers import describe
 from offload.planning.cost_model import Costs, Prediction, Traffic, costs_on, link_alone, step_time
 from offload.planning.expert_choice import with_experts
-from offload.planning.expert_traffic import ExpertTraffic
 from offload.planning.hardware import Hardware, find_hardware
 from offload.planning.measured_pairs import SOURCE, range_for
 from offload.planning.near_copy import check_held, copy_bits, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
 from offload.planning.room import Room
-from offload.planning.tree_policy import TreeChoice, TreeSelector, most_timed
+from offload.planning.routing import Routing
+from offload.planning.tree_policy import TreeChoice, TreeSelector, most_timed, routing_in
 from offload.planning.usual import usual_for
 from offload.tree.spec import TreeSpec, label_of
 from offload.tree.topology import Shape, chain
@@ -63,6 +65,7 @@ class ModelFacts(NamedTuple):
     num_parameters: int
     num_bytes: int  # as stored, or as held in memory
     is_held: bool = False  # in fewer bits than it is stored in
+    left_out: Mapping[str, int] = MappingProxyType({})  # bytes of towers and extra layers, which are never read
 
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint) -> "ModelFacts":
@@ -71,7 +74,7 @@ class ModelFacts(NamedTuple):
         if shape is not None:
             num_bytes = shape.num_bytes - (shape.rest_bytes if shape.shares_rest else 0)
         count = sum(math.prod(one.shape) for one in checkpoint.tensors.values())
-        return cls(name_of(model), count, num_bytes, is_held=shape is not None)
+        return cls(name_of(model), count, num_bytes, is_held=shape is not None, left_out=dict(checkpoint.left_out))
 
 
 class Estimate(NamedTuple):
@@ -87,11 +90,12 @@ class Estimate(NamedTuple):
     notes: tuple[str, ...]
     is_measured: bool  # the link, here and now
     packing: Packing | None  # None where there is nothing to pack
+    traffic: Traffic  # of the plan
 
     @property
     def sweep_bytes(self) -> int:
         """What one sweep moves; of experts on demand what one token is expected to need."""
-        experts = ExpertTraffic.of(self.plan)
+        experts = self.traffic.experts
         return self.plan.streamed_bytes + (round(experts.near_bytes_at(1)) if experts else 0)
 
     @property
@@ -99,12 +103,12 @@ class Estimate(NamedTuple):
         """What that takes."""
         if self.link_bytes_per_s is None:
             return None
-        return Traffic.of(self.plan, self.hardware).bytes_at(1) / self.link_bytes_per_s
+        return self.traffic.bytes_at(1) / self.link_bytes_per_s
 
     @property
     def hit_share(self) -> float | None:
         """Of the experts that one token needs, such as are kept; None where they come with their layers."""
-        experts = ExpertTraffic.of(self.plan)
+        experts = self.traffic.experts
         return experts and experts.hit_share(1)
 
     def as_dict(self) -> dict[str, object]:
@@ -139,6 +143,7 @@ class _Case(NamedTuple):
     room: Room
     tokens_per_sweep: float | None  # of the named tree, as given
     disk_bytes_per_s: float | None  # as given, instead of a measurement
+    routing: Routing | None = None  # of experts, as a profile has counted it
 
     @property
     def is_elsewhere(self) -> bool:
@@ -159,6 +164,10 @@ class _Case(NamedTuple):
     def plan(self, num_nodes: int) -> MemoryPlan:
         """Memory for trees of so many nodes."""
         return self.room.plan(self.files, num_nodes)
+
+    def traffic(self, plan: MemoryPlan) -> Traffic:
+        """What a plan moves."""
+        return Traffic.of(plan, self.hardware).routed_by(self.routing)
 
     def plan_without_draft(self) -> MemoryPlan:
         """Memory for one token per sweep."""
@@ -201,7 +210,7 @@ def estimate(
     _check(case)
     plan = case.plan(tree.num_nodes)  # refuses before the link is measured
     profile, basis = _profile(case)
-    link = _link(case)
+    case, link = case._replace(routing=routing_in(profile)), _link(case)
     costs = _costs(case, profile, link)
     models = tuple(ModelFacts.of(*one) for one in zip(filter(None, (model, draft)), filter(None, files), strict=True))
     predictions: tuple[Prediction, ...] = ()
@@ -213,7 +222,9 @@ def estimate(
     is_measured = link is not None and machine is None and disk_bytes_per_s is None
     notes = (*([_NO_COSTS] if is_unknown else []), *dtype_notes, *_notes(case, link, plan))
     packing = packing_of(files, room, plan.num_nodes, machine, link) if has_packing else None
-    return Estimate(models, plan, machine, link, predictions, costs is None, basis, notes, is_measured, packing)
+    return Estimate(
+        models, plan, machine, link, predictions, costs is None, basis, notes, is_measured, packing, case.traffic(plan)
+    )
 
 
 def _is_copy(files: Files) -> bool:
@@ -325,7 +336,8 @@ def _predictions(
         max_nodes = MAX_NODES if case.hardware else most_timed(profile, costs)
         max_depth = case.plan(1).context - 1
         traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
-        selector = TreeSelector(case.options.rule, profile, basis, costs, traffic_of, max_nodes, max_depth)
+        weighed = known if case.plan(1).has_experts else costs  # rows ask for bytes there, which is what is known
+        selector = TreeSelector(case.options.rule, profile, basis, weighed, traffic_of, max_nodes, max_depth)
         selector = replace(selector, usual=usual_for(case.files.draft))
         choice = selector.choose(case.tree)
         tokens, basis = _tokens(case, choice, profile, basis)
@@ -361,7 +373,7 @@ def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: 
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
     if case.tree.kind == "auto_chain":
         label = f"chain:{shape.depth}"
-    return Prediction(label, shape, step_time(costs, Traffic.of(plan, case.hardware), shape), tokens)
+    return Prediction(label, shape, step_time(costs, case.traffic(plan), shape), tokens)
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:

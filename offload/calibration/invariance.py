@@ -39,9 +39,7 @@ class _DifferError(Exception):
     """Two ways to compute a row gave different bits; says of what."""
 
 
-def make_invariant(
-    model: StreamedModel, slab: np.ndarray, thread_counts: Sequence[int], context: int
-) -> Invariance:
+def make_invariant(model: StreamedModel, slab: np.ndarray, thread_counts: Sequence[int], context: int) -> Invariance:
     """Make `model` invariant, or leave it as it was where that does not hold here.
 
     Args:

@@ -26,7 +26,7 @@ from offload.planning.options import LoadOptions
 from offload.planning.place import find_place
 from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile
 from offload.planning.room import Room
-from offload.planning.tree_policy import FindProfile, Trees
+from offload.planning.tree_policy import FindProfile, Trees, routing_in
 from offload.planning.usual import usual_for
 from offload.sampling.sampler import Sampler
 from offload.streaming.source import ByteSource
@@ -76,6 +76,7 @@ def calibrate(
         link: measures the bytes per second that layers arrive with; None measures the disk.
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
+    trees.routing = routing_in(profile)
     trees.num_threads, trees.link_bytes_per_s = threads.most, link() if link else _link_bytes_per_s(trees, store)
     if profile is None or profile.num_threads != threads.most:
         target.attend_with(kernels.tree_attention)

@@ -32,9 +32,11 @@ def suggested_sampling(model: str, seed: int) -> Sampling:
 
 
 def generation_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """As transformers finds them: what the generation config says goes before the model's."""
-    path = checkpoint.small_files / _NAME
-    return {**checkpoint.config, **(read_json(path) if os.path.isfile(path) else {})}
+    """As transformers finds them: the generation config goes before the model's, and that before that of its text."""
+    path, inner = checkpoint.small_files / _NAME, checkpoint.config.get("text_config")
+    outer = {name: value for name, value in checkpoint.config.items() if value is not None}
+    inner = inner if isinstance(inner, dict) else {}
+    return {**inner, **outer, **(read_json(path) if os.path.isfile(path) else {})}
 
 
 def start_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -175,4 +175,5 @@ def _on_the_hub(repo: str) -> Checkpoint:
                 tensors[name] = checked_entry(Path(file), name, meta, index, 0)
     settings = read_config(config)
     shards = tuple(Path(f"{repo}/{file}") for file in files)
-    return Checkpoint(Path(repo), settings, shards, weights_of(repo, settings, tensors))
+    weights, left_out = weights_of(repo, settings, tensors)
+    return Checkpoint(Path(repo), settings, shards, weights, left_out=left_out)

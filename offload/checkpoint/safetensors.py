@@ -9,8 +9,8 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +19,13 @@ from offload.checkpoint.held import Held
 from offload.checkpoint.quant_methods import check_method
 from offload.checkpoint.small_files import open_regular, read_object
 from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
 from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
 from offload.errors import UserError, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
-_TEXT_PART = "language_model."
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-TEXT_INSIDE = ("gemma3", "mistral3")  # models that also see, and on text alone are their own language model
-NOT_TEXT_ALONE = f"of models with more than text, {' and '.join(TEXT_INSIDE)} are known"
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
 _AGAIN = "download the checkpoint again"
 MANIFEST = "offload_pack.json"  # in folders of `offload pack`
@@ -63,6 +61,9 @@ class Checkpoint:
     beside: Path | None = None  # folder of small files such as generation_config.json, where it is not `directory`
     tokenizer: Path | None = None  # folder, or GGUF file, that has it, where it is not `directory`
     held: Held | None = None  # of a draft, that lies in memory in fewer bits
+    left_out: Mapping[str, int] = field(
+        default_factory=dict
+    )  # bytes of tensors that no text needs, by what they are of
 
     @property
     def is_copy(self) -> bool:
@@ -102,27 +103,18 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise damaged(f"{directory.name}: the index places {name} in {file}, which lacks it", directory)
-    return Checkpoint(directory, config, shards, weights_of(directory.name, config, tensors), tuple(stamps))
+    weights, left_out = weights_of(directory.name, config, tensors)
+    return Checkpoint(directory, config, shards, weights, tuple(stamps), left_out=left_out)
 
 
-def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:
     """What a model of text has of these tensors, by its own names. Raises `UserError` where they contradict."""
     check_method(where, config)
-    weights = with_codings(where, config, _language_model(config, tensors))
+    found = text_part(where, config, tensors)
+    weights = with_codings(where, config, found.tensors)
     if config.get("quantization_config") and not any(entry.coded for entry in weights.values()):
         raise UserError(f"{where}: config.json says that weights are quantised, no tensor shows how: {_AGAIN}")
-    return weights
-
-
-def _language_model(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Of a model that sees or hears as well, what reads and writes text alone, by the names that it has on its own."""
-    if "text_config" not in config or not any(_TEXT_PART in name for name in tensors):
-        return tensors
-    return {
-        name.replace(_TEXT_PART, "", 1): entry
-        for name, entry in tensors.items()
-        if _TEXT_PART in name or name.startswith("lm_head.")
-    }
+    return found._replace(tensors=weights)
 
 
 def compute_dtype_name(checkpoint: Checkpoint, wish: str) -> str:
@@ -302,11 +294,8 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's config. Raises `UserError` where it is missing, or says that the weights are of a kind not read."""
-    config = read_json(path)
-    if isinstance(config.get("text_config"), dict) and config.get("model_type") not in TEXT_INSIDE:
-        raise unsupported(path.parent, config, NOT_TEXT_ALONE)
-    return config
+    """A model's config. Raises `UserError` where it is missing, or does not describe the language model inside."""
+    return with_text_sizes(path.parent.name, read_json(path))
 
 
 def unsupported(directory: Path, config: dict[str, Any], what: str) -> UserError:

@@ -25,6 +25,7 @@ _PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 
 _TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$")
 _ROUTED_NAME = re.compile(r"\blayers\.\d+\..*\bexperts\.")  # not `shared_experts.`, which every row meets
 _EXPERT = re.compile(r"\.experts\..*")
+_ALL_EXPERTS = ("llama4_text",)  # families whose rows meet every expert, with a weight of 0 where it is not theirs
 _SCRATCH_ALIGN_BYTES = 256
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _NEEDED = ("num_hidden_layers", "hidden_size")
@@ -135,7 +136,11 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
     for key, values in each.items():
         if not all(type(value) is int and value > 0 for value in values):
             raise UserError(f"{where}: {key} in config.json must be a whole number above 0, got {given[key]!r}: fix it")
-    return {key: max(values) for key, values in each.items()}
+    sizes = {key: max(values) for key, values in each.items()}
+    if config.get("model_type") in _ALL_EXPERTS:
+        sizes["num_experts_per_tok"] = sizes.get("num_local_experts", 1)
+        sizes["intermediate_size"] = sizes.get("intermediate_size", 0) + sizes["hidden_size"]  # and a copy of the row
+    return sizes
 
 
 def head_dim(sizes: dict[str, int]) -> int:
@@ -223,7 +228,7 @@ def _pair_bytes(config: dict[str, Any], sizes: dict[str, int], item_bytes: int) 
     """
     if has_encoder(config):
         return 64 + sizes.get("num_attention_heads", 1) * (3 * item_bytes + 4)
-    num_masks = 2 if config.get("sliding_window") else 1
+    num_masks = 2 if config.get("sliding_window") or config.get("attention_chunk_size") else 1
     is_capped = bool(config.get("attn_logit_softcapping"))
     scores_bytes = sizes.get("num_attention_heads", 1) * (item_bytes + 8) if is_capped else 0
     return num_masks * item_bytes + 1 + scores_bytes

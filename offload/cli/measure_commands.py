@@ -15,6 +15,10 @@ from offload.cli.libraries import libraries
 from offload.cli.live_line import fitted
 from offload.config import Sampling, require
 
+_Hardware = Annotated[
+    str | None, typer.Option(metavar="NAME", help="another machine: l40, rtx4090, ..., h200 or FILE.json")
+]
+
 
 @app.command(
     short_help="Will it fit, and how fast will it be?",
@@ -41,9 +45,7 @@ def plan(
     experts: flags.Experts = "auto",
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
-    hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="another machine: l40, rtx4090, ..., h200 or FILE.json")
-    ] = None,
+    hardware: _Hardware = None,
     disk_speed: Annotated[
         str | None, typer.Option(metavar="SIZE", help="of the disk per second, such as 3GB; default: measured")
     ] = None,

@@ -83,7 +83,9 @@ def seconds_words(seconds: float) -> str:
 def model_words(model: "ModelFacts") -> str:
     """A model and its size, in words."""
     how = "in memory" if model.is_held else "as stored"
-    return f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} {how}"
+    words = f"{model.name}: {model.num_parameters / 1e9:.3g} billion parameters, {_gb(model.num_bytes)} {how}"
+    left_out = " and ".join(f"{_gb(num_bytes)} of {what}" for what, num_bytes in model.left_out.items())
+    return f"{words}; left out: {left_out}" if left_out else words
 
 
 def _machine_words(found: "Estimate", is_decimal: bool) -> str:

@@ -5,7 +5,8 @@ children have the chances pi = softmax(beta u), u is what the target's draw woul
 (log q + G; log q when greedy), and a path has the product f of its chances. The tree is the N best of all candidates
 that were scored: SpecExec's (2406.02532) for f without noise, OPT-Tree's (2406.17276) bound on draft steps. Every pass
 runs the best candidates that could still have a child among the N best, as long as passes are worth their time; those
-that are far less likely than its best wait, so that a draft that is sure is followed deep.
+that are far less likely than its best wait, so that a draft that is sure is followed deep. Of the N best a sweep gets
+those that are worth their rows.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain their parents.
 
@@ -80,6 +81,7 @@ def grow_best(
             picked = best.pick(rows.num_run)
             if picked.size:
                 rows.run(picked, [mixture.guesses.follow(rows.places[one["parent"]], one["token"]) for one in picked])
+    best.cut(worth.num_rows(best.chances, rows.widths))
     return _as_tree(best.candidates, tokens[-1], rows.scores)
 
 
@@ -91,9 +93,18 @@ class _Best:
         self._is_expanded_E = np.zeros(most_rows(bounds.num_nodes), dtype=bool)
 
     def add(self, more: Candidates) -> None:
-        every = np.concatenate([self.candidates, more])
-        order = np.argsort(-every["log_f"], kind="stable")  # stable: a tie goes to the parent
-        self.candidates = every[np.sort(order[: self._bounds.num_nodes - 1])]
+        self.candidates = np.concatenate([self.candidates, more])
+        self.cut(self._bounds.num_nodes)
+
+    def cut(self, num_nodes: int) -> None:
+        """Keep so many of the best, the root being one."""
+        order = np.argsort(-self.candidates["log_f"], kind="stable")  # stable: a tie goes to the parent
+        self.candidates = self.candidates[np.sort(order[: num_nodes - 1])]
+
+    @property
+    def chances(self) -> NDArray[np.float64]:
+        """Of each to be accepted, falling."""
+        return np.sort(np.exp(self.candidates["log_f"]))[::-1]
 
     @property
     def expected(self) -> float:

@@ -1,16 +1,20 @@
-"""Whether a growing tree is worth another draft pass.
+"""Whether a growing tree is worth another draft pass, and how many of its nodes are worth their rows.
 
 A pass that ends while the link still fills the slots is free. Any other has to bring tokens at the rate at which a step
 brings them: the gain that is asked for is tokens per step / seconds of a step * seconds of the pass. What the last pass
 has added to the expected tokens stands for what the next one will, since passes bring less and less. Invariant: where
-nothing was measured every pass is worth it. It looks at tokens that were proposed, so it is for trees that may.
+nothing was measured all are. It looks at tokens that were proposed, so it is for trees that may.
 """
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 StepSeconds = Callable[[int, Sequence[int]], float]  # of a step, by rows of its sweep and of each of its draft passes
 
 _MOST_STEPS = 32  # that the mean of tokens goes back
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)  # rows that are compared
 
 
 class Worth:
@@ -30,6 +34,21 @@ class Worth:
         so_far_s = self._step_s(num_rows, draft_widths)
         then_s = self._step_s(num_rows, [*draft_widths, draft_widths[-1]])
         return then_s <= so_far_s or gain * so_far_s >= self._tokens_per_step * (then_s - so_far_s)
+
+    def num_rows(self, chances: NDArray[np.float64], draft_widths: Sequence[int]) -> int:
+        """Rows of the sweep that brings the most tokens for its time: the root and the best nodes.
+
+        Rows that take no time are all worth it; each row of a mixture of experts asks for some that others do not.
+
+        Args:
+            chances: of the nodes below the root to be accepted, falling.
+            draft_widths: rows of every pass.
+        """
+        sizes = [size for size in _SIZES if size <= len(chances)] + [len(chances) + 1]
+        seconds = np.array([self._step_s(size, draft_widths) for size in sizes])
+        tokens = np.cumsum([1.0, *chances])[np.array(sizes) - 1]
+        rates = tokens / seconds
+        return sizes[len(sizes) - 1 - int(rates[::-1].argmax())]  # of equals the largest
 
     def learn(self, num_tokens: int) -> None:
         """A step has brought so many; those of long ago fade."""

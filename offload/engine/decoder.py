@@ -89,7 +89,9 @@ class Decoder:
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
         self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()), self._start)
-        self.notes = [*notes, *([target.stream.note] if target.stream.note and self.plan.num_slots else [])]
+        found = [target.stream.note if self.plan.num_slots else None]
+        found.append(target.experts.carrier.note if target.experts else None)
+        self.notes = [*notes, *dict.fromkeys(note for note in found if note)]
 
     def __repr__(self) -> str:
         state = f"rule={self.rule.name!r}, num_threads={self.num_threads}"

@@ -11,6 +11,7 @@ from functools import partial
 from operator import le
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from offload.calibration.copy_choice import choose_copies
@@ -32,8 +33,8 @@ from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
-from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.expert_choice import with_experts
+from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.place import find_place
 from offload.planning.room import Room
@@ -41,6 +42,7 @@ from offload.planning.tree_policy import Trees
 from offload.ranks.transport import Transport
 from offload.streaming.device import CudaDevice, Device, open_device
 from offload.streaming.disk import DiskReader
+from offload.streaming.expert_cache import warm_order
 from offload.streaming.expert_pool import ExpertPool, open_pool
 from offload.streaming.layers import Layers, open_layers
 from offload.streaming.source import OpenSource
@@ -129,7 +131,6 @@ def open_decoder(
     device = device or _device_of(options)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
-    room = room if device is None else replace(room, experts="layers")  # no pool serves a device yet
     with ExitStack() as resources:
         files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
         dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
@@ -143,35 +144,33 @@ def open_decoder(
         files, options = team.own(files), replace(options, profile=team.profile or options.profile)
         room = with_experts(room, files, num_nodes=None if spec.is_chosen else spec.num_nodes)
         plan_for = partial(room.plan, files)
-        on_demand = plan_for(1).has_experts
         trees = trees_of(files, options, room, device=device.name if device else "cpu")
         trees.exchange_s = team.exchange_s
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
-        pair = open_pair(files, options, device, resources, open_source, team.adapt, on_demand=on_demand)
-        models = Models(*files, options.dtype, plan_for(1).context, plan_for(1).has_longest_context)
+        least = plan_for(1)
+        pair = open_pair(files, options, device, resources, open_source, team.adapt, on_demand=least.has_experts)
+        models = Models(*files, options.dtype, least.context, least.has_longest_context)
         if request is not None:
             _check_request(request, pair, models)
         sources = open_sources(options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None)
-        _pick_copies(pair, plan_for(1), resources)
+        _pick_copies(pair, least, resources)
         hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
         expanded = read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
         hooks.on_phase("choosing kernels and threads")
         choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
-        choice = choice._replace(comparisons=(*choice.comparisons, *expanded))
+        choice, kernels = choice._replace(comparisons=(*choice.comparisons, *expanded)), choice.kernels
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = Invariance(reason="several ranks share its rows")
         if team.is_alone:
             invariance = _make_invariant(options, pair, plan_for(trees.most_nodes), threads, hooks.on_phase)
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
-        kernels = choice.kernels
         plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
-        experts = _open_experts(pair, plan, trees, resources) if on_demand else None
-        more = {"device": device, "kernels": kernels, "on_layer": hooks.on_layer, "experts": experts}
-        target = team.target(pair.target, stream, plan, **more)
+        more = {"experts": _open_experts(pair, plan, trees, settings, hooks.on_bytes, resources), "device": device}
+        target = team.target(pair.target, stream, plan, kernels=kernels, on_layer=hooks.on_layer, **more)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
@@ -291,11 +290,25 @@ def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:
             model.send_with(device.upload)
 
 
-def _open_experts(pair: Pair, plan: MemoryPlan, trees: Trees, resources: ExitStack) -> ExpertPool:
-    """The pool of the target's routed experts."""
+def _open_experts(
+    pair: Pair, plan: MemoryPlan, trees: Trees, settings: RunSettings, on_bytes: Progress, resources: ExitStack
+) -> ExpertPool | None:
+    """The pool of routed experts, where they come on demand; in it are those that a tune has seen used most."""
+    if not pair.target.experts:
+        return None
+    profile, _ = trees.find(settings.sampling, settings.rule)
+    uses = None if profile is None else profile.expert_uses
     records = [experts.records for experts in pair.target.experts]
     assert all(one.slab_bytes <= plan.expert_slot_bytes for own in records for one in own), "an expert is larger"
-    return open_pool(pair.store, records, plan.num_expert_slots, pair.device, resources, ahead_rows=trees.ahead_rows())
+    uses_B = None if uses is None else np.array(uses.uses_B)
+    pool = open_pool(
+        pair.store, records, plan.num_expert_slots, pair.device, resources, uses_B=uses_B,
+        num_host_slots=plan.num_host_expert_slots, ahead_rows=trees.ahead_rows(),
+    )  # fmt: skip
+    if uses_B is not None:
+        blocks = warm_order(uses_B)[: plan.num_kept_experts].tolist()
+        pool.warm(blocks, counter(sum(pool.records[block].slab_bytes for block in blocks), on_bytes))
+    return pool
 
 
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:

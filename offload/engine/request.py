@@ -146,9 +146,19 @@ def _are_messages(prompt: object) -> bool:
 
 
 def _messages(prompt: Any) -> list[dict[str, str]]:
-    for message in prompt:
-        is_sound = isinstance(message, Mapping)
-        is_sound = is_sound and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        require(is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it")
-        _whole_text(message["role"] + message["content"])
-    return [dict(message) for message in prompt]
+    return [_message(message) for message in prompt]
+
+
+def _message(message: Any) -> dict[str, str]:
+    """With a content of text; parts of it are put together as templates do. Raises `UserError` for images and such."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):
+        others = sorted({str(part.get("type")) for part in content if isinstance(part, Mapping)} - {"text"})
+        rule, remedy = "messages may hold text alone, of models that also see or hear no more is run", "leave it out"
+        require(not others, rule, f"{', '.join(others):.80}", remedy)
+        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    is_sound = isinstance(content, str) and isinstance(message.get("role"), str)
+    require(is_sound, "a message must have a role and a content of text", f"{message!r:.80}", "mend it")
+    _whole_text(message["role"] + content)
+    return {**message, "content": content}

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from offload.checkpoint.safetensors import has_tokenizer
+from offload.checkpoint.safetensors import has_tokenizer, read_json
 from offload.errors import UserError, reason
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
+_PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
 _CONTEXT_TOKENS = 8  # decoded before the new ones, because some tokenizers glue or drop a leading space
 
 
@@ -26,7 +27,11 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     if not has_tokenizer(Path(directory)):
         return None
     with _refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    beside = Path(directory) / _PROCESSOR_TEMPLATE
+    if not tokenizer.chat_template and os.path.isfile(beside):
+        tokenizer.chat_template = read_json(beside).get("chat_template")
+    return tokenizer
 
 
 def _load_from_gguf(file: Path) -> Tokenizer:
@@ -61,8 +66,20 @@ def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> lis
 
 
 def _in_template(tokenizer: Tokenizer, messages: list[dict[str, str]], remedy: str) -> list[int]:
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    has_parts_alone = not _shows_last(tokenizer, messages, messages) and _shows_last(tokenizer, parts, messages)
     with _refusing("the model's chat template failed", remedy):
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+        asked = parts if has_parts_alone else messages
+        return list(tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"])
+
+
+def _shows_last(tokenizer: Tokenizer, messages: list[dict[str, Any]], texts: list[dict[str, str]]) -> bool:
+    """Templates of some models that also see look for lists of parts, and pass over what is text as if it were none."""
+    try:
+        told = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except Exception:  # of any kind: a template is a stranger's program, and fails once more where that is told
+        return False
+    return texts[-1]["content"].strip() in told
 
 
 @contextmanager

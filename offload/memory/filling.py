@@ -55,7 +55,8 @@ def fill_all(places: Sequence[Place], layer_bytes: Sequence[int], num_swept: int
     for place in places:
         fillings.append(_fill(place, layer_bytes, left, num_swept, pool))
         left = [layer for layer in left if layer not in fillings[-1].layers]
-        pool = pool._replace(num_left=pool.num_left - fillings[-1].num_expert_slots)
+        num_behind = max(pool.num_left - fillings[-1].num_expert_slots, min(MIN_EXPERTS, pool.num_left))
+        pool = pool._replace(num_left=num_behind)  # what stays in one place passes through the next one first
     return fillings
 
 

@@ -80,7 +80,7 @@ def plan_memory(
     require_dtype(dtype)
     target, draft = files
     _check_encoders(target, draft, is_gpu=gpu is not None)
-    shapes = (_shape(target, dtype), _shape(draft, dtype) if draft else None)
+    shapes = (shape_of(target, dtype), shape_of(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
     _check_experts(target, shapes[0], experts)
@@ -93,7 +93,7 @@ def plan_memory(
     return replace(plan, max_context=_longest_context(target))
 
 
-_shape = lru_cache(maxsize=4)(model_shape)  # of one checkpoint many plans are made, and a mixture has many tensors
+shape_of = lru_cache(maxsize=4)(model_shape)  # of one checkpoint many plans are made, and a mixture has many tensors
 
 
 class Budgets(NamedTuple):

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from offload.errors import UserError
-from offload.kernels.tree_attention import Sight, is_supported, pack_bits, seen_columns, unpack_bits
+from offload.kernels.tree_attention import Sight, Window, is_supported, pack_bits, seen_columns, unpack_bits
 from offload.model.path_attention import PathRows, ScoreTerms, path_attention
 
 NAME, BIASED = "offload_tree", "offload_tree_biased"
@@ -44,7 +44,7 @@ class TreeRows:
         return self._mask[0]
 
 
-def tree_rows(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: int | None, attend: Attend) -> TreeRows:
+def tree_rows(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: Window, attend: Attend) -> TreeRows:
     """The same as `tree_mask`, in bits."""
     return TreeRows(Sight(pack_bits(ancestor_TU), num_prefix, position_U, window), attend)
 
@@ -62,16 +62,14 @@ def takes_paths(model: PreTrainedModel) -> bool:
     return is_for_rows(model.config)
 
 
-def tree_mask(
-    num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: int | None, dtype: torch.dtype
-) -> Tensor:
+def tree_mask(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: Window, dtype: torch.dtype) -> Tensor:
     """Additive mask (1, 1, T, P + U): a row sees the prefix, its ancestors and itself, as far as its window reaches.
 
     Args:
         num_prefix: P, committed positions 0..P-1.
         position_U: absolute positions of the uncommitted rows, of which the last T are the rows of this pass.
         ancestor_TU: bool; entry (i, j) tells whether uncommitted row j lies on the path to row i, i included.
-        window: a row sees keys less than this many positions back; None sees all.
+        window: how far back a row sees.
         dtype: of the scores.
     """
     seen_TS = seen_columns(num_prefix, position_U, ancestor_TU, window)

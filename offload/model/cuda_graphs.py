@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.kernels.tree_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
@@ -34,7 +35,7 @@ class _Recording:
     token_W: Tensor
     position_W: Tensor
     slot_W: Tensor
-    masks: dict[int | None, Tensor]  # (1, 1, W, extent) by attention window
+    masks: dict[Window, Tensor]  # (1, 1, W, extent) by attention window
     replay: Work | None = None
 
 
@@ -42,6 +43,7 @@ class Graphs:
     """Recordings of one model's passes over one cache at a time, each with a recorder of its own; for `replay_with`."""
 
     def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
+        assert not model.experts, "what a pass asks for while it runs cannot be recorded"
         self._model, self._open_recorder = model, open_recorder
         self._cache: KVCache | None = None
         self._record: Record | None = None

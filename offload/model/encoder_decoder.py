@@ -21,6 +21,7 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.config import require
 from offload.errors import UserError
 from offload.kernels.kv_commit import kv_commit_reference
+from offload.kernels.tree_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
 from offload.model.weights import Masks, StreamedModel
@@ -123,7 +124,7 @@ class EncoderDecoderModel(StreamedModel):
         mask = tree_mask(cache.length - num_source, position_U, ancestor_TU, None, self.dtype)
         return dict.fromkeys(self.windows, mask)
 
-    def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _give_mask(self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return args, kwargs  # it is part of the bias, which the first layer hands on to all others
 
     def _give_bias(self, first: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from offload.checkpoint.layout import Part, SlabLayout, slab_layout
+from offload.checkpoint.layout import Part, SlabLayout, Words, slab_layout
 from offload.checkpoint.tensors import Coded
 from offload.encoding.base import Coding
 from offload.errors import UserError
@@ -118,23 +118,22 @@ class ExpandedWeights:
 
     def numbers(self, record: SlabLayout, sent: Tensor) -> dict[str, Tensor]:
         """All parameters of a record; what was coded is valid until anything else is expanded."""
-        weights = {name: view_of(sent, record, name).to(self._dtype) for name in record.parameters}
-        lo = 0
-        for name, several in record.coded.items():
-            size = sum(math.prod(one.part.entry.shape) for one in several)
-            out = self._scratch_B[lo : lo + size * self._dtype.itemsize].view(self._dtype)
-            with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # nothing of it is a product that somebody would watch
+            weights = {name: view_of(sent, record, name).to(self._dtype) for name in record.parameters}
+            lo = 0
+            for name, several in record.coded.items():
+                num_bytes = self._dtype.itemsize * _num_weights(several)
+                out = self._scratch_B[lo : lo + num_bytes].view(self._dtype)
                 for one in several:
                     words = sent[_within(record, one.part, one.slab_lo)]
                     _expand(one.part, words, self._companions[one.part], out, self._expansion)
-            first = several[0].part
-            weights[name] = _as_in_model(first, out) if len(several) == 1 else out.view(-1, first.entry.shape[-1])
-            lo += _up(size * self._dtype.itemsize)
+                first = several[0].part
+                weights[name] = _as_in_model(first, out) if len(several) == 1 else out.view(-1, first.entry.shape[-1])
+                lo += _up(num_bytes)
         return weights
 
     def _end_of(self, record: SlabLayout) -> int:
-        sizes = (sum(math.prod(one.part.entry.shape) for one in several) for several in record.coded.values())
-        return sum(_up(size * self._dtype.itemsize) for size in sizes)
+        return sum(_up(self._dtype.itemsize * _num_weights(several)) for several in record.coded.values())
 
     def release(self, module: nn.Module) -> None:
         """Its parameters have their numbers until those of another are expanded, and it expands no more by itself."""
@@ -234,6 +233,10 @@ class Beside:
                 _expand(one.part, words, companions_of[one.part], out, REFERENCE)
             weights[name] = _as_in_model(parts[0], out)
         return weights
+
+
+def _num_weights(several: Sequence[Words]) -> int:
+    return sum(math.prod(one.part.entry.shape) for one in several)
 
 
 def _up(num_bytes: int) -> int:

@@ -5,8 +5,10 @@ expert, with weights that are brought for this pass alone. Invariant: what exper
 so that bits do not depend on what was there already; they are those of transformers' own loop over experts.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,18 +83,26 @@ def _forward(
     module: Any, layer: int, weights: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]],
     hidden_ND: Tensor, expert_NK: Tensor, share_NK: Tensor,
 ) -> Tensor:  # fmt: skip
-    """What transformers' own loop over experts computes; each row is multiplied with K experts."""
-    chosen, num_rows = (found.tolist() for found in expert_NK.unique(return_counts=True))
-    needed = [expert for expert in chosen if expert < module.num_experts]  # one more stands for none
-    if not bool(share_NK.isfinite().all()):
+    """What transformers' own loop over experts computes; each row is multiplied with K experts.
+
+    A device is waited for once. On it choices are sorted by their expert, so that nothing has to be sent back.
+    """
+    num_rows, by_expert = len(hidden_ND), expert_NK.T.flatten()  # rows of an expert come in the order of that loop
+    sorted_C, order_C = by_expert.sort(stable=True)
+    is_finite, *chosen = torch.cat([share_NK.isfinite().all()[None].to(sorted_C.dtype), sorted_C]).tolist()
+    if not is_finite:
         raise ReadError(f"layer {layer} of the experts chooses by numbers that are not finite: its router is damaged")
+    row_C, share_C = order_C % num_rows, share_NK.T.flatten()[order_C]
+    uses = Counter(expert for expert in chosen if expert < module.num_experts)  # one more stands for none
+    ends = dict(zip(uses, accumulate(uses.values()), strict=True))
     parts = dict[int, tuple[Tensor, Tensor]]()
-    for expert, own in weights(needed, num_rows[: len(needed)]):
-        choice_R, row_R = (expert_NK.T == expert).nonzero(as_tuple=True)  # noqa: SIM300
-        out_RD = _multiply(module, hidden_ND[row_R], own) * share_NK[row_R, choice_R, None]
+    for expert, own in weights([*uses], [*uses.values()]):
+        span = slice(ends[expert] - uses[expert], ends[expert])
+        row_R = row_C[span]
+        out_RD = _multiply(module, hidden_ND[row_R], own) * share_C[span, None]
         parts[expert] = row_R, out_RD.to(hidden_ND.dtype)
     out_ND = torch.zeros_like(hidden_ND)
-    for expert in needed:
+    for expert in uses:
         out_ND.index_add_(0, *parts[expert])
     return out_ND
 

@@ -46,7 +46,7 @@ class InvariantRows(TorchFunctionMode):
         self.num_refused, self._thread_counts = 0, tuple(thread_counts)
         self._found: dict[Any, RowSizes] = {}  # by product
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
-        self._own |= {product: partial(self.multiply, product) for product in _PRODUCTS}
+        self._own |= {product: partial(self._multiply_whole, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,6 +61,10 @@ class InvariantRows(TorchFunctionMode):
         rows = left.reshape(-1, left.shape[-1])
         out = in_parts(lambda part: multiply(part, weight, bias), rows, sizes)[:, :num_columns]
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
+
+    def _multiply_whole(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Without gaps where padding was, as the product itself: model code looks at it in other shapes."""
+        return self.multiply(product, *args, **kwargs).contiguous()
 
     def multiply(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """By `matmul` or what is like it; of a stack the rows are those of each factor in it."""

@@ -11,21 +11,24 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     rename_source_key,
 )
 
 from offload.checkpoint.layout import Part
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.text_part import is_wrapper
 from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
+_COMPUTED = "in a form that must be computed, which cannot be streamed"
 _UNKNOWN = "use another checkpoint of this model"
 _RESAVE = "save the model once with save_pretrained"
 Shape = tuple[int, ...]
@@ -39,27 +42,51 @@ class Sources(NamedTuple):
     shared: dict[str, str]  # tied parameter -> the stored one that it shares
 
 
-def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> Sources:
+def sources_of_parameters(checkpoint: Checkpoint, model: PreTrainedModel, shapes: dict[str, Shape]) -> Sources:
     """Find every parameter in the checkpoint: `shapes` has them by their names in the (meta) model.
 
     Raises:
         UserError: a tensor is missing, of another shape or type than bf16, fp16 or fp32, or would need computing.
     """
-    transforms = get_model_conversion_mapping(model)
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    own, whole = _Table.of(get_model_conversion_mapping(model)), _Table([], [])
+    if is_wrapper(checkpoint.config):
+        whole = _Table.of(get_checkpoint_conversion_mapping(checkpoint.config["model_type"]) or [])
+    by_pattern = {**whole.by_pattern, **own.by_pattern}
     found: dict[str, _Found] = defaultdict(list)
     for name, entry in checkpoint.tensors.items():
-        renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, dict(shapes))
-        if renamed not in shapes and name in shapes:  # transformers, too, takes back a renaming that leads nowhere
-            renamed, pattern = name, None
+        renamed, pattern = own.renamed(name, model.base_model_prefix, shapes)
+        if renamed not in shapes:
+            inner, inner_pattern = whole.renamed(name, model.base_model_prefix, shapes)
+            inner = inner.replace("language_model.", "", 1)
+            renamed, pattern = (inner, inner_pattern) if inner in shapes else (renamed, pattern)
         found[renamed].append((pattern, name, entry))
     shared = _shared(found, model.all_tied_weights_keys)
     stored = {name: shape for name, shape in shapes.items() if name not in shared}
     where = checkpoint.directory.name
     parts = {name: _parts(where, name, shape, found[name], by_pattern) for name, shape in stored.items()}
     return Sources({name: (shape, parts[name]) for name, shape in stored.items()}, shared)
+
+
+class _Table(NamedTuple):
+    """How transformers renames and converts what files hold; where a model is inside another, that has one, too."""
+
+    renamings: list[WeightRenaming]
+    converters: list[WeightConverter]
+
+    @classmethod
+    def of(cls, transforms: Sequence[WeightTransform]) -> "_Table":
+        """Sorted by their kind."""
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        return cls(renamings, [one for one in transforms if isinstance(one, WeightConverter)])
+
+    @property
+    def by_pattern(self) -> dict[str, WeightConverter]:
+        return {pattern: converter for converter in self.converters for pattern in converter.source_patterns}
+
+    def renamed(self, name: str, prefix: str, shapes: dict[str, Shape]) -> tuple[str, str | None]:
+        """A tensor's parameter, and the pattern of what converts it; what leads nowhere is taken back, as there."""
+        renamed, pattern = rename_source_key(name, self.renamings, self.converters, prefix, shapes)
+        return (name, None) if renamed not in shapes and name in shapes else (renamed, pattern)
 
 
 def _shared(found: Mapping[str, _Found], tied: Mapping[str, str]) -> dict[str, str]:
@@ -92,6 +119,8 @@ def _parts(
         raise UserError(f"{where}: {names} are both stored for {parameter}: {_RESAVE}")
     entries = [found[0][2]] if pattern is None else _fused(where, parameter, found, by_pattern[pattern])
     parts = _placed(shape, entries, is_whole=pattern is None)
+    if parts is None and len(shape) == 3 and entries[0].shape == (shape[0], shape[2], shape[1]):
+        raise UserError(f"{where}: {parameter} is stored transposed, {_COMPUTED}: {_RESAVE}")
     if parts is None:
         shapes = sorted({str(list(entry.shape)) for entry in entries})
         raise UserError(f"{where}: {parameter} must have shape {list(shape)}, the file has {' and '.join(shapes)}: "
@@ -123,9 +152,7 @@ def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter
     """Those of a stack of experts: expert by expert, and within one expert in the order of the converter's patterns."""
     kinds = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
     if kinds not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)]):
-        raise UserError(
-            f"{where}: {parameter} is stored in a form that must be computed, which cannot be streamed: {_RESAVE}"
-        )
+        raise UserError(f"{where}: {parameter} is stored {_COMPUTED}: {_RESAVE}")
     dtypes = sorted({entry.dtype for _, _, entry in found})
     if len({dtype for dtype in dtypes if dtype in ENCODINGS}) and len(dtypes) > 1:
         raise UserError(f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}: {_RESAVE}")

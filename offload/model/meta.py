@@ -15,15 +15,26 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 
 from offload.checkpoint.encoder_decoder import ENCODER_DECODERS
-from offload.checkpoint.safetensors import NOT_TEXT_ALONE, TEXT_INSIDE, Checkpoint, unsupported
+from offload.checkpoint.safetensors import Checkpoint, unsupported
 from offload.checkpoint.section import Section
 from offload.config import require
 from offload.errors import UserError, reason
+from offload.kernels.tree_attention import Chunk, Window
 from offload.model import attention
+from offload.model.headed import HeadedModel
 from offload.model.kv_cache import KVCache
+from offload.model.temperature import scale_by_position
 
 
 def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -39,12 +50,14 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
     if whole.is_encoder_decoder:
         return _encoder_decoder(checkpoint, whole, dtype)
     if config is not whole:
-        if whole.model_type not in TEXT_INSIDE:
-            raise _unsupported(checkpoint, NOT_TEXT_ALONE)
-        config.tie_word_embeddings = whole.tie_word_embeddings
+        if not any(type(whole) in family._model_mapping for family in _WRITING):
+            raise _unsupported(checkpoint, "it does not write text")
+        if hasattr(whole, "tie_word_embeddings"):  # some have it inside alone
+            config.tie_word_embeddings = whole.tie_word_embeddings
     _refuse_unrollable(checkpoint, config)
     with _refusing(checkpoint):
-        meta_model = _instantiate(AutoModelForCausalLM, config, dtype)
+        is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        meta_model = _instantiate(AutoModelForCausalLM if is_known else HeadedModel, config, dtype)
         decoder = meta_model.get_decoder()
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or not hasattr(decoder, "rotary_emb"):
         raise _unsupported(checkpoint, "its decoder has no layers[i] with rotary positions")
@@ -52,6 +65,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
         raise _unsupported(checkpoint, "layers that share weights")
     with _refusing(checkpoint):
         _try_out(meta_model, dtype)
+    scale_by_position(decoder.layers)
     return meta_model
 
 
@@ -106,13 +120,20 @@ def _stack_name(meta_model: PreTrainedModel) -> str:
     return "block" if meta_model.config.is_encoder_decoder else "layers"
 
 
-def attention_windows(config: Any, num_layers: int) -> list[int | None]:
-    """How far back each layer sees; None is without limit. Raises `UserError` for one that is no number."""
-    window = getattr(config, "sliding_window", None) or None
-    if window is not None and (type(window) is not int or not 0 < window < _MAX_WINDOW):
-        raise UserError(f"sliding_window in config.json must be a whole number or null, got {window!r:.80}: fix it")
+def attention_windows(config: Any, num_layers: int) -> list[Window]:
+    """How far back each layer sees. Raises `UserError` for a window, or a chunk, that is no number."""
+    window, chunk = _num_keys(config, "sliding_window"), _num_keys(config, "attention_chunk_size")
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * num_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    reach: dict[str, Window] = {"sliding_attention": window, "chunked_attention": Chunk(chunk) if chunk else None}
+    return [reach.get(kind) for kind in kinds]
+
+
+def _num_keys(config: Any, name: str) -> int | None:
+    """A window's or a chunk's."""
+    size = getattr(config, name, None) or None
+    if size is not None and (type(size) is not int or not 0 < size < _MAX_WINDOW):
+        raise UserError(f"{name} in config.json must be a whole number or null, got {size!r:.80}: fix it")
+    return size
 
 
 @contextmanager
@@ -129,6 +150,7 @@ _INSEPARABLE = {
     "num_kv_shared_layers": "layers that share keys and values of others",
     "hidden_size_per_layer_input": "inputs of their own for every layer",
 }
+_WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)  # models around a language model, of any senses
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _ONE_AT_A_TIME = threading.Lock()  # accelerate changes how all modules, of whatever thread, are made meanwhile
 _MAX_WINDOW, _MAX_LABELS = 1 << 31, 1 << 20
@@ -154,6 +176,8 @@ def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
         setattr(config, flag, value)
     with _ONE_AT_A_TIME, init_empty_weights(), _EmptyOnMeta():
         meta_model = family.from_config(config, dtype=dtype, trust_remote_code=False)
+    if meta_model.get_decoder() is meta_model and hasattr(meta_model, "model"):
+        meta_model.base_model_prefix = "model"  # Llama 4 has it from when it lies inside of another
     _keep_in_float32(meta_model, meta_model._get_dtype_plan(dtype))
     # transformers up to 5.19 says that sdpa serves soft-capped families, where their scores would go uncapped.
     is_capped = bool(getattr(config, "attn_logit_softcapping", None))
@@ -222,7 +246,11 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
 def _refuse_unrollable(checkpoint: Checkpoint, config: Any) -> None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         raise _unsupported(checkpoint, "attention that looks ahead")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+    }
     if kinds:
         raise _unsupported(
             checkpoint, f"layers of kind {', '.join(sorted(kinds))}, whose state cannot be rolled back to a tree's path"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from offload.kernels.tree_attention import Window, first_seen
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model.invariance import InvariantRows
 from offload.model.row_sizes import MAX_ROWS
@@ -39,7 +40,7 @@ class PathRows:
         base: positions before it are columns of the cache for every row, and whole blocks.
         num_early: rows whose paths end before `base`.
         column_TL: of the others, the columns of positions base, base + 1, ...; L is a multiple of 64.
-        window: a row sees keys less than this many positions back.
+        window: how far back a row sees.
         invariant: makes products that are the same for every number of rows; not entered, or it would try its own.
     """
 
@@ -48,7 +49,7 @@ class PathRows:
     base: int
     num_early: int
     column_TL: Tensor
-    window: int | None
+    window: Window
     invariant: InvariantRows
 
 
@@ -69,7 +70,7 @@ class ScoreTerms:
 def path_rows(
     num_prefix: int,
     ancestor_TU: Tensor,
-    window: int | None,
+    window: Window,
     invariant: InvariantRows,
     send: Callable[[Tensor], Tensor] = _STAY,
 ) -> PathRows:
@@ -141,7 +142,7 @@ class _Piece:
         self._rows, self._terms = rows, terms
         self._seen_T, length_T = rows.seen_T[lo:hi], rows.length_T[lo:hi]
         self._most, self._least = int(length_T.max()), int(length_T.min())
-        self._lo = 0 if rows.window is None else max(0, self._least - rows.window) // BLOCK * BLOCK
+        self._lo = 0 if rows.window is None else max(0, first_seen(rows.window, self._least - 1)) // BLOCK * BLOCK
         self._hi = max(self._lo, min(rows.base, -(-self._most // BLOCK) * BLOCK))  # of the blocks that rows share
         num_own = -(-(self._most - rows.base) // BLOCK) * BLOCK if lo >= rows.num_early else 0
         self._column_TL = rows.column_TL[lo - rows.num_early : hi - rows.num_early, :num_own] if num_own else None
@@ -213,10 +214,11 @@ class _Piece:
         score_GTIS.masked_fill_(position_S >= self._seen_T[:, None, None], -torch.inf)
 
     def _hide_old(self, score_GTIS: Tensor, first: int) -> None:
-        """What a row's window does not reach."""
+        """What a row's window, or its chunk, does not reach."""
         position_S = torch.arange(first, first + score_GTIS.shape[3], device=score_GTIS.device)
         assert self._rows.window is not None, "there is a window"
-        score_GTIS.masked_fill_(position_S < self._seen_T[:, None, None] - self._rows.window, -torch.inf)
+        least_T11 = first_seen(self._rows.window, self._seen_T[:, None, None] - 1)
+        score_GTIS.masked_fill_(position_S < least_T11, -torch.inf)
 
     def _capped(self, score_GTIS: Tensor) -> Tensor:
         cap = self._terms.cap

@@ -15,6 +15,7 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.section import Section
 from offload.errors import UserError
 from offload.kernels.kv_commit import kv_commit_reference
+from offload.kernels.tree_attention import Window, first_seen
 from offload.model import attention
 from offload.model.bound import BoundModel
 from offload.model.invariance import InvariantRows
@@ -23,7 +24,7 @@ from offload.model.meta import attention_windows, cut_stack
 from offload.model.path_attention import PathRows, path_rows
 from offload.sampling.logits import Logits
 
-Masks = Mapping[int | None, Tensor | attention.TreeRows | PathRows | None]  # by window; None where nothing is masked
+Masks = Mapping[Window, Tensor | attention.TreeRows | PathRows | None]  # by window; None where nothing is masked
 # token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
@@ -184,7 +185,7 @@ class StreamedModel(BoundModel):
         self._replay = None
 
     @property
-    def windows(self) -> set[int | None]:
+    def windows(self) -> set[Window]:
         """How far back layers see, without repetition; None is without limit."""
         return set(self._windows)
 
@@ -217,9 +218,9 @@ class StreamedModel(BoundModel):
         ancestor_TU = self.send(ancestor_TU)
         is_plain = ancestor_TU.shape == (1, 1) and self.meta_model.config._attn_implementation == attention.NAME
         what = (num_prefix, position_U, ancestor_TU)
-        masks: dict[int | None, Tensor | attention.TreeRows | PathRows | None] = {}
+        masks: dict[Window, Tensor | attention.TreeRows | PathRows | None] = {}
         for window in self.windows:
-            if is_plain and (window is None or num_prefix < window):
+            if is_plain and (window is None or first_seen(window, num_prefix) <= 0):
                 masks[window] = None
             elif self._attend is not None:
                 masks[window] = attention.tree_rows(*what, window, self._attend)
@@ -227,7 +228,7 @@ class StreamedModel(BoundModel):
                 masks[window] = attention.tree_mask(*what, window, self.dtype)
         return masks
 
-    def _give_mask(self, window: int | None, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _give_mask(self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert "attention_mask" in kwargs, "this family does not pass masks by name"
         mask, hidden = self._masks[window], args[0] if args else kwargs["hidden_states"]
         if isinstance(mask, Tensor):

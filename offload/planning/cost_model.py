@@ -35,6 +35,7 @@ _FAR_ROWS = 1 << 16  # of the last point of a curve, beyond any tree
 # Of what is read on demand: what has arrived is computed with while the rest comes, and readers run dry at the end of
 # every layer. Assumed.
 WAITING_PENALTY, DEMAND_RATE = 0.9, 0.9
+_WASTE = 0.25  # how much of the time of bytes that are read in vain counts: processors and the disk have other work
 NEVER = 1 << 30  # rows: no pass has as many
 
 
@@ -118,8 +119,8 @@ class Traffic(NamedTuple):
         known = link_alone(1.0) if costs is None else costs
 
         def is_ahead(num_rows: int) -> bool:
-            demand, ahead = _ways(known, self, num_rows, 0.0)
-            return ahead.sweep_s < demand.sweep_s
+            ways = _ways(known, self, num_rows, 0.0)
+            return _best_way(ways) is ways[-1]
 
         return bisect_left(range(_FAR_ROWS), True, lo=1, key=is_ahead) if is_ahead(_FAR_ROWS) else NEVER
 
@@ -161,8 +162,14 @@ def step_of(costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int]
     """The time of one step by the rows of its sweep and of each of its draft steps."""
     draft_s = sum(map(costs.draft_step_s.at, widths))
     hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
-    ways = _ways(costs, traffic, num_rows, hidden_s)
-    return min(ways, key=lambda way: way.sweep_s)._replace(draft_s=draft_s)
+    return _best_way(_ways(costs, traffic, num_rows, hidden_s))._replace(draft_s=draft_s)
+
+
+def _best_way(ways: Sequence[StepTime]) -> StepTime:
+    """On demand, unless ahead gains more than what it reads in vain is worth."""
+    demand, ahead = ways[0], ways[-1]
+    in_vain_s = max(0.0, ahead.link_s - demand.link_s)
+    return ahead if demand.sweep_s - ahead.sweep_s > _WASTE * in_vain_s else demand
 
 
 def _ways(costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float) -> list[StepTime]:

@@ -9,9 +9,8 @@ the one place that decides it. No torch, no clock. Invariant: what was named is 
 from dataclasses import replace
 from functools import partial
 
-from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
-from offload.memory.planner import Files
+from offload.memory.planner import Files, shape_of
 from offload.planning.cost_model import Traffic, link_alone, step_of
 from offload.planning.room import Room
 from offload.planning.routing import Routing
@@ -31,7 +30,7 @@ def with_experts(room: Room, files: Files, *, num_nodes: int | None = None, rout
     """
     if room.experts != "auto":
         return room
-    if model_shape(files.target, room.dtype).experts is None or not _is_streamed(room, files, num_nodes or 1):
+    if shape_of(files.target, room.dtype).experts is None or not _is_streamed(room, files, num_nodes or 1):
         return replace(room, experts="layers")
     sizes = [num_nodes] if num_nodes else [size for size in SIZES if size <= _MAX_NODES and (size == 1 or files.draft)]
     ways = [replace(room, experts=experts) for experts in ("demand", "layers")]

@@ -7,11 +7,12 @@ malformed one, is never used: it is refused where the user named it, and passed 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.small_files import open_regular, read_object, replacing
@@ -27,6 +28,7 @@ SCHEMA = 2  # raise it when a field changes its meaning
 _WITHOUT_YIELDS = 1  # still read: what dynamic trees yield was not counted then
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of each shard's weights: two fine-tunes of one model have the same headers
 _MOST_THREADS = 4096  # that any machine has
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 65_536  # of any model
 _AGAIN = "run offload tune again"
 _KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}  # in files, since the first of them
 _NAME_OF = {key: name for name, key in _KEY_OF.items()}
@@ -87,6 +89,18 @@ class Identity:
         return [f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}" for key in keys]
 
 
+class ExpertUses(NamedTuple):
+    """How often rows of the target were routed to each expert; layers without routed experts are not counted."""
+
+    uses_LE: tuple[tuple[int, ...], ...]
+    num_rows: int  # of all passes together
+
+    @property
+    def uses_B(self) -> list[float]:
+        """How many times a row uses each expert, layer after layer: what a cache of experts starts warm with."""
+        return [count / self.num_rows for count in chain(*self.uses_LE)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """Acceptance and times."""
@@ -104,6 +118,7 @@ class Profile:
     costs: Costs
     dynamic_yields: tuple[DynamicYield, ...]  # of a few bounds; none where the rule or the way of tracing has none
     traces: tuple[tuple[int, ...], ...]  # rank of every token, window by window; -1: not among the candidates
+    expert_uses: ExpertUses | None = None  # of a mixture whose experts came on demand
 
     @property
     def follows_traces(self) -> bool:
@@ -114,6 +129,8 @@ class Profile:
         """What the file holds and `--json` prints."""
         values = {_KEY_OF.get(name, name): value for name, value in asdict(self).items()}
         values["costs"] = {_KEY_OF.get(name, name): value for name, value in values["costs"].items()}
+        uses = values.pop("expert_uses")
+        values |= {} if uses is None else {"expert_uses": uses._asdict()}
         return {"schema": SCHEMA, **values}
 
 
@@ -210,11 +227,18 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def format_json(values: Mapping[str, object]) -> str:
-    """One line per entry, and one per window of the traces: made to be read and compared by people."""
+    """One line per entry, window of the traces and layer of experts: made to be read and compared by people."""
     texts = {key: json.dumps(value) for key, value in values.items()}
     if isinstance(traces := values.get("traces"), list | tuple):
-        texts["traces"] = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in traces) + "\n ]"
+        texts["traces"] = _by_rows(traces)
+    if isinstance(uses := values.get("expert_uses"), dict):
+        rows = _by_rows(uses["uses_LE"])
+        texts["expert_uses"] = f'{{"num_rows": {uses["num_rows"]}, "uses_LE": {rows}}}'
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"
+
+
+def _by_rows(rows: Iterable[object]) -> str:
+    return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]"
 
 
 def _why_not(path: Path, identity: Identity) -> str:
@@ -252,8 +276,22 @@ def _build(values: dict[str, Any]) -> Profile:
         "dynamic_yields": tuple(DynamicYield(**one) for one in values.pop("grown")),
         "traces": tuple(tuple(map(int, trace)) for trace in values["traces"]),
     }
+    if "expert_uses" in values:
+        parts["expert_uses"] = _expert_uses(**values["expert_uses"])
     parts |= {name: tuple(map(float, values[name])) for name in ("acceptance", "standard_error")}
     return Profile(**{**values, **parts})
+
+
+def _expert_uses(uses_LE: list[list[int]], num_rows: int) -> ExpertUses:
+    """Checked, since pools and plans are sized by it. Raises `ValueError`."""
+    ensure(0 < len(uses_LE) <= _MOST_LAYERS, f"expert_uses must have 1 to {_MOST_LAYERS} layers")
+    num_experts = len(uses_LE[0])
+    ensure(0 < num_experts <= _MOST_EXPERTS, f"expert_uses must have 1 to {_MOST_EXPERTS} experts in a layer")
+    ensure(all(len(uses) == num_experts for uses in uses_LE), "every layer of expert_uses must have as many experts")
+    ensure(all(type(count) is int for count in (num_rows, *chain(*uses_LE))), "expert_uses must be whole numbers")
+    ensure(0 < num_rows < 2**63, "expert_uses must be of some rows")
+    ensure(all(0 <= count <= num_rows for count in chain(*uses_LE)), "an expert is used at most once for each row")
+    return ExpertUses(tuple(map(tuple, uses_LE)), num_rows)
 
 
 def _curve(value: dict[str, Any]) -> Curve:

@@ -105,7 +105,7 @@ class TreeSelector:
 
     def _best(self, costs: Costs) -> TreeChoice:
         forest = self._forest(self.max_nodes, DEPTHS[-1])
-        best = rank_trees(forest, costs, self.traffic_of, self.max_depth, is_dynamic=self._is_dynamic)
+        best = rank_trees(forest, costs, self._traffic, self.max_depth, is_dynamic=self._is_dynamic)
         if not best:
             return TreeChoice(chain(0), "memory has no room for any tree")
         why = self._basis
@@ -118,7 +118,7 @@ class TreeSelector:
         """Of the integer lengths the one with the largest gain, by the first entry of the acceptance vector."""
         alpha = (self.usual.acceptance if self.profile is None else self.profile.acceptance)[0]
         most, why = min(MAX_CHAIN, self.max_nodes - 1, self.max_depth), f"alpha {alpha:.2f} at first ({self._basis})"
-        traffic = self.traffic_of(most + 1)
+        traffic = self._traffic(most + 1)
         if self.costs is None or traffic is None:
             policy, why = ChainPolicy.assumed(alpha, most), f"{why}; a draft step as a {ASSUMED_COST:g} of a sweep"
         else:
@@ -128,6 +128,10 @@ class TreeSelector:
         gamma = policy.length()
         candidates = () if self.costs is None or traffic is None else tuple(ranked[:NUM_SHOWN])
         return TreeChoice(chain(gamma), why, tokens_per_run(alpha, gamma), candidates, policy)
+
+    def _traffic(self, num_nodes: int) -> Traffic | None:
+        traffic = self.traffic_of(num_nodes)
+        return None if traffic is None else traffic.routed_by(routing_in(self.profile))
 
     def _named(self, spec: TreeSpec) -> TreeChoice:
         forest = self._forest(spec.num_nodes, spec.depth if spec.kind == "best" else max(spec.depth, DEPTHS[-1]))
@@ -158,6 +162,12 @@ class TreeSelector:
         if self.profile is None:
             return f"{self.usual.source}, {self.note}"
         return f"{self.profile.num_tokens} traced tokens, profile of {self.profile.created}"
+
+
+def routing_in(profile: Profile | None) -> Routing | None:
+    """As a profile has counted it; None where no experts were counted."""
+    uses = None if profile is None else profile.expert_uses
+    return None if uses is None else Routing.counted(uses.uses_LE, uses.num_rows)
 
 
 def most_timed(profile: Profile | None, costs: Costs | None) -> int:

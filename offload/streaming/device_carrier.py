@@ -8,7 +8,6 @@ Device memory begins at a multiple of 256 bytes or more, and each copy with the 
 """
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import Tier
+from offload.streaming.bounces import Bounces
 from offload.streaming.device import Device, Event
 from offload.streaming.host_carrier import HostCarrier
 from offload.streaming.pinned import HostBuffer, PinnedAllocator
 from offload.streaming.source import ByteSource, read_all
 from offload.streaming.stage import Stage
 
-_BOUNCE_BYTES, _NUM_BOUNCES = 32 << 20, 3
 _NUM_LOADERS = 2  # buffers through which resident layers come in
 
 
@@ -53,7 +52,7 @@ class DeviceCarrier(HostCarrier):
         buffers = [_flat(pinned.allocate(disk_bytes)) for _ in range(num_host_slots if self._of_disk else 0)]
         assert buffers or not self._of_disk, "layers on disk need host slots to be read into"
         self.ahead = Stage(self.read, self._of_disk, buffers)
-        self._bounces: deque[tuple[HostBuffer, Event]] = deque()
+        self._bounces: Bounces | None = None
         self._sending = threading.Lock()  # a wait, a copy and an event stand together on the copy stream
         self._feed = ThreadPoolExecutor(1, thread_name_prefix="offload-feed")
 
@@ -69,7 +68,7 @@ class DeviceCarrier(HostCarrier):
         hosted = ((self.layouts[n], self._host(n).array) for n in self._of_host)  # made while the ones before are read
         read_all(self.source, hosted, on_bytes)
         if not all(buffer.is_pinned for buffer in self.hosted.values()):
-            self._bounces.extend((self.pinned.allocate(_BOUNCE_BYTES), None) for _ in range(_NUM_BOUNCES))
+            self._bounces = Bounces(self.device, self.pinned)
 
     def carry(self, layer: int, slot: Tensor, free: Event) -> Sequence[Future[Event]]:
         """Send a layer, or let it be sent when it can be; the future gives the event after its copy."""
@@ -98,7 +97,8 @@ class DeviceCarrier(HostCarrier):
     def close(self) -> None:
         """End the thread and let go of the memory; nothing moves."""
         self._feed.shutdown()
-        for memory in (self.resident, self.hosted, self.ahead.slots, self._bounces):
+        self._bounces = None
+        for memory in (self.resident, self.hosted, self.ahead.slots):
             memory.clear()
 
     def _send_late(self, ready: Future[Event], layer: int, slot: Tensor, free: Event) -> None:
@@ -130,17 +130,11 @@ class DeviceCarrier(HostCarrier):
 
     def _send_in_pieces(self, layer: int, slot: Tensor, free: Event, source: Tensor) -> Event:
         """From memory that is not locked, through the bounce buffers."""
-        device, weights = self.device, source[self.layouts[layer].sent]
+        weights = source[self.layouts[layer].sent]
         with self._sending:
             begun = self._when_free(free)
-        for piece, part in zip(weights.split(_BOUNCE_BYTES), slot[: len(weights)].split(_BOUNCE_BYTES), strict=True):
-            bounce, sent = self._bounces.popleft()
-            if sent is not None:
-                device.synchronize(sent)
-            staged = _flat(bounce)[: len(piece)].copy_(piece)
-            device.copy(part, staged, device.copies)
-            sent = device.record(device.copies, is_timed=begun is not None)
-            self._bounces.append((bounce, sent))
+        assert self._bounces is not None, "they came with the first memory that is not locked"
+        sent = self._bounces.send(slot[: len(weights)], weights, is_timed=begun is not None)
         self.spans.add("copy", layer, begun, sent)
         return sent
 

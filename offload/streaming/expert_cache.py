@@ -1,24 +1,28 @@
 """Which expert lies in which slot of a pool, which one stays, and which gives way: bookkeeping alone, no bytes.
 
-Kept are the blocks with the largest share of rows lately, over all layers together: the mean of two moving averages, of
-which the quick one follows the text and the slow one does not forget a subject within a sentence. A block with a smaller
-share than all that are kept is read, used and dropped: the slot that it borrows is *passing*, and at most `num_passing`
-are at once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where dropping what
-was used longest ago would keep nothing at all. Figures: `offload bench experts`.
+Kept are the blocks that are likely to be used most, over all layers together. Routing has habits of a few tokens and of
+a whole text, some texts and models more of this and some more of that; so there are two moving averages of the rows
+that used a block, and how much each tells of the next pass is learnt by least squares from the passes so far. A block
+that is less likely than all that are kept is read, used and dropped: the slot that it borrows is *passing*, and at most
+`num_passing` are at once. So a pass that needs more than there are slots (a prompt) costs the kept ones nothing, where
+dropping what was used longest ago would keep nothing at all. Figures: `offload bench expert-cache`.
 
 Invariants: what is held never gives way; a block lies in one slot, or in none; a slot holds one block, or is empty.
 Blocks are numbered in the order in which a pass comes to them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-HALF_LIVES_TOKENS = (12.0, 48.0)
+HALF_LIVES_TOKENS = (4.0, 32.0)
+_LEARNING = 0.98  # how much of what earlier passes have taught is left after one more
+_PRIOR = 1.0  # squared uses that speak for both averages alike: less than one pass of any mixture has
 NUM_PASSING = 8  # as many as are read at once
 _AHEAD = 1.15  # what the pass has still to come to is needed sooner than what it has left behind, if both are popular
-_TOKENS_EXPONENT = 0.6  # a pass of n rows takes a text about n^0.6 tokens further, since guesses are rejected
+_TREE_EXPONENT = 0.2  # a pass of n rows ages what was before by n^0.2 tokens: most rows of a tree are rejected
+_PROMPT_SHARE = 1 / 16  # and at least by n/16: a prompt's rows are all text
 
 
 def warm_order(uses_B: ArrayLike) -> np.ndarray:
@@ -36,7 +40,7 @@ class ExpertCache:
         num_passing: how many slots may be lent at once to blocks that shall not stay, at least 2 and at most half of
             all: so many of those are read ahead.
 
-    `uses_B`: how often a row has used each block lately; read only.
+    `uses_B`: the share of rows that is expected to use each block, by what rows did lately; read only.
     """
 
     def __init__(
@@ -46,7 +50,10 @@ class ExpertCache:
         self.num_passing = max(2, min(num_passing, num_slots // 2))
         self.uses_B = np.zeros(num_blocks) if uses_B is None else np.array(uses_B, dtype=np.float64)
         assert self.uses_B.shape == (num_blocks,), "one share for each block"
-        self._averages_2B = np.stack([self.uses_B] * len(HALF_LIVES_TOKENS))
+        self._averages_2B = np.stack([self.uses_B] * 2)
+        self._before_2B = np.zeros_like(self._averages_2B)  # the averages before this pass
+        self._shares_B = np.zeros(num_blocks)  # of the rows of this pass
+        self._squares_22, self._products_2 = np.zeros((2, 2)), np.zeros(2)  # what the averages have told of passes
         self._slot_of_B = np.full(num_blocks, -1)
         self._block_in_S = np.full(num_slots, -1)
         self._num_holds_S = np.zeros(num_slots, dtype=np.int64)
@@ -57,18 +64,37 @@ class ExpertCache:
 
     def begin_pass(self, num_rows: int = 1) -> None:
         """A pass of so many rows begins: what was used before counts for less."""
-        kept_2 = 2.0 ** (-(num_rows**_TOKENS_EXPONENT) / np.array(HALF_LIVES_TOKENS))
-        self._step_2 = (1 - kept_2) / num_rows  # what one row of this pass adds to each average
+        self._learn()
+        age_tokens = max(num_rows**_TREE_EXPONENT, num_rows * _PROMPT_SHARE)
+        kept_2 = 2.0 ** (-age_tokens / np.array(HALF_LIVES_TOKENS))
         self._averages_2B *= kept_2[:, None]
-        self.uses_B = self._averages_2B.mean(axis=0)
+        self._step_2, self._num_rows = 1 - kept_2, num_rows
+        self.uses_B = self._expected(self._averages_2B)
         self._go_to(-1)
 
     def use(self, blocks: ArrayLike, num_rows: ArrayLike = 1) -> None:
         """The pass needs these blocks, each named once, for so many rows each; they may be there or not."""
         chosen = np.asarray(blocks, dtype=np.intp)
-        self._averages_2B[:, chosen] += self._step_2[:, None] * np.asarray(num_rows)
-        self.uses_B[chosen] = self._averages_2B[:, chosen].mean(axis=0)
+        shares = np.asarray(num_rows) / self._num_rows
+        self._shares_B[chosen] += shares
+        self._averages_2B[:, chosen] += self._step_2[:, None] * shares
+        self.uses_B[chosen] = self._expected(self._averages_2B[:, chosen])
         self._go_to(int(chosen.max(initial=-1)))
+
+    def _learn(self) -> None:
+        """From the pass that has ended: what the averages before it would have told of it."""
+        before_2B = self._before_2B  # no product of a BLAS: its threads would disturb those that compute
+        self._squares_22 = _LEARNING * self._squares_22 + np.einsum("ib,jb->ij", before_2B, before_2B)
+        self._products_2 = _LEARNING * self._products_2 + np.einsum("ib,b->i", before_2B, self._shares_B)
+        even = _PRIOR * np.eye(2)
+        weights_2 = np.linalg.solve(self._squares_22 + even, self._products_2 + even.mean(axis=0))
+        self._weights_2 = np.maximum(weights_2, 0)  # one is positive, since no product is negative
+        self._before_2B = self._averages_2B.copy()
+        self._shares_B[:] = 0
+
+    def _expected(self, averages_2B: np.ndarray) -> np.ndarray:
+        quick, slow = self._weights_2
+        return quick * averages_2B[0] + slow * averages_2B[1]
 
     def _go_to(self, block: int) -> None:
         """The pass has come as far as to this block, and uses have changed."""
@@ -115,6 +141,11 @@ class ExpertCache:
             self._num_holds_S[slot], self._worth_S[slot] = 0, np.inf
             self._passing.discard(slot)
             self._empty.append(slot)
+
+    def missing_share(self, num_rows: int) -> float:
+        """Of the blocks that are not there, what a pass of so many rows is expected to need."""
+        missing = np.minimum(self.uses_B[self._slot_of_B < 0], 1.0)
+        return float(np.mean(1 - (1 - missing) ** num_rows)) if len(missing) else 0.0
 
     def kept(self) -> Iterator[int]:
         """The blocks that are there, most used first."""

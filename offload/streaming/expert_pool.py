@@ -4,11 +4,12 @@ A pass names the experts of a layer when its router has chosen. Those that are t
 others are read, several at once. A pass of many rows needs nearly all of them, so that it is not waited for: experts
 of the coming layers are read *ahead*, in their order, and those that nobody chose give their slots back.
 
-Which block lies in which slot, `ExpertCache` says. Invariant: a slot is written to only when nobody holds its block,
-after the event behind its last use; whatever fails leaves no block that is not whole.
+Which block lies in which slot, `ExpertCache` says, and an `ExpertCarrier` moves what is missing: from a disk where a
+CPU computes, by way of a second pool in host memory to a device, where everything is only enqueued. Invariant: a slot
+is written to only when nobody holds its block, after the event behind its last use; whatever fails leaves no block that
+is not whole.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,14 +21,17 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.streaming.device import Device, Event
+from offload.streaming.device_expert_carrier import DeviceExpertCarrier
 from offload.streaming.expert_cache import NUM_PASSING, ExpertCache
+from offload.streaming.expert_carrier import ExpertCarrier
 from offload.streaming.host_device import HostDevice
 from offload.streaming.source import ByteSource, drop
-from offload.streaming.stage import Carry
+from offload.streaming.stall import Stall
 
 NEVER = 1 << 30  # rows: no pass has as many
 _POISON = 0xFF  # NaN in every float format we stream
 _AHEAD_BYTES = 32 << 20  # at least, that are read ahead: a disk is busy with less, and goes on while experts compute
+_KNOWN_ROWS, _LEAST_SHARE = 64, 0.4  # from so many rows on it is known what experts are used for; of what is read ahead
 Records = Sequence[Sequence[SlabLayout]]  # of every layer's experts
 
 
@@ -37,38 +41,45 @@ class ExpertPool:
     Args:
         records: their layouts.
         slots: flat bytes (num_slots, slot_bytes), where `device` computes.
-        carry: moves a block into a slot.
+        carrier: moves blocks into slots.
         ahead_rows: from so many rows on a pass reads ahead.
 
     Attributes:
         uses_LE: how often rows have chosen each expert, since it was opened; `num_rows`: of how many.
         num_hits, num_misses: of experts that passes have asked for.
-        bytes_read: for passes; stall_s: that these have waited for it.
+        bytes_read: for passes, from wherever they came.
     """
 
     def __init__(
-        self, records: Records, slots: Tensor, carry: Carry, device: Device, cache: ExpertCache, ahead_rows: int
+        self, records: Records, slots: Tensor, carrier: ExpertCarrier, cache: ExpertCache, ahead_rows: int
     ) -> None:
-        self.records = [record for layer in records for record in layer]
-        self._slots, self._carry, self._device, self._cache, self.ahead_rows = slots, carry, device, cache, ahead_rows
+        self.records, self.carrier = carrier.records, carrier
+        self._slots, self._carry, self._cache, self.ahead_rows = slots, carrier.carry, cache, ahead_rows
+        self._device, self._stall = carrier.device, Stall(carrier.device)
         self._num_experts = len(records[0])
         self.uses_LE = np.zeros((len(records), self._num_experts), np.int64)
         self.num_rows = self.num_hits = self.num_misses = self.bytes_read = 0
-        self.stall_s = 0.0
         self.poison_released = False  # tests fill slots with NaN before anything else comes into them
         self._arriving: dict[int, Sequence[Future[Any]]] = {}  # by slot
+        self._opened = self._device.record(self._device.compute)  # slots lie in memory that was in use before
         self._free: dict[int, Event] = {}  # by slot
         self._schedule = deque[int]()  # blocks to read ahead
         self._guessed = dict[int, None]()  # those that are held for it, in this order
         self._lent = dict[int, int]()  # slots by blocks of the layer that runs
+
+    @property
+    def stall_s(self) -> float:
+        """How long passes have waited for experts."""
+        return self._stall.known_s
 
     def begin_pass(self, num_rows: int) -> None:
         """A pass of so many rows follows."""
         self._take_back(self._lent)  # a pass that was abandoned may not have
         self._give_up(self._guessed.copy())
         self._cache.begin_pass(num_rows)
+        self.carrier.begin_pass(num_rows)
+        self._schedule = deque(range(len(self.records)) if self._is_for_all(num_rows) else ())
         self.num_rows += num_rows
-        self._schedule = deque(range(len(self.records)) if num_rows >= self.ahead_rows else ())
         self._read_ahead()
 
     def bring(
@@ -88,11 +99,13 @@ class ExpertPool:
         self._settle_guesses(first + self._num_experts)
         wanted = deque(block for block in blocks if block not in slots)
         self.num_hits, self.num_misses = self.num_hits + len(slots), self.num_misses + len(wanted)
+        self.carrier.use([*wanted, *(block for block, slot in slots.items() if slot in self._arriving)])
         queue = deque(sorted(slots, key=lambda block: slots[block] in self._arriving))
         try:
             self._ask(wanted, slots, queue)
             while queue:
-                block = queue.popleft()
+                block = next((block for block in queue if self._has_come(slots[block])), queue[0])
+                queue.remove(block)
                 yield block - first, self.records[block], self._arrived(block, slots[block])
                 self._free[slots[block]] = self._device.record(self._device.compute)
                 del slots[block]
@@ -123,6 +136,7 @@ class ExpertPool:
         self._schedule.clear()
         for parts in self._arriving.values():
             drop(parts)
+        self.carrier.close()
 
     def _ask(self, wanted: deque[int], slots: dict[int, int], queue: deque[int]) -> None:
         """Start reading what is missing, as far as there are slots; then what may be wanted next."""
@@ -157,10 +171,18 @@ class ExpertPool:
             self._schedule.popleft()
         self._give_up([block for block in self._guessed if block < end])
 
+    def _is_for_all(self, num_rows: int) -> bool:
+        """Whether a pass needs so many of what is not there that all of it may as well be read."""
+        is_known = self.num_rows >= _KNOWN_ROWS
+        return num_rows >= self.ahead_rows and not (is_known and self._cache.missing_share(num_rows) < _LEAST_SHARE)
+
     def _take_back(self, slots: dict[int, int]) -> None:
-        """What was handed out, or would have been."""
+        """What was handed out, or would have been; what was enqueued with it may still be under way."""
+        used = self._device.record(self._device.compute)
         while slots:
-            self._cache.release(slots.popitem()[0])
+            block, slot = slots.popitem()
+            self._free[slot] = used
+            self._cache.release(block)
 
     def _give_up(self, blocks: Sequence[int] | dict[int, None]) -> None:
         for block in blocks:
@@ -174,7 +196,7 @@ class ExpertPool:
             self._device.fill(self._slots[slot], _POISON, self._device.compute)
             self._free[slot] = self._device.record(self._device.compute)
         try:
-            self._arriving[slot] = self._carry(block, self._slots[slot], self._free.get(slot))
+            self._arriving[slot] = self._carry(block, self._slots[slot], self._free.get(slot, self._opened))
         except Exception as error:  # whoever waits for the block hears of it
             failed = Future[None]()
             failed.set_exception(error)
@@ -184,7 +206,8 @@ class ExpertPool:
     def _arrived(self, block: int, slot: int) -> Tensor:
         """The slab, once it is there for what is enqueued from now on."""
         if slot in self._arriving:
-            started, ready = time.perf_counter(), None
+            device, ready = self._device, None
+            before = device.record(device.compute, is_timed=True)
             try:
                 for part in self._arriving[slot]:
                     ready = part.result()
@@ -194,27 +217,35 @@ class ExpertPool:
                 self._cache.forget(block)
                 raise
             del self._arriving[slot]
-            self._device.wait(self._device.compute, ready)
-            self.stall_s += time.perf_counter() - started
-        return self._slots[slot][self.records[block].sent]
+            device.wait(device.compute, ready)
+            self._stall.add(before, device.record(device.compute, is_timed=True))
+        return self.carrier.weights(block, self._slots[slot])
+
+    def _has_come(self, slot: int) -> bool:
+        return all(part.done() for part in self._arriving.get(slot, ()))
 
 
 def open_pool(
     source: ByteSource, records: Records, num_slots: int, device: Device | None, resources: ExitStack, *,
-    ahead_rows: int = NEVER,
+    num_host_slots: int = 0, ahead_rows: int = NEVER, uses_B: np.ndarray | None = None,
 ) -> ExpertPool:  # fmt: skip
-    """An empty pool of so many slots; `resources` closes it."""
-    host, flat = device or HostDevice(), [record for layer in records for record in layer]
+    """An empty pool of so many slots, on the host where `device` is None; `resources` closes it.
+
+    `uses_B` is how often rows are expected to use each block, where that is known.
+    `num_host_slots` are those of the second pool, by way of which a device gets its experts.
+    """
+    host, flat = HostDevice(), [record for layer in records for record in layer]
     slot_bytes = max(record.slab_bytes for record in flat)
-
-    def carry(block: int, slot: Tensor, free: Event) -> Sequence[Future[Any]]:
-        if free is not None:
-            host.synchronize(free)
-        return source.read(flat[block], slot.numpy()[: flat[block].slab_bytes])
-
-    slots = host.allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
     num_passing = max(NUM_PASSING, _AHEAD_BYTES // slot_bytes)
-    cache = ExpertCache(len(flat), num_slots, num_passing=num_passing)
-    pool = ExpertPool(records, slots, carry, host, cache, ahead_rows)
+    if device is None:
+        carrier = ExpertCarrier(source, flat, host)
+    else:
+        pinned = device.open_allocator()
+        resources.callback(pinned.close)
+        behind = ExpertCache(len(flat), num_host_slots, num_passing=num_passing)
+        carrier = DeviceExpertCarrier(source, flat, device, pinned, behind, num_host_slots)
+    slots = (device or host).allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
+    cache = ExpertCache(len(flat), num_slots, uses_B=uses_B, num_passing=min(num_passing, num_slots // 4))
+    pool = ExpertPool(records, slots, carrier, cache, ahead_rows)
     resources.callback(pool.stop)
     return pool

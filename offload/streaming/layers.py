@@ -7,7 +7,6 @@ Invariant: nothing is overwritten before the event that says nobody reads it any
 says it is there; and the host waits nowhere but where a disk has not delivered.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -22,6 +21,7 @@ from offload.streaming.host_carrier import HostCarrier
 from offload.streaming.host_device import HostDevice
 from offload.streaming.source import ByteSource
 from offload.streaming.stage import Stage
+from offload.streaming.stall import Stall
 from offload.streaming.timeline import Record
 
 _POISON = 0xFF  # NaN in every float format we stream
@@ -41,8 +41,7 @@ class Layers:
         self.stage = Stage(carrier.carry, carrier.streamed, slots)
         self.poison_released = False  # tests fill slots with NaN as soon as they are free
         self.bytes_read = 0  # of layers that were handed out and do not stay
-        self._stall_s = 0.0
-        self._waits: deque[tuple[Event, Event]] = deque()
+        self._stall = Stall(self._device)
         self._arrived: Event = None  # when the layer acquired last could be used; known while somebody records
 
     @property
@@ -64,11 +63,8 @@ class Layers:
 
     @property
     def stall_s(self) -> float:
-        """How long compute has waited for layers, as far as the device has got; nobody is kept waiting to find out."""
-        while self._waits and (waited_s := self._device.elapsed_s(*self._waits[0])) is not None:
-            self._stall_s += waited_s
-            self._waits.popleft()
-        return self._stall_s
+        """How long compute has waited for layers."""
+        return self._stall.known_s
 
     def load_resident(self, on_bytes: Callable[[int], None] = lambda _: None) -> None:
         """Bring what stays, then start the stage. Raises `ReadError`."""
@@ -97,7 +93,7 @@ class Layers:
         slot, ready = self.stage.acquire(layer)
         device.wait(device.compute, ready)
         self._arrived = device.record(device.compute, is_timed=True)
-        self._waits.append((before, self._arrived))
+        self._stall.add(before, self._arrived)
         self._spans.add("wait", layer, before, self._arrived)
         self.bytes_read += self.carrier.layouts[layer].slab_bytes
         return self.carrier.weights(layer, slot)

@@ -22,6 +22,7 @@ from offload.tree.topology import DEFAULT_ACCEPTANCE, Topology, best_first, chai
 
 Progress = Callable[[int, int], None]  # rounds done, rounds in all
 
+SMALL_SIZES = (2, 4, 8)  # where rows ask for experts, few of them may be best
 SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 _DEPTH = 12  # of the trees that are timed
 _NUM_ROUNDS = 5
@@ -34,7 +35,8 @@ def measure_costs(
 ) -> Costs:
     """The curves of a decoder, up to the largest tree that its memory holds; each round goes on from `prompt`."""
     largest = decoder.plan.num_nodes
-    sizes = sorted({size for size in (*SIZES, largest) if 1 < size <= largest})
+    wanted = (*SMALL_SIZES, *SIZES, largest) if decoder.plan.has_experts else (*SIZES, largest)
+    sizes = sorted({size for size in wanted if 1 < size <= largest})
     topologies = [best_first(DEFAULT_ACCEPTANCE, size, _DEPTH) for size in sizes]
     plain: list[Stats] = []
     rounds: list[list[Stats]] = []
@@ -71,8 +73,8 @@ def _steps(decoder: Decoder, prompt: Sequence[int], sampling: Sampling, topologi
 
 
 def _overlap_penalty(costs: Costs, traffic: Traffic, topologies: Sequence[Topology], sweep_s: Sequence[float]) -> float:
-    """What sweeps took beyond their slower side; none was seen where nothing streams."""
-    if not traffic.streamed_bytes:
+    """What sweeps took beyond their slower side; none was seen where nothing streams, or routers were waited for."""
+    if not traffic.streamed_bytes or traffic.experts is not None:
         return 0.0
     steps = [step_time(costs, traffic, topology) for topology in topologies]
     return fit_overlap_penalty([(step.compute_s, step.link_s, took) for step, took in zip(steps, sweep_s, strict=True)])
@@ -88,7 +90,8 @@ def _scaled(curve: Curve, topologies: Sequence[Topology], draft_s: Sequence[floa
 def _link_bytes_per_s(decoder: Decoder, plain: Sequence[Stats]) -> float:
     """As streamed, where sweeps of one row wait for the link; else as a plain reader finds it."""
     streamed_bytes, sweep_s = decoder.plan.streamed_bytes, median(step.sweep_s for step in plain)
-    if streamed_bytes and median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s:
+    is_slower = median(step.stall_s for step in plain) > _STALLED_SHARE * sweep_s
+    if streamed_bytes and is_slower and not decoder.plan.has_experts:
         return streamed_bytes / sweep_s
     source = decoder.target.stream.source
     return link_bytes_per_s(source.paths, limit_bytes_per_s=source.rate_limit_bytes_per_s)

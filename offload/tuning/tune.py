@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from numpy.typing import NDArray
 
 from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.encoder_decoder import has_encoder
@@ -28,9 +30,11 @@ from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.memory.planner import Files
 from offload.planning.cost_model import Costs
+from offload.planning.expert_choice import with_experts
 from offload.planning.near_copy import files_of, models_to_read
 from offload.planning.options import LoadOptions
 from offload.planning.profile import (
+    ExpertUses,
     Identity,
     Machine,
     Profile,
@@ -124,7 +128,7 @@ def tune(
     refuse = lambda *headers: largest_that_fits(room, as_files(headers), sizes)  # noqa: E731
     files = as_files(fetch(models_to_read(model, draft), refuse, hooks.on_phase, options.config))
     dtype, _ = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)  # as loading settles it
-    room, num_nodes = largest_that_fits(replace(room, dtype=dtype), files, sizes)
+    room, num_nodes = largest_that_fits(with_experts(replace(room, dtype=dtype), files), files, sizes)
     tokenizer, vocab_size = load_tokenizer(files.target.tokenizer_path), model_shape(files.target).vocab_size
     encoded = [encode(tokenizer, text, vocab_size, raw=True) for text in read]
     windows = cut_windows(encoded, num_tokens, is_teacher_forced)
@@ -132,7 +136,7 @@ def tune(
     assert files.draft is not None, "two models were fetched"
     identity = Identity.of(files.target, files.draft, sampling, options.rule, machine)
     tree = f"{num_nodes}x{DEPTH}" if spec.is_chosen else options.tree
-    options = replace(options, tree=tree, context=room.context, profile="none")
+    options = replace(options, tree=tree, context=room.context, profile="none", experts=room.experts)
     with open_decoder(model, draft, options, hooks=hooks) as decoder:
         # Not where scores must not shape a tree, nor where the target has written nothing to grow along.
         can_grow = decoder.rule.repeats_draws and not is_teacher_forced
@@ -140,12 +144,12 @@ def tune(
             identity=identity, sampling=sampling, windows=windows, is_teacher_forced=is_teacher_forced,
             bounds=bounds_to_count(decoder.plan.num_nodes) if can_grow else (),
         )  # fmt: skip
-        traced = trace_windows(decoder, question, hooks.on_count)
+        traced, uses = trace_windows(decoder, question, hooks.on_count), expert_uses(decoder.target.experts)
         costs = measure_costs(
             decoder, windows[0][:NUM_PROMPT], sampling, lambda done, total: hooks.on_count(done, total, "timing trees")
         )
         hooks.on_phase("ranking trees")
-        profile = _summarise(question, traced, costs, files, decoder.num_threads)
+        profile = _summarise(question, traced, costs, uses, files, decoder.num_threads)
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
     return Tuned(profile, path, choice_from(profile, files, room))
@@ -226,7 +230,25 @@ def trace_window(decoder: Decoder, question: Question, index: int) -> Traced:
     return Traced(ranks_of(decoder, window, written, sampling), bursts_B)
 
 
-def _summarise(question: Question, traced: list[Traced], costs: Costs, files: Files, num_threads: int) -> Profile:
+class CountsExperts(Protocol):
+    """What a pool of experts tells of its passes."""
+
+    @property
+    def uses_LE(self) -> NDArray[Any]: ...
+    @property
+    def num_rows(self) -> int: ...
+
+
+def expert_uses(pool: CountsExperts | None) -> ExpertUses | None:
+    """What experts were used for; None where they do not come on demand, or an earlier tune has traced it all."""
+    if pool is None or not pool.num_rows:
+        return None
+    return ExpertUses(tuple(map(tuple, pool.uses_LE.tolist())), int(pool.num_rows))
+
+
+def _summarise(
+    question: Question, traced: list[Traced], costs: Costs, uses: ExpertUses | None, files: Files, num_threads: int
+) -> Profile:
     assert files.draft is not None, "a tune has a draft model"
     traces = [window.ranks for window in traced]
     p_K, error_K = acceptance(traces)
@@ -244,6 +266,7 @@ def _summarise(question: Question, traced: list[Traced], costs: Costs, files: Fi
         costs=costs,
         dynamic_yields=yields_of(question.bounds, [window.bursts_B for window in traced]),
         traces=tuple(map(tuple, traces)),
+        expert_uses=uses,
     )
 
 

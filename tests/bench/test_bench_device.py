@@ -51,6 +51,8 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
         "gate: float32 greedy ids equal transformers": True,
         "gate: bf16, none": True,
         "gate: bf16, 64x16": True,
+        "experts, least: float32 ids": True,
+        "experts, all: float32 ids": True,
         "copies of": None,
         "loading": None,
         "sweep of 24 rows": ...,

@@ -2,13 +2,16 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_device import FakeDevice
 
+from offload.calibration import device_link
 from offload.calibration import link as calibrate
-from offload.calibration.link import copy_bytes_per_s, link_bytes_per_s
+from offload.calibration.device_link import device_link_bytes_per_s
+from offload.calibration.link import LOCAL_BYTES_PER_S, copy_bytes_per_s, link_bytes_per_s
 from offload.streaming.disk import DiskReader, allocate
 
 
@@ -46,3 +49,19 @@ def test_a_slot_is_written_after_whoever_had_its_memory(seed: int) -> None:
     copy_bytes_per_s(device, allocate(4096))
     device.finish()
     assert copied == [0]
+
+
+def test_experts_that_the_host_has_no_room_for_come_as_fast_as_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy takes a virtual second on this card, however large."""
+    monkeypatch.setattr(device_link, "_COPY_BYTES", 1 << 16)
+    kept = {"num_experts": 100, "num_kept_experts": 20, "expert_slot_bytes": 1000}
+
+    def rate(num_host_slots: int, disk_bytes_per_s: float = 1000.0, **more: int) -> float:
+        counts = {"streamed_bytes": 0, "disk_streamed_bytes": 0, "num_host_expert_slots": num_host_slots}
+        plan = SimpleNamespace(**{**kept, **counts, "is_streamed": True, **more})
+        return device_link_bytes_per_s(FakeDevice(), plan, [], disk_bytes_per_s=disk_bytes_per_s)
+
+    assert rate(80) == rate(90) == pytest.approx(1 << 16), "nothing comes from the disk"
+    assert rate(40) == pytest.approx(2000) and rate(0) == pytest.approx(1000)
+    assert rate(80, streamed_bytes=80_000, disk_streamed_bytes=80_000) == pytest.approx(2000), "layers beside them"
+    assert rate(40, is_streamed=False) == LOCAL_BYTES_PER_S

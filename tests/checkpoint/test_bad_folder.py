@@ -100,7 +100,16 @@ FOLDERS = [
     case("an adapter", only_adapter, "holds an adapter, such as LoRA", "merge it into the model"),
     case("GGUF", only_gguf, "model-Q4_K_M.gguf: its header needs 4 bytes at byte 0, of 0", "again"),
     case("GGUF alone", only_gguf_without_config, "model-Q4_K_M.gguf: its header needs 4 bytes", "again"),
-    case("more than text", config(model_type="llava", text_config={}), "llava", "models with more than text", "Llama"),
+    case("nothing of its text", config(model_type="llava", text_config={}), "describe a language model", "llava", "{}"),
+    case("text in words", config(model_type="llava", text_config="llama"), "must describe a language model", "llama"),
+    case("text of no model", config(model_type="llava", text_config={"model_type": "no"}), "describe a language model"),
+    case("around what nobody knows", config(model_type="no", text_config={"hidden_size": 8}), "describe a language"),
+    case(
+        "no text inside",
+        config(model_type="clip", vision_config={}, text_config=...),
+        "does not write text",
+        by_plan=False,
+    ),
     case("no weights", drop("*.safetensors*"), "no safetensors files", "Hugging Face model", by_plan=False),
     case(
         "generation config broken", overwrite("generation_config.json", b"{"), "generation_config.json", by_plan=False

@@ -1,7 +1,7 @@
 """Dynamic trees against their definition: the N best of all paths, each scored and kept as if it were the only one."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +124,32 @@ def test_passes_end_where_they_are_not_worth_their_time() -> None:
     counts = [passes(4, pass_s, 0) for pass_s in (0.001, 0.02, 0.1, 1.0)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-2] > counts[-1] == 1
     assert passes(4, 1.0, 5) == 5 and passes(1, 0.1, 0) > passes(8, 0.1, 0)
+
+
+def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
+    """Where every row costs, as the experts that it asks for do, far nodes are left out, and the rest is the same."""
+
+    def grown(row_s: float) -> TokenTree:
+        worth = Worth(lambda num_rows, _: 1.0 + row_s * num_rows)
+        draft = Draft(BigramModel(), NUM_TOKENS, KVCache(1, 512))  # type: ignore[arg-type]
+        sampler = Sampler(WARM, NUM_TOKENS)
+        return grow_best(draft, DynamicShape(64, 6, Pace(16, 9, 1.0)), [4, 0], sampler, Mixture(1.25), worth).tree
+
+    trees = [grown(row_s) for row_s in (0.0, 1e-6, 0.02, 0.1, 0.5, 100.0)]
+    sizes = [tree.num_nodes for tree in trees]
+    assert sizes[:2] == [64, 64] and sizes == sorted(sizes, reverse=True) and sizes[2] > sizes[4] > 1 == sizes[5]
+    paths = [{path_of(tree, node) for node in range(tree.num_nodes)} for tree in trees]
+    assert all(less <= more for more, less in pairwise(paths)), "each has the best of a larger one, with their parents"
+
+
+def test_rows_are_weighed_by_what_they_bring_for_their_time() -> None:
+    seconds = {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6, 6: 2.0}
+    worth = Worth(lambda num_rows, _: seconds[num_rows])
+    chances = np.array([0.8, 0.5, 0.1, 0.05, 0.05])
+    rates = {1: 1 / 1.0, 2: 1.8 / 1.2, 3: 2.3 / 1.4, 4: 2.4 / 1.6, 6: 2.5 / 2.0}
+    assert worth.num_rows(chances, (1,)) == max(rates, key=lambda size: rates[size]) == 3
+    assert worth.num_rows(chances[:1], (1,)) == 2 and worth.num_rows(np.array([]), (1,)) == 1
+    assert Worth().num_rows(chances, (1,)) == 6, "where nothing was measured"
 
 
 def test_equally_good_paths_keep_their_parents(monkeypatch: pytest.MonkeyPatch) -> None:

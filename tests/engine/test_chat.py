@@ -223,6 +223,13 @@ def test_models_that_do_not_know_turns_are_refused(sound: Path, tmp_path: Path) 
         ([{"role": "user"}], "a message must have a role and a content of text, got {'role': 'user'}"),
         ([{"role": "user", "content": "a"}, 5], "a message must have a role and a content of text, got 5"),
         ([{"role": "user", "content": 5}], "a message must have a role and a content of text"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "x"}, {"type": "text", "text": "What?"}]}],
+            "messages may hold text alone, of models that also see or hear no more is run, got image: leave it out",
+        ),
+        ([{"role": "user", "content": [{"type": "audio"}, {"type": "video"}]}], "got audio, video: leave it out"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a message must have a role and a content of text"),
+        ([{"role": "user", "content": ["Say"]}], "a message must have a role and a content of text"),
     ],
 )
 def test_messages_are_checked(prompt: list[dict[str, str]], words: str, talker: Path) -> None:
@@ -237,6 +244,13 @@ def test_messages_exclude_raw(talker: Path) -> None:
             decoder.generate([{"role": "user", "content": "a"}], raw=True)
         assert decoder.generate([{"role": "user", "content": "Say"}]).text == SAID
         assert decoder.generate("Say").text == SAID and decoder.generate("Say:", raw=True).text == SAID
+
+
+def test_parts_of_text_are_one_text(talker: Path) -> None:
+    with offload.load(talker, ram="1GiB", threads=1) as decoder:
+        parts = [{"type": "text", "text": "Sa"}, {"type": "text", "text": "y"}]
+        whole = decoder.encode([{"role": "user", "content": "Say"}])
+        assert decoder.encode([{"role": "user", "content": parts}]) == whole
 
 
 def test_a_terminal_is_asked_and_answered(talker: Path) -> None:

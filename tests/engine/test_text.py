@@ -1,5 +1,6 @@
 """Pieces of text that never have to be taken back: characters split over tokens, stop strings split over bursts."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offload.config import Sampling
 from offload.engine.request import Request
-from offload.engine.text import TextStream, encode_prompt, load_tokenizer
+from offload.engine.text import TextStream, encode_messages, encode_prompt, load_tokenizer
 from offload.errors import UserError
 from offload.sampling.sampler import Sampler
 
@@ -204,6 +205,38 @@ def test_prompts_go_through_the_chat_template_unless_raw(tmp_path: Path) -> None
     assert chatty.decode(encode_prompt(chatty, "hi")) == "<user>hi<bot>"
     assert chatty.decode(encode_prompt(chatty, "hi", raw=True)) == "hi"
     assert chatty.decode(encode_prompt(load_tokenizer(tmp_path), "hi")) == "<user>hi<bot>"
+
+
+PARTS = (  # as LLaVA's: what is not a list of parts has none
+    "{% for m in messages %}<{{ m.role }}>{% for c in m.content | selectattr('type', 'equalto', 'text') %}{{ c.text }}"
+    "{% endfor %}{% endfor %}<bot>"
+)
+STRICT_PARTS = PARTS.replace("{% for m", "{{ messages[0].content[0].type.upper() }}{% for m", 1)
+QUOTED = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}<bot>"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [(PARTS, '<user>say "hi"<bot>'), (STRICT_PARTS, 'TEXT<user>say "hi"<bot>'), (QUOTED, '"say \\"hi\\""<bot>')],
+)
+def test_templates_of_models_that_also_see(template: str, told: str, tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, chat_template=template)
+    assert tokenizer.decode(encode_prompt(tokenizer, 'say "hi"')) == told
+    assert tokenizer.decode(encode_messages(tokenizer, [{"role": "user", "content": 'say "hi"'}])) == told
+
+
+def test_a_processor_keeps_its_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "<user>hi<bot>"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "hi!"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(UserError, match=r"chat_template\.json is not valid JSON"):
+        load_tokenizer(tmp_path)
 
 
 def test_without_a_template_the_prompt_is_taken_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from offload.kernels.jit import HAS_TRITON
 from offload.kernels.tree_attention import (
+    Chunk,
     Sight,
+    Window,
     pack_bits,
     tree_attention_kernel,
     tree_attention_reference,
@@ -55,6 +57,8 @@ CASES = {
     "window": Case(4, 2, 37, 37, 150, options={"window": 7}),
     "window within the tree": Case(4, 2, 40, 40, 3, options={"window": 3}),
     "window, no prefix": Case(4, 1, 33, 33, 0, options={"window": 4}),
+    "chunk": Case(4, 2, 37, 37, 150, options={"window": Chunk(60)}),
+    "chunk within the tree": Case(4, 2, 40, 40, 30, options={"window": Chunk(16)}),
     "all at once": Case(6, 2, 9, 70, 100, 96, 64, options={"window": 20}),
 }
 
@@ -103,8 +107,11 @@ def by_definition(given: Inputs) -> Tensor:
     out = torch.zeros(num_rows, len(query), value.shape[2], dtype=torch.float64)
     for row in range(num_rows):
         is_seen = torch.cat([torch.ones(given.num_prefix, dtype=torch.bool), given.seen_TU[row].cpu()])
-        if window is not None:
-            is_seen &= position_U[len(position_U) - num_rows + row] - position_S < window
+        own = position_U[len(position_U) - num_rows + row]
+        if isinstance(window, Chunk):
+            is_seen &= position_S // window.size == own // window.size
+        elif window is not None:
+            is_seen &= own - position_S < window
         for head in range(len(query)):
             score = key[head // group][is_seen] @ query[head, row] * given.options["scaling"]
             out[row, head] = score.softmax(0) @ value[head // group][is_seen]
@@ -176,6 +183,9 @@ MISTAKES = {
     "window one wider": ("window", option(window=8)),
     "window one narrower": ("window", option(window=6)),
     "tree window one wider": ("window within the tree", option(window=4)),
+    "chunk one wider": ("chunk", option(window=Chunk(61))),
+    "chunk as a window": ("chunk", option(window=60)),
+    "tree chunk one wider": ("chunk within the tree", option(window=Chunk(17))),
     "positions off by one": ("window", other_positions),
     "scale": ("groups of 4", option(scaling=0.29)),
 }
@@ -192,8 +202,8 @@ def test_a_mistake_would_show(name: str) -> None:
     assert error > 3 * TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_rows_in_bits_mean_what_the_mask_means(window: int | None) -> None:
+@pytest.mark.parametrize("window", [None, 3, Chunk(16)])
+def test_rows_in_bits_mean_what_the_mask_means(window: Window) -> None:
     given = inputs(CASES["a level of a tree"])
     query, key, value = (states[None].cpu() for states in given[:3])
     what = (given.num_prefix, given.options["position_U"].cpu(), given.seen_TU.cpu(), window)

@@ -16,6 +16,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
+from offload.kernels.tree_attention import Chunk, Window
 from offload.model import attention
 from offload.model.attention import folded_attention, tree_mask
 from offload.model.kv_cache import KVCache
@@ -39,10 +40,10 @@ def sees(topology: Topology, row: int, node: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100, Chunk(1), Chunk(3), Chunk(8), Chunk(100)])
 @pytest.mark.parametrize("num_prefix", [0, 1, 7, 20])
 @pytest.mark.parametrize("name", TREES)
-def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, window: int | None) -> None:
+def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, window: Window) -> None:
     topology = Topology.from_parents(TREES[name])
     position_N = torch.from_numpy(topology.depth_N.copy()) + num_prefix
     mask = tree_mask(num_prefix, position_N, ancestors(topology), window, torch.float32)
@@ -50,7 +51,11 @@ def test_masks_are_what_they_are_defined_to_be(name: str, num_prefix: int, windo
     for row, column in product(range(topology.num_nodes), range(num_prefix + topology.num_nodes)):
         is_prefix = column < num_prefix
         key_position = column if is_prefix else int(position_N[column - num_prefix])
-        is_near = window is None or int(position_N[row]) - key_position < window
+        own = int(position_N[row])
+        if isinstance(window, Chunk):
+            is_near = key_position // window.size == own // window.size
+        else:
+            is_near = window is None or own - key_position < window
         is_open = is_near and (is_prefix or sees(topology, row, column - num_prefix))
         assert mask[0, 0, row, column] == (0 if is_open else torch.finfo(torch.float32).min), f"{row}, {column}"
 

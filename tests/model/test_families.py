@@ -81,13 +81,26 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**_SHARING, "num_kv_shared_layers": 3, "laurel_rank": 8, "altup_num_inputs": 2,
                      "activation_sparsity_pattern": [0.0] * 8},
     "gemma4_text": {**_SHARING, "num_kv_shared_layers": 2, "global_head_dim": 16},
+    "llama4_text": {"attention_chunk_size": 24, "floor_scale": 8, "attn_scale": 0.5, "intermediate_size_mlp": 96,
+                    "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 6,
+                    "no_rope_layers": [1, 0, 1] * 2},
     "cwm": {"bos_token_id": 1, "eos_token_id": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip
 _SEEDS = {"phi": 1, "qwen2_moe": 2, "starcoder2": 2}  # with seed 0 their texts are one word
 WORKING = (
     *("afmoe", "apertus", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "doge", "dots1"),
     *("ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4"),
-    *("glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_moe", "jetmoe"),
+    *(
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+        "hunyuan_v1_moe",
+        "jetmoe",
+        "llama4_text",
+    ),
     *("mimo_v2_flash", "minicpm3", "minimax_m2", "nanochat", "nemotron", "olmo2", "olmo3", "olmoe", "phi", "phimoe"),
     *("qwen2_moe", "smollm3", "stablelm", "starcoder2", "youtu"),
 )
@@ -178,7 +191,6 @@ REFUSED = {  # "|" where older transformers call a kind of layer otherwise
     "falcon_h1": "hybrid, whose state cannot be rolled back",
     "zamba2": "(linear_attention|hybrid, mamba), whose state cannot be rolled back",
     "nemotron_h": "(attention, mamba|linear_attention), mlp, moe, whose state cannot be rolled back",
-    "llama4_text": "chunked_attention",
     "deepseek_v32": "(indexed|deepseek_sparse)_attention",
     "opt": "no layers.i. with rotary positions",
     "gpt2": "no layers.i. with rotary positions",
@@ -187,8 +199,12 @@ REFUSED = {  # "|" where older transformers call a kind of layer otherwise
     "rwkv": "no layers.i. with rotary positions",
     "umt5": "of encoder-decoder models t5 and mt5 are known",
     "bart": "of encoder-decoder models t5 and mt5 are known",
-    "llava": "of models with more than text, gemma3 and mistral3 are known",
-    "paligemma": "of models with more than text, gemma3 and mistral3 are known",
+    "paligemma": "attention that looks ahead",
+    "clip": "it does not write text",
+    "embedding_gemma2": "it does not write text",
+    "blip-2": "no layers.i. with rotary positions",
+    "mllama": "transformers has no language model of type mllama_text_model",
+    "qwen3_5": "linear_attention, whose state cannot be rolled back",
 }
 
 

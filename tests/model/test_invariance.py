@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
+from offload.kernels.tree_attention import Chunk, Window
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
 from offload.model.invariance import InvariantRows, in_whole_vectors
@@ -153,9 +154,11 @@ def test_values_that_nobody_sees_do_no_harm(base: Path) -> None:
     assert torch.equal(score(model, cache, TEXT[20:40], chain(19)), taken_in(model, (20, 20))[20:])
 
 
-@pytest.mark.parametrize(("window", "cap", "has_sink"), [(None, None, False), (30, None, True), (None, 5.0, False)])
+@pytest.mark.parametrize(
+    ("window", "cap", "has_sink"), [(None, None, False), (30, None, True), (None, 5.0, False), (Chunk(30), None, False)]
+)
 def test_path_attention_is_attention(
-    window: int | None, cap: float | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch
+    window: Window, cap: float | None, has_sink: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the sum over all keys in float64, in pieces of few rows and of many."""
     chance = torch.Generator().manual_seed(0)
@@ -179,7 +182,9 @@ def test_path_attention_is_attention(
     score_HTS = score_HTS if cap is None else cap * (score_HTS / cap).tanh()
     position_S = torch.cat([torch.arange(num_prefix), torch.from_numpy(topology.depth_N.copy()) + num_prefix])
     sees_TS = torch.cat([torch.ones(num_rows, num_prefix, dtype=torch.bool), ancestors(topology)], 1)
-    if window is not None:
+    if isinstance(window, Chunk):
+        sees_TS &= position_S // window.size == position_S[num_prefix:, None] // window.size
+    elif window is not None:
         sees_TS &= position_S > position_S[num_prefix:, None] - window
     score_HTS = score_HTS.masked_fill(~sees_TS, -torch.inf)
     sink_HT1 = torch.full((6, 1, 1), -torch.inf) if sink_H is None else sink_H[:, None, None]

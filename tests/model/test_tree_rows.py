@@ -22,7 +22,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine import load as loading
 from offload.engine.build import resident_model
 from offload.kernels.registry import REFERENCES
-from offload.kernels.tree_attention import MAX_WIDTH, Sight, tree_attention_reference
+from offload.kernels.tree_attention import MAX_WIDTH, Sight, Window, tree_attention_reference
 from offload.model import cuda_graphs as graphed
 from offload.model.attention import Attend, folded_attention, is_for_rows, tree_mask, tree_rows
 from offload.model.cuda_graphs import Graphs
@@ -38,7 +38,7 @@ class Spy:
     """The reference, counting calls; a test may change what it is told."""
 
     def __init__(self, **changes: Any) -> None:
-        self.num_calls, self.windows, self._changes = 0, set[int | None](), changes
+        self.num_calls, self.windows, self._changes = 0, set[Window](), changes
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, scaling: float) -> Tensor:
         self.num_calls += 1

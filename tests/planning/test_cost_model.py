@@ -121,7 +121,7 @@ def test_the_disk_sets_the_pace_where_it_feeds_the_card_too_slowly() -> None:
     traffic = Traffic.of(memory, TOY)
     assert traffic.streamed_bytes / TOY.link_bytes_per_s == pytest.approx(memory.disk_streamed_bytes / 4e9)
     quick = replace(TOY, disk_bytes_per_s=20e9)
-    assert Traffic.of(memory, quick) == (memory.streamed_bytes, traffic.slots_bytes, False)
+    assert Traffic.of(memory, quick) == Traffic(memory.streamed_bytes, traffic.slots_bytes, is_disk_slower=False)
 
 
 def test_every_measured_pair_lies_within_the_range_that_it_is_given() -> None:

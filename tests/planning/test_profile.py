@@ -16,6 +16,7 @@ from offload.errors import ReadError, UserError
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.profile import (
     SCHEMA,
+    ExpertUses,
     Identity,
     Machine,
     Profile,
@@ -80,6 +81,17 @@ def test_a_profile_from_before_grown_trees_were_counted_is_read() -> None:
     path.write_text(json.dumps({**values, "schema": SCHEMA}))
     with pytest.raises(UserError, match=r"malformed \('grown'\): run offload tune again"):
         read_profile(path, IDENTITY)
+
+
+def test_uses_of_experts_are_kept_where_there_are_any() -> None:
+    uses = ExpertUses(((5, 0, 10), (2, 8, 5)), 10)
+    path = save_profile(profile(expert_uses=uses))
+    assert read_profile(path, IDENTITY).expert_uses == uses
+    assert uses.uses_B == [0.5, 0, 1, 0.2, 0.8, 0.5]
+    assert "  [5, 0, 10]," in path.read_text().splitlines(), "a line for each layer"
+    path = save_profile(profile())
+    assert "expert_uses" not in path.read_text(), "the file of a dense target is the one it was"
+    assert read_profile(path, IDENTITY).expert_uses is None
 
 
 def test_file_is_for_people(cache: Path) -> None:
@@ -170,6 +182,17 @@ COSTS = json.loads(format_json(profile().as_dict()))["costs"]
         ({"num_threads": 2**63}, r"num_threads must lie in 1\.\.4096"),
         ({"grown": [{"num_nodes": 10**12, "depth": 8, "tokens_per_sweep": 2.5, "num_sweeps": 40}]}, "trees have at"),
         ({"identity": {}}, "malformed"),
+        ({"expert_uses": {"uses_LE": [], "num_rows": 3}}, "1 to 4096 layers"),
+        ({"expert_uses": {"uses_LE": [[]], "num_rows": 3}}, "1 to 65536 experts"),
+        ({"expert_uses": {"uses_LE": [[1, 2], [1]], "num_rows": 3}}, "as many experts"),
+        ({"expert_uses": {"uses_LE": [[1, 2.5]], "num_rows": 3}}, "whole numbers"),
+        ({"expert_uses": {"uses_LE": [[True, 2]], "num_rows": 3}}, "whole numbers"),
+        ({"expert_uses": {"uses_LE": [[1, -2]], "num_rows": 3}}, "once for each row"),
+        ({"expert_uses": {"uses_LE": [[1, 4]], "num_rows": 3}}, "once for each row"),
+        ({"expert_uses": {"uses_LE": [[0, 0]], "num_rows": 0}}, "of some rows"),
+        ({"expert_uses": {"uses_LE": [[0, 0]]}}, "malformed"),
+        ({"expert_uses": {"uses_LE": 7, "num_rows": 3}}, "malformed"),
+        ({"expert_uses": [1]}, "malformed"),
         ({"extra": 1}, "unexpected keyword argument 'extra'"),
     ],
 )

@@ -126,18 +126,35 @@ def test_a_warm_start_keeps_what_was_counted() -> None:
 
 
 def test_uses_are_shares_of_rows_lately() -> None:
-    cache = ExpertCache(10, 4)
+    cache, rng = ExpertCache(10, 4), random.Random(0)
     for _ in range(1000):
         cache.begin_pass()
-        cache.use([1])
-    for _ in range(int(max(HALF_LIVES_TOKENS))):
-        cache.begin_pass(1)
-        cache.use([2])
-    gone = [2 ** (-max(HALF_LIVES_TOKENS) / half_life) for half_life in HALF_LIVES_TOKENS]
-    assert cache.uses_B[[1, 2, 3]].tolist() == pytest.approx([np.mean(gone), 1 - np.mean(gone), 0], abs=1e-4)
+        cache.use([1, rng.choice([2, 3])])
+    assert cache.uses_B[[1, 2, 3, 4]].tolist() == pytest.approx([1, 0.5, 0.5, 0], abs=0.2)
+    for _ in range(200):
+        cache.begin_pass()
+        cache.use([5])
+    assert cache.uses_B[[1, 5]].tolist() == pytest.approx([0, 1], abs=0.05)
     cache.begin_pass(100_000)
-    cache.use([3, 4], [100_000, 50_000])
-    assert cache.uses_B[[2, 3, 4]].tolist() == pytest.approx([0, 1, 0.5], abs=1e-4)
+    cache.use([6, 7], [100_000, 50_000])
+    assert cache.uses_B[6] == pytest.approx(2 * cache.uses_B[7]) and cache.uses_B[7] > 100 * cache.uses_B[5]
+
+
+@pytest.mark.parametrize(("stay", "wins"), [(1, 0), (400, 1)])
+def test_it_is_learnt_whether_habits_are_short_or_long(stay: int, wins: int) -> None:
+    """Blocks that are drawn anew all the time have a popularity alone; such as stay for some tokens a recency."""
+    cache, rng = ExpertCache(40, 4), np.random.default_rng(0)
+    popular = np.array([0.5] * 4 + [0.05] * 36)
+    for number in range(600):
+        if stay == 1:
+            chosen = np.flatnonzero(rng.random(40) < popular)
+        elif number % 8 == 0:
+            chosen = rng.choice(40, size=4, replace=False)
+        cache.begin_pass()
+        cache.use(chosen)
+    cache.begin_pass()
+    quick, slow = cache._weights_2
+    assert (quick > slow) == bool(wins), (quick, slow)
 
 
 def test_a_prompt_tells_what_is_popular() -> None:

@@ -12,6 +12,7 @@ from test_device_path import NUM_NEW, TIERS, TREES, pair_of, place_layers
 from test_tiny import prompts
 
 import offload
+from offload.bench.gpu import experts
 from offload.bench.gpu import promised as bench
 from offload.bench.harness import setting
 from offload.bench.harness.setting import place_of, resident_pair
@@ -58,6 +59,23 @@ def test_memory_that_is_not_locked_will_do(pair: tuple[Path, Path, list[int]], m
     with offload.load(target, draft, tree="8x3", **HOW) as decoder:
         assert any("could not be page-locked" in note and "told not to" in note for note in decoder.notes)
         assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW).token_ids == wanted
+
+
+def test_experts_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench's own model in small, with NaN in every slot before an expert comes into it."""
+
+    def poisoned(*args: Any, **options: Any) -> offload.Decoder:
+        decoder = offload.load(*args, **options)
+        assert decoder.target.experts is not None
+        decoder.target.experts.poison_released = True
+        return decoder
+
+    monkeypatch.setattr(experts, "LARGE", experts.TINY)
+    monkeypatch.setattr(experts, "load", poisoned)
+    rows = {row["row"]: row for row in experts.measure(CudaDevice(0))}
+    assert sum(row["is_met"] is True for row in rows.values()) == 3
+    waits = [row["value"] for name, row in rows.items() if "waits of the host" in name]
+    assert len(waits) == 3 and max(waits) <= experts.TINY.num_layers + 12, "once a layer, and around sweeps"
 
 
 def test_a_refused_lock_is_not_blamed_on_the_next_kernel() -> None:

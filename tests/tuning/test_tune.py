@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quantised import save_quantised
@@ -20,15 +21,16 @@ from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.errors import UserError
 from offload.memory.planner import Files, plan_memory
+from offload.planning.cost_model import Costs
 from offload.planning.options import LoadOptions
-from offload.planning.profile import Identity, Machine, profiles_folder
+from offload.planning.profile import ExpertUses, Identity, Machine, parse_profile, profiles_folder
 from offload.planning.room import Room
 from offload.planning.traces import bounds_to_count
 from offload.planning.tree_policy import TreeSelector
 from offload.tree.spec import parse_tree
 from offload.tree.topology import DynamicShape
 from offload.tuning import tune as room
-from offload.tuning.tune import Question, Traced, Tuned, cut_windows, trace_window, trace_windows, tune
+from offload.tuning.tune import Question, Traced, Tuned, cut_windows, expert_uses, trace_window, trace_windows, tune
 
 NUM_PROMPT, NUM_NEW = 24, 64  # of a window here, where every token is as good as any other
 
@@ -148,6 +150,31 @@ def test_profile_is_used_by_load_and_by_nobody_else(pair: tuple[Path, Path], tex
     with offload.load(*pair, "1GiB", "24x6", context=256, threads=1) as decoder:
         named = decoder.run([5], Sampling(), max_new_tokens=1).tree_choice
         assert named == TreeSelector("match", profile).choose(parse_tree("24x6")) and "traced tokens" in named.why
+
+
+class Counting:
+    """Stands in for a pool of experts."""
+
+    uses_LE, num_rows = np.array([[3, 0], [1, 2]]), 3
+
+
+def test_uses_of_experts_come_into_the_profile(
+    pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was counted while tracing, not while timing."""
+    measure, pool = room.measure_costs, Counting()
+
+    def timed(decoder: Decoder, *others: Any) -> Costs:
+        pool.uses_LE, pool.num_rows = np.full((2, 2), 50), 50
+        return measure(decoder, *others)
+
+    monkeypatch.setattr(room, "expert_uses", lambda _: expert_uses(pool))
+    monkeypatch.setattr(room, "measure_costs", timed)
+    tuned = run(pair, text)
+    assert tuned.profile.expert_uses == ExpertUses(((3, 0), (1, 2)), 3)
+    assert parse_profile(tuned.path).expert_uses == tuned.profile.expert_uses
+    pool.num_rows = 0
+    assert expert_uses(pool) is None and expert_uses(None) is None
 
 
 def test_named_profile_must_hold(pair: tuple[Path, Path], text: Path) -> None:

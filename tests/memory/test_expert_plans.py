@@ -1,0 +1,151 @@
+"""Memory for routed experts that come one by one: what is planned first, what is left for them, and what is refused."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from mixture_headers import mixture
+
+from offload.checkpoint.sizes import ModelShape, model_shape
+from offload.errors import UserError
+from offload.memory.plan import MIN_EXPERTS, MemoryPlan, Tier, passing_experts
+from offload.memory.planner import Budgets, least_budget, make_plan, on_demand, plan_memory
+
+MIB, GIB = 1 << 20, 1 << 30
+SIZES: dict[str, Any] = {"context": 512, "num_nodes": 16}
+SHAPE = model_shape(mixture())
+assert SHAPE.experts is not None
+EXPERT, DENSE, NUM = SHAPE.experts.slot_bytes, SHAPE.experts.dense_bytes, SHAPE.experts.num_records
+
+
+def plan_of(ram_bytes: int, gpu_bytes: int | None = None, *, shape: ModelShape = SHAPE, **how: Any) -> MemoryPlan:
+    return make_plan(shape, None, Budgets(ram_bytes, gpu_bytes), **{**SIZES, **how})
+
+
+FIXED = plan_of(1 << 40, experts="demand").fixed_bytes
+
+
+def check(plan: MemoryPlan) -> None:
+    """Every byte is counted once, and within its budget."""
+    host_bytes = plan.num_host_slots * plan.slot_bytes + plan.num_host_expert_slots * plan.expert_slot_bytes
+    here_bytes = plan.num_slots * plan.slot_bytes + plan.num_expert_slots * plan.expert_slot_bytes
+    here_bytes += plan.fixed_bytes + plan.bytes_in(Tier.RESIDENT)
+    if plan.gpu_bytes is None:
+        assert here_bytes == plan.total_bytes <= plan.ram_bytes, "memory overflows"
+        assert (plan.num_host_expert_slots, plan.num_host_slots) == (0, 0)
+    else:
+        own_bytes = plan.runtime_bytes + plan.table_bytes + plan.staging_bytes + plan.bytes_in(Tier.HOST)
+        assert here_bytes == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
+        assert own_bytes + host_bytes == plan.total_bytes <= plan.ram_bytes, "the host overflows"
+    assert plan.layer_bytes == DENSE and plan.num_experts == NUM
+    assert MIN_EXPERTS <= plan.num_expert_slots <= NUM and plan.num_expert_slots + plan.num_host_expert_slots <= NUM
+
+
+@pytest.mark.parametrize("room_mib", [60, 80, 120, 160, 200, 400, 1000])
+def test_layers_come_first_and_experts_have_the_rest(room_mib: int) -> None:
+    room_bytes = room_mib * MIB
+    got = plan_of(FIXED + room_bytes)
+    check(got)
+    if room_bytes >= sum(DENSE) + MIN_EXPERTS * EXPERT:
+        assert got.num_resident == 6 and got.num_slots == 0
+        assert got.num_expert_slots == (room_bytes - sum(DENSE)) // EXPERT
+    else:
+        assert got.num_slots in (2, 3) and got.slot_bytes == max(DENSE)
+        assert got.num_expert_slots >= MIN_EXPERTS
+        assert got.streamed_bytes == (6 - got.num_resident) * max(DENSE)
+    left_bytes = got.ram_bytes - got.total_bytes
+    assert left_bytes < EXPERT, "no room for an expert is left unused"
+    assert got.is_streamed and 0 <= got.num_kept_experts < NUM
+
+
+def test_what_stays_stays_with_its_layers_unless_it_is_named() -> None:
+    whole_bytes = sum(SHAPE.layer_bytes)
+    fixed = plan_of(1 << 40, experts="layers").fixed_bytes
+    roomy, tight = (plan_of(fixed + whole_bytes - one) for one in (0, 1))
+    assert not roomy.has_experts and roomy.num_slots == 0 and roomy.layer_bytes == SHAPE.layer_bytes
+    assert not roomy.is_streamed and roomy == plan_of(fixed + whole_bytes, experts="layers")
+    assert tight.has_experts and tight.is_streamed
+    named, layers = (plan_of(1 << 40, experts=how) for how in ("demand", "layers"))
+    assert named.num_expert_slots == named.num_kept_experts == NUM and not named.is_streamed
+    assert not layers.has_experts and "experts" not in layers.as_dict() and "experts" not in repr(layers)
+
+
+def test_models_without_experts_are_planned_as_ever() -> None:
+    dense = replace(SHAPE, experts=None)
+    wanted = plan_of(FIXED + 2 * GIB, experts="layers")
+    assert plan_of(FIXED + 2 * GIB, shape=dense) == wanted and wanted.num_experts == 0
+
+
+def test_the_least_budget_is_named_and_it_works() -> None:
+    with pytest.raises(UserError, match="for two layer slots and two experts") as caught:
+        plan_of(400 * MIB)
+    named = re.search(r"raise `ram` to (\d+)MiB", str(caught.value))
+    assert named is not None
+    least = plan_of(int(named[1]) * MIB)
+    check(least)
+    assert (least.num_slots, least.num_expert_slots, least.num_resident) == (2, MIN_EXPERTS, 0)
+    exact_bytes = least_budget(plan_of)
+    assert exact_bytes == FIXED + 2 * max(DENSE) + MIN_EXPERTS * EXPERT <= int(named[1]) * MIB
+    with pytest.raises(UserError):
+        plan_of(exact_bytes - 1)
+
+
+def test_a_small_room_still_reads_ahead() -> None:
+    for slot_bytes, wanted in ((1 << 16, 8), (9 << 20, 6), (20 << 20, 4), (352 << 20, 3)):
+        assert passing_experts(slot_bytes) == wanted
+    small = plan_of(FIXED + 200 * MIB)
+    assert small.num_expert_slots - small.num_kept_experts >= MIN_EXPERTS
+
+
+def test_contributions_of_a_prompts_rows_are_counted() -> None:
+    """Each row of a pass holds k outputs until they are added, in the type that is computed in."""
+    for num_nodes in (1, 16):
+        demand, layers = (
+            plan_of(1 << 40, experts=how, num_nodes=num_nodes).activation_bytes for how in ("demand", "layers")
+        )
+        assert demand - layers == (512 + num_nodes) * 4 * 2048 * 2
+
+
+def test_an_expert_is_expanded_by_itself() -> None:
+    experts = SHAPE.experts
+    assert experts is not None
+    coded = replace(SHAPE, scratch_bytes=200 * MIB, experts=experts._replace(scratch_bytes=10 * MIB))
+    demand, layers = (plan_of(1 << 40, shape=coded, experts=how).activation_bytes for how in ("demand", "layers"))
+    bare = plan_of(1 << 40, experts="demand").activation_bytes
+    assert demand == bare + 10 * MIB and layers > demand + 100 * MIB
+    assert on_demand(coded).layer_bytes == DENSE
+
+
+@pytest.mark.parametrize("gpu_mib", [100, 300, 1000])
+@pytest.mark.parametrize("ram_mib", [150, 500, 4000])
+def test_a_card_has_a_pool_and_pinned_memory_a_second_one(gpu_mib: int, ram_mib: int) -> None:
+    roomy = plan_of(1 << 40, 1 << 40, experts="demand")
+    host_bytes = roomy.runtime_bytes + roomy.table_bytes
+    got = plan_of(host_bytes + SHAPE.head_bytes + ram_mib * MIB, roomy.fixed_bytes + gpu_mib * MIB)
+    check(got)
+    assert got.gpu_bytes is not None and got.gpu_bytes - got.gpu_total_bytes < EXPERT
+    assert got.ram_bytes - got.total_bytes < EXPERT or got.num_expert_slots + got.num_host_expert_slots == NUM
+    if got.num_expert_slots < NUM:
+        assert got.num_host_expert_slots >= min(MIN_EXPERTS, NUM - got.num_expert_slots), "the disk has a way in"
+
+
+def test_a_plan_says_what_stays() -> None:
+    got = plan_of(FIXED + sum(DENSE) + 40 * EXPERT)
+    told = got.as_dict()["experts"]
+    assert told == {
+        "num_kept": got.num_kept_experts, "num_experts": NUM, "experts_per_token": 6 * 4, "num_expert_slots": 40,
+        "num_host_expert_slots": 0, "expert_slot_bytes": EXPERT,
+    }  # fmt: skip
+    assert f"{got.num_kept_experts} of {NUM} stay" in repr(got)
+    assert got.num_kept_experts == 40 - passing_experts(EXPERT)
+
+
+def test_what_cannot_come_on_demand_is_refused_and_names_what_to_do() -> None:
+    how: dict[str, Any] = {"ram": "8GiB", "dtype": "auto", **SIZES}
+    files = (mixture(model_type="dbrx"), None)
+    with pytest.raises(UserError, match="read one by one, got model type dbrx: try `experts` layers"):
+        plan_memory(files, experts="demand", **how)
+    assert not plan_memory(files, **how).has_experts
+    with pytest.raises(UserError, match="`experts` must be one of auto, demand, layers, got 'all': leave it out"):
+        plan_memory((mixture(), None), experts="all", **how)

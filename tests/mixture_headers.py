@@ -1,0 +1,57 @@
+"""Headers of mixtures of experts that nobody here owns, expert by expert or in stacks: no files, no weights."""
+
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.hub import imagined
+from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.tensors import Coded, TensorEntry
+from offload.encoding.mxfp4 import Mxfp4
+
+Shapes = dict[str, tuple[int, ...]]
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 32, "num_experts_per_tok": 4, "vocab_size": 32000, "torch_dtype": "bfloat16",
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def mixture(num_dense: int = 0, *, is_stacked: bool = False, **changes: Any) -> Checkpoint:
+    """Layers with attention and routed experts, but for the first `num_dense`, in bfloat16."""
+    config = {**CONFIG, **changes}
+    width, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], width), "model.norm.weight": (width,)}
+    for layer in range(config["num_hidden_layers"]):
+        own: Shapes = {f"self_attn.{name}_proj.weight": (1024, width) for name in "qkvo"}
+        own["mlp.shared_experts.up_proj.weight"] = (inner, width)
+        if layer >= num_dense:
+            own["mlp.gate.weight"] = (count, width)
+            own |= _stacks(count, inner, width) if is_stacked else _each(count, inner, width)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    shapes["lm_head.weight"] = (config["vocab_size"], width)
+    named = {name: ("bfloat16", shape) for name, shape in shapes.items()}
+    return imagined(config, Path("/nowhere/mixture/config.json"), named)
+
+
+def coded_stacks(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with its stacks' matrices in 4 bits, their scales behind them."""
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in checkpoint.tensors.items():
+        is_matrix = ".mlp.experts." in name and len(entry.shape) == 3
+        coding, scales = Mxfp4(), (*entry.shape[:-1], entry.shape[-1] // 32)
+        words_end = entry.lo + coding.stored_bytes(entry.shape)
+        beside = TensorEntry(0, "U8", scales, words_end, words_end + entry.num_bytes // 64)
+        coded = Coded(coding, (("_scales", beside),))
+        tensors[name] = entry._replace(dtype="U8", hi=words_end, coded=coded) if is_matrix else entry
+    return Checkpoint(checkpoint.directory, checkpoint.config, checkpoint.shards, tensors)
+
+
+def _each(count: int, inner: int, width: int) -> Shapes:
+    parts = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    return {f"mlp.experts.{one}.{part}.weight": shape for one in range(count) for part, shape in parts.items()}
+
+
+def _stacks(count: int, inner: int, width: int) -> Shapes:
+    stacks = {"gate_up_proj": (count, width, 2 * inner), "gate_up_proj_bias": (count, 2 * inner)}
+    return {f"mlp.experts.{name}": shape for name, shape in {**stacks, "down_proj": (count, inner, width)}.items()}

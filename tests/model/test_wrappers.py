@@ -1,0 +1,293 @@
+"""Text models inside of models that also see or hear: they stream as others do, and what is around them is not read.
+
+The towers of every folder here are made NaN once transformers has written its text, and every read is noted.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rounding import beyond_doubt
+from safetensors.torch import load_file, save_file
+from shell import shell
+from tiny import VOCAB_SIZE, save, streaming_ram
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from wrappers import wrapper_config, wrapper_model
+
+import offload
+from offload.checkpoint.generation_config import generation_settings
+from offload.checkpoint.layout import Piece, SlabLayout
+from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_header
+from offload.checkpoint.sizes import model_shape
+from offload.checkpoint.text_part import text_part
+from offload.engine.build import resident_model
+from offload.kernels.tree_attention import Chunk
+from offload.model import temperature, weights
+from offload.model.headers import describe
+from offload.streaming.disk import DiskReader
+
+PROMPT = torch.randint(3, VOCAB_SIZE - 5, (30,), generator=torch.Generator().manual_seed(8)).tolist()
+NUM_NEW = 30
+FAMILIES = ("gemma3", "gemma3n", "gemma4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
+            "llama4", "internvl", "llava", "llava_next", "idefics3", "glm4v", "glm4v_moe", "aya_vision", "voxtral",
+            "minimax_m3_vl")  # fmt: skip
+
+
+def saved(kind: str, directory: Path, **changes: Any) -> PreTrainedModel:
+    """Written with its towers, which are made NaN in the files; what comes back has them as they were."""
+    model = wrapper_model(wrapper_config(kind, **changes))
+    save(model, directory)
+    poison(directory)
+    return model
+
+
+def poison(directory: Path) -> None:
+    """All that is not text becomes NaN."""
+    checkpoint, num_spoiled = open_checkpoint(directory), 0
+    for index, shard in enumerate(checkpoint.shards):
+        text = {(entry.shard, entry.lo) for entry in checkpoint.tensors.values()}
+        with open(shard, "r+b") as file:
+            for entry in read_header(shard, index)[0].values():
+                if (index, entry.lo) not in text:
+                    file.seek(entry.lo)
+                    file.write(b"\xff" * (entry.hi - entry.lo))
+                    num_spoiled += entry.hi - entry.lo
+    assert num_spoiled == sum(checkpoint.left_out.values()) > 0
+
+
+@pytest.fixture
+def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n's eyes are of another library; here they are one matrix."""
+    from transformers.models.gemma3n import modeling_gemma3n as gemma3n
+
+    make = gemma3n.AutoModel.from_config
+    blind = lambda config, **more: nn.Linear(96, 96) if "vision" in config.model_type else make(config, **more)  # noqa: E731
+    monkeypatch.setattr(gemma3n.AutoModel, "from_config", blind)
+
+
+class NotedReads(DiskReader):
+    """Of one run."""
+
+    pieces: list[Piece]
+
+    def read(self, layout: SlabLayout, slab: Any) -> Any:
+        type(self).pieces += layout.pieces
+        return super().read(layout, slab)
+
+
+def written_by_transformers(model: PreTrainedModel) -> list[int]:
+    """Its greedy text, of which no rounding decides a token."""
+    ids_1T = torch.tensor([PROMPT])
+    out = model.generate(
+        input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), max_new_tokens=NUM_NEW, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    new_ids = out.sequences[0, len(PROMPT) :].tolist()
+    assert beyond_doubt(torch.cat(out.logits)).tolist() == new_ids
+    return new_ids
+
+
+def streamed(directory: Path) -> Any:
+    """The text of a tree, and what was read of the folder for it."""
+    reads = type("Reads", (NotedReads,), {"pieces": []})
+    ram = streaming_ram(directory, context=128, num_nodes=8)
+    how: dict[str, Any] = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "open_source": reads}
+    with offload.load(directory, directory, ram=ram, **how) as decoder:
+        return decoder.generate(PROMPT, max_new_tokens=NUM_NEW), reads.pieces
+
+
+def assert_towers_are_untouched(checkpoint: Checkpoint, pieces: list[Piece]) -> None:
+    text = {(entry.shard, entry.lo, entry.hi) for entry in checkpoint.tensors.values()}
+    assert {(one.shard, one.lo) for one in pieces} & {place[:2] for place in text}, "it was this folder that was read"
+    for index, shard in enumerate(checkpoint.shards):
+        for name, entry in read_header(shard, index)[0].items():
+            if (index, entry.lo, entry.hi) not in text:
+                reads = [one for one in pieces if one.shard == index and one.lo < entry.hi and one.hi > entry.lo]
+                assert not reads, f"{name} was read"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.usefixtures("without_timm")
+def test_the_text_of_a_tree_is_that_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    wanted = written_by_transformers(saved(kind, tmp_path))
+    got, pieces = streamed(tmp_path)
+    assert got.token_ids == wanted and len(set(wanted)) >= 4
+    assert got.plan.num_slots == 3 and got.plan.num_resident == 0
+    assert got.stats.tokens_per_sweep > 2, "a draft that is the model itself must be believed"
+    assert_towers_are_untouched(open_checkpoint(tmp_path), pieces)
+
+
+@pytest.mark.parametrize("mistake", ["a chunk as a window", "a chunk too wide", "rows one after the other"])
+def test_mistakes_with_llama_4_would_show(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("llama4", tmp_path)
+    right, _ = streamed(tmp_path)
+    if mistake == "rows one after the other":  # as transformers counts them
+        hear = temperature._Tuning.hear
+
+        def hear_in_order(self: Any, layer: Any, args: Any, more: dict[str, Any]) -> None:
+            row_1T = more["position_ids"]
+            hear(self, layer, args, {"position_ids": row_1T[:, :1] + torch.arange(row_1T.shape[1])})
+
+        monkeypatch.setattr(temperature._Tuning, "hear", hear_in_order)
+    else:
+        windows, is_window = weights.attention_windows, mistake == "a chunk as a window"
+        wrong = lambda chunk: chunk and (chunk.size if is_window else Chunk(chunk.size + 1))  # noqa: E731
+        monkeypatch.setattr(weights, "attention_windows", lambda *args: list(map(wrong, windows(*args))))
+    got, _ = streamed(tmp_path)
+    assert (got.token_ids, got.stats.tokens_per_sweep) != (right.token_ids, right.stats.tokens_per_sweep)
+
+
+LAYOUTS = {
+    "inside, with a model of its own": ("language_model.model.", "language_model.lm_head.", "vision_tower."),
+    "in the model": ("model.language_model.", "lm_head.", "model.vision_tower."),
+    "in the model, with one of its own": (
+        "model.language_model.model.",
+        "model.language_model.lm_head.",
+        "model.visual.",
+    ),
+    "beside the tower": ("model.", "lm_head.", "visual."),
+    "as a model of text": ("model.text_model.", "lm_head.", "model.vision_model."),
+}
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_names_of_old_and_new_files(kind: str, layout: str, tmp_path: Path) -> None:
+    model = saved(kind, tmp_path)
+    text, head, tower = LAYOUTS[layout]
+    wanted = {f"model.{name}": tensor for name, tensor in model.get_decoder().state_dict().items()}
+    wanted["lm_head.weight"] = model.lm_head.weight.detach()
+    named = {f"{text}{name.removeprefix('model.')}": t for name, t in wanted.items() if not name.startswith("lm_head.")}
+    named |= {f"{head}weight": wanted["lm_head.weight"], f"{tower}layers.0.self_attn.q_proj.weight": torch.ones(9, 9)}
+    rewritten(tmp_path, named)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.left_out == {"vision": 4 * 81} and checkpoint.tensors.keys() == wanted.keys()
+    ours = resident_model(checkpoint, "float32").meta_model.state_dict()
+    assert ours.keys() == wanted.keys() and all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
+
+
+def rewritten(directory: Path, tensors: dict[str, Tensor]) -> None:
+    for path in directory.glob("model*"):
+        path.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+
+
+def test_sizes_that_a_config_leaves_out_are_usual_ones(tmp_path: Path) -> None:
+    """Files on the hub name what differs from the family alone; old ones have the sizes of text outside."""
+    saved("qwen2_5_vl", tmp_path)
+    path, whole = tmp_path / "config.json", model_shape(open_checkpoint(tmp_path))
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    path.write_text(json.dumps({**text, **config}))
+    assert model_shape(open_checkpoint(tmp_path)) == whole
+    saved("gemma3", tmp_path / "gemma", num_attention_heads=8, num_key_value_heads=4, head_dim=256)
+    path = tmp_path / "gemma" / "config.json"
+    whole, config = model_shape(open_checkpoint(path.parent)), json.loads(path.read_text())
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        del config["text_config"][key]
+    path.write_text(json.dumps(config))
+    assert model_shape(open_checkpoint(path.parent)) == whole
+
+
+def test_all_experts_are_counted_where_rows_meet_all(tmp_path: Path) -> None:
+    saved("llama4", tmp_path)
+    shape = model_shape(open_checkpoint(tmp_path))
+    assert shape.routed_share == 1 and shape.row_bytes > 4 * (3 * 96 * 4)
+
+
+def test_a_plan_says_what_is_left_out(tmp_path: Path) -> None:
+    saved("gemma4", tmp_path)
+    left_out = open_checkpoint(tmp_path).left_out
+    assert left_out.keys() == {"audio", "vision"}
+    flags = ("-m", tmp_path, "--ram", "4GiB", "--disk-speed", "3GB")
+    told = " ".join(shell("plan", *flags).out.split())
+    assert "; left out: " in told and " of vision" in told and " of audio" in told
+    found = json.loads(shell("plan", *flags, "--json").out)["models"]["target"]
+    text_bytes = sum(entry.num_bytes for entry in open_checkpoint(tmp_path).tensors.values())
+    assert found["left_out"] == left_out and found["num_bytes"] == text_bytes
+
+
+def test_towers_alone_are_refused(tmp_path: Path) -> None:
+    saved("llava", tmp_path)
+    rewritten(tmp_path, {"vision_tower.layers.0.weight": torch.ones(3)})
+    with pytest.raises(offload.UserError, match=r"no tensors of a language model, vision alone: give the folder"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_text_part_that_lacks_something_is_refused(tmp_path: Path) -> None:
+    model = saved("llava", tmp_path)
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if not name.endswith("layers.1.mlp.up_proj.weight")
+    }
+    rewritten(tmp_path, tensors)
+    with pytest.raises(offload.UserError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing: download"):
+        offload.load(tmp_path, ram="1GiB", context=64)
+
+
+def test_a_language_model_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
+    model = saved("llava", tmp_path)
+    head = model.lm_head.weight.detach()
+    rewritten(tmp_path, {**model.state_dict(), "language_model.lm_head.weight": head.clone()})
+    with pytest.raises(offload.UserError, match=r"lm_head\.weight of the language model is stored twice"):
+        open_checkpoint(tmp_path)
+
+
+def test_experts_that_are_stored_transposed_are_refused(tmp_path: Path) -> None:
+    """As the hub has them; transformers turns them as it loads."""
+    model = saved("qwen3_vl_moe", tmp_path, moe_intermediate_size=24)
+    turned = {name: t.transpose(1, 2) if ".experts." in name else t for name, t in model.state_dict().items()}
+    rewritten(tmp_path, turned)
+    with pytest.raises(offload.UserError, match=r"experts\.gate_up_proj is stored transposed, .* save the model once"):
+        offload.load(tmp_path, ram="1GiB", context=64)
+
+
+def test_a_wrapper_may_carry_extra_layers_too(tmp_path: Path) -> None:
+    """As Qwen 3.5 has them, beside towers that have more layers than the text, by the same numbers."""
+    model = saved("qwen3_vl", tmp_path)
+    before = open_checkpoint(tmp_path)
+    more = {"mtp.layers.0.q_proj.weight": torch.ones(8), "model.language_model.layers.4.q_proj.weight": torch.ones(8)}
+    rewritten(tmp_path, {**{name: tensor.clone() for name, tensor in model.state_dict().items()}, **more})
+    assert open_checkpoint(tmp_path).left_out == {**before.left_out, "extra layers": 2 * 32}
+    assert before.left_out.keys() == {"vision"}
+
+
+def test_text_ends_where_its_own_config_says(tmp_path: Path) -> None:
+    saved("llava", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["eos_token_id"] = [5, 7]
+    path.write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    assert generation_settings(open_checkpoint(tmp_path))["eos_token_id"] == [5, 7]
+    path.write_text(json.dumps(config | {"eos_token_id": 9}))
+    assert generation_settings(open_checkpoint(tmp_path))["eos_token_id"] == 9
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "llama4"])
+def test_a_config_alone_tells_what_the_headers_tell(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path)
+    stored = open_checkpoint(tmp_path)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_text((tmp_path / "config.json").read_text())
+    found = describe(str(tmp_path / "alone"))
+    told, wanted = ({name: (e.dtype, e.shape) for name, e in one.tensors.items()} for one in (found, stored))
+    assert told == wanted
+
+
+@pytest.mark.parametrize("chunk", ["24", -1, 0.5, 1 << 40])
+def test_a_chunk_that_is_no_number_of_keys_is_refused(chunk: object, tmp_path: Path) -> None:
+    saved("llama4", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["attention_chunk_size"] = chunk
+    path.write_text(json.dumps(config))
+    with pytest.raises(offload.UserError, match=r"attention_chunk_size|not supported"):
+        offload.load(tmp_path, ram="1GiB", context=64)
+
+
+def test_what_is_no_wrapper_keeps_its_names() -> None:
+    named: dict[str, Any] = {"language_model.model.layers.0.weight": load_file}
+    assert text_part("here", {"model_type": "llama"}, named).tensors == named

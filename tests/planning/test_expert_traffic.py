@@ -1,0 +1,205 @@
+"""Sweeps whose bytes depend on their rows: on demand or ahead, and what follows for trees, growth and guesses."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from mixture_headers import mixture
+
+from offload.checkpoint.sizes import model_shape
+from offload.config import Sampling
+from offload.memory.planner import Budgets, Files, make_plan
+from offload.planning.chains import ChainPolicy
+from offload.planning.cost_model import (
+    DEMAND_RATE,
+    NEVER,
+    Costs,
+    Curve,
+    Traffic,
+    link_alone,
+    overlapped_s,
+    step_of,
+)
+from offload.planning.expert_choice import with_experts
+from offload.planning.expert_traffic import ExpertTraffic
+from offload.planning.hardware import Hardware
+from offload.planning.room import Room
+from offload.planning.routing import Routing
+from offload.planning.tree_policy import Trees, routing_in
+from offload.planning.tree_search import SIZES, Forest, rank_trees
+from offload.tree.spec import parse_tree
+from offload.tree.topology import DEFAULT_ACCEPTANCE, check_acceptance
+
+MB, GB = 10**6, 10**9
+LINK = 2e9
+FINE, COARSE = Routing.usual(48, 128, 8), Routing.usual(32, 8, 2)  # such as Qwen3-30B-A3B and Mixtral have
+
+
+def traffic(routing: Routing = FINE, kept: float = 0.0, slot_bytes: int = 9 * MB, dense_bytes: int = 0) -> Traffic:
+    num_kept = round(kept * routing.num_experts)
+    experts = ExpertTraffic(slot_bytes, num_kept, routing, num_kept)
+    return Traffic(dense_bytes, 0, experts=experts)
+
+
+def costs(row_s: float = 0.0, pass_s: float = 0.0, penalty: float = 0.0) -> Costs:
+    computing = Curve((1, 1024), (pass_s + row_s, pass_s + 1024 * row_s))
+    return Costs(
+        compute_s=computing, draft_step_s=Curve((1,), (0.01,)), verify_s=0.0, link_bytes_per_s=LINK,
+        overlap_penalty=penalty,
+    )  # fmt: skip
+
+
+def test_bytes_rise_with_rows_up_to_all_that_is_not_kept() -> None:
+    for kept in (0.0, 0.2, 0.6):
+        moved = traffic(kept=kept, dense_bytes=GB)
+        assert moved.experts is not None
+        sizes = [moved.bytes_at(num_rows) for num_rows in (1, 2, 4, 16, 64, 512, 1e6)]
+        assert sizes == sorted(sizes) and sizes[0] > GB
+        assert sizes[-1] == pytest.approx(GB + moved.experts.whole_bytes)
+        assert moved.experts.whole_bytes == pytest.approx((1 - kept) * 6144 * 9 * MB, rel=1e-3)
+    assert traffic().bytes_at(1) == pytest.approx(48 * 8 * 9 * MB)
+    assert traffic(kept=0.2).experts.hit_share(1) > 0.5 > traffic(kept=0.05).experts.hit_share(1)  # type: ignore[union-attr]
+    nothing = traffic(kept=1.0)
+    assert nothing.bytes_at(64) == 0 and not nothing.is_streamed and traffic(kept=0.9).is_streamed
+
+
+def test_computing_waits_for_what_routers_ask_for() -> None:
+    moved, known = traffic(kept=0.2, dense_bytes=GB), costs(pass_s=0.5)
+    step = step_of(known, moved, 4, (1, 1))
+    asked_s = moved.experts.bytes_at(4) / (DEMAND_RATE * LINK)  # type: ignore[union-attr]
+    dense_s = GB / LINK
+    assert step.asked_s == pytest.approx(asked_s) and step.link_s == pytest.approx(dense_s + asked_s)
+    assert step.draft_s == pytest.approx(0.02) and step.limit == "link"
+    beside_s = max(0.5, dense_s)
+    assert beside_s + 0.85 * asked_s < step.sweep_s < beside_s + asked_s, "reads and products nearly take turns"
+    assert step.sweep_s == pytest.approx(overlapped_s(beside_s, asked_s, 0.9))
+    assert step_of(costs(pass_s=60.0), moved, 4, ()).limit == "compute"
+
+
+def test_many_rows_read_ahead_as_whole_layers_do() -> None:
+    moved = traffic(kept=0.1)
+    whole_s = moved.experts.whole_bytes / LINK  # type: ignore[union-attr]
+    known = costs(row_s=1e-3 * whole_s, penalty=0.2)
+    sweep = step_of(known, moved, 512, ())
+    assert sweep.asked_s == 0 and sweep.sweep_s == pytest.approx(overlapped_s(0.512 * whole_s, whole_s, 0.2))
+    assert step_of(known, moved, 1, ()).asked_s > 0
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("routing", [FINE, COARSE], ids=["fine", "coarse"])
+def test_ahead_begins_where_it_is_quicker(routing: Routing, kept: float) -> None:
+    moved = traffic(routing, kept, 350 * MB if routing is COARSE else 9 * MB)
+    for known in (costs(), costs(row_s=1e-2), costs(pass_s=1.0), None):
+        rows, curves = moved.ahead_rows(known), known or link_alone(1.0)
+        assert 1 < rows < 600
+        assert step_of(curves, moved, rows, ()).asked_s == 0 and step_of(curves, moved, rows - 1, ()).asked_s > 0
+    assert moved.ahead_rows(costs(row_s=1e-2)) <= moved.ahead_rows(costs()), "what hides computing comes earlier"
+
+
+def test_nothing_is_read_ahead_where_nothing_has_to_come() -> None:
+    assert traffic(kept=1.0).ahead_rows(costs()) == Traffic(GB, 0).ahead_rows(None) == NEVER
+
+
+def test_few_of_many_experts_want_small_trees_and_few_experts_large_ones() -> None:
+    forest = Forest(check_acceptance(DEFAULT_ACCEPTANCE), max_nodes=128)
+    small = costs(pass_s=0.02)
+
+    def best(moved: Traffic) -> int:
+        return rank_trees(forest, small, lambda _: moved)[0].shape.num_nodes
+
+    assert {3, 6} < set(SIZES) and list(SIZES) == sorted(SIZES)
+    assert best(traffic(FINE, 0.2)) <= 8 < 32 <= best(traffic(COARSE, 0.05, 350 * MB))
+    as_layers = Traffic(6144 * 9 * MB, 0)
+    assert best(as_layers) >= 64, "of whole layers every row is free"
+    measured = traffic(FINE, 0.2).routed_by(Routing(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1))))
+    assert best(measured) >= 64, "and so it is where all rows need the same experts"
+
+
+def test_chains_growth_and_guesses_pay_for_their_rows() -> None:
+    moved, layers, known = traffic(kept=0.2), Traffic(int(traffic(kept=0.2).bytes_at(1)), 0), costs(pass_s=0.05)
+    assert ChainPolicy.of(0.8, known, moved, 16).length() < ChainPolicy.of(0.8, known, layers, 16).length()
+    trees = trees_with(moved)
+    trees.costs, trees.link_bytes_per_s = known, LINK
+    steps = [trees.step_s(num_rows, (1,)) for num_rows in (1, 2, 8, 32)]
+    assert steps == sorted(set(steps)) and steps[-1] > 2 * steps[0]
+    trees.routing = Routing(np.tile(np.where(np.arange(128) < 8, 1.0, 0.0), (48, 1)))
+    assert trees.step_s(32, (1,)) == pytest.approx(trees.step_s(1, (1,))), "what was counted is what counts"
+    assert trees.step_s(32, (1,)) < steps[0]
+    assert trees.ahead_rows() == moved.routed_by(trees.routing).ahead_rows(trees.costs)
+
+
+def trees_with(moved: Traffic, **how: Any) -> Trees:
+    return Trees(parse_tree("auto"), lambda *_: (None, "none"), lambda _: moved, **how)
+
+
+def test_a_tree_of_guesses_has_room_while_one_row_reads_no_more() -> None:
+    def of(size: int) -> Traffic:
+        return traffic(kept=0.3 - (0.0 if size <= 16 else 0.1))
+
+    trees = Trees(parse_tree("auto"), lambda *_: (None, "none"), of, has_draft=False)
+    assert trees.most_nodes == 16
+    assert trees_with(traffic(kept=0.3), has_draft=False).most_nodes == 64
+    assert trees_with(traffic(kept=0.3), has_draft=False).for_run(Sampling(), "match").shape.num_nodes == 64
+
+
+def test_a_second_pool_spares_the_disk() -> None:
+    """Of what a card does not keep, pinned memory sends some; the rest waits for the disk."""
+    machine = Hardware(name="toy", gpu_bytes=24 * GB, memory_bytes_per_s=1e12, flops_per_s=1e14, link_bytes_per_s=20e9,
+                       ram_bytes=64 * GB, disk_bytes_per_s=4e9)  # fmt: skip
+    shape = model_shape(mixture(num_hidden_layers=40))
+    roomy = make_plan(shape, None, Budgets(1 << 40, 1 << 40), context=512, num_nodes=1, experts="demand")
+
+    def of(num_pinned: int) -> Traffic:
+        host_bytes = roomy.runtime_bytes + roomy.table_bytes + shape.head_bytes + num_pinned * roomy.expert_slot_bytes
+        gpu_bytes = roomy.fixed_bytes + roomy.resident_bytes + 200 * roomy.expert_slot_bytes
+        plan = make_plan(shape, None, Budgets(host_bytes, gpu_bytes), context=512, num_nodes=1)
+        assert plan.num_expert_slots == pytest.approx(200, abs=2) and plan.num_host_expert_slots >= num_pinned
+        return Traffic.of(plan, machine)
+
+    few, many, all_of = of(10), of(600), of(1080)
+    sizes = [one.bytes_at(4) for one in (few, many, all_of)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 2 * sizes[2]
+    assert few.is_disk_slower and not all_of.is_disk_slower
+    assert all_of.bytes_at(4) == pytest.approx(all_of.experts.near_bytes_at(4))  # type: ignore[union-attr]
+
+
+def test_what_a_profile_has_counted_replaces_what_is_usual() -> None:
+    """The shares of experts are of texts: where all rows ask for the same ones, they add no bytes."""
+    uses = SimpleNamespace(uses_LE=[[1000] * 8 + [0] * 120] * 48, num_rows=1000)
+    profile: Any = SimpleNamespace(expert_uses=uses)
+    routing = routing_in(profile)
+    assert routing is not None and routing.distinct(32) == pytest.approx(48 * 8, rel=0.2)
+    assert routing_in(None) is None and routing_in(cast(Any, SimpleNamespace(expert_uses=None))) is None
+    moved = traffic(kept=0.1)
+    told = moved.routed_by(routing)
+    assert told.bytes_at(8) < 0.1 * moved.bytes_at(8) and moved.routed_by(None) is moved
+    assert Traffic(5, 5).routed_by(routing) == Traffic(5, 5)
+
+
+def room(ram_bytes: int, **how: Any) -> Room:
+    return Room(**{"ram": ram_bytes, "gpu": None, "dtype": "auto", "context": 512, "rule": "match", **how})
+
+
+def test_demand_or_layers_is_settled_once_and_by_headers() -> None:
+    fine, dense = Files(mixture(num_hidden_layers=24)), Files(mixture(model_type="dbrx"))
+    whole_bytes = sum(model_shape(fine.target).layer_bytes)
+    for share in (0.1, 0.3, 0.6):
+        budget = room(int(share * whole_bytes) + 600_000_000)
+        settled = with_experts(budget, fine)
+        assert settled == replace(budget, experts="demand") and settled.plan(fine, 1).has_experts
+        assert with_experts(replace(budget, experts="layers"), fine).experts == "layers"
+    assert with_experts(room(64 * GB), fine).experts == "layers", "where all of it stays there is nothing to choose"
+    assert with_experts(room(2 * GB), dense).experts == "layers"
+
+
+def test_a_named_tree_that_needs_all_experts_is_weighed_as_it_is() -> None:
+    target = mixture(num_hidden_layers=24)
+    files = Files(target, mixture(num_hidden_layers=1))
+    budget = room(int(0.3 * sum(model_shape(target).layer_bytes)) + 2_000_000_000)
+    assert with_experts(budget, files, num_nodes=2).experts == "demand"
+    ways = {how: replace(budget, experts=how).traffic(files, 512) for how in ("demand", "layers")}
+    known = link_alone(1.0)
+    seconds = {how: step_of(known, one, 512, ()).sweep_s for how, one in ways.items() if one is not None}
+    assert with_experts(budget, files, num_nodes=512).experts == min(seconds, key=lambda how: seconds[how])

@@ -1,0 +1,234 @@
+"""Mixtures on a device without one, their experts one by one: what transformers writes, from pools of any size.
+
+Copies come late, slots hold NaN before anything comes into them, and tensors of the device and of the host cannot be
+mixed where a test says so.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_device import FakeDevice, fake_arena
+from quantised import save_quantised
+from strict_place import OnCard, StrictDevice, place
+from test_device_path import BUDGETS, base, device, pair_of
+from test_experts import logits_of, whole_layers
+from test_families import config_of, tiny_model
+from test_tiny import prompts
+from test_tree_rows import CLOSE
+from tiny import save
+
+import offload
+from offload.calibration import device_link as card_link
+from offload.checkpoint.layout import BLOCK_BYTES, SlabLayout
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.decoder import Decoder
+from offload.errors import ReadError
+from offload.memory.plan import MemoryPlan, Tier
+from offload.model.weights import StreamedModel
+from offload.planning import room
+from offload.streaming.device_expert_carrier import DeviceExpertCarrier
+from offload.streaming.disk import DiskReader
+from offload.streaming.expert_pool import NEVER, ExpertPool, open_pool
+
+__all__ = ["base", "device"]  # fixtures
+LOAD: dict[str, Any] = {"context": 128, "threads": 1, "experts": "demand", **BUDGETS}
+TREES, NUM_NEW = ("none", "8x3", "grown:16x6"), 10
+SIZES = {"least": (2, 2), "some": (9, 5), "few here, many there": (4, 30), "all": (48, 2)}
+
+
+def place_experts(monkeypatch: pytest.MonkeyPatch, num_slots: int, num_host_slots: int, *tiers: str) -> None:
+    """Plans give pools so many slots, and put the dense parts of layers where `tiers` say, in turn."""
+    plan_memory = room.plan_memory
+
+    def planned(*args: Any, **settings: Any) -> MemoryPlan:
+        plan = plan_memory(*args, **settings)
+        if not plan.has_experts:
+            return plan
+        placed = tuple(Tier[tiers[layer % len(tiers)]] for layer in range(len(plan.tier_L)))
+        streams = any(tier is not Tier.RESIDENT for tier in placed)
+        sizes = {"slot_bytes": max(plan.layer_bytes), "num_slots": 2} if streams else {}
+        experts = {"num_expert_slots": num_slots, "num_host_expert_slots": num_host_slots}
+        return replace(plan, tier_L=placed, num_host_slots=2 if Tier.DISK in placed else 0, **sizes, **experts)
+
+    monkeypatch.setattr(room, "plan_memory", planned)
+
+
+def poisoned(decoder: Decoder) -> ExpertPool:
+    pool = decoder.target.experts
+    assert pool is not None and isinstance(pool.carrier, DeviceExpertCarrier)
+    pool.poison_released = True
+    return pool
+
+
+@pytest.mark.parametrize(("family", "sizes"), [*(("qwen3-moe", sizes) for sizes in SIZES), ("mixtral", "least")])
+def test_greedy_ids_equal_transformers(
+    family: str, sizes: str, device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run of each tree finds both pools warm."""
+    target, draft, wanted = pair_of(family, base)
+    place_experts(monkeypatch, *SIZES[sizes], "RESIDENT")
+    with offload.load(target, draft, tree="16x6", **LOAD) as decoder:
+        pool = poisoned(decoder)
+        for tree in (*TREES, TREES[0]):
+            got = decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree)
+            assert got.token_ids == wanted[:NUM_NEW], tree
+            assert pool.num_misses or sizes == "all"
+        slab_bytes = {record.slab_bytes for record in pool.records}
+        assert got.stats.bytes_streamed <= max(slab_bytes) * pool.num_misses
+        if sizes == "all":
+            assert got.stats.bytes_streamed == 0
+
+
+@pytest.mark.parametrize("tiers", [("DISK",), ("HOST",), ("HOST", "DISK", "RESIDENT", "DISK")])
+def test_dense_parts_stream_beside_experts(
+    tiers: tuple[str, ...], device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, wanted = pair_of("qwen3-moe", base)
+    place_experts(monkeypatch, 5, 7, *tiers)
+    with offload.load(target, draft, tree="16x6", **LOAD) as decoder:
+        poisoned(decoder)
+        for tree in TREES:
+            assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW, tree=tree).token_ids == wanted[:NUM_NEW]
+
+
+def test_a_long_prompt_is_read_ahead(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft, _ = pair_of("qwen3-moe", base)
+    prompt = torch.randint(3, 199, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    with offload.load(target, draft, tree="8x3", **{**LOAD, "experts": "layers"}) as decoder:
+        wanted = decoder.generate(prompt, max_new_tokens=6).token_ids
+    for sizes in ((4, 4), (9, 20)):
+        place_experts(monkeypatch, *sizes, "RESIDENT")
+        with offload.load(target, draft, tree="8x3", **LOAD) as decoder:
+            assert poisoned(decoder).ahead_rows <= len(prompt)
+            assert decoder.generate(prompt, max_new_tokens=6).token_ids == wanted
+
+
+def test_the_plan_decides_how_many_stay(device: FakeDevice, base: Path) -> None:
+    """Both budgets are its own; without a word from the test a model that fits comes in whole layers."""
+    target, _, wanted = pair_of("qwen3-moe", base)
+    with offload.load(target, tree="none", **LOAD) as decoder:
+        plan, pool = decoder.plan, poisoned(decoder)
+        assert len(pool._slots) == plan.num_expert_slots == plan.num_experts == 48
+        assert len(pool.carrier._slots) == plan.num_host_expert_slots == 2, "all pass through the host once"
+        assert pool.carrier.pinned.pinned_bytes <= plan.num_host_expert_slots * plan.expert_slot_bytes
+        assert plan.total_bytes <= plan.ram_bytes and plan.gpu_total_bytes <= plan.gpu_bytes
+        assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
+    with offload.load(target, tree="none", **{**LOAD, "experts": "auto"}) as decoder:
+        assert decoder.target.experts is None and decoder.plan.num_slots == 0
+
+
+def test_a_small_card_leaves_experts_to_the_host(device: FakeDevice, base: Path) -> None:
+    target, _, wanted = pair_of("qwen3-moe", base)
+    roomy = offload.load(target, tree="none", **LOAD)
+    roomy.close()
+    lacking = roomy.plan.num_experts - 7
+    smaller = roomy.plan.gpu_total_bytes - lacking * roomy.plan.expert_slot_bytes
+    for experts in ("demand", "auto"):
+        with offload.load(target, tree="none", **{**LOAD, "gpu_memory": smaller, "experts": experts}) as decoder:
+            pool = poisoned(decoder)
+            assert (len(pool._slots), len(pool.carrier._slots)) == (7, lacking)
+            assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
+
+
+def test_tensors_of_both_places_are_never_mixed(
+    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeDevice, "place", place())
+    target, draft, wanted = pair_of("qwen3-moe", base)
+    place_experts(monkeypatch, 5, 7, "RESIDENT", "HOST")
+    with StrictDevice(), offload.load(target, draft, tree="16x6", **LOAD) as decoder:
+        poisoned(decoder)
+        for tree in ("none", "grown:16x6"):
+            assert decoder.generate(prompts()[1], max_new_tokens=6, tree=tree).token_ids == wanted[:6], tree
+
+
+def test_an_automatic_tree_is_found(device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes is timed with a few experts, before there is a pool."""
+    monkeypatch.setattr(FakeDevice, "place", place())
+    monkeypatch.setattr(card_link, "_COPY_BYTES", 1 << 16)
+    target, draft, wanted = pair_of("qwen3-moe", base)
+    place_experts(monkeypatch, 20, 7, "RESIDENT")
+    how = {"tree": "auto", "profile": "none", "lookup": False}
+    with StrictDevice(), offload.load(target, draft, **how, **LOAD) as decoder:
+        assert decoder.generate(prompts()[1], max_new_tokens=4).token_ids == wanted[:4]
+
+
+@contextmanager
+def opened(
+    folder: Path, num_slots: int, num_host_slots: int, *, ahead_rows: int = NEVER
+) -> Iterator[tuple[StreamedModel, ExpertPool]]:
+    """On the strict place, its layers bound; to be used where that is entered."""
+    device = FakeDevice(5)
+    device.place = place()
+    device.open_allocator = fake_arena
+    with ExitStack() as resources:
+        model = StreamedModel(open_checkpoint(folder), "float32", place(), on_demand=True)
+        resources.callback(model.close)
+        store = DiskReader(model.checkpoint.shards)
+        resources.callback(store.close)
+        model.read_rest(store.fetch)
+        for layer, layout in enumerate(model.layer_layouts):
+            model.bind_layer(layer, torch.from_numpy(store.fetch(layout)[layout.sent]).to(place()))
+        resources.callback(device.finish)
+        records = [one.records for one in model.experts]
+        how = {"num_host_slots": num_host_slots, "ahead_rows": ahead_rows}
+        pool = open_pool(store, records, num_slots, device, resources, **how)
+        pool.poison_released = True
+        model.bring_experts(pool.bring)
+        yield model, pool
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
+def test_the_host_looks_once_a_layer(family: str, tmp_path: Path) -> None:
+    folder, cuts = save(tiny_model(config_of(family)), tmp_path), (9, 1, 14)
+    wanted = whole_layers(folder, cuts)
+    for sizes, ahead_rows in (((3, 4), NEVER), ((7, 9), 4)):
+        with StrictDevice() as card, opened(folder, *sizes, ahead_rows=ahead_rows) as (model, pool):
+            card.looks.clear()
+            card.sends.clear()
+            got = logits_of(model, pool, cuts)
+            assert isinstance(got, OnCard)
+            torch.testing.assert_close(got.held, wanted, **CLOSE)
+            assert len(card.looks) == len(cuts) * len(model.experts)
+            small = [size for size in card.sends if size < BLOCK_BYTES]  # others are experts
+            assert len(small) <= 5 * len(cuts), "tokens, positions and masks go there, and nothing for an expert"
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8-block")])
+def test_coded_experts_are_expanded_there(family: str, recipe: str, tmp_path: Path) -> None:
+    plain = save(tiny_model(config_of(family)), tmp_path / "plain")
+    folder, cuts = save_quantised(plain, recipe, tmp_path / "coded").directory, (9, 1, 14)
+    wanted = whole_layers(folder, cuts)
+    with StrictDevice(), opened(folder, 4, 3) as (model, pool):
+        assert any(record.coded for record in pool.records)
+        torch.testing.assert_close(logits_of(model, pool, cuts).held, wanted, **CLOSE)
+
+
+def test_a_disk_that_fails_ends_the_run_and_no_other(
+    device: FakeDevice, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft, wanted = pair_of("qwen3-moe", base)
+    place_experts(monkeypatch, 4, 5, "RESIDENT")
+    calls, fails = iter(range(10**6)), set[int]()
+
+    class Failing(DiskReader):
+        def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+            if next(calls) in fails:
+                failed = Future[None]()
+                failed.set_exception(ReadError("the disk is gone"))
+                return [failed]
+            return super().read(layout, slab)
+
+    with offload.load(target, draft, tree="8x3", open_source=Failing, **LOAD) as decoder:
+        poisoned(decoder)
+        fails.add(next(calls) + 20)
+        with pytest.raises(ReadError, match="the disk is gone"):
+            decoder.generate(prompts()[1], max_new_tokens=NUM_NEW)
+        assert decoder.generate(prompts()[1], max_new_tokens=NUM_NEW).token_ids == wanted[:NUM_NEW]

@@ -1,0 +1,279 @@
+"""Two pools of experts, on a device and on its host: every wait is needed. Copies and kernels run late.
+
+Experts carry their number in every byte from their first weight on. A kernel looks at its slot when the compute stream
+gets to it, and whatever is overwritten holds NaN before.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_device import FakeDevice, fake_arena
+
+from offload.checkpoint.layout import BLOCK_BYTES, Placed, SlabLayout
+from offload.errors import ReadError
+from offload.streaming import bounces, device_expert_carrier
+from offload.streaming.expert_pool import NEVER, ExpertPool, open_pool
+
+NUM_LAYERS, NUM_EXPERTS, LEAD_BYTES = 3, 8, 24
+RECORDS = [
+    [SlabLayout((), {"w": Placed("F32", (4,), LEAD_BYTES)}, BLOCK_BYTES, is_direct=True) for _ in range(NUM_EXPERTS)]
+    for _ in range(NUM_LAYERS)
+]
+_BLOCK_OF = {id(record): block for block, record in enumerate(record for layer in RECORDS for record in layer)}
+
+
+class ThreadStore:
+    """Writes an expert's number into the slab, from threads, as `DiskReader` does; some reads take long, some fail."""
+
+    note = None
+
+    def __init__(self) -> None:
+        self.delay_s, self.asked, self.failing = 0.0, list[int](), set[int]()
+        self.num_reading = self.most_reading = 0
+        self._pool, self._lock = ThreadPoolExecutor(6), threading.Lock()
+
+    def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
+        block = _BLOCK_OF[id(layout)]
+        self.asked.append(block)
+        slab[:] = 0xEE
+        half = len(slab) // 2
+        return [self._pool.submit(self._fill, block, part) for part in (slab[LEAD_BYTES:half], slab[half:])]
+
+    def _fill(self, block: int, part: np.ndarray) -> None:
+        with self._lock:
+            self.num_reading += 1
+            self.most_reading = max(self.most_reading, self.num_reading)
+        time.sleep(self.delay_s)
+        with self._lock:
+            self.num_reading -= 1
+        if block in self.failing:
+            raise ReadError(f"expert {block} cannot be read")
+        part[:] = block
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@contextmanager
+def pools(
+    num_slots: int = 2, num_host_slots: int = 2, *, seed: int = 0, ahead_rows: int = NEVER, limit_bytes: float = 1e9,
+    **more: Any,
+) -> Iterator[tuple[ExpertPool, FakeDevice, ThreadStore]]:  # fmt: skip
+    device, store = FakeDevice(seed, **{"is_compute_late": True, "haste": 0.4, **more}), ThreadStore()
+    device.open_allocator = lambda: fake_arena(limit_bytes)
+    with ExitStack() as resources:
+        resources.callback(store.close)
+        resources.callback(device.finish)
+        resources.callback(lambda: device.copies and pytest.fail("memory went before every copy had ended"))
+        how = {"num_host_slots": num_host_slots, "ahead_rows": ahead_rows}
+        pool = open_pool(store, RECORDS, num_slots, device, resources, **how)
+        pool.poison_released = True
+        yield pool, device, store
+
+
+def chosen(num_passes: int, num_chosen: int, seed: int = 0) -> list[list[list[int]]]:
+    """Experts of every layer of each pass; low numbers come more often."""
+    generator = np.random.default_rng(seed)
+    share_E = 1.0 / np.arange(1, NUM_EXPERTS + 1)
+    return [
+        [sorted(generator.choice(NUM_EXPERTS, num_chosen, replace=False, p=share_E / share_E.sum()).tolist())
+         for _ in range(NUM_LAYERS)]
+        for _ in range(num_passes)
+    ]  # fmt: skip
+
+
+def run(
+    pool: ExpertPool, device: FakeDevice, wanted: Sequence[Sequence[Sequence[int]]], *, num_rows: int = 1,
+    pause: Callable[[], object] = lambda: None,
+) -> list[str]:  # fmt: skip
+    """So many passes; what the kernels will have seen that was not their expert, once the device has run them."""
+    wrong, num_seen = list[str](), 0
+
+    def look(block: int, slab: torch.Tensor) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        if not (slab[: BLOCK_BYTES - LEAD_BYTES] == block).all():
+            wrong.append(f"expert {block} saw {int(slab[0])}")
+
+    for experts_L in wanted:
+        pool.begin_pass(num_rows)
+        for layer, experts in enumerate(experts_L):
+            for expert, _, slab in () if not experts else pool.bring(layer, experts, [1] * len(experts)):
+                pause()
+                for _ in range(2):  # the later one is the one that a hasty copy would hit
+                    device.launch(lambda block=layer * NUM_EXPERTS + expert, slab=slab: look(block, slab))
+    device.finish()
+    assert num_seen == 2 * sum(len(experts) for experts_L in wanted for experts in experts_L)
+    return wrong
+
+
+SIZES = [(2, 2), (2, 9), (9, 2), (5, 12), (24, 2)]
+
+
+@pytest.mark.parametrize(("num_slots", "num_host_slots"), SIZES)
+@pytest.mark.parametrize("ahead_rows", [NEVER, 1])
+def test_every_kernel_sees_its_own_expert(num_slots: int, num_host_slots: int, ahead_rows: int) -> None:
+    for seed in range(4):
+        with pools(num_slots, num_host_slots, seed=seed, ahead_rows=ahead_rows) as (pool, device, _):
+            for num_chosen in (2, NUM_EXPERTS, 3):
+                assert not run(pool, device, chosen(6, num_chosen, seed))
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, mistake: str) -> dict[str, Any]:
+    """Nobody waits for what the mistake names; returns how the device has to be to show it."""
+    wait, synchronize, main = FakeDevice.wait, FakeDevice.synchronize, threading.main_thread()
+    if mistake == "host slot":
+
+        def skip(self: FakeDevice, event: Any) -> None:
+            if threading.current_thread() is main:
+                synchronize(self, event)
+
+        monkeypatch.setattr(FakeDevice, "synchronize", skip)
+        return {"haste": 0.0}
+    stream = "compute" if mistake == "ready" else "copies"
+
+    def forget(self: FakeDevice, to: Any, event: Any) -> None:
+        if to is not getattr(self, stream):
+            wait(self, to, event)
+
+    monkeypatch.setattr(FakeDevice, "wait", forget)
+    return {"is_compute_late": False, "haste": 0.0, "latency_s": 0.005} if mistake == "ready" else {}
+
+
+@pytest.mark.parametrize("mistake", ["ready", "free", "host slot"])
+@pytest.mark.parametrize("num_host_slots", [3, 24])
+def test_a_forgotten_wait_shows(mistake: str, num_host_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mistake == "host slot" and num_host_slots == 24:
+        pytest.skip("nothing is read twice into a slot")
+    how = planted(monkeypatch, mistake)
+
+    def wrong(seed: int) -> list[str]:
+        with pools(3, num_host_slots, seed=seed, **how) as (pool, device, _):
+            pool.poison_released = mistake != "free"  # which would wait in order with what is computed
+            return run(pool, device, chosen(6, 3, seed), pause=lambda: time.sleep(0.001))
+
+    assert any(wrong(seed) for seed in range(10)), f"{mistake} went unnoticed"
+
+
+def test_what_the_host_has_is_sent_without_waiting_for_anything() -> None:
+    """A whole pass is enqueued while the device has not begun, and no thread has a part in it."""
+    with pools(4, 24, haste=0.0) as (pool, device, store):
+        everything = [[list(range(NUM_EXPERTS))] * NUM_LAYERS]
+        assert not run(pool, device, everything)
+        asked, waits, copies = len(store.asked), device.num_host_waits, device.num_copies
+        pool.carrier._feed.submit = None
+        pool.begin_pass(1)
+        for layer, experts in enumerate(everything[0]):
+            for _ in pool.bring(layer, experts, [1] * NUM_EXPERTS):
+                pass
+        del pool.carrier._feed.submit
+        assert (len(store.asked), device.num_host_waits, device.num_copies) == (asked, waits, copies)
+        device.finish()
+        assert device.num_copies - copies == pool.num_misses - 24 > 12
+
+
+def test_several_are_read_at_once_and_what_is_there_goes_first() -> None:
+    with pools(8, 8, haste=0.0) as (pool, device, store):
+        assert not run(pool, device, [[[2], [], []]])
+        store.delay_s, order = 0.05, list[int]()
+        pool.begin_pass(1)
+        for expert, _, _ in pool.bring(0, [0, 1, 2, 3], [1] * 4):
+            order.append(expert)
+        assert order[0] == 2 and sorted(order) == [0, 1, 2, 3] and store.most_reading >= 4
+
+
+def test_what_the_host_has_is_not_kept_waiting_by_the_disk() -> None:
+    """The first expert comes from a slow disk, those behind it from host memory."""
+    with pools(3, 24) as (pool, device, store):
+        assert not run(pool, device, [[[], [1, 2], []], [[5, 6, 7], [], []]])
+        store.delay_s, order = 0.1, list[int]()
+        pool.begin_pass(1)
+        for expert, _, _ in pool.bring(1, [0, 1, 2], [1] * 3):
+            order.append(expert)
+        assert order == [1, 2, 0]
+
+
+def test_the_host_keeps_what_the_device_does_not() -> None:
+    """Together they hold as much as both have slots: of 16 experts in use none is read again."""
+    with pools(8 + 3, 8 + 3) as (pool, device, store):
+        often, seldom = [list(range(8)), [], []], [[], list(range(8)), []]
+        assert not run(pool, device, [often, often, seldom, often] * 12)
+        store.asked.clear()
+        assert not run(pool, device, [often, often, seldom, often] * 6)
+        assert not store.asked, Counter(store.asked)
+
+
+def test_memory_that_cannot_be_locked_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounces, "_BOUNCE_BYTES", 1000)
+    monkeypatch.setattr(device_expert_carrier, "_REGION_BYTES", 2 * BLOCK_BYTES)
+    for limit_bytes in (0, 2500, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 3000):
+        with pools(3, 6, limit_bytes=limit_bytes, seed=limit_bytes) as (pool, device, _):
+            assert sum(pool.carrier._is_pinned) == (2 if limit_bytes >= 2 * BLOCK_BYTES else 0)
+            assert not run(pool, device, chosen(8, 3))
+            assert "could not be page-locked" in (pool.carrier.note or "")
+
+
+def test_a_failed_read_reaches_whoever_wants_the_expert() -> None:
+    for num_slots, ahead_rows in ((3, NEVER), (6, 1)):
+        with pools(num_slots, 4, ahead_rows=ahead_rows) as (pool, device, store):
+            store.failing = {NUM_EXPERTS + 3}
+            with pytest.raises(ReadError, match=f"expert {NUM_EXPERTS + 3} cannot be read"):
+                run(pool, device, [[[0, 1], [2, 3, 4], [5]]])
+            store.failing = set()
+            assert not run(pool, device, chosen(5, 4)), "the pool must recover with the next pass"
+
+
+def test_a_read_that_cannot_begin_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pools() as (pool, device, store):
+        working = store.read
+        monkeypatch.setattr(store, "read", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(pool, device, [[[0], [], []]])
+        monkeypatch.setattr(store, "read", working)
+        assert not run(pool, device, chosen(3, 3))
+
+
+def test_an_abandoned_kernel_is_not_overwritten() -> None:
+    """A pass ends between the enqueueing of a kernel and the next expert; its slot is wanted at once."""
+    with pools(2, 24, compute_share=0.0) as (pool, device, _):
+        assert not run(pool, device, [[list(range(NUM_EXPERTS)), [], []]])
+        pool.poison_released, seen = False, list[int]()
+        pool.begin_pass(1)
+        for _, _, slab in pool.bring(0, [3, 4], [1, 1]):
+            device.launch(lambda slab=slab: seen.append(int(slab[0])))
+            break
+        assert not run(pool, device, [[[0, 1, 2], [], []]])
+        assert seen in ([3], [4])
+
+
+def test_guesses_that_nobody_needs_are_given_up() -> None:
+    for seed in range(3):
+        with pools(6, 3, seed=seed, ahead_rows=1) as (pool, device, store):
+            store.delay_s = 0.002
+            assert not run(pool, device, chosen(4, 1, seed))
+
+
+def test_closing_while_the_disk_reads_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pools(6, 4, ahead_rows=1) as (pool, _, store):
+        store.delay_s = 0.1
+        pool.begin_pass(1)
+        time.sleep(0.02)
+    assert threading.active_count() <= before
+
+
+def test_waiting_is_told_in_the_time_of_the_device() -> None:
+    """A copy takes a second of virtual time and a kernel none."""
+    with pools(24, 24, haste=0.0) as (pool, device, _):
+        assert not run(pool, device, [[[0, 1, 2], [], []]])
+        assert pool.stall_s == 3 and pool.bytes_read == 3 * BLOCK_BYTES
+        assert not run(pool, device, [[[0, 1, 2], [], []]])
+        assert pool.stall_s == 3 and pool.bytes_read == 3 * BLOCK_BYTES

@@ -1,0 +1,77 @@
+"""Tiny random models around a language model, as transformers has them: towers that see or hear are there as well."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB_SIZE
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14, "depth": 6, "embed_dim": 96, "num_heads": 2, "out_hidden_size": 64, "encoder_layers": 6,
+    "d_model": 96, "encoder_ffn_dim": 128, "encoder_attention_heads": 2, "deepstack_visual_indexes": [1, 2],
+    "fullatt_block_indexes": [1], "num_global_layers": 2, "num_position_embeddings": 16, "projector_hidden_size": 64,
+    "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 16, "vision_output_dim": 64,
+    "projector_input_dim": 96, "projector_output_dim": 96, "output_dim": 64, "conf_num_hidden_layers": 2,
+    "conf_num_attention_heads": 2,
+}  # fmt: skip
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_SHARING = {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
+           "first_k_dense_replace": 1}  # fmt: skip
+OWN_TEXT: dict[str, dict[str, Any]] = {
+    "gemma3": {**_SLIDING, "tie_word_embeddings": True},
+    "gemma3n": {**_SLIDING, **_SHARING, "laurel_rank": 8, "altup_num_inputs": 2,
+                "activation_sparsity_pattern": [0.0] * 4, "tie_word_embeddings": True},
+    "gemma4": {**_SLIDING, **_SHARING, "global_head_dim": 16, "tie_word_embeddings": True, "num_hidden_layers": 8,
+               "layer_types": ["sliding_attention", "full_attention"] * 4},
+    "qwen2_vl": _MROPE, "qwen2_5_vl": _MROPE, "qwen3_vl": _MROPE, "glm46v": _MROPE, "glm_ocr": _MROPE,
+    "glm4v_moe": {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}, **_ROUTED},
+    "qwen3_vl_moe": {**_MROPE, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "glm4v": {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
+    "llama4": {"attention_chunk_size": 24, "floor_scale": 3, "attn_scale": 1.0, "intermediate_size_mlp": 96,
+               "num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 6,
+               "no_rope_layers": [1, 0, 1] * 2},
+}  # fmt: skip
+
+
+def wrapper_config(kind: str, **changes: Any) -> PreTrainedConfig:
+    """Of a model around a language model; `changes` are of the latter."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    usual = CONFIG_MAPPING[kind]()
+    parts = {name: getattr(usual, name, None) or make() for name, make in usual.sub_configs.items()}
+    inner = usual.get_text_config(decoder=True)
+    own = {}
+    for name, part in parts.items():
+        sizes = {**TEXT, **OWN_TEXT.get(kind, {}), **changes} if part is inner else TOWER
+        own[name] = {"model_type": part.model_type, **_known(sizes, part.to_dict())}
+    outer = _known({"tie_word_embeddings": own["text_config"].get("tie_word_embeddings", False)}, usual.to_dict())
+    tokens = {key: VOCAB_SIZE - 1 for key in usual.to_dict() if key.endswith(("_token_id", "_token_index"))}
+    return CONFIG_MAPPING[kind](**own, **outer, **tokens)
+
+
+def _known(sizes: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in sizes.items() if key in usual}
+
+
+def wrapper_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A random model whose text is more than one word."""
+    torch.manual_seed(seed)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.12)
+        else:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    if model.get_input_embeddings().weight is model.get_output_embeddings().weight:
+        model.get_input_embeddings().weight.data *= 0.05
+    return model
