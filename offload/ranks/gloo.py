@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import RankError
-from offload.ranks.interrupts import held_back
 from offload.ranks.messages import Channel, Message
 from offload.ranks.transport import Transport
 from offload.ranks.watch import Loss, Watch
 from offload.ranks.wire import HEADER_NUMBERS, as_bytes, end_header, header_of, read_header
+from offload.threads.interrupts import held_back
 
 _Box = queue.Queue[Message | Loss]
 _Sent = tuple[list[dist.Work], list[Tensor]]

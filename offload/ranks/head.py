@@ -26,12 +26,12 @@ from offload.memory.plan import MAX_PROMPT_ROWS
 from offload.planning.pipeline import PipelineOptions
 from offload.planning.roles import Roles
 from offload.ranks.cut_off import CutOff, Price, RisingCut
-from offload.ranks.interrupts import held_back
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.runs import Issue, Node, RunTable, Step
 from offload.ranks.timings import Listener, RunEvent, TokenTime, What
 from offload.ranks.transport import Transport
 from offload.sampling.sampler import require_token
+from offload.threads.interrupts import held_back
 
 
 class RowPrice(NamedTuple):

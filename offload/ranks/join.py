@@ -23,9 +23,9 @@ from offload.errors import TOLD, RankError, UserError, reason
 from offload.planning.place import Place
 from offload.ranks.gloo import Gloo, Groups
 from offload.ranks.interface import choose_interface
-from offload.ranks.interrupts import terminated_at_once, terminated_later
 from offload.ranks.messages import Channel
 from offload.ranks.watch import limit
+from offload.threads.interrupts import terminated_at_once, terminated_later
 
 PROTOCOL = 1  # of messages and cards; another number for every change that an older rank would misread
 JOIN_LIMIT_S, EXCHANGE_LIMIT_S = 120.0, 60.0

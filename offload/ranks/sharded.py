@@ -20,12 +20,12 @@ from offload.model.section import SectionModel
 from offload.model.target import Target
 from offload.ranks.agreement import tell_all
 from offload.ranks.exchange import Exchange
-from offload.ranks.interrupts import held_back
 from offload.ranks.messages import Channel, Kind, Message
 from offload.ranks.transport import Transport
 from offload.sampling.logits import Logits
 from offload.stats import RankFigures
 from offload.streaming.layers import Layers
+from offload.threads.interrupts import held_back
 
 Tell = Callable[[Message], None]
 Read = Callable[[], RankFigures]  # of this rank, now

@@ -142,6 +142,11 @@ class ExpertCache:
             self._passing.discard(slot)
             self._empty.append(slot)
 
+    def emptied(self) -> "ExpertCache":
+        """The same slots with nothing in them, and what has been learnt of uses."""
+        num_blocks, num_slots = len(self._slot_of_B), len(self._block_in_S)
+        return ExpertCache(num_blocks, num_slots, uses_B=self.uses_B, num_passing=self.num_passing)
+
     def missing_share(self, num_rows: int) -> float:
         """Of the blocks that are not there, what a pass of so many rows is expected to need."""
         missing = np.minimum(self.uses_B[self._slot_of_B < 0], 1.0)

@@ -6,15 +6,16 @@ of the coming layers are read *ahead*, in their order, and those that nobody cho
 
 Which block lies in which slot, `ExpertCache` says, and an `ExpertCarrier` moves what is missing: from a disk where a
 CPU computes, by way of a second pool in host memory to a device, where everything is only enqueued. Invariant: a slot
-is written to only when nobody holds its block, after the event behind its last use; whatever fails leaves no block that
-is not whole.
+is written to only when nobody holds its block, after the event behind its last use; behind a pass that was not
+finished, for whatever reason, the pool is empty.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -27,12 +28,33 @@ from offload.streaming.expert_carrier import ExpertCarrier
 from offload.streaming.host_device import HostDevice
 from offload.streaming.source import ByteSource, drop
 from offload.streaming.stall import Stall
+from offload.threads.interrupts import held_back
 
 NEVER = 1 << 30  # rows: no pass has as many
 _POISON = 0xFF  # NaN in every float format we stream
 _AHEAD_BYTES = 32 << 20  # at least, that are read ahead: a disk is busy with less, and goes on while experts compute
 _KNOWN_ROWS, _LEAST_SHARE = 64, 0.4  # from so many rows on it is known what experts are used for; of what is read ahead
 Records = Sequence[Sequence[SlabLayout]]  # of every layer's experts
+
+
+class _Transfer(NamedTuple):
+    """An expert on its way into a slot."""
+
+    parts: Sequence[Future[Any]]
+    landed: list[bool]  # not empty once all parts are over, which is asked often: a future's lock would be taken for it
+
+    @classmethod
+    def of(cls, parts: Sequence[Future[Any]]) -> "_Transfer":
+        """One that tells when it is over."""
+        found, num_done = cls(parts, []), count(1)  # counts in one step, whichever readers meet here
+
+        def note(_: Future[Any]) -> None:
+            if next(num_done) == len(parts):
+                found.landed.append(True)
+
+        for part in parts:
+            part.add_done_callback(note)
+        return found
 
 
 class ExpertPool:
@@ -55,17 +77,16 @@ class ExpertPool:
     ) -> None:
         self.records, self.carrier = carrier.records, carrier
         self._slots, self._carry, self._cache, self.ahead_rows = slots, carrier.carry, cache, ahead_rows
-        self._device, self._stall = carrier.device, Stall(carrier.device)
+        self._device, self._stall, self._is_whole = carrier.device, Stall(carrier.device), True
         self._num_experts = len(records[0])
         self.uses_LE = np.zeros((len(records), self._num_experts), np.int64)
         self.num_rows = self.num_hits = self.num_misses = self.bytes_read = 0
         self.poison_released = False  # tests fill slots with NaN before anything else comes into them
-        self._arriving: dict[int, Sequence[Future[Any]]] = {}  # by slot
+        self._arriving: dict[int, _Transfer] = {}  # by slot
         self._opened = self._device.record(self._device.compute)  # slots lie in memory that was in use before
         self._free: dict[int, Event] = {}  # by slot
         self._schedule = deque[int]()  # blocks to read ahead
         self._guessed = dict[int, None]()  # those that are held for it, in this order
-        self._lent = dict[int, int]()  # slots by blocks of the layer that runs
 
     @property
     def stall_s(self) -> float:
@@ -74,7 +95,9 @@ class ExpertPool:
 
     def begin_pass(self, num_rows: int) -> None:
         """A pass of so many rows follows."""
-        self._take_back(self._lent)  # a pass that was abandoned may not have
+        if not self._is_whole:
+            self._empty()
+        self._is_whole = False
         self._give_up(self._guessed.copy())
         self._cache.begin_pass(num_rows)
         self.carrier.begin_pass(num_rows)
@@ -95,28 +118,26 @@ class ExpertPool:
         self.uses_LE[layer, experts] += uses
         blocks = [first + expert for expert in experts]
         cache.use(blocks, uses)
-        slots = self._lent = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}
+        slots = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}
         self._settle_guesses(first + self._num_experts)
         wanted = deque(block for block in blocks if block not in slots)
         self.num_hits, self.num_misses = self.num_hits + len(slots), self.num_misses + len(wanted)
         self.carrier.use([*wanted, *(block for block, slot in slots.items() if slot in self._arriving)])
         queue = deque(sorted(slots, key=lambda block: slots[block] in self._arriving))
-        try:
+        self._ask(wanted, slots, queue)
+        while queue:
+            block = next((block for block in queue if self._has_come(slots[block])), queue[0])
+            queue.remove(block)
+            yield block - first, self.records[block], self._arrived(block, slots[block])
+            self._free[slots[block]] = self._device.record(self._device.compute)
+            cache.release(block)
             self._ask(wanted, slots, queue)
-            while queue:
-                block = next((block for block in queue if self._has_come(slots[block])), queue[0])
-                queue.remove(block)
-                yield block - first, self.records[block], self._arrived(block, slots[block])
-                self._free[slots[block]] = self._device.record(self._device.compute)
-                del slots[block]
-                cache.release(block)
-                self._ask(wanted, slots, queue)
-        finally:
-            self._take_back(slots)
+        assert not wanted, "a slot is free where nothing is held"
+        self._is_whole = layer + 1 == len(self.uses_LE)
 
     def warm(self, blocks: Sequence[int], on_bytes: Callable[[int], None]) -> None:
         """Read these as far as there is room, before anybody asks. Raises `ReadError`."""
-        asked = list[int]()
+        asked, self._is_whole = list[int](), False
         for block in blocks[: len(self._slots)]:
             if (slot := self._cache.place(block)) is None:
                 break
@@ -129,13 +150,11 @@ class ExpertPool:
             on_bytes(self.records[block].slab_bytes)
             self._cache.release(block)
             self._cache.release(block)
-        self.bytes_read = 0
+        self.bytes_read, self._is_whole = 0, True
 
     def stop(self) -> None:
         """On return nothing is read any more."""
-        self._schedule.clear()
-        for parts in self._arriving.values():
-            drop(parts)
+        self._empty()
         self.carrier.close()
 
     def _ask(self, wanted: deque[int], slots: dict[int, int], queue: deque[int]) -> None:
@@ -176,13 +195,15 @@ class ExpertPool:
         is_known = self.num_rows >= _KNOWN_ROWS
         return num_rows >= self.ahead_rows and not (is_known and self._cache.missing_share(num_rows) < _LEAST_SHARE)
 
-    def _take_back(self, slots: dict[int, int]) -> None:
-        """What was handed out, or would have been; what was enqueued with it may still be under way."""
-        used = self._device.record(self._device.compute)
-        while slots:
-            block, slot = slots.popitem()
-            self._free[slot] = used
-            self._cache.release(block)
+    def _empty(self) -> None:
+        """Nothing is there, on its way or held any more: what stopped a pass may have left any of it half done."""
+        self._schedule.clear()
+        self._guessed.clear()
+        for slot in list(self._arriving):
+            self._drop(slot)
+        self._free.clear()
+        self._opened = self._device.record(self._device.compute)  # kernels of that pass may still run
+        self._cache = self._cache.emptied()
 
     def _give_up(self, blocks: Sequence[int] | dict[int, None]) -> None:
         for block in blocks:
@@ -191,38 +212,42 @@ class ExpertPool:
 
     def _start(self, block: int, slot: int) -> None:
         """Move a block into its slot, once nothing else is on its way there."""
-        drop(self._arriving.pop(slot, ()))
+        self._drop(slot)
         if self.poison_released:
             self._device.fill(self._slots[slot], _POISON, self._device.compute)
             self._free[slot] = self._device.record(self._device.compute)
+        with held_back():  # a transfer that nobody knows of would write over what comes into the slot later
+            self._arriving[slot] = _Transfer.of(self._carried(block, slot))
+        self.bytes_read += self.records[block].slab_bytes
+
+    def _carried(self, block: int, slot: int) -> Sequence[Future[Any]]:
         try:
-            self._arriving[slot] = self._carry(block, self._slots[slot], self._free.get(slot, self._opened))
+            return self._carry(block, self._slots[slot], self._free.get(slot, self._opened))
         except Exception as error:  # whoever waits for the block hears of it
             failed = Future[None]()
             failed.set_exception(error)
-            self._arriving[slot] = [failed]
-        self.bytes_read += self.records[block].slab_bytes
+            return [failed]
+
+    def _drop(self, slot: int) -> None:
+        """Return once nothing is on its way there."""
+        if slot in self._arriving:
+            drop(self._arriving[slot].parts)
+            del self._arriving[slot]
+
+    def _has_come(self, slot: int) -> bool:
+        return slot not in self._arriving or bool(self._arriving[slot].landed)
 
     def _arrived(self, block: int, slot: int) -> Tensor:
         """The slab, once it is there for what is enqueued from now on."""
         if slot in self._arriving:
             device, ready = self._device, None
             before = device.record(device.compute, is_timed=True)
-            try:
-                for part in self._arriving[slot]:
-                    ready = part.result()
-            except BaseException:
-                drop(self._arriving.pop(slot))
-                self._lent.pop(block, None)
-                self._cache.forget(block)
-                raise
+            for part in self._arriving[slot].parts:
+                ready = part.result()
             del self._arriving[slot]
             device.wait(device.compute, ready)
             self._stall.add(before, device.record(device.compute, is_timed=True))
         return self.carrier.weights(block, self._slots[slot])
-
-    def _has_come(self, slot: int) -> bool:
-        return all(part.done() for part in self._arriving.get(slot, ()))
 
 
 def open_pool(

@@ -10,9 +10,9 @@ import torch
 from processes import Ranks
 
 from offload.errors import RankError, UserError
-from offload.ranks.interrupts import terminated_later
 from offload.ranks.join import joined
 from offload.ranks.messages import Channel, Kind, Message
+from offload.threads.interrupts import terminated_later
 
 NUM_MESSAGES = 40
 

@@ -106,7 +106,7 @@ def run(
     for experts_L in wanted:
         pool.begin_pass(num_rows)
         for layer, experts in enumerate(experts_L):
-            for expert, _, slab in () if not experts else pool.bring(layer, experts, [1] * len(experts)):
+            for expert, _, slab in pool.bring(layer, experts, [1] * len(experts)):
                 pause()
                 for _ in range(2):  # the later one is the one that a hasty copy would hit
                     device.launch(lambda block=layer * NUM_EXPERTS + expert, slab=slab: look(block, slab))

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until ranks agree again: an exchange or a message that is broken off cannot be resumed.
+"""Ctrl-C that waits where it would leave books half written: an exchange that is broken off cannot be resumed.
 
 And SIGTERM, which torchrun sends to all ranks as soon as one fails: rank 0 has more to say than that it was ended.
 """
