@@ -115,7 +115,7 @@ class ExpertPool:
             uses: how many rows have chosen each.
         """
         first, cache = layer * self._num_experts, self._cache
-        self.uses_LE[layer, experts] += uses
+        self.uses_LE[layer, np.asarray(experts, np.intp)] += np.asarray(uses, np.int64)
         blocks = [first + expert for expert in experts]
         cache.use(blocks, uses)
         slots = {block: slot for block in blocks if (slot := cache.hold(block)) is not None}

@@ -1,6 +1,6 @@
 """Experts that come one by one: the bits of transformers' own loop, with any pool, and all other numbers NaN."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.errors import ReadError
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
+from offload.streaming.device import Event
 from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.expert_pool import NEVER, ExpertPool, open_pool
@@ -188,21 +189,31 @@ def test_a_router_of_numbers_that_are_not_finite_is_told(tmp_path: Path) -> None
         logits_of(streamed, pool, (4, 20))
 
 
-def test_a_failed_read_reaches_the_caller_and_leaves_nothing_half_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_slots", "ahead_rows"), [(5, 12), (30, 1), (30, NEVER)])
+def test_a_pass_that_fails_leaves_nothing_half_read(num_slots: int, ahead_rows: int, tmp_path: Path) -> None:
+    """Neither an outage of the disk, whatever was on its way, nor Ctrl-C in the middle of the books."""
     folder = save(tiny_model(config_of("olmoe")), tmp_path)
     wanted = whole_layers(folder, (9, 15))
-    with opened(folder, 5, ahead_rows=12) as (model, pool):
-        working, calls = pool._carry, iter(range(1000))
+    with opened(folder, num_slots, ahead_rows=ahead_rows) as (model, pool):
+        working = pool._carry
 
-        def fail_late(block: int, slot: torch.Tensor, free: object) -> list[Future[None]]:
-            if next(calls) < 7:
-                return list(working(block, slot, None))
-            failed = Future[None]()
-            failed.set_exception(ReadError("the disk is gone"))
-            return [failed]
+        def failing(error: BaseException, num_good: int) -> Callable[..., list[Future[None]]]:
+            calls, failed = iter(range(1000)), Future[None]()
+            failed.set_exception(error)
 
-        pool._carry = fail_late
-        with pytest.raises(ReadError, match="the disk is gone"):
-            logits_of(model, pool, (9, 15))
-        pool._carry = working
-        assert torch.equal(logits_of(model, pool, (9, 15)), wanted)
+            def carry(block: int, slot: torch.Tensor, free: Event) -> list[Future[None]]:
+                if next(calls) < num_good:
+                    return list(working(block, slot, free))
+                if isinstance(error, KeyboardInterrupt):
+                    raise error
+                return [failed]
+
+            return carry
+
+        for error in (ReadError("the disk is gone"), KeyboardInterrupt()):
+            for num_good in (0, 3, 7):
+                pool._carry, pool._cache = failing(error, num_good), pool._cache.emptied()
+                with pytest.raises(type(error)):
+                    logits_of(model, pool, (9, 15))
+                pool._carry = working
+                assert torch.equal(logits_of(model, pool, (9, 15)), wanted), f"{error!r} behind {num_good}"
