@@ -17,6 +17,7 @@ ON_DEMAND = frozenset((
     "afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
     "glm4_moe_lite", "gpt_oss", "hunyuan_v1_moe", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe",
     "qwen3_moe", "solar_open",
+    "glm4v_moe_text", "minimax_m3_vl_text", "qwen3_vl_moe_text",
 ))  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from quantised import save_quantised
 from test_families import config_of, tiny_model
+from test_wrappers import saved
 from tiny import save
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,8 @@ from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.expert_pool import NEVER, ExpertPool, open_pool
 
-FAMILIES = sorted(ON_DEMAND)
+WRAPPED = sorted(one for one in ON_DEMAND if one.endswith("_text"))  # language models inside of others
+FAMILIES = sorted(ON_DEMAND - {*WRAPPED})
 _NUM_ROWS = 24
 _TOKEN_T = torch.randint(3, 199, (_NUM_ROWS,), generator=torch.Generator().manual_seed(3))
 
@@ -160,6 +162,14 @@ def test_bytes_are_those_of_the_misses_of_the_replayed_trace(num_slots: int, tmp
         assert pool.bytes_read == sum(pool.records[block].slab_bytes for block in wanted)
         others = missed(calls, ExpertCache(num_blocks, num_slots + 1, num_passing=num_passing))
         assert len(others) != len(wanted), "it depends on the slots"
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_experts_inside_of_models_that_see(kind: str, tmp_path: Path) -> None:
+    saved(kind.removesuffix("_text"), tmp_path)
+    wanted = whole_layers(tmp_path, (9, 15))
+    with opened(tmp_path, 5) as (model, pool):
+        assert torch.equal(logits_of(model, pool, (9, 15)), wanted)
 
 
 @pytest.mark.parametrize(
