@@ -20,7 +20,7 @@ from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
 # Not `shared_experts.`, which every row meets.
-_ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d+)\..*?\bexperts\.(?:(\d+)\.)?(.+)$")
+_ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\..*?\bexperts\.(?:(\d{1,9})\.)?(.+)$")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 _SCRATCH_ALIGN_BYTES = 256
