@@ -51,7 +51,7 @@ class ExpertShape(NamedTuple):
 def expert_shape(
     checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int, computed: Encoding
 ) -> ExpertShape | None:
-    """The experts of a model that computes in `computed`; None where there are none that could come one by one.
+    """The experts of a model that computes in `computed`; None where there are not two that could come one by one.
 
     `config` is that of the decoder of text. Raises `UserError` where it and the tensors disagree on their number.
     """
@@ -67,6 +67,8 @@ def expert_shape(
     if records is None:
         return None
     _check(checkpoint, records, num_experts, num_chosen)
+    if len(records) < 2:
+        return None
     dense = {name: entry for name, entry in checkpoint.tensors.items() if name not in routed}
     layers, _ = group_by_layer(replace(checkpoint, tensors=dense), num_layers)
     experts = [[entry for _, entry in record] for record in records.values()]

@@ -29,7 +29,7 @@ def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLay
 def _split(stack: Stack) -> list[Stack]:
     """Shape and parts of each expert."""
     (num_experts, *rest), parts = stack
-    if len(parts) == 1:
+    if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):  # of a single expert the only part may be its own
         slices = (slice_of(parts[0].entry, expert, num_experts) for expert in range(num_experts))
         return [(tuple(rest), [Part(one)]) for one in slices]
     size, own = math.prod(rest), [list[Part]() for _ in range(num_experts)]

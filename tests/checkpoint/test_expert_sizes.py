@@ -66,6 +66,15 @@ def test_families_that_multiply_all_experts_have_none_on_demand(changes: dict[st
     assert model_shape(mixture(**changes)).experts is None
 
 
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_one_expert_alone_is_no_choice(is_stacked: bool) -> None:
+    """A pool has two slots or more."""
+    changes = {"num_experts": 1, "num_experts_per_tok": 1}
+    assert model_shape(mixture(is_stacked=is_stacked, num_hidden_layers=1, **changes)).experts is None
+    two = model_shape(mixture(is_stacked=is_stacked, num_hidden_layers=2, **changes)).experts
+    assert two is not None and two.num_records == 2
+
+
 def _with(checkpoint: Checkpoint, name: str, entry: object) -> Checkpoint:
     tensors = {**checkpoint.tensors, name: entry}
     return replace(checkpoint, tensors={key: value for key, value in tensors.items() if value is not None})
