@@ -24,6 +24,7 @@ _ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\..*?\bexperts\.(?:(\d{1
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 _SCRATCH_ALIGN_BYTES = 256
+_MOST_EXPERTS = 65_536  # of any model, in a layer
 _MEND = "give the config that belongs to these weights, or download the checkpoint again"
 
 Record = tuple[int, int]  # layer and expert
@@ -98,9 +99,14 @@ def _found_experts(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]]) 
 
 def _records(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]], num_experts: int) -> Records | None:
     """Every expert's own; None where a stack cannot be taken apart."""
+    where = checkpoint.directory.name
+    if num_experts > _MOST_EXPERTS:
+        raise UserError(f"{where}: a layer must have at most {_MOST_EXPERTS} experts, it has {num_experts}: {_MEND}")
     records: dict[Record, list[tuple[str, TensorEntry]]] = {}
     for name, match in routed.items():
         layer, entry = int(match[1]), checkpoint.tensors[name]
+        if not entry.num_bytes:
+            raise UserError(f"{where}: {name:.80} must not be empty, it has shape {list(entry.shape)}: {_MEND}")
         if match[2] is not None:
             records.setdefault((layer, int(match[2])), []).append((match[3], entry))
             continue

@@ -88,6 +88,19 @@ def _without(*parts: str) -> Callable[[Checkpoint], Checkpoint]:
     return change
 
 
+def _sized(num_experts: int, width: int) -> Callable[[Checkpoint], Checkpoint]:
+    """All stacks of so many experts, which have so many numbers in all."""
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        stacks = {name: one for name, one in checkpoint.tensors.items() if ".mlp.experts." in name}
+        size = num_experts * width
+        sized = {name: one._replace(shape=(num_experts, width), hi=one.lo + 2 * size) for name, one in stacks.items()}
+        config = {**checkpoint.config, "num_experts": num_experts}
+        return replace(checkpoint, config=config, tensors={**checkpoint.tensors, **sized})
+
+    return change
+
+
 def _claims(**changes: int) -> Callable[[Checkpoint], Checkpoint]:
     return lambda checkpoint: replace(checkpoint, config={**checkpoint.config, **changes})
 
@@ -100,6 +113,8 @@ def _claims(**changes: int) -> Callable[[Checkpoint], Checkpoint]:
         (True, _claims(num_experts=16), "it has 16 and model.layers.0.mlp.experts.gate_up_proj has shape [32, 2048"),
         (False, _claims(num_experts_per_tok=33), "it has 32 and 33 of them are to be chosen"),
         (False, _without("layers.3.mlp.experts.7."), "it has 32 and layer 3 has tensors of 31"),
+        (True, _sized(32, 0), "gate_up_proj must not be empty, it has shape [32, 0]"),
+        (True, _sized(70_000, 1), "a layer must have at most 65536 experts, it has 70000"),
         (False, _without("layers.3.mlp.experts.7.up"), "expert 7 of layer 3 differs from expert 0 in whether it"),
     ],
 )  # fmt: skip
