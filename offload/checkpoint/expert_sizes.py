@@ -136,8 +136,10 @@ def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chose
     if num_chosen > num_experts:
         raise _disagreement(checkpoint, num_experts, f"{num_chosen} of them are to be chosen")
     for layer, found in Counter(layer for layer, _ in records).items():
-        if found != num_experts or (layer, num_experts - 1) not in records:
-            raise _disagreement(checkpoint, num_experts, f"layer {layer} has tensors of {found}")
+        lost = next((expert for expert in range(num_experts) if (layer, expert) not in records), None)
+        if found != num_experts or lost is not None:
+            which = "" if lost is None else f", not of expert {lost}"
+            raise _disagreement(checkpoint, num_experts, f"layer {layer} has tensors of {found}{which}")
         names = {expert: {name for name, _ in records[layer, expert]} for expert in range(num_experts)}
         odd = next((expert for expert, own in names.items() if own != names[0]), None)
         if odd is not None:

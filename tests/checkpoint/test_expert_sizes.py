@@ -88,6 +88,13 @@ def _without(*parts: str) -> Callable[[Checkpoint], Checkpoint]:
     return change
 
 
+def _moved(part: str, other: str) -> Callable[[Checkpoint], Checkpoint]:
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        return replace(checkpoint, tensors={n.replace(part, other): one for n, one in checkpoint.tensors.items()})
+
+    return change
+
+
 def _sized(num_experts: int, width: int) -> Callable[[Checkpoint], Checkpoint]:
     """All stacks of so many experts, which have so many numbers in all."""
 
@@ -113,6 +120,9 @@ def _claims(**changes: int) -> Callable[[Checkpoint], Checkpoint]:
         (True, _claims(num_experts=16), "it has 16 and model.layers.0.mlp.experts.gate_up_proj has shape [32, 2048"),
         (False, _claims(num_experts_per_tok=33), "it has 32 and 33 of them are to be chosen"),
         (False, _without("layers.3.mlp.experts.7."), "it has 32 and layer 3 has tensors of 31"),
+        (False, _moved("experts.5.", "experts.40."), "layer 0 has tensors of 32, not of expert 5"),
+        (False, _moved("experts.31.", "experts.32."), "layer 0 has tensors of 32, not of expert 31"),
+        (False, _moved("layers.3.mlp.experts.0.", "layers.3.mlp.experts.32."), "layer 3 has tensors of 32, not of"),
         (True, _sized(32, 0), "gate_up_proj must not be empty, it has shape [32, 0]"),
         (True, _sized(70_000, 1), "a layer must have at most 65536 experts, it has 70000"),
         (False, _without("layers.3.mlp.experts.7.up"), "expert 7 of layer 3 differs from expert 0 in whether it"),
