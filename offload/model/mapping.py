@@ -163,6 +163,11 @@ def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter
     columns = [column for pattern in converter.source_patterns if (column := _natural_order(found, pattern))]
     if len({len(column) for column in columns}) > 1:
         raise UserError(f"{where}: a tensor that {parameter} is made of is missing: {_AGAIN}")
+    for column in columns:
+        shapes = sorted({str(list(entry.shape)) for entry in column})
+        if len(shapes) > 1:
+            what = f"all experts of {parameter} must have one shape, the file has {shapes[0]} and {shapes[-1]}"
+            raise UserError(f"{where}: {what}: {_AGAIN}")
     return [entry for experts in zip(*columns, strict=True) for entry in experts]
 
 

@@ -275,6 +275,22 @@ def leave_a_gap_in_one_part(tensors: dict[str, Tensor]) -> None:
     tensors[name.replace("11", "12")] = tensors.pop(name)
 
 
+def rows_of_another_expert(tensors: dict[str, Tensor]) -> None:
+    """Together they have as many as they should."""
+    one, other = (f"model.layers.1.mlp.experts.{expert}.gate_proj.weight" for expert in (0, 1))
+    rows = torch.cat([tensors[one], tensors[other]])
+    tensors[one], tensors[other] = rows[:34], rows[34:]
+
+
+def stacks_of_another_order(tensors: dict[str, Tensor]) -> None:
+    """All experts at once, (E, in, out) instead of (E, out, in); here gate and up are as wide as they are high."""
+    stacks = {"gate_proj": torch.randn(12, 64, 64), "down_proj": torch.randn(12, 32, 64)}
+    for name in [name for name in tensors if "layers.1.mlp.experts." in name]:
+        del tensors[name]
+    tensors["model.layers.1.mlp.experts.gate_up_proj"] = stacks["gate_proj"]
+    tensors["model.layers.1.mlp.experts.down_proj"] = stacks["down_proj"]
+
+
 def mix_types(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         tensors[name] = tensor.bfloat16()
@@ -315,6 +331,8 @@ REFUSED = {
     leave_a_gap: r"gate_up_proj must be made of experts 0 to 11, the file has 12 and not 3: download",
     leave_a_gap_in_one_part: r"gate_up_proj must be made of experts 0 to 11, the file has 12 and not 11: download",
     drop_the_last_expert: r"gate_up_proj must have shape \[12, 64, 64\]",
+    rows_of_another_expert: r"gate_up_proj must have one shape, the file has \[30, 64\] and \[34, 64\]: download",
+    stacks_of_another_order: r"experts\.down_proj is stored transposed, .* cannot be streamed: save the model once",
     mix_types: r"gate_up_proj is made of tensors in BF16 and F16: save the model once",
     store_twice: r"model\.norm\.weight and norm\.weight are both stored for model\.norm\.weight",
     store_fused_and_apart: r"are both stored for model\.layers\.1\.mlp\.experts\.down_proj",
