@@ -7,7 +7,7 @@ will take.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,10 +20,10 @@ from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
 # Not `shared_experts.`, which every row meets.
-_ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\..*?\bexperts\.(?:(\d{1,9})\.)?(.+)$")
+ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\..*?\bexperts\.(?:(\d{1,9})\.)?(.+)$")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
-_SCRATCH_ALIGN_BYTES = 256
+SCRATCH_ALIGN_BYTES = 256
 _MOST_EXPERTS = 65_536  # of any model, in a layer
 _MEND = "give the config that belongs to these weights, or download the checkpoint again"
 
@@ -59,7 +59,7 @@ def expert_shape(
     num_chosen = count_of(config, _CHOSEN)
     if config.get("model_type") not in ON_DEMAND or not num_chosen:
         return None
-    matches = ((name, _ROUTED_NAME.match(name)) for name in checkpoint.tensors)
+    matches = ((name, ROUTED_NAME.match(name)) for name in checkpoint.tensors)
     routed = {name: match for name, match in matches if match is not None and int(match[1]) < num_layers}
     if not routed:
         return None
@@ -80,7 +80,7 @@ def expert_shape(
         slot_bytes=max(map(slab_bytes_bound, experts)),
         dense_bytes=tuple(map(slab_bytes_bound, layers)),
         scratch_bytes=max(_scratch_bytes(dense, computed), *(_expanded_bytes(one, computed) for one in experts)),
-        cast_bytes=sum(max(_cast_bytes(one, computed) for one in parts) for parts in (layers, experts)),
+        cast_bytes=sum(max(cast_bytes_of(one, computed) for one in parts) for parts in (layers, experts)),
         row_bytes=num_chosen * int(config["hidden_size"]) * computed.align_bytes,
     )
 
@@ -164,10 +164,10 @@ def _scratch_bytes(dense: Mapping[str, TensorEntry], computed: Encoding) -> int:
 
 def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
     coded = [entry for entry in entries if entry.coded is not None]
-    return sum(computed.stored_bytes(entry.shape) + _SCRATCH_ALIGN_BYTES for entry in coded)
+    return sum(computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES for entry in coded)
 
 
-def _cast_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
-    """What copies take of what is stored in another type than it is computed in."""
+def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
+    """What the copies of these tensors take that are not stored in the compute type; coded ones have the scratch."""
     others = (e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None)
     return sum(computed.stored_bytes(entry.shape) for entry in others)
