@@ -7,7 +7,7 @@ will take.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,10 +20,11 @@ from offload.encoding.registry import ENCODINGS
 from offload.errors import UserError
 
 # Not `shared_experts.`, which every row meets.
-_ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d+)\..*?\bexperts\.(?:(\d+)\.)?(.+)$")
+ROUTED_NAME = re.compile(r"^(?:.*?\.)?layers\.(\d{1,9})\..*?\bexperts\.(?:(\d{1,9})\.)?(.+)$")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
-_SCRATCH_ALIGN_BYTES = 256
+SCRATCH_ALIGN_BYTES = 256
+_MOST_EXPERTS = 65_536  # of any model, in a layer
 _MEND = "give the config that belongs to these weights, or download the checkpoint again"
 
 Record = tuple[int, int]  # layer and expert
@@ -51,14 +52,14 @@ class ExpertShape(NamedTuple):
 def expert_shape(
     checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int, computed: Encoding
 ) -> ExpertShape | None:
-    """The experts of a model that computes in `computed`; None where there are none that could come one by one.
+    """The experts of a model that computes in `computed`; None where there are not two that could come one by one.
 
     `config` is that of the decoder of text. Raises `UserError` where it and the tensors disagree on their number.
     """
     num_chosen = count_of(config, _CHOSEN)
     if config.get("model_type") not in ON_DEMAND or not num_chosen:
         return None
-    matches = ((name, _ROUTED_NAME.match(name)) for name in checkpoint.tensors)
+    matches = ((name, ROUTED_NAME.match(name)) for name in checkpoint.tensors)
     routed = {name: match for name, match in matches if match is not None and int(match[1]) < num_layers}
     if not routed:
         return None
@@ -67,6 +68,8 @@ def expert_shape(
     if records is None:
         return None
     _check(checkpoint, records, num_experts, num_chosen)
+    if len(records) < 2:
+        return None
     dense = {name: entry for name, entry in checkpoint.tensors.items() if name not in routed}
     layers, _ = group_by_layer(replace(checkpoint, tensors=dense), num_layers)
     experts = [[entry for _, entry in record] for record in records.values()]
@@ -77,7 +80,7 @@ def expert_shape(
         slot_bytes=max(map(slab_bytes_bound, experts)),
         dense_bytes=tuple(map(slab_bytes_bound, layers)),
         scratch_bytes=max(_scratch_bytes(dense, computed), *(_expanded_bytes(one, computed) for one in experts)),
-        cast_bytes=sum(max(_cast_bytes(one, computed) for one in parts) for parts in (layers, experts)),
+        cast_bytes=sum(max(cast_bytes_of(one, computed) for one in parts) for parts in (layers, experts)),
         row_bytes=num_chosen * int(config["hidden_size"]) * computed.align_bytes,
     )
 
@@ -96,9 +99,14 @@ def _found_experts(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]]) 
 
 def _records(checkpoint: Checkpoint, routed: Mapping[str, re.Match[str]], num_experts: int) -> Records | None:
     """Every expert's own; None where a stack cannot be taken apart."""
+    where = checkpoint.directory.name
+    if num_experts > _MOST_EXPERTS:
+        raise UserError(f"{where}: a layer must have at most {_MOST_EXPERTS} experts, it has {num_experts}: {_MEND}")
     records: dict[Record, list[tuple[str, TensorEntry]]] = {}
     for name, match in routed.items():
         layer, entry = int(match[1]), checkpoint.tensors[name]
+        if not entry.num_bytes:
+            raise UserError(f"{where}: {name:.80} must not be empty, it has shape {list(entry.shape)}: {_MEND}")
         if match[2] is not None:
             records.setdefault((layer, int(match[2])), []).append((match[3], entry))
             continue
@@ -128,8 +136,10 @@ def _check(checkpoint: Checkpoint, records: Records, num_experts: int, num_chose
     if num_chosen > num_experts:
         raise _disagreement(checkpoint, num_experts, f"{num_chosen} of them are to be chosen")
     for layer, found in Counter(layer for layer, _ in records).items():
-        if found != num_experts or (layer, num_experts - 1) not in records:
-            raise _disagreement(checkpoint, num_experts, f"layer {layer} has tensors of {found}")
+        lost = next((expert for expert in range(num_experts) if (layer, expert) not in records), None)
+        if found != num_experts or lost is not None:
+            which = "" if lost is None else f", not of expert {lost}"
+            raise _disagreement(checkpoint, num_experts, f"layer {layer} has tensors of {found}{which}")
         names = {expert: {name for name, _ in records[layer, expert]} for expert in range(num_experts)}
         odd = next((expert for expert, own in names.items() if own != names[0]), None)
         if odd is not None:
@@ -154,10 +164,10 @@ def _scratch_bytes(dense: Mapping[str, TensorEntry], computed: Encoding) -> int:
 
 def _expanded_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
     coded = [entry for entry in entries if entry.coded is not None]
-    return sum(computed.stored_bytes(entry.shape) + _SCRATCH_ALIGN_BYTES for entry in coded)
+    return sum(computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES for entry in coded)
 
 
-def _cast_bytes(entries: Sequence[TensorEntry], computed: Encoding) -> int:
-    """What copies take of what is stored in another type than it is computed in."""
+def cast_bytes_of(entries: Iterable[TensorEntry], computed: Encoding) -> int:
+    """What the copies of these tensors take that are not stored in the compute type; coded ones have the scratch."""
     others = (e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None)
     return sum(computed.stored_bytes(entry.shape) for entry in others)

@@ -23,20 +23,22 @@ ON_DEMAND = frozenset((
 
 def split_experts(stacks: Mapping[str, Stack], num_experts: int) -> list[SlabLayout]:
     """One layout for each expert of these stacks, by name; what they have is without the first dimension."""
-    return [
-        slab_layout({name: expert_of(stack, expert) for name, stack in stacks.items()}) for expert in range(num_experts)
-    ]
+    split = {name: _split(stack) for name, stack in stacks.items()}
+    return [slab_layout({name: own[expert] for name, own in split.items()}) for expert in range(num_experts)]
 
 
-def expert_of(stack: Stack, expert: int) -> Stack:
-    """Shape and parts of one expert."""
+def _split(stack: Stack) -> list[Stack]:
+    """Shape and parts of each expert."""
     (num_experts, *rest), parts = stack
-    if len(parts) == 1:
-        return tuple(rest), [Part(slice_of(parts[0].entry, expert, num_experts))]
-    size = math.prod(rest)
-    own = [part for part in parts if part.first // size == expert]
-    assert all(part.first + math.prod(part.entry.shape) <= (expert + 1) * size for part in own), "parts of one expert"
-    return tuple(rest), [part._replace(first=part.first - expert * size) for part in own]
+    if len(parts) == 1 and len(parts[0].entry.shape) > len(rest):  # of a single expert the only part may be its own
+        slices = (slice_of(parts[0].entry, expert, num_experts) for expert in range(num_experts))
+        return [(tuple(rest), [Part(one)]) for one in slices]
+    size, own = math.prod(rest), [list[Part]() for _ in range(num_experts)]
+    for part in parts:
+        expert, first = divmod(part.first, size)
+        assert first + math.prod(part.entry.shape) <= size, "parts of one expert"
+        own[expert].append(part._replace(first=first))
+    return [(tuple(rest), parts) for parts in own]
 
 
 def slice_of(entry: TensorEntry, expert: int, num_experts: int) -> TensorEntry:

@@ -25,7 +25,7 @@ from offload.encoding.registry import STORED
 BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
 _PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
 _MAX_GAP_BYTES = 64 << 10  # reading over a small gap is cheaper than a second run; a rank's rows have many gaps
-_LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d+)\.")
+_LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d{1,9})\.")
 
 
 class Part(NamedTuple):

@@ -25,6 +25,7 @@ from offload.errors import UserError, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
+_MAX_NAME_CHARS = 1024  # patterns that names are told by take up to the square of it
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
 _AGAIN = "download the checkpoint again"
@@ -215,6 +216,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) -> TensorEntry:
     """One tensor of a header, proved sound in itself; the file's tensors begin at `data_lo`. Raises `UserError`."""
+    if len(name) > _MAX_NAME_CHARS:
+        raise damaged(f"{path.name}: its header has {name:.80} with a name of {len(name)} characters", path.parent)
     try:
         dtype, shape, (lo, hi) = meta["dtype"], meta["shape"], meta["data_offsets"]
         sound = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= _MAX_DIMS

@@ -6,27 +6,24 @@ No weights are read and no model is built. Invariant: a size is never smaller th
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.checkpoint.encoder_decoder import decoder_config, has_encoder
-from offload.checkpoint.expert_sizes import ExpertShape, expert_shape
+from offload.checkpoint.expert_sizes import ROUTED_NAME, SCRATCH_ALIGN_BYTES, ExpertShape, cast_bytes_of, expert_shape
 from offload.checkpoint.held import FEW_ROWS, held_sizes
 from offload.checkpoint.layout import group_by_layer, slab_bytes_bound
 from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.base import Encoding
-from offload.encoding.registry import ENCODINGS, PLAIN_OF
+from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
 
 _KV_NAME = re.compile(r"\blayers\.\d+\.(.*\.)?[kv]_proj\.weight$")
 _PER_LAYER = "embed_tokens_per_layer"  # inputs to every layer, of Gemma 3n and 4
 _TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embeddings|wte|shared)\.weight$")
-_ROUTED_NAME = re.compile(r"\blayers\.\d+\..*\bexperts\.")  # not `shared_experts.`, which every row meets
 _EXPERT = re.compile(r"\.experts\..*")
 _ALL_EXPERTS = ("llama4_text",)  # families whose rows meet every expert, with a weight of 0 where it is not theirs
-_SCRATCH_ALIGN_BYTES = 256
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -81,7 +78,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         num_all = num_layers + num_encoder_layers
         raise UserError(f"{checkpoint.directory.name}: no tensors for layer {empty} of {num_all}: {_LOOK}")
     computed = PLAIN_OF[compute_dtype_name(checkpoint, dtype)]
-    routed = [entry for name, entry in checkpoint.tensors.items() if _ROUTED_NAME.search(name)]
+    routed = [entry for name, entry in checkpoint.tensors.items() if ROUTED_NAME.match(name)]
     item_bytes, (table, head) = computed.align_bytes, table_and_head(checkpoint, rest, sizes.get("vocab_size", 0))
     coded = [entry for entries in layers for entry in entries if entry.coded is not None]
     shape = ModelShape(
@@ -93,7 +90,7 @@ def model_shape(checkpoint: Checkpoint, dtype: str = "auto") -> ModelShape:
         logits_row_bytes=sizes.get("vocab_size", 0) * (item_bytes + 4),
         pair_bytes=_pair_bytes(text_config(checkpoint), sizes, item_bytes),
         vocab_size=sizes.get("vocab_size", 0),
-        cast_bytes=max(_cast_bytes(entries, one) for entries in layers for one in _types_of(checkpoint, computed)),
+        cast_bytes=max(cast_bytes_of(entries, one) for entries in layers for one in _types_of(checkpoint, computed)),
         table_bytes=_rest_bytes(table, computed),
         head_bytes=_rest_bytes(head, computed),
         num_weights=sum(math.prod(entry.shape) for entries in (*layers[:num_layers], head) for entry in entries),
@@ -177,13 +174,7 @@ def _rest_bytes(entries: list[TensorEntry], computed: Encoding) -> int:
     """What is stored as it is, and copies in the compute type of all else."""
     plain = [entry for entry in entries if entry.coded is None]
     expanded = (computed.stored_bytes(entry.shape) for entry in entries if entry.coded is not None)
-    return slab_bytes_bound(plain) + _cast_bytes(plain, computed) + sum(expanded)
-
-
-def _cast_bytes(entries: Iterable[TensorEntry], computed: Encoding) -> int:
-    """What the copies of these tensors take that are not stored in the compute type; coded ones have the scratch."""
-    others = (e for e in entries if e.dtype != computed.name and e.dtype in ENCODINGS and e.coded is None)
-    return sum(computed.stored_bytes(entry.shape) for entry in others)
+    return slab_bytes_bound(plain) + cast_bytes_of(plain, computed) + sum(expanded)
 
 
 def coded_companion_bytes(entry: TensorEntry) -> int:
@@ -197,7 +188,7 @@ def _scratch_bytes(checkpoint: Checkpoint, rest: list[TensorEntry], computed: En
     for name, entry in checkpoint.tensors.items():
         if entry.coded is not None and entry not in around:
             module = _EXPERT.sub(".experts", name) if _EXPERT.search(name) else name.rpartition(".")[0]
-            sizes[module] += computed.stored_bytes(entry.shape) + _SCRATCH_ALIGN_BYTES
+            sizes[module] += computed.stored_bytes(entry.shape) + SCRATCH_ALIGN_BYTES
     return max(sizes.values(), default=0)
 
 

@@ -18,7 +18,7 @@ from offload.errors import UserError, reason
 _INNER = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(lm_head\.)?")
 _BARE = re.compile(r"^(?:model\.)?(?:layers|embed_tokens|norm|lm_head)\.")  # of a language model beside towers
 _HEAD = re.compile(r"^(?:model\.)?lm_head\.")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 _AHEAD = re.compile(r"(?:^|\.)mtp(?![a-z])")  # multi-token prediction
 _EXTRA, _OTHER = "extra layers", "other parts"
 _KINDS = {

@@ -30,6 +30,8 @@ from offload.errors import UserError
 
 _COMPUTED = "in a form that must be computed, which cannot be streamed"
 _UNKNOWN = "use another checkpoint of this model"
+_AGAIN = "download the checkpoint again"
+_EXPERT = re.compile(r"\bexperts\.(\d{1,9})\.")
 _RESAVE = "save the model once with save_pretrained"
 Shape = tuple[int, ...]
 _Found = list[tuple[str | None, str, TensorEntry]]  # (pattern of the converter, name in the file, place in the file)
@@ -109,7 +111,7 @@ def _parts(
     where: str, parameter: str, shape: Shape, found: _Found, by_pattern: Mapping[str, WeightConverter]
 ) -> list[Part]:
     if not found:
-        raise UserError(f"{where}: tensor {parameter} is missing: download the checkpoint again")
+        raise UserError(f"{where}: tensor {parameter} is missing: {_AGAIN}")
     unknown = next((f"{n} is {e.dtype}" for _, n, e in found if e.coded is None and e.dtype not in ENCODINGS), None)
     if unknown:
         raise UserError(f"{where}: weights must be bf16, fp16, fp32 or quantised, {unknown}: {_UNKNOWN}")
@@ -156,10 +158,29 @@ def _fused(where: str, parameter: str, found: _Found, converter: WeightConverter
     dtypes = sorted({entry.dtype for _, _, entry in found})
     if len({dtype for dtype in dtypes if dtype in ENCODINGS}) and len(dtypes) > 1:
         raise UserError(f"{where}: {parameter} is made of tensors in {' and '.join(dtypes)}: {_RESAVE}")
+    if kinds[0] == (MergeModulelist, 0):
+        _check_numbers(where, parameter, found)
     columns = [column for pattern in converter.source_patterns if (column := _natural_order(found, pattern))]
     if len({len(column) for column in columns}) > 1:
-        raise UserError(f"{where}: a tensor that {parameter} is made of is missing: download the checkpoint again")
+        raise UserError(f"{where}: a tensor that {parameter} is made of is missing: {_AGAIN}")
+    for column in columns:
+        shapes = sorted({str(list(entry.shape)) for entry in column})
+        if len(shapes) > 1:
+            what = f"all experts of {parameter} must have one shape, the file has {shapes[0]} and {shapes[-1]}"
+            raise UserError(f"{where}: {what}: {_AGAIN}")
     return [entry for experts in zip(*columns, strict=True) for entry in experts]
+
+
+def _check_numbers(where: str, parameter: str, found: _Found) -> None:
+    """The experts of each pattern are 0, 1, 2, ...: by their order alone those behind a gap would take its place."""
+    numbers = defaultdict[str | None, list[int]](list)
+    for pattern, name, _ in found:
+        numbers[pattern] += map(int, _EXPERT.findall(name)[-1:])
+    for own in numbers.values():
+        lost = min({*range(len(own))} - {*own}, default=None)
+        if lost is not None:
+            what = f"{parameter} must be made of experts 0 to {len(own) - 1}, the file has {max(own)} and not {lost}"
+            raise UserError(f"{where}: {what}: {_AGAIN}")
 
 
 def _natural_order(found: _Found, pattern: str) -> Sequence[TensorEntry]:

@@ -49,6 +49,10 @@ def header_length(num_bytes: int) -> Break:
     return lie
 
 
+def renamed(name: str, other: str) -> Break:
+    return header(lambda content: content.update({other: content.pop(name)}))
+
+
 def overlapping(content: dict[str, Any]) -> None:
     content[UP]["data_offsets"] = content[LAST]["data_offsets"]
 
@@ -94,6 +98,7 @@ HEADERS = [
     case("tensor missing", header(lambda content: content.pop(UP)), f"tensor {UP} is missing", by_plan=False),
     case("norm missing", header(lambda content: content.pop(NORM)), f"tensor {NORM} is missing", by_plan=False),
     case("tensor of wrong shape", entry(UP, shape=[64, 96]), UP, "must have shape [96, 64]", "[64, 96]", by_plan=False),
+    case("endless name", renamed(UP, "layers." * 30_000), "layers.layers.", "name of 210000 characters", "again"),
     case("scalar", entry(UP, shape=[64 * 96]), UP, "must have shape [96, 64]", "[6144]", by_plan=False),
     case("type of 8 bits", entry(UP, dtype="F8_E4M3"), f"{UP} of shape [96, 64]", "needs 6144 bytes, has 24576"),
     case("type nobody knows", entry(UP, dtype="\x1b[2J\nX"), UP, "bf16, fp16, fp32 or quantised", by_plan=False),

@@ -66,6 +66,15 @@ def test_families_that_multiply_all_experts_have_none_on_demand(changes: dict[st
     assert model_shape(mixture(**changes)).experts is None
 
 
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_one_expert_alone_is_no_choice(is_stacked: bool) -> None:
+    """A pool has two slots or more."""
+    changes = {"num_experts": 1, "num_experts_per_tok": 1}
+    assert model_shape(mixture(is_stacked=is_stacked, num_hidden_layers=1, **changes)).experts is None
+    two = model_shape(mixture(is_stacked=is_stacked, num_hidden_layers=2, **changes)).experts
+    assert two is not None and two.num_records == 2
+
+
 def _with(checkpoint: Checkpoint, name: str, entry: object) -> Checkpoint:
     tensors = {**checkpoint.tensors, name: entry}
     return replace(checkpoint, tensors={key: value for key, value in tensors.items() if value is not None})
@@ -75,6 +84,26 @@ def _without(*parts: str) -> Callable[[Checkpoint], Checkpoint]:
     def change(checkpoint: Checkpoint) -> Checkpoint:
         kept = {name: one for name, one in checkpoint.tensors.items() if not any(part in name for part in parts)}
         return replace(checkpoint, tensors=kept)
+
+    return change
+
+
+def _moved(part: str, other: str) -> Callable[[Checkpoint], Checkpoint]:
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        return replace(checkpoint, tensors={n.replace(part, other): one for n, one in checkpoint.tensors.items()})
+
+    return change
+
+
+def _sized(num_experts: int, width: int) -> Callable[[Checkpoint], Checkpoint]:
+    """All stacks of so many experts, which have so many numbers in all."""
+
+    def change(checkpoint: Checkpoint) -> Checkpoint:
+        stacks = {name: one for name, one in checkpoint.tensors.items() if ".mlp.experts." in name}
+        size = num_experts * width
+        sized = {name: one._replace(shape=(num_experts, width), hi=one.lo + 2 * size) for name, one in stacks.items()}
+        config = {**checkpoint.config, "num_experts": num_experts}
+        return replace(checkpoint, config=config, tensors={**checkpoint.tensors, **sized})
 
     return change
 
@@ -91,6 +120,11 @@ def _claims(**changes: int) -> Callable[[Checkpoint], Checkpoint]:
         (True, _claims(num_experts=16), "it has 16 and model.layers.0.mlp.experts.gate_up_proj has shape [32, 2048"),
         (False, _claims(num_experts_per_tok=33), "it has 32 and 33 of them are to be chosen"),
         (False, _without("layers.3.mlp.experts.7."), "it has 32 and layer 3 has tensors of 31"),
+        (False, _moved("experts.5.", "experts.40."), "layer 0 has tensors of 32, not of expert 5"),
+        (False, _moved("experts.31.", "experts.32."), "layer 0 has tensors of 32, not of expert 31"),
+        (False, _moved("layers.3.mlp.experts.0.", "layers.3.mlp.experts.32."), "layer 3 has tensors of 32, not of"),
+        (True, _sized(32, 0), "gate_up_proj must not be empty, it has shape [32, 0]"),
+        (True, _sized(70_000, 1), "a layer must have at most 65536 experts, it has 70000"),
         (False, _without("layers.3.mlp.experts.7.up"), "expert 7 of layer 3 differs from expert 0 in whether it"),
     ],
 )  # fmt: skip

@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mixture_headers import mixture
 from safetensors.torch import load_file, save_file
 from shell import shell
 from test_families import config_of, tiny_model
@@ -132,3 +134,12 @@ def test_other_names_stay(name: str) -> None:
 @pytest.mark.parametrize("number", ["4", None, -1, 0, True, 1.5])
 def test_a_number_of_layers_that_is_none_leaves_nothing_out(number: object) -> None:
     assert not text_part("here", {"num_hidden_layers": number}, {"model.layers.7.x": ENTRY}).left_out
+
+
+def test_layers_of_endless_numbers_are_no_layers() -> None:
+    """Python turns no number of more than 4,300 digits into one."""
+    name = f"model.layers.{'9' * 5000}.mlp.experts.{'9' * 5000}.up_proj.weight"
+    assert text_part("here", {"num_hidden_layers": 2}, {name: ENTRY}).tensors == {name: ENTRY}
+    plain = mixture()
+    more = replace(plain, tensors={**plain.tensors, name: ENTRY, name.replace("9", "1", 1): ENTRY})
+    assert model_shape(more).experts == model_shape(plain).experts

@@ -192,6 +192,15 @@ def test_coded_experts_are_expanded_one_by_one(family: str, recipe: str, tmp_pat
             assert torch.equal(logits_of(model, pool, (9, 1, 14)), wanted)
 
 
+def test_a_layer_may_have_a_single_expert(tmp_path: Path) -> None:
+    config = config_of("qwen3_moe")
+    config.num_experts = config.num_local_experts = config.num_experts_per_tok = 1
+    folder = save(tiny_model(config), tmp_path)
+    with opened(folder, 2) as (model, pool):
+        assert {one.num_experts for one in model.experts} == {1}
+        assert torch.equal(logits_of(model, pool, (9, 1, 14)), whole_layers(folder, (9, 1, 14)))
+
+
 def test_a_router_of_numbers_that_are_not_finite_is_told(tmp_path: Path) -> None:
     model = tiny_model(config_of("qwen3_moe"))
     model.model.layers[1].mlp.gate.weight.data[3] = float("nan")

@@ -251,6 +251,46 @@ def drop_an_expert_wholly(tensors: dict[str, Tensor]) -> None:
         del tensors[f"model.layers.1.mlp.experts.3.{part}.weight"]
 
 
+def drop_one_at_the_end(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.11.up_proj.weight"]
+
+
+def drop_the_last_expert(tensors: dict[str, Tensor]) -> None:
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        del tensors[f"model.layers.1.mlp.experts.11.{part}.weight"]
+
+
+def leave_a_gap(tensors: dict[str, Tensor]) -> None:
+    """As many as there should be, under other numbers."""
+    for name in [name for name in tensors if "layers.1.mlp.experts." in name]:
+        expert = int(name.split(".")[5])
+        if expert >= 3:
+            tensors[name.replace(f"experts.{expert}.", f"new.{expert + 1}.")] = tensors.pop(name)
+    for name in [name for name in tensors if ".new." in name]:
+        tensors[name.replace(".new.", ".experts.")] = tensors.pop(name)
+
+
+def leave_a_gap_in_one_part(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.11.up_proj.weight"
+    tensors[name.replace("11", "12")] = tensors.pop(name)
+
+
+def rows_of_another_expert(tensors: dict[str, Tensor]) -> None:
+    """Together they have as many as they should."""
+    one, other = (f"model.layers.1.mlp.experts.{expert}.gate_proj.weight" for expert in (0, 1))
+    rows = torch.cat([tensors[one], tensors[other]])
+    tensors[one], tensors[other] = rows[:34], rows[34:]
+
+
+def stacks_of_another_order(tensors: dict[str, Tensor]) -> None:
+    """All experts at once, (E, in, out) instead of (E, out, in); here gate and up are as wide as they are high."""
+    stacks = {"gate_proj": torch.randn(12, 64, 64), "down_proj": torch.randn(12, 32, 64)}
+    for name in [name for name in tensors if "layers.1.mlp.experts." in name]:
+        del tensors[name]
+    tensors["model.layers.1.mlp.experts.gate_up_proj"] = stacks["gate_proj"]
+    tensors["model.layers.1.mlp.experts.down_proj"] = stacks["down_proj"]
+
+
 def mix_types(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         tensors[name] = tensor.bfloat16()
@@ -285,8 +325,14 @@ def no_norm(tensors: dict[str, Tensor]) -> None:
 
 
 REFUSED = {
-    drop_one_expert: r"a tensor that model\.layers\.1\.mlp\.experts\.gate_up_proj is made of is missing: download",
-    drop_an_expert_wholly: r"gate_up_proj must have shape \[12, 64, 64\]",
+    drop_one_expert: r"gate_up_proj must be made of experts 0 to 10, the file has 11 and not 3: download",
+    drop_one_at_the_end: r"a tensor that model\.layers\.1\.mlp\.experts\.gate_up_proj is made of is missing: download",
+    drop_an_expert_wholly: r"gate_up_proj must be made of experts 0 to 10, the file has 11 and not 3: download",
+    leave_a_gap: r"gate_up_proj must be made of experts 0 to 11, the file has 12 and not 3: download",
+    leave_a_gap_in_one_part: r"gate_up_proj must be made of experts 0 to 11, the file has 12 and not 11: download",
+    drop_the_last_expert: r"gate_up_proj must have shape \[12, 64, 64\]",
+    rows_of_another_expert: r"gate_up_proj must have one shape, the file has \[30, 64\] and \[34, 64\]: download",
+    stacks_of_another_order: r"experts\.down_proj is stored transposed, .* cannot be streamed: save the model once",
     mix_types: r"gate_up_proj is made of tensors in BF16 and F16: save the model once",
     store_twice: r"model\.norm\.weight and norm\.weight are both stored for model\.norm\.weight",
     store_fused_and_apart: r"are both stored for model\.layers\.1\.mlp\.experts\.down_proj",
