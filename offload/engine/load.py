@@ -167,6 +167,7 @@ def open_decoder(
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
         plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
         team.settle(plan)
+        pair.target.drop_experts()  # samples, to try and to time by; the plan has no room for them beside its own
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         more = {"experts": _open_experts(pair, plan, trees, settings, hooks.on_bytes, resources), "device": device}
