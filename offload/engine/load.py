@@ -144,7 +144,7 @@ def open_decoder(
         files, options = team.own(files), replace(options, profile=team.profile or options.profile)
         room = with_experts(room, files, num_nodes=None if spec.is_chosen else spec.num_nodes)
         plan_for = partial(room.plan, files)
-        trees = trees_of(files, options, room, device=device.name if device else "cpu")
+        trees = trees_of(files, options, room, settings, device=device.name if device else "cpu")
         trees.exchange_s = team.exchange_s
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
