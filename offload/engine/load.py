@@ -167,7 +167,6 @@ def open_decoder(
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
         plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
         team.settle(plan)
-        pair.target.drop_experts()  # samples, to try and to time by; the plan has no room for them beside its own
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         more = {"experts": _open_experts(pair, plan, trees, settings, hooks.on_bytes, resources), "device": device}
@@ -315,6 +314,7 @@ def _open_experts(
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:
     """Read what stays, and let the first streamed layers follow."""
     model = pair.target
+    model.drop_experts()  # samples, to try and to time by; the plan has no room for them beside its own
     sizes = [layout.slab_bytes for layout in model.layer_layouts]
     assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
     staying_bytes = sum(size for size, tier in zip(sizes, plan.tier_L, strict=True) if tier is not Tier.DISK)

@@ -32,13 +32,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_samples_are_gone_before_layers_are_read(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried and timed needs a few experts; memory is planned for a pool alone."""
-    start, held = loading._start_stream, list[bool]()
+    start, bring, pairs, held = loading.open_layers, loading.read_pair, list[Any](), list[bool]()
 
-    def started(pair: Any, *args: Any) -> Any:
-        held.extend("forward" in experts.module.__dict__ for experts in pair.target.experts)
-        return start(pair, *args)
+    def started(*args: Any) -> Any:
+        held.extend("forward" in experts.module.__dict__ for experts in pairs[0].target.experts)
+        return start(*args)
 
-    monkeypatch.setattr(loading, "_start_stream", started)
+    monkeypatch.setattr(loading, "read_pair", lambda pair, *args: pairs.append(pair) or bring(pair, *args))
+    monkeypatch.setattr(loading, "open_layers", started)
     with offload.load(target, tree="none", **LOAD) as decoder:
         assert held and not any(held)
         assert len(decoder.generate(PROMPT, max_new_tokens=4).token_ids) == 4
