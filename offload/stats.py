@@ -168,13 +168,14 @@ class Stats:
         more = ("bytes_streamed", "link_bytes_per_s", "peak_rss_bytes", "peak_device_bytes", "accepted_per_sweep")
         figures: dict[str, object] = {name: getattr(self, name) for name in names + more}
         tree = {"num_nodes": self.tree_num_nodes, "depth": self.tree_depth, "is_grown": self.is_tree_dynamic}
+        experts = ("expert_hits", "expert_misses")
         return {
             **figures,
             "alpha": self.alpha and self.alpha.as_dict(),
             "first_guess": self.first_guess.as_dict(),
             **({"chain_lengths": self.chain_lengths} if self.chain_lengths else {}),
             **({"runs": self.runs} if self.runs else {}),
-            **({"expert_hits": self.expert_hits, "expert_misses": self.expert_misses} if self.expert_misses else {}),
+            **({} if self.expert_hit_rate is None else {name: getattr(self, name) for name in experts}),
             "threads": self.threads and {name: mode._asdict() for name, mode in self.threads._asdict().items()},
             "tree": tree,
         }

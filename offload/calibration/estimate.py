@@ -288,16 +288,17 @@ def _profile(case: _Case) -> tuple[Profile | None, str]:
     (target, draft), rule, named = case.files, case.options.rule, case.options.profile
     if draft is None or case.options.has_no_profile or (named is None and (case.is_elsewhere or not case.is_open)):
         return None, ""
+    experts = case.room.experts_of(case.files)
     if named is None:
         profile, where = find_profile(Identity.of(target, draft, Sampling(), rule, case.machine))
-        return profile, f"profile {where}" if profile else where
+        return profile and profile.of_experts(experts), f"profile {where}" if profile else where
     known = parse_profile(Path(named))
     if case.is_open:  # times of another machine do not matter where those of hardware are asked for
         own = known.identity
         sampling = Sampling(temperature=own.temperature, top_p=own.top_p, top_k=own.top_k)
         machine = own.machine if case.hardware else case.machine
         read_profile(Path(named), Identity.of(target, draft, sampling, rule, machine))
-    return known, f"acceptance of {named}"
+    return known.of_experts(experts, is_named=True), f"acceptance of {named}"
 
 
 def _costs(case: _Case, profile: Profile | None, link: float | None) -> Costs | None:

@@ -32,8 +32,8 @@ def sweep_curve(model: StreamedModel, slab: np.ndarray, *, budget_s: float = 0.5
     """Compute time of a whole sweep against its rows; `slab` is the typical layer's, which is not bound yet."""
     typical = model.typical_layer
     share = sum(layout.slab_bytes for layout in model.layer_layouts) / model.layer_layouts[typical].slab_bytes
-    if model.experts:  # which slabs do not hold
-        share = model.num_layers
+    if model.experts:  # which slabs do not hold; the few dense layers that some mixtures begin with count like others,
+        share = model.num_layers  # since what experts compute depends on the rows, and bytes do not tell it
     model.bind_layer(typical, slab)
     try:
         return fill_curve(lambda size: _sweep_s(model, size, share), _SWEEP_SIZES, budget_s)

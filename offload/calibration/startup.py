@@ -39,23 +39,29 @@ _TYPICAL_NODES, _TYPICAL_DRAFTED = 64, 8  # rows of a sweep and of a draft step
 _PROMPT_TOKENS = 32  # committed ones that the draft is timed behind
 
 
-def trees_of(files: Files, options: LoadOptions, room: Room, *, device: str = "cpu") -> Trees:
-    """The trees of a decoder that is about to be loaded; `device` is the name of what computes."""
-    return Trees(
-        options.tree_spec(has_draft=files.draft is not None),
-        _profile_finder(files, options, device),
-        cache(partial(room.traffic, files)),
-        context=room.plan(files, 1).context,
-        has_draft=files.draft is not None,
-        usual=usual_for(files.draft),
-    )
-
-
 class RunSettings(NamedTuple):
     """What a choice is for."""
 
     sampling: Sampling
     rule: str
+
+
+def trees_of(files: Files, options: LoadOptions, room: Room, settings: RunSettings, *, device: str = "cpu") -> Trees:
+    """The trees of a decoder that is about to be loaded; `device` is the name of what computes.
+
+    Raises `UserError` for a named profile that does not hold for such runs.
+    """
+    find = _profile_finder(files, options, room, device)
+    profile, _ = find(*settings)
+    return Trees(
+        options.tree_spec(has_draft=files.draft is not None),
+        find,
+        cache(partial(room.traffic, files)),
+        context=room.plan(files, 1).context,
+        has_draft=files.draft is not None,
+        usual=usual_for(files.draft),
+        routing=routing_in(profile),
+    )
 
 
 def calibrate(
@@ -76,7 +82,6 @@ def calibrate(
         link: measures the bytes per second that layers arrive with; None measures the disk.
     """
     profile, _ = trees.find(settings.sampling, settings.rule)
-    trees.routing = routing_in(profile)
     trees.num_threads, trees.link_bytes_per_s = threads.most, link() if link else _link_bytes_per_s(trees, store)
     if profile is None or profile.num_threads != threads.most:
         target.attend_with(kernels.tree_attention)
@@ -121,13 +126,18 @@ def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:
     return link_bytes_per_s(store.paths, limit_bytes_per_s=store.rate_limit_bytes_per_s)
 
 
-def _profile_finder(files: Files, options: LoadOptions, device: str) -> FindProfile:
+def _profile_finder(files: Files, options: LoadOptions, room: Room, device: str) -> FindProfile:
+    experts = room.experts_of(files)
+
     @cache
     def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
         if files.draft is None or options.has_no_profile:
             return None, "no profile is wanted"
         machine, named = Machine.here(compute_dtype_name(files.target, options.dtype), device), options.profile
         identity = Identity.of(files.target, files.draft, sampling, rule, machine)
-        return find_profile(identity) if named is None else (read_profile(Path(named), identity), str(named))
+        if named is not None:
+            return read_profile(Path(named), identity).of_experts(experts, is_named=True), str(named)
+        profile, where = find_profile(identity)
+        return profile and profile.of_experts(experts), where
 
     return lambda sampling, rule: find(replace(sampling, seed=0), rule)

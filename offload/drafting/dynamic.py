@@ -76,7 +76,7 @@ def grow_best(
         picked = best.scored()
         if not picked.size:
             gain, expected = best.expected - expected, best.expected
-            if not worth.pays(gain, bounds.num_nodes, rows.widths):
+            if not worth.pays(gain, worth.num_rows(best.chances, rows.widths), rows.widths):
                 break
             picked = best.pick(rows.num_run)
             if picked.size:

@@ -144,7 +144,7 @@ def open_decoder(
         files, options = team.own(files), replace(options, profile=team.profile or options.profile)
         room = with_experts(room, files, num_nodes=None if spec.is_chosen else spec.num_nodes)
         plan_for = partial(room.plan, files)
-        trees = trees_of(files, options, room, device=device.name if device else "cpu")
+        trees = trees_of(files, options, room, settings, device=device.name if device else "cpu")
         trees.exchange_s = team.exchange_s
         trees.check(settings.sampling, options.rule)
         hooks.on_phase("building the models")
@@ -314,6 +314,7 @@ def _open_experts(
 def _start_stream(pair: Pair, plan: MemoryPlan, on_bytes: Progress, resources: ExitStack) -> Layers:
     """Read what stays, and let the first streamed layers follow."""
     model = pair.target
+    model.drop_experts()  # samples, to try and to time by; the plan has no room for them beside its own
     sizes = [layout.slab_bytes for layout in model.layer_layouts]
     assert all(map(le, sizes, plan.layer_bytes)), "a layer is larger than planned"
     staying_bytes = sum(size for size, tier in zip(sizes, plan.tier_L, strict=True) if tier is not Tier.DISK)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from offload.errors import UserError
-from offload.memory.plan import MIN_EXPERTS, MIN_SLOTS, WANTED_SLOTS, passing_experts, spread
+from offload.memory.plan import MIN_EXPERTS, MIN_SLOTS, WANTED_SLOTS, num_passing, spread
 
 
 class Place(NamedTuple):
@@ -42,7 +42,7 @@ class Pool(NamedTuple):
     @property
     def wanted_bytes(self) -> int:
         """With which reading goes on meanwhile."""
-        return self.slot_bytes * min(passing_experts(self.slot_bytes), self.num_left)
+        return self.slot_bytes * min(num_passing(self.num_left, self.slot_bytes), self.num_left)
 
     def slots_in(self, room_bytes: int) -> int:
         """As many as there is room and use for."""

@@ -16,7 +16,7 @@ MAX_PROMPT_ROWS = 512  # committed tokens that one sweep takes in
 PATH_SCRATCH_BYTES = 16 << 20  # scores, keys and values in float32 while rows attend in the order of their paths
 MIN_SLOTS, WANTED_SLOTS = 2, 3
 MIN_EXPERTS = 2  # slots with which any pass gets through: one is computed with while another is read
-_AHEAD_BYTES, _MOST_AHEAD = 32 << 20, 6  # of experts that are read meanwhile, so that the disk has several to read
+_AHEAD_BYTES = 32 << 20  # of experts that are read meanwhile: a disk is busy with less, and goes on while they compute
 _RANKING_COPIES = 4  # of the scores of a pass: perturbed, put together, weighted, as chances
 DRAW_BYTES = 16 << 20  # scratch of one draw: a block of float64 numbers, their keys, their order
 
@@ -75,7 +75,7 @@ class MemoryPlan:
         """How many may stay where layers are computed, the other slots being for those that pass."""
         if self.num_expert_slots >= self.num_experts:
             return self.num_experts
-        return max(0, self.num_expert_slots - passing_experts(self.expert_slot_bytes))
+        return max(0, self.num_expert_slots - num_passing(self.num_expert_slots, self.expert_slot_bytes))
 
     @property
     def is_streamed(self) -> bool:
@@ -219,9 +219,12 @@ def spread(layer_bytes: Sequence[int], layers: Sequence[int], budget_bytes: int)
     return frozenset()
 
 
-def passing_experts(slot_bytes: int) -> int:
-    """Slots through which experts of so many bytes pass: what is computed with, and what is read ahead of it."""
-    return MIN_EXPERTS + min(_MOST_AHEAD, -(-_AHEAD_BYTES // slot_bytes))
+def num_passing(num_slots: int, slot_bytes: int) -> int:
+    """Of a pool's slots, such as experts pass through that do not stay: what is computed with, and what is read ahead.
+
+    They are at most a quarter of all, so that a small pool keeps something too, but for the least with which it works.
+    """
+    return max(MIN_EXPERTS, min(MIN_EXPERTS + -(-_AHEAD_BYTES // slot_bytes), num_slots // 4))
 
 
 def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool) -> int:

@@ -10,9 +10,10 @@ the items of a plan add up to no more than its budgets; one that cannot hold two
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from offload.checkpoint.encoder_decoder import TRAINED_CONTEXT, has_encoder
 from offload.checkpoint.expert_sizes import ExpertShape
@@ -48,6 +49,7 @@ MAX_LOGITS_ROWS = 128
 DEFAULT_CONTEXT = 4096
 _RESERVE_SHARE, _RESERVE_BYTES = 0.25, 1 << 30  # of free memory, left to whoever works at the machine meanwhile
 _GPU_RESERVE_SHARE = 0.02  # of a GPU's free memory, left to what else it shows
+_SHAPES = WeakKeyDictionary[Checkpoint, dict[str, ModelShape]]()  # by compute type; they go with their checkpoint
 
 
 class Files(NamedTuple):
@@ -93,7 +95,12 @@ def plan_memory(
     return replace(plan, max_context=_longest_context(target))
 
 
-shape_of = lru_cache(maxsize=4)(model_shape)  # of one checkpoint many plans are made, and a mixture has many tensors
+def shape_of(checkpoint: Checkpoint, dtype: str) -> ModelShape:
+    """`model_shape`, looked for once: of one checkpoint many plans are made, and a mixture has thousands of tensors."""
+    known = _SHAPES.setdefault(checkpoint, {})
+    if dtype not in known:
+        known[dtype] = model_shape(checkpoint, dtype)
+    return known[dtype]
 
 
 class Budgets(NamedTuple):

@@ -142,6 +142,11 @@ class BoundModel:
         for layer, experts in enumerate(self.experts):
             bring_to(experts, layer, bring, self._expanded.numbers)
 
+    def drop_experts(self) -> None:
+        """Let go of what they came from; until `bring_experts` is called again no layer that has any can run."""
+        for experts in self.experts:
+            experts.module.__dict__.pop("forward", None)
+
     def expand_with(self, expansion: Expansion) -> None:
         """From now on coded weights of layers are expanded by these functions."""
         self._expanded.expand_with(expansion)
@@ -222,8 +227,7 @@ class BoundModel:
         while self._hooks:
             self._hooks.pop().remove()
         self._views.clear()
-        for experts in self.experts:
-            experts.module.__dict__.pop("forward", None)
+        self.drop_experts()
 
     def _move_buffers(self) -> None:
         """What a family computes at construction (rotary frequencies, scales) goes where it is used."""

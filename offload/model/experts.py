@@ -101,6 +101,7 @@ def _forward(
         row_R = row_C[span]
         out_RD = _multiply(module, hidden_ND[row_R], own) * share_C[span, None]
         parts[expert] = row_R, out_RD.to(hidden_ND.dtype)
+        del own  # its numbers may be copies, and memory is planned for those of one expert
     out_ND = torch.zeros_like(hidden_ND)
     for expert in uses:
         out_ND.index_add_(0, *parts[expert])

@@ -13,7 +13,6 @@ from offload.errors import UserError
 from offload.memory.planner import Files, shape_of
 from offload.planning.cost_model import Traffic, link_alone, step_of
 from offload.planning.room import Room
-from offload.planning.routing import Routing
 from offload.planning.tree_search import SIZES, Forest
 from offload.planning.usual import usual_for
 from offload.tree.topology import check_acceptance
@@ -21,12 +20,13 @@ from offload.tree.topology import check_acceptance
 _MAX_NODES, _MAX_DEPTH = 128, 16  # of the trees that are compared
 
 
-def with_experts(room: Room, files: Files, *, num_nodes: int | None = None, routing: Routing | None = None) -> Room:
+def with_experts(room: Room, files: Files, *, num_nodes: int | None = None) -> Room:
     """The same room, in which `experts` is demand or layers, whatever tree memory is planned for.
+
+    Routing is taken as is usual: profiles are looked for later, since their counts are of experts that come one by one.
 
     Args:
         num_nodes: of the tree that was named; None compares the best ones.
-        routing: of the text, where experts were counted.
     """
     if room.experts != "auto":
         return room
@@ -34,7 +34,7 @@ def with_experts(room: Room, files: Files, *, num_nodes: int | None = None, rout
         return replace(room, experts="layers")
     sizes = [num_nodes] if num_nodes else [size for size in SIZES if size <= _MAX_NODES and (size == 1 or files.draft)]
     ways = [replace(room, experts=experts) for experts in ("demand", "layers")]
-    return min(ways, key=partial(_s_per_token, files=files, sizes=sizes, routing=routing))  # of equals the first
+    return min(ways, key=partial(_s_per_token, files=files, sizes=sizes))  # of equals the first
 
 
 def _is_streamed(room: Room, files: Files, num_nodes: int) -> bool:
@@ -45,14 +45,14 @@ def _is_streamed(room: Room, files: Files, num_nodes: int) -> bool:
         return True
 
 
-def _s_per_token(room: Room, files: Files, sizes: list[int], routing: Routing | None) -> float:
+def _s_per_token(room: Room, files: Files, sizes: list[int]) -> float:
     """At a byte per second, with the best tree of these sizes; infinite where none has room."""
     forest = Forest(check_acceptance(usual_for(files.draft).acceptance), max_nodes=max(sizes), max_depth=_MAX_DEPTH)
     found = [float("inf")]
     for size in sizes:
         traffic = room.traffic(files, size)
         if traffic is not None:
-            found.append(_sweep_s(traffic.routed_by(routing), size) / forest.expected(size, min(_MAX_DEPTH, size)))
+            found.append(_sweep_s(traffic, size) / forest.expected(size, min(_MAX_DEPTH, size)))
     return min(found)
 
 

@@ -8,12 +8,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.small_files import open_regular, read_object, replacing
 from offload.config import Sampling
@@ -124,6 +125,22 @@ class Profile:
     def follows_traces(self) -> bool:
         """Whether trees are made of the paths that were taken, rather than of the acceptance vector alone."""
         return self.smoothing < PRODUCT_FORM
+
+    def of_experts(self, experts: ExpertShape | None, *, is_named: bool = False) -> "Profile":
+        """The same for a target that has these, where they come one by one; uses of others are passed over.
+
+        Raises `UserError` for such uses where the user has named the profile.
+        """
+        uses = self.expert_uses
+        if uses is None or experts is None:
+            return self
+        counted, wanted = (len(uses.uses_LE), len(uses.uses_LE[0])), (experts.num_layers, experts.num_experts)
+        if counted == wanted:
+            return self
+        if not is_named:
+            return replace(self, expert_uses=None)
+        sizes = "{} layers of {} experts, not {} of {}".format(*counted, *wanted)
+        raise UserError(f"the named profile counts uses in {sizes}: {_AGAIN}")
 
     def as_dict(self) -> dict[str, object]:
         """What the file holds and `--json` prints."""

@@ -5,9 +5,10 @@ Invariant: what is free is asked once, since loading takes some of it and it cha
 
 from dataclasses import asdict, dataclass, replace
 
+from offload.checkpoint.expert_sizes import ExpertShape
 from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
-from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, plan_memory
+from offload.memory.planner import Files, default_gpu_bytes, default_ram_bytes, plan_memory, shape_of
 from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
 from offload.planning.options import LoadOptions
@@ -42,6 +43,10 @@ class Room:
     def plan(self, files: Files, num_nodes: int) -> MemoryPlan:
         """Memory for trees of so many nodes. Raises `UserError` where there is too little."""
         return plan_memory(files, num_nodes=num_nodes, **asdict(self))
+
+    def experts_of(self, files: Files) -> ExpertShape | None:
+        """The target's routed experts, if they come one by one in this room, where that is settled."""
+        return shape_of(files.target, self.dtype).experts if self.experts == "demand" else None
 
     def roomy(self) -> "Room":
         """However much memory there is, to see what everything but layers takes."""

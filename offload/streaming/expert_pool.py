@@ -21,9 +21,10 @@ import numpy as np
 from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
+from offload.memory.plan import num_passing
 from offload.streaming.device import Device, Event
 from offload.streaming.device_expert_carrier import DeviceExpertCarrier
-from offload.streaming.expert_cache import NUM_PASSING, ExpertCache
+from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.expert_carrier import ExpertCarrier
 from offload.streaming.host_device import HostDevice
 from offload.streaming.source import ByteSource, drop
@@ -32,7 +33,6 @@ from offload.threads.interrupts import held_back
 
 NEVER = 1 << 30  # rows: no pass has as many
 _POISON = 0xFF  # NaN in every float format we stream
-_AHEAD_BYTES = 32 << 20  # at least, that are read ahead: a disk is busy with less, and goes on while experts compute
 _KNOWN_ROWS, _LEAST_SHARE = 64, 0.4  # from so many rows on it is known what experts are used for; of what is read ahead
 Records = Sequence[Sequence[SlabLayout]]  # of every layer's experts
 
@@ -261,16 +261,15 @@ def open_pool(
     """
     host, flat = HostDevice(), [record for layer in records for record in layer]
     slot_bytes = max(record.slab_bytes for record in flat)
-    num_passing = max(NUM_PASSING, _AHEAD_BYTES // slot_bytes)
     if device is None:
         carrier = ExpertCarrier(source, flat, host)
     else:
         pinned = device.open_allocator()
         resources.callback(pinned.close)
-        behind = ExpertCache(len(flat), num_host_slots, num_passing=num_passing)
+        behind = ExpertCache(len(flat), num_host_slots, num_passing=num_passing(num_host_slots, slot_bytes))
         carrier = DeviceExpertCarrier(source, flat, device, pinned, behind, num_host_slots)
     slots = (device or host).allocate(num_slots * slot_bytes).view(num_slots, slot_bytes)
-    cache = ExpertCache(len(flat), num_slots, uses_B=uses_B, num_passing=min(num_passing, num_slots // 4))
+    cache = ExpertCache(len(flat), num_slots, uses_B=uses_B, num_passing=num_passing(num_slots, slot_bytes))
     pool = ExpertPool(records, slots, carrier, cache, ahead_rows)
     resources.callback(pool.stop)
     return pool

@@ -70,6 +70,12 @@ def test_every_line_tells_dynamic_from_static(label: str) -> None:
     assert stats(shape).as_dict()["tree"] == {"num_nodes": 64, "depth": 8, "is_grown": is_dynamic}
 
 
+def test_hits_without_misses_are_told() -> None:
+    told = Stats(expert_hits=7).as_dict()
+    assert (told["expert_hits"], told["expert_misses"]) == (7, 0)
+    assert "expert_hits" not in Stats().as_dict(), "where they come with their layers"
+
+
 def test_what_runs_is_told_in_two_lines() -> None:
     best = predicted("dynamic:64x8")
     choice = TreeChoice(best.shape, "measured", 4.0, (best,))

@@ -142,6 +142,19 @@ def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
     assert all(less <= more for more, less in pairwise(paths)), "each has the best of a larger one, with their parents"
 
 
+def test_passes_are_priced_beside_the_rows_that_are_sent() -> None:
+    """Where rows are dear few are sent, so that the link leaves a pass less time to hide in than the whole tree would."""
+
+    def passes(row_s: float) -> int:
+        worth, model = Worth(lambda num_rows, widths: max(1.0 + row_s * num_rows, 2.0 * len(widths))), BigramModel()
+        worth.learn(4)
+        draft, sampler = Draft(model, NUM_TOKENS, KVCache(1, 512)), Sampler(WARM, NUM_TOKENS)  # type: ignore[arg-type]
+        grow_best(draft, DynamicShape(64, 6, Pace(16, 9, 1.0)), [4, 0], sampler, Mixture(1.25), worth)
+        return len(model.num_rows)
+
+    assert passes(1.0) == 1, "63 rows would have hidden it, and they are not sent"
+
+
 def test_rows_are_weighed_by_what_they_bring_for_their_time() -> None:
     seconds = {1: 1.0, 2: 1.2, 3: 1.4, 4: 1.6, 6: 2.0}
     worth = Worth(lambda num_rows, _: seconds[num_rows])

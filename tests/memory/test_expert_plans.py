@@ -9,7 +9,7 @@ from mixture_headers import mixture
 
 from offload.checkpoint.sizes import ModelShape, model_shape
 from offload.errors import UserError
-from offload.memory.plan import MIN_EXPERTS, MemoryPlan, Tier, passing_experts
+from offload.memory.plan import MIN_EXPERTS, MemoryPlan, Tier, num_passing
 from offload.memory.planner import Budgets, least_budget, make_plan, on_demand, plan_memory
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -92,8 +92,9 @@ def test_the_least_budget_is_named_and_it_works() -> None:
 
 
 def test_a_small_room_still_reads_ahead() -> None:
-    for slot_bytes, wanted in ((1 << 16, 8), (9 << 20, 6), (20 << 20, 4), (352 << 20, 3)):
-        assert passing_experts(slot_bytes) == wanted
+    for slot_bytes, wanted in ((1 << 16, 514), (9 << 20, 6), (20 << 20, 4), (352 << 20, 3)):
+        assert num_passing(10_000, slot_bytes) == wanted
+        assert num_passing(16, slot_bytes) == min(wanted, 4) and num_passing(2, slot_bytes) == MIN_EXPERTS
     small = plan_of(FIXED + 200 * MIB)
     assert small.num_expert_slots - small.num_kept_experts >= MIN_EXPERTS
 
@@ -138,7 +139,7 @@ def test_a_plan_says_what_stays() -> None:
         "num_host_expert_slots": 0, "expert_slot_bytes": EXPERT,
     }  # fmt: skip
     assert f"{got.num_kept_experts} of {NUM} stay" in repr(got)
-    assert got.num_kept_experts == 40 - passing_experts(EXPERT)
+    assert got.num_kept_experts == 40 - num_passing(40, EXPERT)
 
 
 def test_what_cannot_come_on_demand_is_refused_and_names_what_to_do() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import weakref
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,16 @@ def test_limits_of_v1_groups(tmp_path: Path) -> None:
     control_group(root, "memory", V1, "9223372036854771712", 5000)
     lines = ("12:cpu,cpuacct:/docker/x", "4:memory:/docker/x", "0::/")
     assert machine._cgroup_limits(root, membership(tmp_path, *lines)) == [(4000, 750), (9223372036854771712, 5000)]
+
+
+def test_what_is_known_of_a_checkpoint_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, counts = checkpoint_of(SMALL), list[str]()
+    monkeypatch.setattr(plan, "model_shape", lambda one, dtype: counts.append(dtype) or model_shape(one, dtype))
+    wide, same, narrow = (plan.shape_of(stored, dtype) for dtype in ("float32", "float32", "bfloat16"))
+    assert wide is same and narrow == model_shape(stored, "bfloat16") != wide and counts == ["float32", "bfloat16"]
+    left = weakref.ref(stored)
+    del stored
+    assert left() is None
 
 
 def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:

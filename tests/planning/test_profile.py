@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tiny import FAMILIES, build, save, save_pair
 
+from offload.checkpoint.expert_sizes import ExpertShape
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
 from offload.config import Sampling
 from offload.errors import ReadError, UserError
@@ -92,6 +93,19 @@ def test_uses_of_experts_are_kept_where_there_are_any() -> None:
     path = save_profile(profile())
     assert "expert_uses" not in path.read_text(), "the file of a dense target is the one it was"
     assert read_profile(path, IDENTITY).expert_uses is None
+
+
+def test_uses_of_other_experts_are_refused_where_they_were_named_and_else_passed_over() -> None:
+    known = profile(expert_uses=ExpertUses(((5, 0, 10), (2, 8, 5)), 10))
+    right = ExpertShape(num_layers=2, num_experts=3, num_chosen=1, slot_bytes=64, dense_bytes=(64, 64))
+    for is_named in (True, False):
+        assert known.of_experts(right, is_named=is_named) is known.of_experts(None, is_named=is_named) is known
+        assert profile().of_experts(right, is_named=is_named) == profile()
+    for wrong in ({"num_layers": 3, "num_experts": 2}, {"num_experts": 4}, {"num_layers": 1}):
+        other = right._replace(**wrong)
+        assert known.of_experts(other) == profile()
+        with pytest.raises(UserError, match=r"2 layers of 3 experts, not \d of \d: run offload tune again"):
+            known.of_experts(other, is_named=True)
 
 
 def test_file_is_for_people(cache: Path) -> None:
