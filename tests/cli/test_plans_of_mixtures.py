@@ -83,6 +83,12 @@ def test_other_mixtures_and_machines(tmp_path: Path) -> None:
     assert card["predictions"][0]["limit"] == "disk" and card["s_per_token_range"][0] < got["s_per_token_range"][0]
 
 
+def test_packing_is_not_advised_where_stacks_would_come_whole(fine: str, tmp_path: Path) -> None:
+    oss = config_of(tmp_path / "oss", "gpt_oss", vocab_size=32000)
+    assert figures("-m", oss, "--ram", "6GB", *LAPTOP[2:])["packing"] is None, "its experts are stored in stacks"
+    assert figures("-m", fine, *LAPTOP)["packing"], "its experts are packed one by one"
+
+
 def test_a_draft_gets_small_trees_where_rows_are_dear(fine: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000}  # fmt: skip
