@@ -115,7 +115,10 @@ def _of_pools(decoder: Decoder, wanted: Sequence[int], about: str) -> Iterator[R
     yield row(name, num_same, len(TREES) * len(wanted), 1.0, "tokens", promise="exact") | told
     asked, missed = pool.num_hits + pool.num_misses, pool.num_misses
     with _waits() as seen:
-        stats = decoder.generate(_PROMPT, max_new_tokens=len(wanted), tree="none").stats
+        result = decoder.generate(_PROMPT, max_new_tokens=len(wanted), tree="none")
+    if result.token_ids != list(wanted):
+        raise WrongTokenError(f"experts, {about} of them, the timed run: not the ids of transformers on the CPU")
+    stats = result.stats
     yield row(f"experts, {about}: one token", stats.tpot_s, None, None, "s") | {"stall_s": stats.stall_s}
     hits = 1 - (pool.num_misses - missed) / (pool.num_hits + pool.num_misses - asked)
     yield row(f"experts, {about}: found on the device", hits, None, None, "") | {"num_slots": plan.num_expert_slots}

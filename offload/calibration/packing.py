@@ -3,10 +3,10 @@
 Invariant: no more is read than the forecast's few pieces.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from offload.checkpoint.packing_forecast import PackingForecast, as_packed, forecast
+from offload.checkpoint.sizes import model_shape
 from offload.errors import UserError
 from offload.memory.planner import Files
 from offload.planning.cost_model import Traffic
@@ -36,9 +36,11 @@ def packing_of(
     found = forecast(files.target)
     if found is None or found.share > _WORTH_PACKING:
         return None
+    packed = as_packed(files.target, found)
+    if room.experts == "demand" and model_shape(packed).experts is None:  # a packed stack of experts comes whole
+        return None
     try:
-        free = room if room.experts == "layers" else replace(room, experts="auto")  # a packed stack stays in one piece
-        plan = free.plan(files._replace(target=as_packed(files.target, found)), num_nodes)
+        plan = room.plan(files._replace(target=packed), num_nodes)
     except UserError:  # what weights are expanded into takes room as well
         return Packing(found, None, None)
     streamed_bytes = Traffic.of(plan, hardware).bytes_at(1)

@@ -112,7 +112,10 @@ LinkLimit = Annotated[
     typer.Option(metavar="SIZE", callback=_of_this_rank, help="slow the stream down to this per second", hidden=True),
 ]
 Experts = Annotated[
-    str, typer.Option(metavar="HOW", help="of a mixture: demand (as passes need them), layers (all), auto")
+    str,
+    typer.Option(
+        metavar="HOW", help="experts of a mixture: demand (those that a pass needs), layers (all of them), auto"
+    ),
 ]
 Ranks = Annotated[
     str | None,

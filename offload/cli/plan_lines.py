@@ -26,7 +26,7 @@ def answer_lines(
         *(("draft", f"{model_words(draft)}, stays {_where(found.plan)}") for draft in found.models[1:]),
         ("machine", _machine_words(found, is_decimal)),
         ("layers", _layers_words(found.plan)),
-        *([("experts", _experts_words(found))] if found.plan.has_experts else []),
+        *([("experts", _experts_words(found))] if found.plan.has_experts and found.plan.is_streamed else []),
         *([("a sweep", _sweep_words(found))] if found.plan.is_streamed else []),
         *([("tokens", _tokens_words(found, is_verbose=is_verbose))] if len(found.predictions) > 1 else []),
         *([("packing", _packing_words(found))] if found.packing and found.plan.is_streamed else []),
@@ -102,7 +102,8 @@ def _machine_words(found: "Estimate", is_decimal: bool) -> str:
 
 def _layers_words(plan: MemoryPlan) -> str:
     if not plan.streamed_bytes:
-        return f"all {len(plan.tier_L)} stay {_where(plan)}{', but for routed experts' if plan.has_experts else ''}"
+        words = f"all {len(plan.tier_L)} stay {_where(plan)}"
+        return words + (", but for routed experts" if plan.has_experts and plan.is_streamed else "")
     others = [(plan.num_layers_in(Tier.HOST), "memory"), (plan.num_layers_in(Tier.DISK), "the disk")]
     come = " and ".join(f"{count} come from {place}" for count, place in others if count)
     return f"{plan.num_resident} of {len(plan.tier_L)} stay {_where(plan)}, {come} in every sweep"
@@ -111,12 +112,9 @@ def _layers_words(plan: MemoryPlan) -> str:
 def _experts_words(found: "Estimate") -> str:
     plan = found.plan
     words = f"{plan.num_kept_experts:,} of {plan.num_experts:,} stay ({plan.num_kept_experts / plan.num_experts:.0%})"
-    if plan.num_host_expert_slots:
-        words += f", {plan.num_host_expert_slots:,} more in memory"
     if found.hit_share is not None:
         words += f", which is {found.hit_share:.0%} of what a token needs"
-    seconds = min((one.s_per_token for one in found.predictions), default=found.sweep_s)
-    return words if seconds is None else f"{words}; about {seconds_words(seconds)} s a token"
+    return words + (f"; {plan.num_host_expert_slots:,} more in memory" if plan.num_host_expert_slots else "")
 
 
 def _sweep_words(found: "Estimate") -> str:
@@ -156,6 +154,8 @@ def _packing_words(found: "Estimate") -> str:
 def _tokens_words(found: "Estimate", *, is_verbose: bool) -> str:
     best = found.predictions[-1]
     low, high = (f"{tokens:.1f}" for tokens in best.tokens_range)
+    if best.shape.num_nodes == 1:
+        return f"{low} a sweep with the tree {best.label}"
     basis = found.basis if is_verbose else found.basis.partition(";")[0]
     return f"{low if low == high else f'{low} to {high}'} a sweep with the tree {best.label}: {basis}"
 

@@ -145,17 +145,26 @@ def _are_messages(prompt: object) -> bool:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
+_UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}  # that programs put beside a text
+
+
 def _messages(prompt: Any) -> list[dict[str, str]]:
     return [_message(message) for message in prompt]
+
+
+def _kind_of(part: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(_UNREAD & {*part})) or "a part without a type"
 
 
 def _message(message: Any) -> dict[str, str]:
     """With a content of text; parts of it are put together as templates do. Raises `UserError` for images and such."""
     content = message.get("content") if isinstance(message, Mapping) else None
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    others = {str(part.get("type") or _kind_of(part)) for part in parts} - {"text"}
+    others |= _UNREAD & {*message} if isinstance(message, Mapping) else set()
+    rule = "messages must be text: images and sound are not read"
+    require(not others, rule, f"{', '.join(sorted(others)):.80}", "leave it out")
     if isinstance(content, list):
-        others = sorted({str(part.get("type")) for part in content if isinstance(part, Mapping)} - {"text"})
-        rule, remedy = "messages may hold text alone, of models that also see or hear no more is run", "leave it out"
-        require(not others, rule, f"{', '.join(others):.80}", remedy)
         texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
     is_sound = isinstance(content, str) and isinstance(message.get("role"), str)

@@ -29,7 +29,7 @@ class Filling(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Experts that no place before has slots for; none are left where they come with their layers."""
+    """Experts that no place before keeps; none are left where they come with their layers."""
 
     num_left: int = 0
     slot_bytes: int = 1
@@ -48,6 +48,10 @@ class Pool(NamedTuple):
         """As many as there is room and use for."""
         return min(self.num_left, room_bytes // self.slot_bytes)
 
+    def kept_in(self, num_slots: int) -> int:
+        """How many of them stay there, the other slots being for those that pass."""
+        return num_slots if num_slots >= self.num_left else max(0, num_slots - passing_experts(self.slot_bytes))
+
 
 def fill_all(places: Sequence[Place], layer_bytes: Sequence[int], num_swept: int, pool: Pool) -> list[Filling]:
     """Each place takes of the layers that those before it could not keep; behind the swept ones are an encoder's."""
@@ -55,7 +59,7 @@ def fill_all(places: Sequence[Place], layer_bytes: Sequence[int], num_swept: int
     for place in places:
         fillings.append(_fill(place, layer_bytes, left, num_swept, pool))
         left = [layer for layer in left if layer not in fillings[-1].layers]
-        num_behind = max(pool.num_left - fillings[-1].num_expert_slots, min(MIN_EXPERTS, pool.num_left))
+        num_behind = max(pool.num_left - pool.kept_in(fillings[-1].num_expert_slots), min(MIN_EXPERTS, pool.num_left))
         pool = pool._replace(num_left=num_behind)  # what stays in one place passes through the next one first
     return fillings
 

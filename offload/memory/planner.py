@@ -323,7 +323,7 @@ def require_dtype(dtype: str) -> None:
 
 def require_experts(experts: str) -> None:
     """Raises `UserError` for a way of reading experts that there is not."""
-    require(experts in EXPERTS, f"`experts` must be one of {', '.join(EXPERTS)}", repr(experts), "leave it out")
+    require(experts in EXPERTS, f"`experts` must be one of {', '.join(EXPERTS)}", repr(experts), "try `experts` auto")
 
 
 def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:

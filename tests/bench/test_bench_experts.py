@@ -33,7 +33,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, spoilt: str = "
     monkeypatch.setattr(command, "CEILING_BYTES", 1_000_000)
     monkeypatch.setattr(experts, "run_child", here)
     monkeypatch.setattr(experts, "QUICK", experts.Effort(1, 6, 60.0, 1))
-    monkeypatch.setattr(experts, "TREES", {"demand": ("none", "4x2"), "layers": ("none",)})
+    monkeypatch.setattr(experts, "TREES", {"demand": ("none", "4x2"), "layers": ("none",), AUTO: ()})
     monkeypatch.setattr(experts, "LARGEST", "4x2")
     return shell("bench", "experts", "--quick", "-m", folder, "-d", PAIR / "draft", "--room", "30")
 
@@ -43,25 +43,35 @@ def test_both_ways_write_the_same_with_every_tree(tmp_path: Path, monkeypatch: p
     assert outcome.code == 0, outcome.err
     result = json.loads(outcome.out.splitlines()[-1])
     got = {(row["experts"], row["tree"]): row for row in result["rows"]}
-    assert set(got) == {("demand", "none"), ("demand", "4x2"), ("demand", AUTO), ("layers", "none"), ("layers", AUTO)}
+    ways = {("demand", "none"), ("demand", "4x2"), ("demand", AUTO), ("layers", "none"), ("layers", AUTO), (AUTO, AUTO)}
+    assert set(got) == ways
     assert all(row["tokens_per_s"] > 0 and row["tokens_per_pass"] >= 1 for row in got.values())
-    assert got["demand", "none"]["tokens_per_pass"] == 1 and len(result["guards"]) == 2
+    assert got["demand", "none"]["tokens_per_pass"] == 1 and len(result["guards"]) == 3
     assert result["settings"]["proof"]["num_exact"] > 0
 
 
 def test_no_speed_for_another_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = compared(tmp_path, monkeypatch, spoilt="layers")
     assert outcome.code != 0 and "tokens/s" not in outcome.out
+    assert "no speed is worth printing" in outcome.err, outcome.err
 
 
 def test_what_is_wanted_of_auto() -> None:
-    speeds = {("demand", "none"): 4.0, ("demand", AUTO): 5.0, ("layers", "8x5"): 2.0, ("layers", AUTO): 2.5}
-    rows = [{"room": 10, "experts": way, "tree": tree, "tokens_per_s": one} for (way, tree), one in speeds.items()]
-    speedup, choice = promises(rows)
+    speeds = {("demand", "none"): 4.0, ("layers", "8x5"): 2.0, ("layers", AUTO): 2.5, (AUTO, AUTO): 5.0}
+    rows = [
+        {"room": room, "ram_bytes": room, "experts": way, "tree": tree, "tokens_per_s": one}
+        for room in (10, 20)
+        for (way, tree), one in speeds.items()
+    ]
+    speedup, third, choice = promises(rows, 30)[:3]
     assert (speedup["value"], speedup["is_met"]) == (2.0, True) and (choice["value"], choice["is_met"]) == (0.8, True)
+    assert (third["value"], third["wanted"], third["is_met"]) == (2.0, 3.0, False)
+    assert ["third" in row["name"] for row in promises(rows, 60)] == [False, False, False, True, False]
     rows[0]["tokens_per_s"] = 6.0
-    assert [row["is_met"] for row in promises(rows)] == [True, False]
-    assert len(promises(rows[:2])) == 1, "whole layers had no room"
+    assert [row["is_met"] for row in promises(rows[:4], 300)] == [True, False, False]
+    assert len(promises([rows[0], rows[3]], 300)) == 1, "whole layers had no room"
+    del rows[3]["tokens_per_s"]
+    assert promises(rows[:4], 300) == [], "a run that was cut before its second pass"
 
 
 def test_room_is_a_share_of_the_experts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Replays of routing: nobody reads less than who knows the future, and we no more than who drops the least recent."""
+"""Replays of routing: nobody reads less than the optimum, which knows the future, and we never more than LRU."""
 
 import json
 from functools import partial
@@ -22,15 +22,14 @@ LOCAL = SMALL._replace(popularity=0.5, subject=1.2, nearby=1.2, fading=0.9, num_
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
 @pytest.mark.parametrize("how", [SMALL, FLAT, LOCAL])
-def test_nothing_is_read_more_often_than_by_recency(how: MadeUp, num_rows: int) -> None:
-    """Up to the chance of a few misses."""
+def test_nothing_is_read_more_often_than_by_lru(how: MadeUp, num_rows: int) -> None:
+    """Nor much more often than by the optimum: the more room there is, the more of its misses are first uses alone."""
     routing = made_up(how)
     run = list(passes(routing, num_rows))
-    for room in (0.03, 0.1, 0.2, 0.3, 0.6):
+    for room, most in {0.03: 1.4, 0.1: 1.75, 0.2: 1.9, 0.3: 1.95, 0.6: 2.3}.items():  # few rows, which tell little
         num_slots = max(2, int(room * routing.num_blocks))
         misses, best = ours(run, routing.num_blocks, num_slots), optimal(run, num_slots)
-        assert best <= misses <= 1.005 * recent(run, num_slots), (num_rows, room)
-        assert misses <= 2.2 * best or room > 0.5, (num_rows, room)
+        assert best <= misses <= min(recent(run, num_slots), most * best), (num_rows, room)
 
 
 def test_a_pass_that_needs_more_than_fits_has_hits_where_recency_has_none() -> None:

@@ -225,9 +225,12 @@ def test_models_that_do_not_know_turns_are_refused(sound: Path, tmp_path: Path) 
         ([{"role": "user", "content": 5}], "a message must have a role and a content of text"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "x"}, {"type": "text", "text": "What?"}]}],
-            "messages may hold text alone, of models that also see or hear no more is run, got image: leave it out",
+            "messages must be text: images and sound are not read, got image: leave it out",
         ),
         ([{"role": "user", "content": [{"type": "audio"}, {"type": "video"}]}], "got audio, video: leave it out"),
+        ([{"role": "user", "content": "What?", "images": ["x"]}], "are not read, got images: leave it out"),
+        ([{"role": "user", "content": [{"image": "x"}]}], "are not read, got image: leave it out"),
+        ([{"role": "user", "content": [{"text": "What?"}]}], "are not read, got a part without a type: leave it out"),
         ([{"role": "user", "content": [{"type": "text"}]}], "a message must have a role and a content of text"),
         ([{"role": "user", "content": ["Say"]}], "a message must have a role and a content of text"),
     ],

@@ -39,7 +39,7 @@ def check(plan: MemoryPlan) -> None:
         assert here_bytes == plan.gpu_total_bytes <= plan.gpu_bytes, "the card overflows"
         assert own_bytes + host_bytes == plan.total_bytes <= plan.ram_bytes, "the host overflows"
     assert plan.layer_bytes == DENSE and plan.num_experts == NUM
-    assert MIN_EXPERTS <= plan.num_expert_slots <= NUM and plan.num_expert_slots + plan.num_host_expert_slots <= NUM
+    assert MIN_EXPERTS <= plan.num_expert_slots <= NUM and plan.num_kept_experts + plan.num_host_expert_slots <= NUM
 
 
 @pytest.mark.parametrize("room_mib", [60, 80, 120, 160, 200, 400, 1000])
@@ -126,7 +126,7 @@ def test_a_card_has_a_pool_and_pinned_memory_a_second_one(gpu_mib: int, ram_mib:
     got = plan_of(host_bytes + SHAPE.head_bytes + ram_mib * MIB, roomy.fixed_bytes + gpu_mib * MIB)
     check(got)
     assert got.gpu_bytes is not None and got.gpu_bytes - got.gpu_total_bytes < EXPERT
-    assert got.ram_bytes - got.total_bytes < EXPERT or got.num_expert_slots + got.num_host_expert_slots == NUM
+    assert got.ram_bytes - got.total_bytes < EXPERT or got.num_kept_experts + got.num_host_expert_slots == NUM
     if got.num_expert_slots < NUM:
         assert got.num_host_expert_slots >= min(MIN_EXPERTS, NUM - got.num_expert_slots), "the disk has a way in"
 
@@ -148,5 +148,5 @@ def test_what_cannot_come_on_demand_is_refused_and_names_what_to_do() -> None:
     with pytest.raises(UserError, match="read one by one, got model type dbrx: try `experts` layers"):
         plan_memory(files, experts="demand", **how)
     assert not plan_memory(files, **how).has_experts
-    with pytest.raises(UserError, match="`experts` must be one of auto, demand, layers, got 'all': leave it out"):
+    with pytest.raises(UserError, match="`experts` must be one of auto, demand, layers, got 'all': try `experts` auto"):
         plan_memory((mixture(), None), experts="all", **how)

@@ -128,12 +128,12 @@ def test_a_small_card_leaves_experts_to_the_host(device: FakeDevice, base: Path)
     target, _, wanted = pair_of("qwen3-moe", base)
     roomy = offload.load(target, tree="none", **LOAD)
     roomy.close()
-    lacking = roomy.plan.num_experts - 7
-    smaller = roomy.plan.gpu_total_bytes - lacking * roomy.plan.expert_slot_bytes
+    num = roomy.plan.num_experts
+    smaller = roomy.plan.gpu_total_bytes - (num - 7) * roomy.plan.expert_slot_bytes
     for experts in ("demand", "auto"):
         with offload.load(target, tree="none", **{**LOAD, "gpu_memory": smaller, "experts": experts}) as decoder:
             pool = poisoned(decoder)
-            assert (len(pool._slots), len(pool.carrier._slots)) == (7, lacking)
+            assert (len(pool._slots), len(pool.carrier._slots)) == (7, num), "seven slots keep none"
             assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
 
 
