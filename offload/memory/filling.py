@@ -50,7 +50,7 @@ class Pool(NamedTuple):
 
     def kept_in(self, num_slots: int) -> int:
         """How many of them stay there, the other slots being for those that pass."""
-        return num_slots if num_slots >= self.num_left else max(0, num_slots - passing_experts(self.slot_bytes))
+        return num_slots if num_slots >= self.num_left else max(0, num_slots - num_passing(num_slots, self.slot_bytes))
 
 
 def fill_all(places: Sequence[Place], layer_bytes: Sequence[int], num_swept: int, pool: Pool) -> list[Filling]:

@@ -143,7 +143,7 @@ def test_a_sweep_gets_the_nodes_that_are_worth_their_rows() -> None:
 
 
 def test_passes_are_priced_beside_the_rows_that_are_sent() -> None:
-    """Where rows are dear few are sent, so that the link leaves a pass less time to hide in than the whole tree would."""
+    """Where rows are dear few are sent, so that the link leaves a pass less time to hide in than a whole tree would."""
 
     def passes(row_s: float) -> int:
         worth, model = Worth(lambda num_rows, widths: max(1.0 + row_s * num_rows, 2.0 * len(widths))), BigramModel()
