@@ -34,7 +34,7 @@ COMMANDS = {  # name: file, what it answers
     "peers": ("peers.peers", "other programs on the same files and prompts in the same memory"),
     "choice": ("studies.choice", "whether the tree of --tree auto is the best one, really streamed"),
     "expansion": ("studies.expansion", "GB/s of expanded weights by kind of words: torch, numba; beside a copy"),
-    "expert-cache": ("studies.expert_cache", "experts that passes have to read, by room: ours, LRU, the best possible"),
+    "expert-cache": ("studies.expert_cache", "experts that passes have to read, by room: ours, LRU, the optimum"),
     "chains": ("studies.chains", "what chains of guesses yield beside the formulas of speculative decoding"),
     "moe-pair": ("moe_pair.make", "trains the mixture of experts and its draft that other commands measure with"),
     "compare": ("harness.compare", "two stored results: what has become slower beyond noise"),

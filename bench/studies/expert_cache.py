@@ -77,7 +77,7 @@ def main(bench: Bench) -> None:
         settings = {"model": model, "prompts": names, "num_tokens": len(routing.chosen_TLK)}
     rows = [bench.row(row) for row in replayed(routing, effort.rooms, effort.num_rows)]
     print(f"experts read by each layer for a token, of {routing.chosen_TLK.shape[2]} that it uses")
-    head = ["rows, room", "ours", "LRU", "optimal", "expected", "ours / LRU", "ours / optimal"]
+    head = ["rows, room", "ours", "LRU", "optimum", "expected", "ours / LRU", "ours / optimum"]
     say_table(head, map(_cells, rows))
     bench.finish(rows, settings=settings, ceiling={})
 

@@ -23,8 +23,12 @@ from offload.machine import has_cuda_driver
 # Used where they are installed: by losses, by candidates of assisted generation, by pictures and by quantisers.
 _UNUSED = ("scipy", "sklearn", "torchvision", "torchao")
 _COMPILER = "torch._dynamo"
-# The last two are what every model class and every tokenizer of transformers imports.
-_PARTS = ("offload.engine.load", "transformers.modeling_layers", "transformers.tokenization_utils_tokenizers")
+# What every model class and every tokenizer of transformers imports, and any pass over a model without weights: its
+# sympy counts as the program's own then, not as a run's.
+_PARTS = (
+    "offload.engine.load", "transformers.modeling_layers", "transformers.tokenization_utils_tokenizers",
+    "torch.fx.experimental.symbolic_shapes",
+)  # fmt: skip
 
 
 @contextmanager
