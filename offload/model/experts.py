@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from offload.checkpoint.experts import split_experts
 from offload.checkpoint.layout import Part, SlabLayout
-from offload.errors import ReadError
+from offload.errors import UserError
+from offload.sampling.sampler import NOT_NUMBERS
 
 Weights = Mapping[str, Tensor]  # of one expert, by the names that their stacks have
 # Layer, its experts, rising, and how many rows want each -> each with its layout and its slab as it is `sent`, valid
@@ -76,11 +77,11 @@ def bring_to(experts: RoutedExperts, layer: int, bring: Bring, open_record: Open
         for expert, record, sent in bring(layer, needed, num_rows):
             yield expert, open_record(record, sent)
 
-    experts.module.forward = partial(_forward, experts.module, layer, weights)
+    experts.module.forward = partial(_forward, experts.module, weights)
 
 
 def _forward(
-    module: Any, layer: int, weights: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]],
+    module: Any, weights: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Weights]]],
     hidden_ND: Tensor, expert_NK: Tensor, share_NK: Tensor,
 ) -> Tensor:  # fmt: skip
     """What transformers' own loop over experts computes; each row is multiplied with K experts.
@@ -91,7 +92,7 @@ def _forward(
     sorted_C, order_C = by_expert.sort(stable=True)
     is_finite, *chosen = torch.cat([share_NK.isfinite().all()[None].to(sorted_C.dtype), sorted_C]).tolist()
     if not is_finite:
-        raise ReadError(f"layer {layer} of the experts chooses by numbers that are not finite: its router is damaged")
+        raise UserError(NOT_NUMBERS)  # here those of a router
     row_C, share_C = order_C % num_rows, share_NK.T.flatten()[order_C]
     uses = Counter(expert for expert in chosen if expert < module.num_experts)  # one more stands for none
     ends = dict(zip(uses, accumulate(uses.values()), strict=True))

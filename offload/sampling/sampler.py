@@ -29,7 +29,7 @@ from offload.config import NOISE_POSITIONS, Drafting, Sampling
 from offload.errors import UserError
 from offload.kernels.registry import REFERENCES, KernelSet
 
-_NOT_NUMBERS = (
+NOT_NUMBERS = (
     "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged"
     ": try `dtype` bfloat16 or float32, or download it again"
 )
@@ -136,14 +136,14 @@ def or_no_token(token_T: Tensor, scores_TV: Tensor) -> Tensor:
 def require_token(token: int) -> int:
     """The same token; what is drawn from NaN or infinity is nonsense. Raises `UserError` for `NO_TOKEN`."""
     if token == NO_TOKEN:
-        raise UserError(_NOT_NUMBERS)
+        raise UserError(NOT_NUMBERS)
     return token
 
 
 def require_number(value: float) -> float:
     """The same value, which comes from a model's scores. Raises `UserError` for NaN."""
     if math.isnan(value):
-        raise UserError(_NOT_NUMBERS)
+        raise UserError(NOT_NUMBERS)
     return value
 
 
