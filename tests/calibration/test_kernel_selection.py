@@ -175,7 +175,9 @@ def test_kernels_are_compared_with_what_runs_without_them(monkeypatch: pytest.Mo
     assert chosen == KERNELS and not any(outcome.reason for outcome in outcomes), outcomes
     assert {outcome.kernel for outcome in outcomes} == set(KERNELS._fields)
     stems = {path.stem for path in (ROOT / "kernels").glob("*_*.py")}
-    of_weights = {stem for stem in stems if stem.startswith(("expand_", "encode_", "int4_"))}  # chosen elsewhere
+    of_weights = {
+        stem for stem in stems if stem.startswith(("expand_", "encode_", "int4_", "exponents_"))
+    }  # chosen elsewhere
     assert set(KERNELS._fields) == stems - of_weights
     assert len(ran) == 2 * len(outcomes) and any("window 3" in outcome.shape for outcome in outcomes)
     slow, _ = choose_kernels(SMALL, FakeDevice(), clock(2.0, 1.0))
@@ -215,7 +217,7 @@ def test_sizes_are_those_of_the_run(family: str, tmp_path: Path) -> None:
     narrow = StreamedModel(open_checkpoint(save(tiny_model(FAMILIES["llama"]()), tmp_path / "draft")), "bfloat16")
     for num_nodes in (40, 100, 1):
         plan = plan_memory(
-            (checkpoint, None), num_nodes=num_nodes, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
+            (checkpoint, None), num_nodes=num_nodes, dtype="float32", ram="4GiB", gpu="4GiB", context=200
         )
         shapes = shapes_of(model, plan, Sampling(temperature=0.4))
         assert (shapes.num_heads, shapes.num_groups, shapes.width, shapes.num_layers) == (4, 2, config.head_dim, 4)
@@ -238,9 +240,7 @@ def test_attention_of_two_widths_is_not_compared(tmp_path: Path) -> None:
     """A comparison has queries, keys and values of one width; whether the kernel wins at another nobody has seen."""
     checkpoint = open_checkpoint(save(tiny_model(config_of("deepseek_v3")), tmp_path))
     model = resident_model(checkpoint, "float32")
-    plan = plan_memory(
-        (checkpoint, None), num_nodes=40, dtype="float32", ram="4GiB", gpu="4GiB", device="cuda", context=200
-    )
+    plan = plan_memory((checkpoint, None), num_nodes=40, dtype="float32", ram="4GiB", gpu="4GiB", context=200)
     assert is_for_rows(model.meta_model.config) and shapes_of(model, plan, Sampling()).windows == ()
 
 
