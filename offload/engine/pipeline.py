@@ -40,7 +40,7 @@ class _Elsewhere:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.stream = vocab_size, self
-        self.note, self.bytes_read, self.stall_s = None, 0, 0.0
+        self.note = self.experts = None
 
     def new_cache(self) -> _Nowhere:
         """Nothing."""
