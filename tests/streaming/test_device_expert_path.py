@@ -133,7 +133,7 @@ def test_a_small_card_leaves_experts_to_the_host(device: FakeDevice, base: Path)
     for experts in ("demand", "auto"):
         with offload.load(target, tree="none", **{**LOAD, "gpu_memory": smaller, "experts": experts}) as decoder:
             pool = poisoned(decoder)
-            assert (len(pool._slots), len(pool.carrier._slots)) == (7, num - 5), "of seven slots two are for those that pass"
+            assert (len(pool._slots), len(pool.carrier._slots)) == (7, num - 5), "two of seven are for those that pass"
             assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
 
 
