@@ -38,7 +38,7 @@ def open_pair(family: str, directory: Path, tree: str, rule: str = "match", **op
     ram = roomy.fixed_bytes + 3 * max(roomy.layer_bytes)
     names = [checkpoint.directory for checkpoint in pair]
     decoder = offload.load(*names, ram, tree, rule, context=CONTEXT, dtype="float32", threads=1, **options)  # type: ignore[arg-type]
-    assert decoder.plan.num_slots, "all of it fits"
+    assert decoder.plan.is_streamed, "all of it fits"
     return decoder
 
 

@@ -139,7 +139,8 @@ def assert_decodes_like_transformers(directory: Path) -> None:
     theirs, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"], "the reference itself is incomplete"
     ram = streaming_ram(directory, context=128, num_nodes=8)
-    with offload.load(directory, directory, ram=ram, dtype="float32", context=128, tree="8x3", threads=1) as decoder:
+    how: dict[str, Any] = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "experts": "layers"}
+    with offload.load(directory, directory, ram=ram, **how) as decoder:
         got = decoder.generate(PROMPT, max_new_tokens=NUM_NEW)
         decoder.save_session(directory / "session")
         held = decoder.load_session(directory / "session").tokens

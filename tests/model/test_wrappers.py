@@ -95,6 +95,7 @@ def streamed(directory: Path) -> Any:
     reads = type("Reads", (NotedReads,), {"pieces": []})
     ram = streaming_ram(directory, context=128, num_nodes=8)
     how: dict[str, Any] = {"dtype": "float32", "context": 128, "tree": "8x3", "threads": 1, "open_source": reads}
+    how["experts"] = "layers"
     with offload.load(directory, directory, ram=ram, **how) as decoder:
         return decoder.generate(PROMPT, max_new_tokens=NUM_NEW), reads.pieces
 
