@@ -22,6 +22,7 @@ from torch import Tensor
 
 from offload.checkpoint.layout import SlabLayout
 from offload.memory.plan import num_passing
+from offload.planning.cost_model import NEVER
 from offload.streaming.device import Device, Event
 from offload.streaming.device_expert_carrier import DeviceExpertCarrier
 from offload.streaming.expert_cache import ExpertCache
@@ -31,7 +32,6 @@ from offload.streaming.source import ByteSource, drop
 from offload.streaming.stall import Stall
 from offload.threads.interrupts import held_back
 
-NEVER = 1 << 30  # rows: no pass has as many
 _POISON = 0xFF  # NaN in every float format we stream
 _KNOWN_ROWS, _LEAST_SHARE = 64, 0.4  # from so many rows on it is known what experts are used for; of what is read ahead
 Records = Sequence[Sequence[SlabLayout]]  # of every layer's experts
@@ -123,7 +123,7 @@ class ExpertPool:
         wanted = deque(block for block in blocks if block not in slots)
         self.num_hits, self.num_misses = self.num_hits + len(slots), self.num_misses + len(wanted)
         self.carrier.use([*wanted, *(block for block, slot in slots.items() if slot in self._arriving)])
-        queue = deque(sorted(slots, key=lambda block: slots[block] in self._arriving))
+        queue = deque(slots)
         self._ask(wanted, slots, queue)
         while queue:
             block = next((block for block in queue if self._has_come(slots[block])), queue[0])

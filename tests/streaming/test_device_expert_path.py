@@ -33,9 +33,10 @@ from offload.errors import ReadError
 from offload.memory.plan import MemoryPlan, Tier
 from offload.model.weights import StreamedModel
 from offload.planning import room
+from offload.planning.cost_model import NEVER
 from offload.streaming.device_expert_carrier import DeviceExpertCarrier
 from offload.streaming.disk import DiskReader
-from offload.streaming.expert_pool import NEVER, ExpertPool, open_pool
+from offload.streaming.expert_pool import ExpertPool, open_pool
 
 __all__ = ["base", "device"]  # fixtures
 LOAD: dict[str, Any] = {"context": 128, "threads": 1, "experts": "demand", **BUDGETS}
