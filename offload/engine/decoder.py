@@ -25,7 +25,7 @@ from offload.drafting.sources import NO_SOURCES, Sources
 from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.request import Prompt, Request, encode, with_start
-from offload.engine.sequence import Caches, Limits, Sequence
+from offload.engine.sequence import Caches, Limits, PassFigures, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
 from offload.engine.text import TextStream, Tokenizer
 from offload.engine.turn import Turn
@@ -151,6 +151,10 @@ class Decoder:
             sweep_s=scored - grown,
             verify_s=time.perf_counter() - scored,
         )
+        sequence.last_pass = PassFigures(
+            drafted.tree.topology.parent_N.tolist(), drafted.tree.tokens, accepted.nodes, 1, grown - started,
+            scored - grown, target.moved.since(moved_before),
+        )  # fmt: skip
         if num_new == 1:
             self.threads.took(num_rows, draft_s=grown - started, sweep_s=scored - grown)
         sequence.stats.threads, sequence.stats.peak_device_bytes = modes, self.target.peak_device_bytes
@@ -216,7 +220,21 @@ class Decoder:
             continues: keep the keys and values of all tokens that the prompt shares with the run before; but for
                 `invariance` they differ from the prompt's own by rounding.
         """
-        request = Request(prompt, sampling, max_new_tokens, stop, raw)
+        return self.start(Request(prompt, sampling, max_new_tokens, stop, raw), tree=tree, rule=rule, continues=continues)
+
+    @property
+    def num_parallel(self) -> int:
+        """Texts that may be written at a time."""
+        return 1
+
+    def start(
+        self, request: Request, *, tree: str | None = None, rule: str | None = None, continues: bool = False
+    ) -> Run:
+        """The same from a request, beside at most `num_parallel` - 1 runs that are not released yet.
+
+        Raises `UserError`.
+        """
+        sampling, max_new_tokens = request.sampling, request.max_new_tokens
         bounds = (self.plan.context, self.plan.has_longest_context)
         prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
         acceptance = self.rule if rule is None else self._other_rule(rule)
@@ -230,6 +248,19 @@ class Decoder:
         text = TextStream(self.tokenizer, start_ids, request.stops)
         setup = Setup(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
+
+    def advance(self, runs: abc.Sequence[Run]) -> list[str]:
+        """One pass over the weights for all of these runs: the piece of text that each has gained by it.
+
+        Raises `UserError` where one was overtaken, the decoder closed, or another thread is using it.
+        """
+        with self._turn.held():
+            for sequence in [run.sequence for run in runs if run.is_writing]:
+                self._step(sequence)
+            return [run.take() for run in runs]
+
+    def release(self, run: Run) -> None:
+        """Let others have its keys and values; it writes nothing more. Again it does nothing."""
 
     @property
     def num_threads(self) -> int:

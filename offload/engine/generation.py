@@ -95,7 +95,7 @@ class Run:
     ) -> None:
         self._step, self._turn, self.sequence, self._text, self._setup = step, turn, sequence, text, setup
         self.finish_reason: FinishReason = "interrupted"
-        self._elapsed_s = 0.0
+        self._started, self._elapsed_s = time.perf_counter(), 0.0
 
     def __repr__(self) -> str:
         return f"Run({len(self.sequence.new_ids)} tokens so far, finish_reason={self.finish_reason!r})"
@@ -110,6 +110,26 @@ class Run:
             with self._turn.held():  # a step and its text: several threads may iterate over one run
                 piece = self._go_on(started)
             yield piece
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason != "interrupted"
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether it needs a pass to go on."""
+        return not self.is_finished and not self.sequence.has_ended
+
+    def take(self) -> str:
+        """The text of what its sequence has gained by a pass that others may have shared; see `Decoder.advance`."""
+        if self.is_finished:
+            return ""
+        num_before = len(self._text.tokens)
+        piece = self._take()
+        if self.finish_reason != "length":
+            self._count(len(self.sequence.new_ids) - num_before, time.perf_counter() - self._started)
+        return piece
 
     def result(self) -> Generation:
         """What was generated so far."""
@@ -130,15 +150,10 @@ class Run:
         )
 
     def _go_on(self, started: float) -> str:
-        if self.finish_reason != "interrupted":
-            return ""
-        num_before = len(self._text.tokens)
-        if not self.sequence.has_ended:
+        self._started = started
+        if self.is_writing:
             self._step(self.sequence)
-        piece = self._take()
-        if self.finish_reason != "length":
-            self._count(len(self.sequence.new_ids) - num_before, time.perf_counter() - started)
-        return piece
+        return self.take()
 
     def _take(self) -> str:
         """The text of what the sequence has by now, as far as it was not taken before; notes if it stops there."""

@@ -13,7 +13,7 @@ from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.planning.chains import ChainPolicy
 from offload.sampling.sampler import Sampler
-from offload.stats import Stats
+from offload.stats import Moved, Stats
 from offload.tree.topology import DynamicShape, Shape, chain
 from offload.verification.rules import Rule
 
@@ -28,6 +28,18 @@ class Caches(NamedTuple):
         """Forget the text but for its first tokens."""
         self.target.clear(num_kept)
         self.draft.clear(num_kept)
+
+
+class PassFigures(NamedTuple):
+    """What the last pass over the weights did for one text."""
+
+    parents: list[int]  # of its tree's nodes, in level order; the root's is -1
+    tokens: list[int]  # of the nodes
+    accepted: list[int]  # nodes of the accepted path, root first
+    num_texts: int  # that shared the pass
+    draft_s: float
+    sweep_s: float
+    moved: Moved
 
 
 class Limits(NamedTuple):
@@ -45,6 +57,7 @@ class Sequence:
         shape: of the next tree.
         limits: what ends it.
         stats: of its steps since the shape was set.
+        last_pass: its last step; None before the first.
     """
 
     def __init__(
@@ -56,6 +69,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.tokens)
         self._caches: Caches | None = None
         self._chains: ChainPolicy | None = None
+        self.last_pass: PassFigures | None = None
         self.set_shape(shape)
 
     def set_shape(self, shape: Shape) -> Stats:

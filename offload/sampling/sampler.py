@@ -113,6 +113,19 @@ class Sampler:
         self._num_rows_taken += num_rows
         return self._num_rows_taken - num_rows
 
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether logits depend on what the text has said before: rows are then drawn one by one."""
+        return False
+
+    def adjusted(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Logits after whatever looks at a text's own past; the same tensor where nothing does.
+
+        Args:
+            paths: for every row the tokens behind the committed ones, down to the row itself; none for the root.
+        """
+        return logits_TV
+
     def _warped(self, logits_TV: Tensor) -> Tensor:
         scores_TV = logits_TV.float()
         for warp in self._warpers:
