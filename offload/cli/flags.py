@@ -35,7 +35,15 @@ Prompt = Annotated[
     str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
 ]
 PromptFile = Annotated[
-    Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
+    Path | None,
+    typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file; many of them from a .jsonl"),
+]
+Results = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="of many prompts: go on with the results in this file; default: stdout"),
+]
+Samples = Annotated[
+    int, typer.Option(metavar="K", min=1, help="so many texts of a prompt, by seeds that follow --seed")
 ]
 LargestTree = Annotated[
     str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
@@ -179,8 +187,9 @@ _FLAG_OF = {
     "experts": "--experts", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
     "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
     "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "out": "--out",
-    "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed",
-    "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
+    "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule",
+    "samples": "--samples", "seed": "--seed", "session": "--session",
+    "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
     "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
     "tree": "--tree", "verify": "--verify",
 }  # fmt: skip

@@ -8,6 +8,7 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
+from offload.cli.many_texts import ManyWishes, write_many
 from offload.cli.prompt_input import read_prompt
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling_choice import choose_sampling, own_sampling
@@ -23,7 +24,11 @@ from offload.cli.session_file import found_session
 
     offload generate -m big --datastore code.store -f main.py    # no draft: what code and the text itself say
 
-    offload generate -m big -d small -f prompt.txt --json > result.json"""
+    offload generate -m big -d small -f prompt.txt --json > result.json
+
+    offload generate -m big -d small -f prompts.jsonl --out results.jsonl    # many prompts; again goes on with them
+
+    offload generate -m big -d small -p "Tell a joke." --temp 0.8 --samples 4"""
 )
 def generate(
     model: flags.Model,
@@ -61,13 +66,17 @@ def generate(
     pipeline: flags.Pipeline = None,
     slow_layer: flags.SlowLayer = 0.0,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
+    samples: flags.Samples = 1,
+    out: flags.Results = None,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> None:
     """Write text with a model larger than memory."""
-    found, own = found_session(session, ranks), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
-    text = "" if is_worker(ranks) else read_prompt(prompt, file, is_needed=found is None)
+    many, found = ManyWishes.of(prompt, file, out, samples, session), found_session(session, ranks)
+    own = own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    text = "" if is_worker(ranks) or many.prompts else read_prompt(prompt, file, is_needed=found is None)
+    from offload.engine.request import Request
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
@@ -78,11 +87,13 @@ def generate(
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(config or model, own, seed, console.wait)
+        request = Request(text or None, sampling, max_tokens, stop, raw, found, is_kept=session is not None)
+        if many.are_wished:
+            write_many(model, draft, options, console, request, many, note=note, as_json=as_json)
+            return
         with libraries(console):
             from offload.cli.text_run import write_text
-            from offload.engine.request import Request
 
-            request = Request(text or None, sampling, max_tokens, stop, raw, found, is_kept=session is not None)
             write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
 
 
