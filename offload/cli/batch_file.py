@@ -18,6 +18,7 @@ from offload.errors import UserError
 _DRAWING = tuple(field.name for field in fields(Sampling))
 _FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", *_DRAWING)
 _OF_DRAWN_TEXT = ("top_p", "top_k", "min_p")
+_NOT_OF_THE_TEXT = ("sampling", "session", "is_kept")  # but for what the first of them holds
 _DIGEST_CHARS = 16
 
 
@@ -126,6 +127,9 @@ def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
 def _digest(request: Request, written_by: str) -> str:
     """Of what is set otherwise than usual, so that settings of later versions change none that does without."""
     unset = asdict(Sampling())
-    drawing = {key: value for key, value in asdict(request.sampling).items() if value != unset[key]}
-    whole = [written_by, request.prompt, request.max_new_tokens, request.stops, request.raw, drawing]
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:_DIGEST_CHARS]
+    told = {key: value for key, value in asdict(request.sampling).items() if value != unset[key]}
+    told |= {"prompt": request.prompt, "stop": request.stops}
+    others = [field for field in fields(Request) if field.name not in (*told, *_NOT_OF_THE_TEXT)]
+    told |= {one.name: value for one in others if (value := getattr(request, one.name)) != one.default}
+    whole = json.dumps([written_by, told], sort_keys=True, default=asdict)
+    return hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST_CHARS]
