@@ -220,7 +220,9 @@ class Decoder:
             continues: keep the keys and values of all tokens that the prompt shares with the run before; but for
                 `invariance` they differ from the prompt's own by rounding.
         """
-        return self.start(Request(prompt, sampling, max_new_tokens, stop, raw), tree=tree, rule=rule, continues=continues)
+        return self.start(
+            Request(prompt, sampling, max_new_tokens, stop, raw), tree=tree, rule=rule, continues=continues
+        )
 
     @property
     def num_parallel(self) -> int:
