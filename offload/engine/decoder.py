@@ -112,6 +112,7 @@ class Decoder:
             rule = rule or self.rule
             sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
             begun, has_draft = with_start(tokens, self._start), self._trees.has_draft
+            sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)  # an encoder's is no text
             sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
             return sequence
@@ -137,7 +138,7 @@ class Decoder:
         grown, num_rows = time.perf_counter(), _rows_alike(num_new - 1 + drafted.tree.num_nodes)
         modes = modes._replace(sweep=self.threads.modes(num_rows).sweep)
         self._compute_in(modes.sweep)
-        logits = self.target.score(drafted.tree, tokens, caches.target)
+        logits = sampler.adjusted_rows(drafted.tree, self.target.score(drafted.tree, tokens, caches.target))
         self.target.wait()
         scored = time.perf_counter()
         accepted = sequence.rule.verify(drafted.tree, logits, sampler, len(tokens) - 1)
@@ -220,9 +221,14 @@ class Decoder:
             continues: keep the keys and values of all tokens that the prompt shares with the run before; but for
                 `invariance` they differ from the prompt's own by rounding.
         """
+<<<<<<< HEAD
         return self.start(
             Request(prompt, sampling, max_new_tokens, stop, raw), tree=tree, rule=rule, continues=continues
         )
+=======
+        request = Request(prompt, sampling, max_new_tokens, stop, raw)
+        return self.start(request, tree=tree, rule=rule, continues=continues)
+>>>>>>> adjust
 
     @property
     def num_parallel(self) -> int:
