@@ -212,7 +212,8 @@ class KVCache(Cache):
 
     def copy_from(self, other: "KVCache", num_positions: int) -> None:
         """Take over the first committed positions of another text, in place of all that there is here."""
-        self.refill([(layer, *states) for layer, states in other.states(num_positions).items()], num_positions)
+        states = [(layer, *both) for layer, both in other.states(num_positions).items()]
+        self.refill(states, min(num_positions, other.length))
 
     def clear(self, num_kept: int = 0) -> None:
         """Forget the sequence but for its first positions."""

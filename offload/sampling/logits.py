@@ -47,7 +47,6 @@ class Logits:
         return torch.cat([self.chunk_with(lo)[1] for lo in range(0, len(self), self._max_rows)])
 
 
-<<<<<<< HEAD
 class _Part(Logits):
     """Some rows of others."""
 
@@ -65,8 +64,6 @@ class _Part(Logits):
         return torch.stack(list(self))
 
 
-Rows = Tensor | Logits  # what a rule verifies by: logits (N, V), or such as are computed on the way
-=======
 class AdjustedRows:
     """Rows of which each is adjusted when it is looked at, as `adjust` says by node and logits (V)."""
 
@@ -88,7 +85,6 @@ class AdjustedRows:
 
 
 Rows = Tensor | Logits | AdjustedRows  # what a rule verifies by: logits (N, V), or such as are computed on the way
->>>>>>> adjust
 
 
 def chunk_with(logits: Rows, node: int) -> tuple[int, Tensor]:
