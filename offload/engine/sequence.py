@@ -5,7 +5,7 @@ in them, which the next one clears away.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from offload.config import Drafting
@@ -28,6 +28,11 @@ class Caches(NamedTuple):
         """Forget the text but for its first tokens."""
         self.target.clear(num_kept)
         self.draft.clear(num_kept)
+
+    def copy_from(self, other: "Caches", num_tokens: int) -> None:
+        """Hold what another text's hold of its first tokens, and nothing else."""
+        self.target.copy_from(other.target, num_tokens)
+        self.draft.copy_from(other.draft, num_tokens)
 
 
 class PassFigures(NamedTuple):
@@ -69,6 +74,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.tokens)
         self._caches: Caches | None = None
         self._chains: ChainPolicy | None = None
+        self._among: Callable[[int], Shape] | None = None
         self.last_pass: PassFigures | None = None
         self.set_shape(shape)
 
@@ -81,9 +87,22 @@ class Sequence:
         self.stats.is_draft_known = is_known and self._has_draft
         return self.stats
 
-    def follow(self, chains: ChainPolicy | None) -> None:
-        """From the next step on its trees are chains of lengths that change as this says; None changes nothing."""
-        self._chains = chains
+    def follow(self, chains: ChainPolicy | None, among: Callable[[int], Shape] | None = None) -> None:
+        """From the next step on its trees are chains of lengths that change as this says; None changes nothing.
+
+        `among` is the shape of its tree beside others, by how many texts share the pass.
+        """
+        self._chains, self._among = chains, among
+
+    def shape_among(self, num_texts: int) -> Shape:
+        """Of the next tree, where so many texts share the pass."""
+        is_fixed = num_texts == 1 or self._chains is not None or self._among is None
+        return self.shape if is_fixed else self._among(num_texts)  # type: ignore[misc]
+
+    @property
+    def is_taken_in(self) -> bool:
+        """Whether keys and values are there for all tokens but the last."""
+        return self.caches.target.length >= len(self.tokens) - 1
 
     def lengthen(self) -> None:
         """A step is over: the next chain is as long as all steps so far suggest, and nobody has drawn for it yet."""
@@ -125,8 +144,10 @@ class Sequence:
         end = next((index for index, token in enumerate(tokens) if token in self.limits.end_ids), len(tokens))
         counted = tokens[: min(end + 1, num_left)]
         self.tokens += counted
+        self.sampler.accept(counted)
         return counted
 
     def cut(self, num_new: int) -> None:
         """Drop all but so many of its new tokens: behind them a stop string is complete."""
         del self.tokens[self.num_prompt_tokens + num_new :]
+        self.sampler.cut(self.new_ids)

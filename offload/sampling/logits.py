@@ -38,14 +38,55 @@ class Logits:
             self._lo, self._chunk_CV = lo, self._score(lo, min(lo + self._max_rows, len(self)))
         return self._lo, self._chunk_CV
 
+    def part(self, lo: int, hi: int) -> "Logits":
+        """Rows [lo, hi), such as one text's among several, over the same chunks."""
+        return _Part(self, lo, hi)
+
     def whole(self) -> Tensor:
         """All of them, (N, V), for whoever has the room."""
         return torch.cat([self.chunk_with(lo)[1] for lo in range(0, len(self), self._max_rows)])
 
 
-Rows = Tensor | Logits  # what a rule verifies by: logits (N, V), or such as are computed on the way
+class _Part(Logits):
+    """Some rows of others."""
+
+    def __init__(self, whole: Logits, lo: int, hi: int) -> None:
+        assert 0 <= lo <= hi <= len(whole), f"rows {lo} to {hi} of {len(whole)}"
+        self._whole, self._first, self._num_rows, self._max_rows = whole, lo, hi - lo, whole._max_rows
+
+    def chunk_with(self, node: int) -> tuple[int, Tensor]:
+        assert 0 <= node < len(self), f"node {node} of {len(self)}"
+        lo, chunk_CV = self._whole.chunk_with(self._first + node)
+        first, last = max(lo, self._first), min(lo + len(chunk_CV), self._first + len(self))
+        return first - self._first, chunk_CV[first - lo : last - lo]
+
+    def whole(self) -> Tensor:
+        return torch.stack(list(self))
+
+
+class AdjustedRows:
+    """Rows of which each is adjusted when it is looked at, as `adjust` says by node and logits (V)."""
+
+    def __init__(self, rows: "Rows", adjust: Callable[[int, Tensor], Tensor]) -> None:
+        self._rows, self._adjust = rows, adjust
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, node: int) -> Tensor:
+        return self._adjust(node, self._rows[node])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[node] for node in range(len(self)))
+
+    def chunk_with(self, node: int) -> tuple[int, Tensor]:
+        """The row alone: others may never be looked at."""
+        return node, self[node][None]
+
+
+Rows = Tensor | Logits | AdjustedRows  # what a rule verifies by: logits (N, V), or such as are computed on the way
 
 
 def chunk_with(logits: Rows, node: int) -> tuple[int, Tensor]:
     """See `Logits.chunk_with`; a tensor is one chunk."""
-    return logits.chunk_with(node) if isinstance(logits, Logits) else (0, logits)
+    return (0, logits) if isinstance(logits, Tensor) else logits.chunk_with(node)
