@@ -38,6 +38,9 @@ PromptFile = Annotated[
     Path | None,
     typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file; many of them from a .jsonl"),
 ]
+Parallel = Annotated[
+    int, typer.Option(metavar="B", min=1, help="texts that are written at a time, for one pass over the weights")
+]
 Results = Annotated[
     Path | None,
     typer.Option("--out", metavar="FILE", help="of many prompts: go on with the results in this file; default: stdout"),
@@ -187,11 +190,10 @@ _FLAG_OF = {
     "experts": "--experts", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
     "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
     "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "out": "--out",
-    "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule",
-    "samples": "--samples", "seed": "--seed", "session": "--session",
-    "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
-    "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
-    "tree": "--tree", "verify": "--verify",
+    "parallel": "--parallel", "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw",
+    "rule": "--rule", "samples": "--samples", "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer",
+    "stop": "--stop", "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep",
+    "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree", "verify": "--verify",
 }  # fmt: skip
 
 

@@ -68,6 +68,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     samples: flags.Samples = 1,
     out: flags.Results = None,
+    parallel: flags.Parallel = 1,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
@@ -83,7 +84,8 @@ def generate(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        draft_dtype=draft_dtype, experts=experts, pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
+        draft_dtype=draft_dtype, experts=experts, pipeline=pipeline, slow_layer_s=slow_layer,
+        parallel=parallel)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(config or model, own, seed, console.wait)

@@ -74,6 +74,16 @@ def test_samples_of_a_file_follow_its_seeds(ender: Path, prompts: Write) -> None
     assert sorted(keys) == [(0, 0, 5), (0, 1, 6), (1, 0, 8), (1, 1, 9)]
 
 
+def test_texts_side_by_side_are_those_of_one_after_the_other(ender: Path, prompts: Write) -> None:
+    drawn = [{"prompt": "x" * count + PROMPT, "temperature": 4.0, "seed": count, "max_tokens": 9} for count in range(5)]
+    file = prompts(*drawn, {"prompt": PROMPT})
+    alone, together = (generate(ender, "-f", file, "--parallel", parallel, "--ram", "1GiB") for parallel in (1, 3))
+    in_order = [sorted(objects(outcome.out), key=lambda line: line["index"]) for outcome in (alone, together)]
+    assert in_order[0] == in_order[1] and len({line["text"] for line in in_order[0]}) > 3
+    rates = [float(outcome.err.split(" a pass")[0].split()[-1]) for outcome in (alone, together)]
+    assert rates[1] > 1.5 * rates[0], "tokens of several texts come by one pass"
+
+
 def test_a_prompt_that_is_too_long_fails_alone(ender: Path, prompts: Write, tmp_path: Path) -> None:
     file, out = prompts({"prompt": PROMPT * CONTEXT, "id": "long"}, {"prompt": PROMPT}), tmp_path / "out"
     outcome = generate(ender, "-f", file, "--out", out)
