@@ -149,7 +149,13 @@ class Decoder:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
         seed: int = 0,
+        repeat_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = (),
+        num_logprobs: int | None = None,
         stop: str | abc.Sequence[str] | None = None,
         raw: bool = False,
         tree: str | None = None,
@@ -161,7 +167,9 @@ class Decoder:
             prompt: text, put into the model's chat template where it has one, the messages of a conversation, such as
                 `[{"role": "user", "content": "Hello"}]`, or token ids.
             max_new_tokens: at most so many.
-            temperature, top_p, top_k, seed: see `Sampling`; temperature 0 is greedy.
+            temperature, top_p, top_k, min_p, seed: see `Sampling`; temperature 0 is greedy.
+            repeat_penalty, presence_penalty, frequency_penalty, logit_bias: see `Sampling`; of greedy text as well.
+            num_logprobs: tell each new token's, and those of so many of the likeliest, in `Generation.logprobs`.
             stop: strings that end the text; they are not part of it.
             raw: leave the chat template out.
             tree: another tree than the one given to `load`, no larger than that one.
@@ -171,21 +179,30 @@ class Decoder:
             UserError: empty prompt, no room for it, settings out of range, or a decoder that another thread is using.
             ReadError: the disk failed.
         """
-        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        sampling = Sampling(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, repeat_penalty=repeat_penalty,
+            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
+        )  # fmt: skip
+        request = Request(prompt, sampling, max_new_tokens, stop, raw, num_logprobs=num_logprobs)
         with self._turn.held():
-            run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule)
+            run = self.start(request, tree=tree, rule=rule)
             for _ in run:
                 pass
             return run.result()
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 128,
-        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0,
+        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, seed: int = 0,
+        repeat_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = (),
         stop: str | abc.Sequence[str] | None = None, raw: bool = False,
         tree: str | None = None, rule: str | None = None,
     ) -> Iterator[str]:  # fmt: skip
         """Yield pieces of text as they are accepted; the arguments are those of `generate`."""
-        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        sampling = Sampling(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, repeat_penalty=repeat_penalty,
+            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
+        )  # fmt: skip
         return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule))
 
     def run(
@@ -229,7 +246,7 @@ class Decoder:
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         sequence.follow(choice.chains, lambda num: self._trees.for_run(sampling, acceptance.name, tree, num).shape)
-        sequence.stats.num_prompt_tokens = len(prompt_ids)
+        sequence.stats.num_prompt_tokens, sequence.num_logprobs = len(prompt_ids), request.num_logprobs
         start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
         text = TextStream(self.tokenizer, start_ids, request.stops)
         setup = Setup(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from offload.drafting.base import Drafted, Drafter, DraftText
+from offload.engine.logprobs import path_logprobs
 from offload.engine.sequence import PassFigures
 from offload.engine.sequence import Sequence as Text
 from offload.model.target import Planted, Target
@@ -111,7 +112,9 @@ class Forest:
         accepted = text.rule.verify(tree, sampler.adjusted_rows(tree, rows), sampler, len(tokens) - 1)
         self._target.commit(accepted.nodes, tokens, caches.target)
         self._drafter.commit(drafted, accepted.nodes, accepted.tokens, sampler, caches.draft)
-        counted = text.accept(accepted.tokens)
+        num_top, path = text.num_logprobs, (accepted.nodes, accepted.tokens)
+        logprobs = [] if num_top is None else path_logprobs(rows, *path, num_top)
+        counted = text.accept(accepted.tokens, logprobs)
         text.stats.first_guess.add(accepted.guesses[: len(counted)])
         seconds = {"draft_s": times.draft_s, "sweep_s": times.sweep_s, "verify_s": time.perf_counter() - started}
         text.stats.add_step(times.moved, **seconds)

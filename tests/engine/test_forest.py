@@ -37,8 +37,9 @@ def requests(sampling: Sampling) -> list[Request]:
 
 def alone(pair: Sequence[Path | None], sampling: Sampling, **more: Any) -> list[list[int]]:
     with opened(pair, **more) as decoder:
-        return [decoder.generate(ids, max_new_tokens=num, temperature=sampling.temperature, seed=sampling.seed).token_ids
-                for ids, num in zip(PROMPTS, NUM_NEW, strict=True)]  # fmt: skip
+        how = {"temperature": sampling.temperature, "seed": sampling.seed}
+        pairs = zip(PROMPTS, NUM_NEW, strict=True)
+        return [decoder.generate(ids, max_new_tokens=num, **how).token_ids for ids, num in pairs]
 
 
 def together(decoder: Decoder, asked: Sequence[Request]) -> list[list[int]]:
@@ -160,9 +161,13 @@ def test_candidates_of_all_texts_compete(pair: tuple[Path, Path], monkeypatch: p
 
 @pytest.mark.parametrize(
     ("missing", "num_rows", "wanted"),
-    [([0, 0], 5, [(0, True), (0, True)]), ([9, 0], 5, [(5, False), (0, True)]), ([3, 4, 0], 5, [(3, True), (2, False), (0, True)]),
-     ([5, 1, 0], 5, [(5, True), (0, True)])],
-)  # fmt: skip
+    [
+        ([0, 0], 5, [(0, True), (0, True)]),
+        ([9, 0], 5, [(5, False), (0, True)]),
+        ([3, 4, 0], 5, [(3, True), (2, False), (0, True)]),
+        ([5, 1, 0], 5, [(5, True), (0, True)]),
+    ],
+)
 def test_prompts_share_out_the_rows(missing: list[int], num_rows: int, wanted: list[tuple[int, bool]]) -> None:
     class Text:
         def __init__(self, num_missing: int) -> None:
