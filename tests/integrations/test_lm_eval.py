@@ -53,7 +53,7 @@ def ours(theirs: Any) -> Iterator[Any]:
 
     with (
         patch.object(Decoder, "score_texts", score_texts, create=True),
-        offload.load(PAIR / "target", PAIR / "draft", dtype="float32", threads=1) as decoder,
+        offload.load(PAIR / "target", PAIR / "draft", dtype="float32", threads=1, parallel=4) as decoder,
     ):
         yield OffloadLM(decoder)
 
