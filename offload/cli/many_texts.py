@@ -28,14 +28,9 @@ class ManyWishes(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        prompt: str | None,
-        file: Path | None,
-        out: Path | None,
-        num_samples: int,
-        session: Path | None,
-        system: str | None,
-    ) -> "ManyWishes":
+        cls, prompt: str | None, file: Path | None, out: Path | None, num_samples: int, session: Path | None,
+        system: str | None = None,
+    ) -> "ManyWishes":  # fmt: skip
         """Many prompts are in a file whose name says so. Raises `UserError` for what does not go together."""
         prompts = file if file is not None and file.suffix == _SUFFIX else None
         if prompts is not None and prompt is not None:

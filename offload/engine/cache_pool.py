@@ -76,12 +76,7 @@ class CachePool:
 
         Raises `UserError` where all are taken.
         """
-        free = [place for place in self._places if place.holder is None] or self._places[: len(self._places) == 1]
-        if not free:
-            raise UserError(
-                f"{len(self._places)} texts are being written, as many as there is memory for: "
-                "release one, or load with a larger `parallel`"
-            )
+        free = self._free()
         num_kept, place = 0, free[0]
         if keeps:
             alike = [self._num_to_keep(one, sequence.tokens) for one in free]
@@ -91,6 +86,26 @@ class CachePool:
         place.give(sequence, num_kept)
         self._places.remove(place)
         self._places.append(place)
+
+    def borrow(self) -> Caches:
+        """An empty set that nobody has, or the only one, for what is no text; the next text may have it.
+
+        Raises `UserError` where all are taken.
+        """
+        place = self._free()[0]
+        place.take_back()
+        place.fill([])
+        place.caches.clear()
+        return place.caches
+
+    def _free(self) -> list[_Place]:
+        free = [place for place in self._places if place.holder is None] or self._places[: len(self._places) == 1]
+        if not free:
+            raise UserError(
+                f"{len(self._places)} texts are being written, as many as there is memory for: "
+                "release one, or load with a larger `parallel`"
+            )
+        return free
 
     def _copied(self, place: _Place, tokens: list[int], num_kept: int) -> int:
         """Tokens that a place holds once it has taken over what another text, such as one being written, holds more."""

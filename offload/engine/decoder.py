@@ -20,13 +20,14 @@ import torch
 
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
-from offload.config import Sampling, check_lenience
+from offload.config import Sampling, check_lenience, require
 from offload.drafting.base import Drafter
 from offload.drafting.sources import NO_SOURCES, Sources
 from offload.engine.cache_pool import CachePool
 from offload.engine.forest import Forest
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.request import Prompt, Request, encode, with_start
+from offload.engine.scoring import Scorer, TextScore, Wanted
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
 from offload.engine.text import TextStream, Tokenizer
@@ -77,6 +78,7 @@ class Decoder:
         notes: lines for the user about what is not as fast as it could be, or not exact.
         invariance: whether each token has the same bits whatever tree, draft or prompt it came with.
         sources: of guesses that are no models.
+        num_score_passes: over the weights, made by `score_texts`.
         comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
     """
 
@@ -95,9 +97,9 @@ class Decoder:
         if self.num_parallel > 1:
             target.share_sweeps([one.target for one in sets])
             drafter.share_states([one.draft for one in sets])
-        self._pool = CachePool(sets, self._start)
-        compute_in = partial(_compute_in, self._waiting)  # a method of this would make a cycle
-        self._forest = Forest(target, drafter, self.threads, compute_in, self._prompt_rows)
+        self._pool, self.num_score_passes = CachePool(sets, self._start), 0
+        self._compute_in = partial(_compute_in, self._waiting)  # a method of this would make a cycle
+        self._forest = Forest(target, drafter, self.threads, self._compute_in, self._prompt_rows)
         found = [target.stream.note if self.plan.num_slots else None]
         found.append(target.experts.carrier.note if target.experts else None)
         self.notes = [*notes, *dict.fromkeys(note for note in found if note)]
@@ -268,6 +270,24 @@ class Decoder:
         """Let others have its keys and values; it writes nothing more. Again it does nothing."""
         with self._turn.held():
             self._pool.release(run.sequence)
+
+    def score_texts(self, texts: abc.Sequence[tuple[abc.Sequence[int], int]]) -> list[TextScore]:
+        """How likely the ends of texts are: each is given as token ids, and from which of them on they count.
+
+        Texts share passes, `num_score_passes` in all, and those that begin alike the rows of their beginning. Raises
+        `UserError` for a text that is longer than the context, or has nothing before what counts.
+        """
+        wanted = [Wanted(encode(self.tokenizer, tokens, self._vocab_size), first) for tokens, first in texts]
+        most = max((len(tokens) - 1 for tokens, _ in wanted), default=0)  # nothing is asked of the last one
+        rule = "a text must fit, but for its last token, into the context"
+        require(most <= self.plan.context, f"{rule} of {self.plan.context} tokens", most, "raise `context`")
+        require(not self._start, "models with an encoder score no texts", "one", "choose another model")
+        with self._turn.stepping():
+            scorer = Scorer(self.target, self._pool.borrow().target, self.plan.max_prompt_rows + self.plan.num_nodes)
+            self._compute_in(self.threads.modes(self.plan.max_prompt_rows).sweep)
+            scores = scorer.score(wanted)
+            self.num_score_passes += scorer.num_passes
+            return scores
 
     @property
     def num_threads(self) -> int:

@@ -136,6 +136,14 @@ class Target:
         firsts = accumulate((one.num_nodes for one in planted), initial=0)
         return [logits.part(first, first + one.num_nodes) for first, one in zip(firsts, planted, strict=False)]
 
+    def score_rows(self, tokens: Sequence[int], offsets: Sequence[int], sees_TT: Tensor, cache: KVCache) -> Logits:
+        """Logits after every row of any shape behind what a cache has committed; nothing is committed.
+
+        `offsets` are positions, counted from the committed length; a row sees those before it that `sees_TT` says.
+        """
+        token_T, offset_T = torch.tensor(tokens), torch.tensor(offsets)
+        return self._sweep(token_T, sees_TT, offset_T, len(token_T), cache)
+
     def _chain(self, planted: Planted) -> Part:
         tokens, cache, num_rows, _ = planted
         token_T = torch.tensor(tokens[cache.length : cache.length + num_rows])
