@@ -126,6 +126,18 @@ def test_a_window_that_is_too_short_is_seen(ours: Any, theirs: Any) -> None:
     assert abs(long[0] - wanted[0][0]) > 10 * TOLERANCE and short == found[1]
 
 
+def test_requests_share_passes(ours: Any, theirs: Any) -> None:
+    """Beside the passes of `generate_until`, of which every one writes for as many texts as have a place."""
+    names = ["value", "other", "self.count", "None"]
+    pairs = [request(f"def number_{count}({name}):\n    return", f" {name}") for count in range(24) for name in names]
+    before = ours.decoder.num_score_passes
+    found = ours.loglikelihood(pairs, disable_tqdm=True)
+    num_passes = ours.decoder.num_score_passes - before
+    assert 0 < num_passes <= len(pairs) / 8, f"{num_passes} passes for {len(pairs)} requests"
+    for own, other in zip(found[::8], theirs.loglikelihood(pairs[::8], disable_tqdm=True), strict=True):
+        assert own[0] == pytest.approx(other[0], abs=TOLERANCE) and own[1] == other[1]
+
+
 @pytest.mark.parametrize(
     "context", [LONG, "import", "a  ", "<|endoftext|>def f("], ids=["long", "short", "spaces", "bos"]
 )
