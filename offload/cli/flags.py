@@ -160,6 +160,16 @@ Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token alwa
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
 ]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", metavar="FILE", help="write JSON that this schema allows; docs/grammar.md"),
+]
+Regex = Annotated[
+    str | None, typer.Option("--regex", metavar="TEXT", help="write what this regular expression matches as a whole")
+]
+LarkGrammar = Annotated[
+    Path | None, typer.Option("--grammar", metavar="FILE", help="write what these rules in Lark's notation allow")
+]
 Session = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="keep tokens, keys and values there, and go on from there; see docs/flags.md"),
@@ -176,10 +186,11 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 _FLAG_OF = {
     "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
     "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",
-    "experts": "--experts", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
-    "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
-    "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "out": "--out",
-    "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed",
+    "experts": "--experts", "gpu_memory": "--gpu-mem", "grammar": "--grammar", "greedy": "--greedy",
+    "hardware": "--hardware", "invariant": "--invariant", "json_schema": "--json-schema", "lenience": "--lenience",
+    "link_limit": "--link-limit", "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n",
+    "ngram": "--ngram", "out": "--out", "pipeline": "--pipeline", "ram": "--ram", "ranks": "--ranks", "raw": "--raw",
+    "regex": "--regex", "rule": "--rule", "seed": "--seed",
     "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
     "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
     "tree": "--tree", "verify": "--verify",

@@ -7,6 +7,7 @@ import typer
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
+from offload.cli.grammar_choice import own_grammar
 from offload.cli.libraries import libraries
 from offload.cli.prompt_input import read_prompt
 from offload.cli.rank_process import is_worker
@@ -38,6 +39,9 @@ def generate(
     greedy: flags.Greedy = False,
     seed: flags.Seed = 0,
     stop: flags.Stop = None,
+    json_schema: flags.JsonSchema = None,
+    regex: flags.Regex = None,
+    grammar: flags.LarkGrammar = None,
     session: flags.Session = None,
     device: flags.Device = "auto",
     gpu_mem: flags.GpuMem = None,
@@ -67,6 +71,7 @@ def generate(
 ) -> None:
     """Write text with a model larger than memory."""
     found, own = found_session(session, ranks), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    kept = own_grammar(json_schema, regex, grammar)
     text = "" if is_worker(ranks) else read_prompt(prompt, file, is_needed=found is None)
     from offload.planning.options import LoadOptions, check_models
 
@@ -82,7 +87,9 @@ def generate(
             from offload.cli.text_run import write_text
             from offload.engine.request import Request
 
-            request = Request(text or None, sampling, max_tokens, stop, raw, found, is_kept=session is not None)
+            request = Request(
+                text or None, sampling, max_tokens, stop, raw, found, is_kept=session is not None, grammar=kept
+            )
             write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
 
 

@@ -13,7 +13,7 @@ from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,8 @@ from offload.machine import cpu_name
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.tree_policy import TreeChoice, Trees
+from offload.sampling.grammar import Grammar, find_grammar
+from offload.sampling.grammars import Grammars
 from offload.sampling.sampler import Sampler
 from offload.threads.policy import Mode, ThreadPolicy
 from offload.threads.waiting import ThreadWaiting
@@ -56,6 +58,7 @@ class Settled(NamedTuple):
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
     invariance: Invariance = Invariance()
     sources: Sources = NO_SOURCES
+    grammars: Grammars | None = None
 
 
 class Decoder:
@@ -81,10 +84,11 @@ class Decoder:
         self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
         (self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids,
-         self.invariance, self.sources) = settled  # fmt: skip
+         self.invariance, self.sources, grammars) = settled  # fmt: skip
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._start = target.vocab_size, target.start
+        self._grammars = grammars or Grammars(self.tokenizer, self._vocab_size, self.end_ids)
         self._turn, self._waiting = Turn(), ThreadWaiting()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
@@ -101,16 +105,19 @@ class Decoder:
     def begin(
         self, tokens: abc.Sequence[int], sampling: Sampling, *,
         rule: Rule | None = None, shape: Shape = _ROOT, limits: Limits = _UNLIMITED, keeps: bool = False,
+        grammar: Grammar | None = None,
     ) -> Sequence:  # fmt: skip
         """A new sequence, with the prompt's tokens and the start that some models want, overtakes the one before.
 
         Args:
             rule, shape: those of the decoder, and no tree, where they are left out.
             keeps: the keys and values of all tokens that it shares with the sequence before, but for its last.
+            grammar: that the new text must keep.
         """
         with self._turn.held():
-            rule = rule or self.rule
-            sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
+            rule, masks = rule or self.rule, [] if grammar is None else [self._grammars.mask(grammar)]
+            how = (rule.drafting, self._kernels, self.target.send)
+            sampler = Sampler(sampling, self._vocab_size, *how, adjustments=masks)
             begun, has_draft = with_start(tokens, self._start), self._trees.has_draft
             sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)  # an encoder's is no text
             sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
@@ -175,6 +182,9 @@ class Decoder:
         raw: bool = False,
         tree: str | None = None,
         rule: str | None = None,
+        json_schema: abc.Mapping[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
     ) -> Generation:
         """Generate to the end.
 
@@ -187,14 +197,18 @@ class Decoder:
             raw: leave the chat template out.
             tree: another tree than the one given to `load`, no larger than that one.
             rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or topk.
+            json_schema, regex, grammar: what the text must keep, one of them: a schema or its text, a regular
+                expression for all of it, or rules in Lark's notation, see docs/grammar.md.
 
         Raises:
             UserError: empty prompt, no room for it, settings out of range, or a decoder that another thread is using.
             ReadError: the disk failed.
         """
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        kept = find_grammar(json_schema, regex, grammar)
+        request = Request(prompt, sampling, max_new_tokens, stop, raw, grammar=kept)
         with self._turn.held():
-            run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule)
+            run = self.start(request, tree=tree, rule=rule)
             for _ in run:
                 pass
             return run.result()
@@ -204,10 +218,13 @@ class Decoder:
         temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0,
         stop: str | abc.Sequence[str] | None = None, raw: bool = False,
         tree: str | None = None, rule: str | None = None,
+        json_schema: abc.Mapping[str, Any] | str | None = None, regex: str | None = None, grammar: str | None = None,
     ) -> Iterator[str]:  # fmt: skip
         """Yield pieces of text as they are accepted; the arguments are those of `generate`."""
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule))
+        kept = find_grammar(json_schema, regex, grammar)
+        request = Request(prompt, sampling, max_new_tokens, stop, raw, grammar=kept)
+        return iter(self.start(request, tree=tree, rule=rule))
 
     def run(
         self, prompt: Prompt, sampling: Sampling, *, max_new_tokens: int,
@@ -243,7 +260,10 @@ class Decoder:
         check_lenience(acceptance.lenience, acceptance.name, sampling)
         choice = self._trees.for_run(sampling, acceptance.name, tree)
         limits = Limits(max_new_tokens, self.end_ids)
-        sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
+        sequence = self.begin(
+            prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues,
+            grammar=request.grammar,
+        )  # fmt: skip
         sequence.follow(choice.chains)
         sequence.stats.num_prompt_tokens = len(prompt_ids)
         start_ids = self._start or prompt_ids  # no text goes on that an encoder reads

@@ -12,10 +12,18 @@ from torch import Tensor
 
 from offload.drafting.none import NoDrafter, NoState
 from offload.engine.decoder import Decoder, Settled
+from offload.engine.generation import Run
+from offload.engine.request import Request
 from offload.engine.sequence import Sequence
 from offload.errors import UserError
 from offload.ranks.head import Head
 from offload.stats import Moved, RankFigures
+
+
+def require_no_grammar(request: Request) -> None:
+    """Raises `UserError`: the stage that draws knows no text."""
+    if request.grammar is not None:
+        raise UserError(f"stages draw without a grammar, got {request.grammar}: leave it out, or use `ranks` shards")
 
 
 class _Nowhere(NoState):
@@ -69,6 +77,13 @@ class PipelineDecoder(Decoder):
         super().__init__(elsewhere, NoDrafter(), settled, resources=resources, notes=notes)
         self._head, self._on_layer = head, on_layer
         self._last, self._is_under_way = list[Sequence](), False
+
+    def start(
+        self, request: Request, *, tree: str | None = None, rule: str | None = None, continues: bool = False
+    ) -> Run:
+        """See `Decoder.start`; grammars are refused."""
+        require_no_grammar(request)
+        return super().start(request, tree=tree, rule=rule, continues=continues)
 
     def _step(self, sequence: Sequence) -> list[int]:
         kept, started = sequence.caches.target.length, time.perf_counter()
