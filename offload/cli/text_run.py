@@ -25,13 +25,12 @@ def write_text(
         note: for the user, about the sampling.
         session: the file that the text is kept in.
     """
-    own_bytes, text = rss_bytes(), request.prompt or ""
-    assert isinstance(text, str), "as the command line has it"
+    own_bytes = rss_bytes()
     request.check()  # also where a session brings the prompt
     with open_decoder(model, draft, options, request, hooks=console.hooks) as decoder:
         if continues := session is not None:
             console.wait("reading the session")
-        begun = begun_text(decoder, session, text)
+        begun = begun_text(decoder, session, request.prompt)
         run = decoder.start(replace(request, prompt=begun), continues=continues)
         console.open(Names.of(model, draft, options.ranks), decoder, run.tree_choice)
         console.say(note)

@@ -40,7 +40,6 @@ from offload.planning.place import find_place
 from offload.planning.room import Room
 from offload.planning.tree_policy import Trees
 from offload.ranks.transport import Transport
-from offload.sampling.grammars import Grammars
 from offload.streaming.device import CudaDevice, Device, open_device
 from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import warm_order
@@ -151,10 +150,9 @@ def open_decoder(
         hooks.on_phase("building the models")
         least = plan_for(1)
         pair = open_pair(files, options, device, resources, open_source, team.adapt, on_demand=least.has_experts)
-        grammars = Grammars(pair.tokenizer, pair.target.vocab_size, pair.end_ids)
         models = Models(*files, options.dtype, least.context, least.has_longest_context)
         if request is not None:
-            _check_request(request, pair, models, grammars)
+            _check_request(request, pair, models)
         sources = open_sources(options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None)
         _pick_copies(pair, least, resources)
         hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
@@ -175,7 +173,7 @@ def open_decoder(
         target = team.target(pair.target, stream, plan, kernels=kernels, on_layer=hooks.on_layer, **more)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
-        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources, grammars)
+        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources, pair.grammars)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
@@ -213,13 +211,13 @@ def _accept(*_: object) -> None:
     """Headers of what several ranks share: what each of them has room for is settled later."""
 
 
-def _check_request(request: Request, pair: Pair, models: Models, grammars: Grammars) -> None:
+def _check_request(request: Request, pair: Pair, models: Models) -> None:
     """Raises `UserError` for one that these models cannot serve."""
     target, bounds = pair.target, (models.context, models.has_longest_context)
     if request.prompt is not None:
         request.ids(pair.tokenizer, target.vocab_size, *bounds, start=target.start)
     if request.grammar is not None:
-        grammars.mask(request.grammar)
+        pair.grammars.mask(request.grammar)
     if request.is_kept or request.session is not None:
         require_sessions(target.start)
     if request.session is not None:

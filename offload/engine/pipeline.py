@@ -20,10 +20,15 @@ from offload.ranks.head import Head
 from offload.stats import Moved, RankFigures
 
 
-def require_no_grammar(request: Request) -> None:
-    """Raises `UserError`: the stage that draws knows no text."""
+def check_stages(request: Request) -> None:
+    """Refuse what needs a text's past, or logits, where tokens are drawn: a stage has neither. Raises `UserError`."""
+    remedy = "leave them out, or use `ranks` shards"
+    if request.sampling.is_adjusted:
+        raise UserError(f"stages know of no penalties and biases, got {request.sampling.as_dict()}: {remedy}")
+    if request.num_logprobs is not None:
+        raise UserError(f"stages tell tokens alone, got `num_logprobs` {request.num_logprobs}: {remedy}")
     if request.grammar is not None:
-        raise UserError(f"stages draw without a grammar, got {request.grammar}: leave it out, or use `ranks` shards")
+        raise UserError(f"stages draw without a grammar, got {request.grammar}: {remedy}")
 
 
 class _Nowhere(NoState):
@@ -78,13 +83,6 @@ class PipelineDecoder(Decoder):
         self._head, self._on_layer = head, on_layer
         self._last, self._is_under_way = list[Sequence](), False
 
-    def start(
-        self, request: Request, *, tree: str | None = None, rule: str | None = None, continues: bool = False
-    ) -> Run:
-        """See `Decoder.start`; grammars are refused."""
-        require_no_grammar(request)
-        return super().start(request, tree=tree, rule=rule, continues=continues)
-
     def _step(self, sequence: Sequence) -> list[int]:
         kept, started = sequence.caches.target.length, time.perf_counter()
         is_known = sequence in self._last
@@ -101,6 +99,13 @@ class PipelineDecoder(Decoder):
         took_s = time.perf_counter() - started
         sequence.stats.add_step(Moved(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
         return counted
+
+    def start(
+        self, request: Request, *, tree: str | None = None, rule: str | None = None, continues: bool = False
+    ) -> Run:
+        """Like every decoder's, where stages can draw the text. Raises `UserError` as well where they cannot."""
+        check_stages(request)
+        return super().start(request, tree=tree, rule=rule, continues=continues)
 
     def _other_rule(self, name: str) -> NoReturn:
         raise UserError(f"stages draw by `rule` match alone, got {name}: leave it out, or use `ranks` shards")

@@ -24,7 +24,7 @@ from offload.engine.build import Vocabulary, check_vocabulary, end_ids_of, resid
 from offload.engine.capacity import capacity_of
 from offload.engine.decoder import Settled
 from offload.engine.meeting import meet
-from offload.engine.pipeline import PipelineDecoder, require_no_grammar
+from offload.engine.pipeline import PipelineDecoder, check_stages
 from offload.engine.request import Request
 from offload.engine.session import Models
 from offload.engine.team import Given
@@ -106,13 +106,13 @@ def open_pipeline(
 
     Raises `UserError` where ranks do not come or do not fit, or the request cannot be served, and `ReadError`.
     """
-    if request is not None:
-        require_no_grammar(request)
     target, vocab_size = given.files.target, config_sizes(given.files.target)["vocab_size"]
     roles, pipeline = given.options.pipeline_roles(has_draft=given.files.draft is not None)
     for model in filter(None, given.files):
         if has_encoder(model.config):
             raise UserError(f"{model.directory.name}: it has an encoder, and stages have none: leave `ranks` out")
+    if request is not None:
+        check_stages(request)
     met = meet(given, resources, transport)
     given.hooks.on_phase("measuring links, sharing layers")
     rank, is_head = _Rank(given, met.transport, roles, pipeline), met.transport.rank == 0
