@@ -134,7 +134,7 @@ class OffloadLM(TemplateLM):
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for begin in range(0, len(order), _TEXTS_PER_CALL):
                 numbers = order[begin : begin + _TEXTS_PER_CALL]
-                scores = self.decoder.score_texts([self._window(requests[number]) for number in numbers])  # type: ignore[attr-defined]
+                scores = self.decoder.score_texts([self._window(requests[number]) for number in numbers])
                 for number, score in zip(numbers, scores, strict=True):
                     answers[number], name = (score.logprob, score.is_greedy), requests[number][0]
                     if name is not None:
