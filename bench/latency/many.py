@@ -1,8 +1,8 @@
 """Many texts at a time: tokens per second over all of them, beside the same texts one after another.
 
-The same prompts are written with every number of places, in turns, because disks drift. A text must have the ids that it
-has alone; where layers are streamed its bits are the same, else it is proved like any other. `equal` is the forest with
-its nodes shared out evenly, each tree by itself: what competition among the texts' candidates gains.
+The same prompts are written with every number of places, in turns, because disks drift. A text must have the ids that
+it has alone; where layers are streamed its bits are the same, else it is proved like any other. `equal` is the forest
+with its nodes shared out evenly, each tree by itself: what competition among the texts' candidates gains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from offload.bench.harness.record import Guard, Row
 from offload.bench.harness.setting import PROMPT_TOKENS, Setting
 from offload.config import Sampling
 from offload.drafting.base import Drafted, DraftText
+from offload.drafting.guesses import NO_GUESSES
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation
@@ -60,17 +61,17 @@ def cases_of(parallel: int, tree: str) -> list[Case]:
 @contextmanager
 def evenly(drafter: Any) -> Iterator[None]:
     """Meanwhile each text's tree grows by itself, within bounds of its own."""
-    right = ModelDrafter.grow_all
 
-    def grow_all(own: ModelDrafter, texts: Sequence[DraftText], guesses: Sequence[Any] = ()) -> list[Drafted]:
-        told = guesses or [None] * len(texts)
-        return [own.grow(*text) if one is None else own.grow(*text, one) for text, one in zip(texts, told, strict=True)]
+    def grow_all(texts: Sequence[DraftText], guesses: Sequence[Any] = ()) -> list[Drafted]:
+        told = guesses or [NO_GUESSES] * len(texts)
+        return [model.grow(*text, one) for text, one in zip(texts, told, strict=True)]
 
-    ModelDrafter.grow_all = grow_all  # type: ignore[method-assign]
+    model: Any = drafter if isinstance(drafter, ModelDrafter) else drafter._model
+    model.grow_all = grow_all
     try:
         yield
     finally:
-        ModelDrafter.grow_all = right  # type: ignore[method-assign]
+        del model.grow_all
 
 
 def run_case(setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int, **options: Any) -> tuple[Row, Any]:

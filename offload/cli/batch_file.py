@@ -14,9 +14,11 @@ from offload.cli.prompt_input import decode, with_system
 from offload.config import Sampling, require
 from offload.engine.request import Prompt, Request
 from offload.errors import UserError
+from offload.sampling.grammar import find_grammar
 
 _DRAWING = tuple(field.name for field in fields(Sampling))
-_FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", "logprobs", *_DRAWING)
+_GRAMMARS = ("json_schema", "regex", "grammar")
+_FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", "logprobs", *_GRAMMARS, *_DRAWING)
 _OF_DRAWN_TEXT = ("top_p", "top_k", "min_p")
 _NOT_OF_THE_TEXT = ("sampling", "session", "is_kept")  # but for what the first of them holds
 _DIGEST_CHARS = 16
@@ -90,6 +92,7 @@ def _request(line: str, common: Request, system: str | None) -> tuple[str | int 
         common, prompt=_prompt(told, system, raw=common.raw), sampling=_sampling(told, common.sampling), stop=stop,
         max_new_tokens=told.get("max_tokens", common.max_new_tokens),
         num_logprobs=told.get("logprobs", common.num_logprobs),
+        grammar=find_grammar(**{key: told.get(key) for key in _GRAMMARS}) or common.grammar,
     )  # fmt: skip
     request.check()
     return name, request

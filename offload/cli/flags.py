@@ -191,6 +191,16 @@ Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token alwa
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
 ]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", metavar="FILE", help="write JSON that this schema allows; docs/grammar.md"),
+]
+Regex = Annotated[
+    str | None, typer.Option("--regex", metavar="TEXT", help="write what this regular expression matches as a whole")
+]
+LarkGrammar = Annotated[
+    Path | None, typer.Option("--grammar", metavar="FILE", help="write what these rules in Lark's notation allow")
+]
 Session = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="keep tokens, keys and values there, and go on from there; see docs/flags.md"),
@@ -207,15 +217,19 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 _FLAG_OF = {
     "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
     "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",
-    "experts": "--experts", "frequency_penalty": "--frequency-penalty", "gpu_memory": "--gpu-mem", "greedy": "--greedy",
-    "hardware": "--hardware", "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit",
-    "logit_bias": "--logit-bias", "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n",
-    "min_p": "--min-p", "ngram": "--ngram", "num_logprobs": "--logprobs", "out": "--out", "parallel": "--parallel",
-    "pipeline": "--pipeline", "presence_penalty": "--presence-penalty", "profile": "--profile", "ram": "--ram",
-    "ranks": "--ranks", "raw": "--raw", "repeat_penalty": "--repeat-penalty", "rule": "--rule", "samples": "--samples",
-    "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "system": "--system",
-    "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k",
-    "top_p": "--top-p", "tree": "--tree", "verify": "--verify",
+    "experts": "--experts", "frequency_penalty": "--frequency-penalty",
+    "gpu_memory": "--gpu-mem", "grammar": "--grammar", "greedy": "--greedy", "hardware": "--hardware",
+    "invariant": "--invariant", "json_schema": "--json-schema", "lenience": "--lenience",
+    "link_limit": "--link-limit", "logit_bias": "--logit-bias",
+    "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "min_p": "--min-p",
+    "ngram": "--ngram", "num_logprobs": "--logprobs", "out": "--out", "parallel": "--parallel",
+    "pipeline": "--pipeline",
+    "presence_penalty": "--presence-penalty", "profile": "--profile", "ram": "--ram", "ranks": "--ranks",
+    "raw": "--raw", "regex": "--regex", "repeat_penalty": "--repeat-penalty", "rule": "--rule",
+    "samples": "--samples", "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop",
+    "system": "--system", "temperature": "--temp",
+    "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
+    "tree": "--tree", "verify": "--verify",
 }  # fmt: skip
 
 

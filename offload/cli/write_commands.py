@@ -7,6 +7,7 @@ import typer
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
+from offload.cli.grammar_choice import own_grammar
 from offload.cli.libraries import libraries
 from offload.cli.many_texts import ManyWishes, write_many
 from offload.cli.prompt_input import read_prompt, with_system
@@ -38,7 +39,8 @@ def generate(
     temp: flags.OwnTemp = None, top_p: flags.OwnTopP = None, top_k: flags.OwnTopK = None, min_p: flags.OwnMinP = None,
     greedy: flags.Greedy = False, seed: flags.Seed = 0, repeat_penalty: flags.RepeatPenalty = None,
     presence_penalty: flags.PresencePenalty = None, frequency_penalty: flags.FrequencyPenalty = None,
-    logit_bias: flags.LogitBias = None, stop: flags.Stop = None, session: flags.Session = None,
+    logit_bias: flags.LogitBias = None, stop: flags.Stop = None, json_schema: flags.JsonSchema = None,
+    regex: flags.Regex = None, grammar: flags.LarkGrammar = None, session: flags.Session = None,
     device: flags.Device = "auto", gpu_mem: flags.GpuMem = None, ram: flags.Ram = None, context: flags.Context = None,
     dtype: flags.Dtype = "auto", draft_dtype: flags.DraftDtype = None, experts: flags.Experts = "auto",
     tree: flags.Tree = "auto", rule: flags.RuleName = "match", lenience: flags.Lenience = 1.0,
@@ -59,6 +61,7 @@ def generate(
          "frequency_penalty": frequency_penalty, "logit_bias": logit_bias},
         seed, is_greedy=greedy,
     )  # fmt: skip
+    kept = own_grammar(json_schema, regex, grammar)
     is_told = logprobs is None or as_json or many.prompts is not None
     require(is_told, "`num_logprobs` are part of what --json prints", logprobs, "give --json")
     is_elsewhere = is_worker(ranks) or many.prompts is not None
@@ -77,8 +80,8 @@ def generate(
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(config or model, own, seed, console.wait)
         request = Request(
-            asked, sampling, max_tokens, stop, raw, found, is_kept=session is not None, num_logprobs=logprobs
-        )
+            asked, sampling, max_tokens, stop, raw, found, is_kept=session is not None, num_logprobs=logprobs,
+            grammar=kept)  # fmt: skip
         if many.are_wished:
             write_many(model, draft, options, console, request, many, note=note, as_json=as_json)
             return

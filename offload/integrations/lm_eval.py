@@ -130,7 +130,7 @@ class OffloadLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """For each the log-probability of what is behind its context, and whether it is what greedy decoding writes."""
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        order = sorted(range(len(requests)), key=lambda number: _by_length(requests[number]))  # alike ones side by side
+        order = sorted(range(len(requests)), key=lambda number: requests[number][1] + requests[number][2])  # alike ones
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for begin in range(0, len(order), _TEXTS_PER_CALL):
                 numbers = order[begin : begin + _TEXTS_PER_CALL]
@@ -205,11 +205,6 @@ class OffloadLM(TemplateLM):
         require(num_kept > 0, rule, num_new, "raise `context`, or lower it by --gen_kwargs")
         ids = self.tok_encode(context)[-num_kept:] or [self.prefix_token_id]
         return Request(ids, sampling, num_new, [stop for stop in until if stop not in ("", eos)]), until
-
-
-def _by_length(request: Tokens) -> tuple[int, list[int]]:
-    ids = request[1] + request[2]
-    return -len(ids), ids
 
 
 def _load(model: str, device: str | None, batch_size: int | str, load_args: dict[str, Any]) -> Decoder:

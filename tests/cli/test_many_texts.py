@@ -3,6 +3,7 @@
 import fcntl
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from offload.cli.progress import ManyTexts
 from offload.config import Sampling
 from offload.engine.request import Request
 from offload.errors import UserError
+from offload.sampling.grammar import Grammar
 
 Write = Callable[..., Path]
 
@@ -190,9 +192,11 @@ def test_digests_follow_what_a_text_depends_on(prompts: Write) -> None:
     others = [
         digest({"prompt": PROMPT + " "}, common), digest({**usual, "max_tokens": 5}, common), digest(usual, Request()),
         digest({**usual, "temperature": 0.5}, common), digest({**usual, "seed": 1}, common),
-        digest({**usual, "stop": ["a"]}, common), digest(usual, common, "other"), digest(usual, Request(raw=True)),
+        digest({**usual, "stop": ["a"]}, common), digest({**usual, "regex": "a+"}, common),
+        digest({**usual, "json_schema": {}}, common), digest(usual, common, "other"), digest(usual, Request(raw=True)),
     ]  # fmt: skip
     assert len({digest(usual, common), *others}) == len(others) + 1
+    assert digest({**usual, "regex": "a+"}, common) == digest(usual, replace(common, grammar=Grammar("regex", "a+")))
     assert digest({**usual, "id": "x", "temperature": 1}, common) == digest(usual, common)
 
 
@@ -212,6 +216,8 @@ def test_digests_follow_what_a_text_depends_on(prompts: Write) -> None:
     ({"prompt": PROMPT, "temperature": "hot"}, "temperature must be a number"),
     ({"prompt": PROMPT, "top_p": 0.5}, "there must be a temperature"),
     ({"prompt": PROMPT, "logit_bias": {"x": 1}}, "must be a whole number"),
+    ({"prompt": PROMPT, "regex": ["a"]}, "regex must be text"),
+    ({"prompt": PROMPT, "regex": "a", "json_schema": {}}, "keeps one grammar"),
     ({"prompt": PROMPT, "logprobs": -1}, "logprobs must be 0 or more"),
     ({"prompt": PROMPT, "stop": {"a": 1}}, "stop must be text"),
     ({"prompt": PROMPT, "stop": [3]}, "stop must be text"),
