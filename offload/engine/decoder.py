@@ -120,6 +120,7 @@ class Decoder:
             rule = rule or self.rule
             sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
             begun, has_draft = with_start(tokens, self._start), self._trees.has_draft
+            sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)  # an encoder's is no text
             sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
             return sequence
@@ -145,7 +146,7 @@ class Decoder:
         grown, num_rows = time.perf_counter(), _rows_alike(num_new - 1 + drafted.tree.num_nodes)
         modes = modes._replace(sweep=self.threads.modes(num_rows).sweep)
         self._compute_in(modes.sweep)
-        logits = self.target.score(drafted.tree, tokens, caches.target)
+        logits = sampler.adjusted_rows(drafted.tree, self.target.score(drafted.tree, tokens, caches.target))
         self.target.wait()
         scored = time.perf_counter()
         accepted = sequence.rule.verify(drafted.tree, logits, sampler, len(tokens) - 1)
