@@ -177,13 +177,12 @@ _FLAG_OF = {
     "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
     "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",
     "experts": "--experts", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
-    "host": "--host", "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
-    "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "out": "--out",
-    "pipeline": "--pipeline", "port": "--port",
-    "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed",
-    "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
-    "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
-    "tree": "--tree", "verify": "--verify",
+    "host": "--host", "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit",
+    "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram",
+    "out": "--out", "pipeline": "--pipeline", "port": "--port", "ram": "--ram", "ranks": "--ranks", "raw": "--raw",
+    "rule": "--rule", "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop",
+    "temperature": "--temp", "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k",
+    "top_p": "--top-p", "tree": "--tree", "verify": "--verify",
 }  # fmt: skip
 
 
