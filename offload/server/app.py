@@ -138,7 +138,8 @@ def _engine(request: HttpRequest) -> Engine:
 def _named(request: HttpRequest) -> tuple[TokenNames, str]:
     state = request.app.state
     if not hasattr(state, "names"):
-        state.names = TokenNames(_engine(request).decoder.tokenizer)
+        decoder = _engine(request).decoder
+        state.names = TokenNames(decoder.tokenizer, decoder.end_ids)
     return state.names, state.settings.model_id
 
 

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from offload.config import Sampling
 from offload.engine.request import Request
@@ -49,12 +48,12 @@ def _order(
     num_logprobs: int | None,
 ) -> list[Ticket]:  # fmt: skip
     sampling, tickets = _sampling(settings, body), list[Ticket]()
-    more: dict[str, Any] = {} if num_logprobs is None else {"num_logprobs": num_logprobs}
     try:
         for ids in prompts:
             for index in range(body.num_choices):
                 own = replace(sampling, seed=(sampling.seed + index) & _LARGEST_SEED)
-                request = Request(ids, own, _room(engine, ids, num_new), body.stop or None, **more)
+                room = _room(engine, ids, num_new)
+                request = Request(ids, own, room, body.stop or None, num_logprobs=num_logprobs)
                 ticket = engine.submit(request, tree=body.extension.tree, rule=body.extension.rule)
                 tickets.append(ticket)
     except Exception:

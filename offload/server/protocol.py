@@ -199,7 +199,9 @@ def _refusal(error: Mapping[str, Any]) -> Refusal:
         return Refusal(400, f"Unrecognized request argument supplied: {path}", param=path)
     if error["type"] == "missing":
         return Refusal(400, f"Missing required parameter: '{path}'", param=path, code="missing_required_parameter")
-    return Refusal(400, f"Invalid value for '{path}': {error['msg']}", param=path, code="invalid_value")
+    return Refusal(
+        400, f"Invalid value for {path and repr(path) or 'the body'}: {error['msg']}", param=path, code="invalid_value"
+    )
 
 
 def _is_type(step: str) -> bool:

@@ -60,7 +60,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def test_each_caller_gets_what_it_would_get_alone(looper: Path) -> None:
-    wishes = [dict(temperature=9.0, seed=seed) for seed in range(6)]
+    wishes: list[Any] = [{"temperature": 9.0, "seed": seed} for seed in range(6)]
     with open_decoder(looper) as decoder:
         wanted = [decoder.generate(PROMPT, max_new_tokens=12, **wish).token_ids for wish in wishes]
         assert len(set(map(tuple, wanted))) > 1, "else the test could not tell them apart"
@@ -149,9 +149,8 @@ def test_a_failing_request_disturbs_no_other(looper: Path) -> None:
     """Its text cannot be made: a stranger's tokenizer fails."""
     wanted = recited(20)
     with engine_of(looper) as engine:
-        with at_call(TextStream, "push", 2, _fail):
-            with pytest.raises(ZeroDivisionError):
-                engine.submit(request(FOR_EVER)).result(PATIENCE_S)
+        with at_call(TextStream, "push", 2, _fail), pytest.raises(ZeroDivisionError):
+            engine.submit(request(FOR_EVER)).result(PATIENCE_S)
         assert engine.submit(request(20)).result(PATIENCE_S).text.startswith(wanted[:10])
         assert engine.figures().num_failed == 1
 

@@ -58,7 +58,7 @@ def own_threads() -> set[int | None]:
 
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the one for all tests: a server of a module reads while others begin, and `serving` counts threads."""
+    """In place of the one for all tests: servers of modules read while others begin. `serving` counts threads."""
     monkeypatch.setattr("offload.threads.cores.num_cores", lambda: 1)
     torch.set_num_threads(1)
 

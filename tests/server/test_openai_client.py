@@ -135,6 +135,32 @@ def test_biases_and_penalties(endless: Served) -> None:
             assert not text.startswith(" Hel")
 
 
+def test_logprobs(served: Served) -> None:
+    """Of every token but the end's, with bytes that put together are the text; streamed they are the same."""
+    asked: Any = {"model": MODEL_ID, "messages": HELLO, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    told = served.client().chat.completions.create(**asked).choices[0].logprobs
+    assert told is not None and told.content is not None
+    assert bytes(byte for one in told.content for byte in one.bytes or ()).decode() == SAID
+    assert len(told.content) == NUM_SAID
+    for one in told.content:
+        assert one.top_logprobs[0].token == one.token
+        assert one.top_logprobs[0].logprob == one.logprob <= 0
+        assert len(one.top_logprobs) == 2
+    chunks = served.client().chat.completions.create(**asked, stream=True)
+    found = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [one for each in found for one in each.content or ()] == told.content
+
+
+def test_logprobs_of_completions(endless: Served) -> None:
+    asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 4, "logprobs": 3, **GREEDY}
+    choice = endless.client().completions.create(**asked).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.tokens is not None
+    assert "".join(choice.logprobs.tokens) == choice.text == " Hello wör"
+    assert choice.logprobs.text_offset == [0, 4, 6, 8]
+    assert [len(top) for top in choice.logprobs.top_logprobs or ()] == [3] * 4
+    assert all(isinstance(number, float) for number in choice.logprobs.token_logprobs or ())
+
+
 def test_a_stream_may_tell_of_passes(endless: Served) -> None:
     asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12, "stream": True, **GREEDY}
     told = [getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked)]
@@ -151,16 +177,15 @@ def test_a_stream_may_tell_of_passes(endless: Served) -> None:
 def test_whoever_goes_is_dropped(endless: Served) -> None:
     with slow_passes(0.02):
         before = endless.engine.figures().num_cancelled
-        stream = endless.client().completions.create(
-            model=MODEL_ID, prompt="Say:", max_tokens=200, stream=True, **GREEDY
-        )
+        asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 200, **GREEDY}
+        stream = endless.client().completions.create(**asked, stream=True)
         first = "".join(next(stream).choices[0].text for _ in range(2))
         stream.close()
         assert recited(200).startswith(first)
         until(endless.is_idle)
         with pytest.raises(openai.APITimeoutError):
             endless.client().with_options(timeout=0.2).completions.create(
-                model=MODEL_ID, prompt="Say:", max_tokens=240, extra_body={"offload": {"tree": "none"}}, **GREEDY
+                **asked, extra_body={"offload": {"tree": "none"}}
             )
         until(endless.is_idle)
         assert endless.engine.figures().num_cancelled == before + 2

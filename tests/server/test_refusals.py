@@ -88,10 +88,10 @@ def test_a_bad_field_is_named(served: Served, change: dict[str, Any], message: s
 BAD_BODIES = {
     "no JSON": (b"{", "must be JSON in UTF-8"),
     "bad UTF-8": (b'{"messages": "\xff\xfe"}', "must be JSON in UTF-8"),
-    "a list": (b"[]", "dictionary"),
+    "a list": (b"[]", "the body: Input should be an object"),
     "nothing": (b"", "must be JSON"),
     "too deep": (b"[" * 100_000, "must be JSON"),
-    "no number": (b'{"temperature": NaN, "messages": [{}]}', "temperature"),
+    "no number": (b'{"temperature": NaN}', "temperature"),
     "a long number": (b'{"seed": ' + b"9" * 5000 + b"}", ""),
 }
 
@@ -154,7 +154,7 @@ def test_no_page_of_anothers_may_read(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"authorization": "Bearer sesam"}, {"authorization": "Bearer "}, {"authorization": KEY},
+    "given", [{}, {"authorization": "Bearer sesam"}, {"authorization": "Bearer"}, {"authorization": KEY},
               {"authorization": f"Basic {KEY}"}, {"authorization": "Bearer \xe4"}],
 )  # fmt: skip
 def test_a_wrong_key(locked: Served, given: dict[str, str]) -> None:
