@@ -200,7 +200,10 @@ def _refusal(error: Mapping[str, Any]) -> Refusal:
     if error["type"] == "missing":
         return Refusal(400, f"Missing required parameter: '{path}'", param=path, code="missing_required_parameter")
     return Refusal(
-        400, f"Invalid value for {path and repr(path) or 'the body'}: {error['msg']}", param=path, code="invalid_value"
+        400,
+        f"Invalid value for {(path and repr(path)) or 'the body'}: {error['msg']}",
+        param=path,
+        code="invalid_value",
     )
 
 

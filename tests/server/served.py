@@ -1,6 +1,5 @@
 """A real server over a real socket for tests, in a thread, and the tokens that its models know."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,23 +41,18 @@ class Served(NamedTuple):
 
 @contextmanager
 def serving(model: Path, *, max_waiting: int = 8, **settings: Any) -> Iterator[Served]:
-    said, before = list[str](), own_threads()
+    said = list[str]()
     with open_decoder(model) as decoder, Engine(decoder, max_waiting=max_waiting) as engine:
         app = create_app(engine, Settings(model_id=MODEL_ID, **settings))
         with Listening(app, bind("127.0.0.1", 0), said.append) as server:
             yield Served(server.address, server.bound.getsockname()[1], engine, decoder)
             engine.close()
     assert not said, f"the server failed: {said}"
-    assert own_threads() == before, "a thread was left"
-
-
-def own_threads() -> set[int | None]:
-    return {thread.ident for thread in threading.enumerate() if thread.name.startswith("offload-")}
 
 
 @pytest.fixture(autouse=True)
 def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of the one for all tests: servers of modules read while others begin. `serving` counts threads."""
+    """In place of the one for all tests: servers of modules read while others begin."""
     monkeypatch.setattr("offload.threads.cores.num_cores", lambda: 1)
     torch.set_num_threads(1)
 
