@@ -34,6 +34,9 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="keys that let in, one a line; default: none is asked for")
     ] = None,
+    parallel: Annotated[
+        int, typer.Option(metavar="B", min=1, help="texts that are written at a time; memory is planned for so many")
+    ] = 4,
     queue: Annotated[
         int, typer.Option(metavar="Q", min=1, help="requests that may wait; more are refused with 429")
     ] = 64,
@@ -71,7 +74,7 @@ def serve(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, draft_dtype=draft_dtype,
-        experts=experts)  # fmt: skip
+        experts=experts, parallel=parallel)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet, is_verbose=verbose, sizes_like=ram) as console, libraries(console):
         from offload.cli.serving import Wishes, serve_model

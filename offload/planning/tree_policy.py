@@ -247,14 +247,14 @@ class Trees:
         """
         spec = self.wish if tree is None else parse_tree(tree)
         key = (spec, replace(sampling, seed=0), rule, num_texts)
-        if key not in self._known:
+        choice = self._known.get(key)
+        if choice is None:
             choice = self._selector(spec, sampling, rule, num_texts).choose(spec)
             self._check(choice.shape, tree)
-            while len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
-                self._known.pop(next(iter(self._known)), None)
+            if len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
+                self._known.clear()
             self._known[key] = choice
-            return choice
-        return self._known[key]
+        return choice
 
     def _selector(self, spec: TreeSpec, sampling: Sampling, rule: str, num_texts: int) -> TreeSelector:
         try:

@@ -20,6 +20,7 @@ _DRAWN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequen
 def order_chat(engine: Engine, settings: Settings, body: ChatBody) -> list[Ticket]:
     """One ticket for each choice. Raises `Refusal` and `UserError`; then no request is left behind."""
     _require_few(engine, body)
+    body.require_free_text()
     ids = engine.decoder.encode(body.told, tools=body.tools_told)
     num_new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -132,6 +132,12 @@ class ChatBody(Body):
         """Messages as chat templates take them. Raises `Refusal`."""
         return [_told(index, message) for index, message in enumerate(self.messages)]
 
+    def require_free_text(self) -> None:
+        """Raises `Refusal` for a format that is no text."""
+        if self.response_format not in (None, {"type": "text"}):
+            message = "Invalid value for 'response_format': this server knows {'type': 'text'} alone"
+            raise Refusal(400, message, param="response_format")
+
     @property
     def tools_told(self) -> list[dict[str, Any]]:
         """Functions as chat templates take them; none where the model is to call none. Raises `Refusal`."""

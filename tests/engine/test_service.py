@@ -6,20 +6,22 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reciting import PROMPT, at_call, failing_reads, open_decoder, recited
 
+import offload
 from offload.config import Sampling
 from offload.engine.decoder import Decoder
+from offload.engine.forest import Forest
 from offload.engine.request import Request
 from offload.engine.service import Closing, Engine, QueueFull
 from offload.engine.text import TextStream
 from offload.engine.ticket import MOST_PIECES, Cancelled, Job, Ticket
 from offload.errors import ReadError, UserError
-from offload.model.target import Target
 
 PATIENCE_S, FOR_EVER = 60, 200
 
@@ -38,14 +40,14 @@ def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
 @contextmanager
 def held_passes() -> Iterator[threading.Semaphore]:
     """A pass takes place for every release."""
-    passes, original = threading.Semaphore(0), Target.score
+    passes, original = threading.Semaphore(0), Forest.step
 
-    def score(self: Target, *arguments: Any) -> Any:
+    def step(self: Forest, *arguments: Any) -> Any:
         assert passes.acquire(timeout=PATIENCE_S)
         return original(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Target, "score", score)
+        patch.setattr(Forest, "step", step)
         try:
             yield passes
         finally:
@@ -72,6 +74,67 @@ def test_each_caller_gets_what_it_would_get_alone(looper: Path) -> None:
             assert (figures.num_active, figures.num_waiting) == (0, 0)
             assert figures.num_passes == len(figures.recent) > 0
             assert figures.moved.num_bytes == sum(one.moved.num_bytes for one in figures.recent) > 0
+
+
+def test_texts_share_passes_and_have_the_tokens_that_they_have_alone(looper: Path) -> None:
+    """They come one after the other, and each leaves when it has ended; one is cancelled in between."""
+    wishes: list[Any] = [{"temperature": 9.0, "seed": seed} for seed in range(5)]
+    lengths = [30, 5, 18, 9, 24]
+    with shared_by(looper, 3) as engine:
+        decoder, passes_alone = engine.decoder, list[int]()
+        wanted = []
+        for wish, num in zip(wishes, lengths, strict=True):
+            before = engine.figures().num_passes
+            wanted.append(engine.submit(request(num, **wish)).result(PATIENCE_S).token_ids)
+            passes_alone.append(engine.figures().num_passes - before)
+        before = engine.figures().num_passes
+        goner = engine.submit(request(FOR_EVER))
+        tickets = [engine.submit(request(num, **wish)) for wish, num in zip(wishes, lengths, strict=True)]
+        next(iter(goner))
+        goner.cancel()
+        assert [ticket.result(PATIENCE_S).token_ids for ticket in tickets] == wanted
+        figures = engine.figures()
+        assert figures.num_passes - before < sum(passes_alone), "texts share passes"
+        assert max(one.num_texts for one in figures.recent) == decoder.num_parallel == 3
+
+
+def test_one_of_several_that_fails_leaves_alone(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = TextStream.push
+
+    def failing(stream: TextStream, tokens: Any) -> Any:
+        return _fail() if "!" in stream._stop and len(stream.tokens) > 5 else push(stream, tokens)
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    with shared_by(looper, 3) as engine, held_passes() as passes:
+        wishes = [request(20), replace(request(FOR_EVER), stop="!"), request(20)]
+        tickets = [engine.submit(wish) for wish in wishes]
+        passes.release()  # the first may have been alone in it
+        until(lambda: engine.figures().num_active == 3)
+        passes.release(1 << 20)
+        with pytest.raises(ZeroDivisionError):
+            tickets[1].result(PATIENCE_S)
+        texts = {ticket.result(PATIENCE_S).text for ticket in (tickets[0], tickets[2])}
+        assert texts == {engine.submit(request(20)).result(PATIENCE_S).text}
+
+
+def test_who_has_ended_does_not_wait_for_the_others_next_pass(looper: Path) -> None:
+    with shared_by(looper, 2) as engine, held_passes() as passes:
+        long = engine.submit(request(FOR_EVER), tree="none")
+        until(lambda: engine.figures().pass_began_s is not None)
+        short = engine.submit(request(2), tree="none")
+        passes.release(3)  # one for the first alone
+        assert short.result(PATIENCE_S).finish_reason == "length"
+        assert not long.is_done
+        long.cancel()
+        passes.release(2)
+        long.result(PATIENCE_S)
+
+
+@contextmanager
+def shared_by(model: Path, parallel: int) -> Iterator[Engine]:
+    how: Any = {"ram": "512MiB", "context": 256, "threads": 1, "profile": "none", "tree": "8x3"}
+    with offload.load(model, model, parallel=parallel, **how) as decoder, Engine(decoder) as engine:
+        yield engine
 
 
 def test_pieces_are_the_text_in_order(looper: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from reciting import open_decoder
 
 from offload.engine.decoder import Decoder
+from offload.engine.forest import Forest
 from offload.engine.service import Engine
-from offload.model.target import Target
 from offload.server.app import create_app
 from offload.server.listening import Listening, bind
 from offload.server.settings import Settings
@@ -60,14 +60,14 @@ def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def slow_passes(seconds: float) -> Iterator[None]:
     """Every pass takes so much longer."""
-    original = Target.score
+    original = Forest.step
 
-    def score(self: Target, *arguments: Any) -> Any:
+    def step(self: Forest, *arguments: Any) -> Any:
         time.sleep(seconds)
         return original(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Target, "score", score)
+        patch.setattr(Forest, "step", step)
         yield
 
 

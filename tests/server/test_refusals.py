@@ -72,6 +72,7 @@ BAD_CHATS = {
     "a tree": ({"offload": {"tree": "oak"}}, "tree"),
     "a rule": ({"offload": {"rule": "golden"}}, "rule"),
     "a forced tool": ({"tool_choice": "required"}, "tool_choice"),
+    "a format": ({"response_format": {"type": "xml"}}, "response_format"),
     "a broken call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
     "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "JSON"),
 }
