@@ -4,6 +4,7 @@ Why several ways: Playwright's own comes from a host that not every network reac
 has been given. Invariant: where none can be had, it says why, and nothing outside of `build/` has changed.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -20,12 +21,19 @@ FETCH_S, LEAST_S = 180, 20  # waiting for a mirror; for a host that may not be r
 class Chromium(NamedTuple):
     """What Playwright is told to start."""
 
-    executable: str | None  # None: Playwright's own
+    executable: str
     environment: dict[str, str]
 
 
 def find_chromium() -> Chromium | str:
-    """A browser that starts, fetched where there is none; or the reason why there is none."""
+    """A browser that starts, fetched where there is none; or the reason why there is none. One process at a time."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _found()
+
+
+def _found() -> Chromium | str:
     reasons = []
     for way in (_of_this_machine, _unpacked, _of_playwright, _of_debian):
         found = way()
@@ -55,9 +63,25 @@ def _of_this_machine() -> Chromium | str:
 
 
 def _of_playwright() -> Chromium | str:
+    folder = FOLDER / "playwright"
+    if not folder.exists():
+        reason = _install(folder)
+        if reason is not None:
+            return f"`playwright install` {reason}"
+    names = ("chrome-headless-shell", "headless_shell")
+    found = [path for name in names for path in folder.glob(f"chromium_headless_shell-*/*/{name}")]
+    return Chromium(str(found[0]), dict(os.environ)) if found else "`playwright install` has brought none"
+
+
+def _install(folder: Path) -> str | None:
     command = [sys.executable, "-m", "playwright", "install", "--only-shell", "chromium"]
-    reason = _run(command, ROOT, FETCH_S if shutil.which("apt-get") is None else LEAST_S)
-    return Chromium(None, dict(os.environ)) if reason is None else f"`playwright install` {reason}"
+    part = FOLDER / "part"
+    limit_s = FETCH_S if shutil.which("apt-get") is None else LEAST_S
+    reason = _run(command, ROOT, limit_s, {**os.environ, "PLAYWRIGHT_BROWSERS_PATH": str(part)})
+    if reason is None:
+        part.rename(folder)
+    shutil.rmtree(part, ignore_errors=True)
+    return reason
 
 
 def _of_debian() -> Chromium | str:
@@ -78,8 +102,9 @@ def _unpacked() -> Chromium | str:
 def _unpack(root: Path) -> str | None:
     if not (shutil.which("apt-get") and shutil.which("dpkg")):
         return "no apt-get to fetch one with"
-    part = FOLDER / f"part-{os.getpid()}"
-    part.mkdir(parents=True, exist_ok=True)
+    part = FOLDER / "part"
+    shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
+    part.mkdir()
     wanted = subprocess.run(
         ["apt-get", "install", "--simulate", "--no-install-recommends", PACKAGE], capture_output=True, text=True
     )
@@ -97,10 +122,10 @@ def _unpack(root: Path) -> str | None:
         shutil.rmtree(part)
 
 
-def _run(command: list[str], folder: Path, limit_s: float) -> str | None:
+def _run(command: list[str], folder: Path, limit_s: float, environment: dict[str, str] | None = None) -> str | None:
     """Why a command failed; None where it did not."""
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return f"took more than {limit_s:g} s"
     said = " ".join((done.stderr or done.stdout).split())

@@ -1,0 +1,27 @@
+"""The browser of this folder's tests: one for all of them, a new profile for each."""
+
+from collections.abc import Iterator
+
+import pytest
+from headless import Chromium, find_chromium
+from stub_server import Stub, running_stub
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[object]:
+    """A headless Chromium under Playwright; tests are skipped with the reason where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = find_chromium()
+    if not isinstance(found, Chromium):
+        pytest.skip(found)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found.executable, env=found.environment)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    """A server that serves the page and answers from a script."""
+    with running_stub() as server:
+        yield server
