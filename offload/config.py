@@ -14,14 +14,16 @@ Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.errors import UserError
 
 NOISE_POSITIONS = 32  # whose noise a sampler keeps: a step needs one for every level of its tree
+MOST_PENALTY = 100  # logits are about as large, and scores must stay finite
 LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow, and all large ones would be equal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXPERTS = ("auto", "demand", "layers")  # how routed experts come: one by one as passes need them, or with their layers
@@ -30,18 +32,27 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is drawn from the target's logits; temperature 0 is greedy."""
+    """How the next token is drawn from the target's logits; temperature 0 is greedy.
+
+    Penalties and biases change logits before anything else does, and hold for greedy text as well.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0  # tokens go that are less likely than this part of the likeliest
     seed: int = 0
+    repeat_penalty: float = 1.0  # divides logits of tokens in prompt or new text, multiplies negative ones
+    presence_penalty: float = 0.0  # taken off tokens that are new text already, once
+    frequency_penalty: float = 0.0  # ... and as often as they are
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added to tokens' logits; kept as pairs
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):  # numpy's whole numbers overflow where Python's do not
             object.__setattr__(self, name, whole_number(getattr(self, name), f"`{name}`"))
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
             object.__setattr__(self, name, _number(getattr(self, name), f"`{name}`"))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         require(
             0 <= self.temperature < float("inf"), "`temperature` must be 0 or more", self.temperature, "0 is greedy"
         )
@@ -49,12 +60,25 @@ class Sampling:
         require(is_safe, f"`temperature` must be 0, or at least {LEAST_TEMPERATURE:g}", self.temperature, "0 is greedy")
         require(0 < self.top_p <= 1, "`top_p` must lie in (0, 1]", self.top_p, "1 keeps every token")
         require(self.top_k >= 0, "`top_k` must be 0 or more", self.top_k, "0 keeps every token")
+        require(0 <= self.min_p <= 1, "`min_p` must lie in [0, 1]", self.min_p, "0 keeps every token")
+        is_safe = 1 / MOST_PENALTY <= self.repeat_penalty <= MOST_PENALTY
+        rule = f"`repeat_penalty` must lie between {1 / MOST_PENALTY:g} and {MOST_PENALTY}"
+        require(is_safe, rule, self.repeat_penalty, "1 is none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value, rule = getattr(self, name), f"`{name}` must lie between -{MOST_PENALTY} and {MOST_PENALTY}"
+            require(abs(value) <= MOST_PENALTY, rule, value, "0 is none")
         require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "0 is as good as any")
 
     @property
     def is_greedy(self) -> bool:
         """Whether no noise enters at all."""
         return self.temperature == 0
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether there are penalties or biases."""
+        penalties = (self.repeat_penalty - 1, self.presence_penalty, self.frequency_penalty)
+        return any(penalties) or bool(self.logit_bias)
 
 
 class Drafting(Enum):
@@ -157,6 +181,22 @@ def _number(value: object, what: str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass  # of whatever kind it is
     raise UserError(f"{what} must be a number, got {value!r:.80}: try 0.7")
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """Tokens and what their logits gain, by token. Raises `UserError`."""
+    try:
+        pairs = [(token, number) for token, number in (given.items() if isinstance(given, Mapping) else given)]
+    except (TypeError, ValueError):
+        raise UserError(f"`logit_bias` must be pairs of token and number, got {given!r:.80}: try {{5: -1}}") from None
+    tokens = [whole_number(token, "a token of `logit_bias`") for token, _ in pairs]
+    numbers = [_number(number, "a number of `logit_bias`") for _, number in pairs]
+    is_sound = all(abs(number) <= MOST_PENALTY for number in numbers)
+    rule = f"numbers of `logit_bias` must lie between -{MOST_PENALTY} and {MOST_PENALTY}"
+    require(is_sound, rule, numbers, f"-{MOST_PENALTY} is as good as never")
+    require(all(token >= 0 for token in tokens), "tokens of `logit_bias` must be 0 or more", tokens, "give token ids")
+    require(len({*tokens}) == len(tokens), "a token of `logit_bias` must have one number", tokens, "leave others out")
+    return tuple(sorted(zip(tokens, numbers, strict=True)))
 
 
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:

@@ -142,6 +142,7 @@ class _Rows:
         self._position_E = torch.zeros(capacity, dtype=torch.long)
         self._sees_EE = torch.eye(capacity, dtype=torch.bool)
         self.scores, self.places = list[Tensor](), list[Place]()
+        self._paths = list[tuple[int, ...]]()  # tokens from below the root down to each
         self.widths = list[int]()  # of every pass
         self.ahead: dict[tuple[int, int], int] = {}  # rows of guesses that were run before others, by parent and token
 
@@ -151,6 +152,10 @@ class _Rows:
 
     def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[Place]) -> None:
         """Note what the children of these rows are ranked by, and where guesses for them are."""
+        first = len(self._paths)
+        for parent, token, depth in picked[["parent", "token", "depth"]].tolist():
+            self._paths.append((*self._paths[parent], token) if depth else ())
+        logits_WV = self._sampler.adjusted(logits_WV, self._paths[first:])
         score_WV = point_mass_scores(logits_WV, self._sampler, (self._root + 1 + picked["depth"]).tolist())
         self.widths.append(picked.size)
         self.scores += score_WV.float().unbind()

@@ -25,6 +25,7 @@ def fill(draft: Draft, topology: Topology, tokens: Sequence[int], sampler: Sampl
     token_N = torch.full((topology.num_nodes,), tokens[-1], dtype=torch.long)
     for depth, level in enumerate(schedule.levels):
         logits_WV = level.run(draft, token_N, root) if depth else draft.catch_up(tokens)
+        logits_WV = sampler.adjusted(logits_WV, token_N[level.path_WD].tolist())
         num_children = int(level.rank_C.max()) + 1
         token_WK, draw, probs_WV = draw_children(logits_WV, num_children, sampler, root + depth + 1)
         token_N[level.child_C] = token_WK[level.parent_row_C, level.rank_C.clamp(max=token_WK.shape[1] - 1)]
@@ -44,6 +45,10 @@ class _Level:
         self.ancestor_WU = ancestors(topology)[self.node_W][:, uncommitted_U]
         self.depth_U = torch.from_numpy(topology.depth_N.copy())[uncommitted_U]
         parent_N = torch.from_numpy(topology.parent_N.copy())
+        path = [self.node_W]
+        for _ in range(depth):
+            path.insert(0, parent_N[path[0]])
+        self.path_WD = torch.stack(path[1:], 1) if depth else self.node_W.new_empty(len(self.node_W), 0)
         self.child_C = torch.isin(parent_N, self.node_W).nonzero()[:, 0]
         self.parent_row_C = torch.searchsorted(self.node_W, parent_N[self.child_C])
         self.rank_C = torch.from_numpy(topology.rank_N.copy())[self.child_C]

@@ -12,7 +12,8 @@ from offload.config import Sampling, require, whole_number
 from offload.engine.text import Tokenizer, encode_messages, encode_prompt
 from offload.errors import UserError
 
-Message = Mapping[str, str]  # role (system, user, assistant) and content
+Message = Mapping[str, Any]  # role (system, user, assistant, tool) and content; calls of tools beside it
+Tool = Mapping[str, Any]  # a function that a model may call, as OpenAI's protocol describes it
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -96,8 +97,11 @@ def _check_source(ids: list[int], start: tuple[int, ...], num_new: int, context:
         raise UserError(f"{what}: raise `context` or lower `max_new_tokens`")
 
 
-def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *, raw: bool = False) -> list[int]:
-    """Token ids of a prompt, checked. Raises `UserError`."""
+def encode(
+    tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *,
+    raw: bool = False, tools: Sequence[Tool] = (),
+) -> list[int]:  # fmt: skip
+    """Token ids of a prompt, checked; `tools` are those of a conversation. Raises `UserError`."""
     if not isinstance(prompt, str) and not _are_messages(prompt):
         ids = _whole_numbers(prompt)
     elif tokenizer is None:
@@ -108,7 +112,7 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, 
         ids = encode_prompt(tokenizer, _whole_text(prompt), raw=raw)
     else:
         require(not raw, "messages need the chat template", "raw=True", "give text, or leave raw out")
-        ids = encode_messages(tokenizer, _messages(prompt))
+        ids = encode_messages(tokenizer, _messages(prompt), tools)
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
     if not all(0 <= token < vocab_size for token in ids):
@@ -148,7 +152,7 @@ def _are_messages(prompt: object) -> bool:
 _UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}  # that programs put beside a text
 
 
-def _messages(prompt: Any) -> list[dict[str, str]]:
+def _messages(prompt: Any) -> list[dict[str, Any]]:
     return [_message(message) for message in prompt]
 
 
@@ -156,9 +160,11 @@ def _kind_of(part: Mapping[str, Any]) -> str:
     return ", ".join(sorted(_UNREAD & {*part})) or "a part without a type"
 
 
-def _message(message: Any) -> dict[str, str]:
+def _message(message: Any) -> dict[str, Any]:
     """With a content of text; parts of it are put together as templates do. Raises `UserError` for images and such."""
     content = message.get("content") if isinstance(message, Mapping) else None
+    if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
+        content = ""  # calls may be all that was said
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     others = {str(part.get("type") or _kind_of(part)) for part in parts} - {"text"}
     others |= _UNREAD & {*message} if isinstance(message, Mapping) else set()

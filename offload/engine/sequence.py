@@ -125,8 +125,10 @@ class Sequence:
         end = next((index for index, token in enumerate(tokens) if token in self.limits.end_ids), len(tokens))
         counted = tokens[: min(end + 1, num_left)]
         self.tokens += counted
+        self.sampler.accept(counted)
         return counted
 
     def cut(self, num_new: int) -> None:
         """Drop all but so many of its new tokens: behind them a stop string is complete."""
         del self.tokens[self.num_prompt_tokens + num_new :]
+        self.sampler.cut(self.new_ids)

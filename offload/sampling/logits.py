@@ -43,9 +43,29 @@ class Logits:
         return torch.cat([self.chunk_with(lo)[1] for lo in range(0, len(self), self._max_rows)])
 
 
-Rows = Tensor | Logits  # what a rule verifies by: logits (N, V), or such as are computed on the way
+class AdjustedRows:
+    """Rows of which each is adjusted when it is looked at, as `adjust` says by node and logits (V)."""
+
+    def __init__(self, rows: "Rows", adjust: Callable[[int, Tensor], Tensor]) -> None:
+        self._rows, self._adjust = rows, adjust
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, node: int) -> Tensor:
+        return self._adjust(node, self._rows[node])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[node] for node in range(len(self)))
+
+    def chunk_with(self, node: int) -> tuple[int, Tensor]:
+        """The row alone: others may never be looked at."""
+        return node, self[node][None]
+
+
+Rows = Tensor | Logits | AdjustedRows  # what a rule verifies by: logits (N, V), or such as are computed on the way
 
 
 def chunk_with(logits: Rows, node: int) -> tuple[int, Tensor]:
     """See `Logits.chunk_with`; a tensor is one chunk."""
-    return logits.chunk_with(node) if isinstance(logits, Logits) else (0, logits)
+    return (0, logits) if isinstance(logits, Tensor) else logits.chunk_with(node)

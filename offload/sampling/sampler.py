@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k and top-p, and the two kinds of chance.
+"""From logits to tokens: what a text's own past changes, temperature, top-k, top-p and min-p, and two kinds of chance.
 
 Shared noise: the target's token at an absolute position is argmax(log p + G), with Gumbel noise G keyed by (seed,
 position, token). It is a draw from p that does not depend on how the position was reached; greedy is the case without
@@ -12,7 +12,8 @@ is biased.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessor,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -28,14 +30,23 @@ from transformers.generation.logits_process import (
 from offload.config import NOISE_POSITIONS, Drafting, Sampling
 from offload.errors import UserError
 from offload.kernels.registry import REFERENCES, KernelSet
+from offload.sampling.adjustments import Adjustment, Penalties
+from offload.sampling.logits import AdjustedRows, Rows
 
 NOT_NUMBERS = (
     "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged"
     ": try `dtype` bfloat16 or float32, or download it again"
 )
 NO_TOKEN = -1  # in place of a token that was drawn from scores that are not finite
-_NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which none of our adjustments looks at
+_NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which no warper looks at
 _LEAST_UNIFORM = 2.0**-54  # the generator's steps are 2^-53; it may give 0, of which there is no logarithm
+
+
+class Paths(Protocol):
+    """A tree of tokens."""
+
+    def path(self, node: int) -> Sequence[int]:
+        """The tokens from below the root down to a node."""
 
 
 class Sampler:
@@ -45,6 +56,7 @@ class Sampler:
         drafting: how drafters choose children, which the rule of verification decides.
         kernels: how noise and draws are made on a device.
         send: brings small tensors to where scores are; it may be faster than a copy.
+        adjustments: to logits, behind the penalties of `sampling`.
     """
 
     def __init__(
@@ -54,6 +66,8 @@ class Sampler:
         drafting: Drafting = Drafting.COUPLED,
         kernels: KernelSet = REFERENCES,
         send: Callable[[Tensor], Tensor] | None = None,
+        *,
+        adjustments: Iterable[Adjustment] = (),
     ) -> None:
         self.kernels, self.sampling, self._vocab_size = kernels, sampling, vocab_size
         self.is_greedy, self.drafting, self._send = sampling.is_greedy, drafting, send
@@ -62,6 +76,25 @@ class Sampler:
         self._noise: dict[int, Tensor] = {}
         self._fresh = np.random.Generator(np.random.Philox(key=sampling.seed))
         self._num_rows_taken = 0
+        self._adjustments: list[Adjustment] = [Penalties(sampling)] if sampling.is_adjusted else []
+        self._adjustments += adjustments
+        self._prompt_ids: Sequence[int] = ()
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """A text begins with these tokens, and has none of its own."""
+        self._prompt_ids = prompt_ids
+        for adjustment in self._adjustments:
+            adjustment.begin(prompt_ids)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The text goes on with these."""
+        for adjustment in self._adjustments:
+            adjustment.accept(tokens)
+
+    def cut(self, new_ids: Sequence[int]) -> None:
+        """Of the text's own tokens these are left."""
+        self.begin(self._prompt_ids)
+        self.accept(new_ids)
 
     def draw(self, logits_V: Tensor, position: int) -> int:
         """The token at `position`, given the logits there. Raises `UserError` where the largest is not finite."""
@@ -70,8 +103,8 @@ class Sampler:
 
     @property
     def draws_rows(self) -> bool:
-        """Whether many rows are better drawn at once: not where top-p or top-k would have every one of them sorted."""
-        return self.kernels.match_rows is not None and not self._is_filtered
+        """Whether many rows are better drawn at once: not where filters or adjustments would take each of them long."""
+        return self.kernels.match_rows is not None and not self._is_filtered and not self.is_adjusted
 
     def draw_rows(self, logits_NV: Tensor, position_N: Tensor) -> Tensor:
         """`draw` for many rows, each at its own position: int64 (N), on the device; `NO_TOKEN` where none can be."""
@@ -115,16 +148,24 @@ class Sampler:
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether logits depend on what the text has said before: rows are then drawn one by one."""
-        return False
+        """Whether logits depend on what the text has said before, or are biased."""
+        return bool(self._adjustments)
 
     def adjusted(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Logits after whatever looks at a text's own past; the same tensor where nothing does.
+        """Logits after whatever looks at a text's own past, float32; the same tensor where nothing does.
 
         Args:
             paths: for every row the tokens behind the committed ones, down to the row itself; none for the root.
         """
+        for adjustment in self._adjustments:
+            logits_TV = adjustment.adjust(logits_TV, paths)
         return logits_TV
+
+    def adjusted_rows(self, tree: Paths, logits: Rows) -> Rows:
+        """The same for the nodes of a tree, each when it is looked at."""
+        if not self.is_adjusted:
+            return logits
+        return AdjustedRows(logits, lambda node, logits_V: self.adjusted(logits_V[None], [tree.path(node)])[0])
 
     def _warped(self, logits_TV: Tensor) -> Tensor:
         scores_TV = logits_TV.float()
@@ -166,7 +207,7 @@ def _lack_numbers(scores_TV: Tensor) -> Tensor:
 
 
 def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
-    """The adjustments in the order in which transformers applies them."""
+    """What filters a distribution, in the order of transformers."""
     warpers: list[LogitsProcessor] = []
     if not sampling.is_greedy:
         warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
@@ -174,4 +215,6 @@ def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
             warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             warpers.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            warpers.append(MinPLogitsWarper(sampling.min_p))
     return warpers

@@ -34,6 +34,14 @@ class TokenTree:
     def tokens(self) -> list[int]:
         return [int(token) for token in self.token_N.tolist()]
 
+    def path(self, node: int) -> list[int]:
+        """The tokens from below the root down to a node, which has the last; none for the root."""
+        tokens = list[int]()
+        while node:
+            tokens.append(self.tokens[node])
+            node = int(self.topology.parent_N[node])
+        return tokens[::-1]
+
     def child(self, node: int, token: int) -> int | None:
         """The first child of `node` that carries `token`."""
         return next((c for c in children_of(self.topology)[node] if self.tokens[c] == token), None)

@@ -1,0 +1,91 @@
+"""What changes a text's logits by its own past, before anything is drawn: penalties of what was said, and biases.
+
+A row of a tree has a past of its own: the committed tokens, then those of its path. Draft and target adjust their
+logits by the same past, so guesses stay as good as they were, and any rule is exact for the adjusted target.
+
+Invariant: what becomes of a row depends on its past alone, bit for bit, and not on which part of it is committed.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.config import Sampling
+
+
+class Adjustment(Protocol):
+    """One way of changing logits, and what it remembers of one text."""
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """A text begins with these tokens; whatever was before is forgotten."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """These follow."""
+
+    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Other logits, float32, and never in place.
+
+        Args:
+            paths: for every row the tokens behind the accepted ones, down to the row itself; they may be any tokens.
+        """
+
+
+class Penalties:
+    """Biases and penalties of `Sampling`, in this order.
+
+    A bias is added, as transformers' `SequenceBiasLogitsProcessor` does. Tokens of the prompt or the new text then have
+    positive logits divided and others multiplied by the repeat penalty, as its `RepetitionPenaltyLogitsProcessor` does.
+    At last a token that is new text `num` times loses num * frequency + (num > 0) * presence, as OpenAI documents it.
+    Tokens of the past are few beside the vocabulary, so only theirs are looked at.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        pairs = dict(sampling.logit_bias)
+        self._biased_C, self._bias_C = torch.tensor([*pairs], dtype=torch.long), torch.tensor([*pairs.values()])
+        self.begin(())
+
+    def begin(self, prompt_ids: Sequence[int]) -> None:
+        """Tokens of the prompt count as said, but not as new."""
+        self._num_new = Counter[int](dict.fromkeys(prompt_ids, 0) if self._sampling.repeat_penalty != 1 else {})
+        self._said_C: Tensor | None = None  # of `_num_new` as tensors, made when they are asked for
+        self._num_C = torch.empty(0, dtype=torch.long)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Each is new once more."""
+        self._num_new.update(tokens)
+        self._said_C = None
+
+    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """See `Adjustment`."""
+        place, scores_TV = logits_TV.device, logits_TV.to(torch.float32, copy=True)
+        scores_TV[:, self._biased_C.to(place)] += self._bias_C.to(place)
+        if self._said_C is None:
+            self._said_C = torch.tensor([*self._num_new], dtype=torch.long)
+            self._num_C = torch.tensor([*self._num_new.values()], dtype=torch.long)
+        said_C, (row_R, token_R, num_R) = self._said_C.to(place), self._on_paths(paths)
+        at_R = (row_R.to(place), token_R.to(place))
+        on_paths_R = self._penalised(scores_TV[at_R], num_R)  # of what is not penalised yet
+        scores_TV[:, said_C] = self._penalised(scores_TV[:, said_C], self._num_C)
+        scores_TV[at_R] = on_paths_R
+        return scores_TV
+
+    def _on_paths(self, paths: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, tokens of their paths, once each, and how often these are new by then."""
+        found = [
+            (row, token, self._num_new[token] + num)
+            for row, path in enumerate(paths)
+            for token, num in Counter(path).items()
+        ]
+        row_R, token_R, num_R = torch.tensor(found, dtype=torch.long).view(-1, 3).unbind(1)
+        return row_R, token_R, num_R
+
+    def _penalised(self, scores: Tensor, num_C: Tensor) -> Tensor:
+        """Scores (..., C) of tokens that were said, of which so many are new."""
+        how = self._sampling
+        scores = torch.where(scores < 0, scores * how.repeat_penalty, scores / how.repeat_penalty)
+        lost_C = num_C.double() * how.frequency_penalty + (num_C > 0) * how.presence_penalty
+        return scores - lost_C.float().to(scores.device)

@@ -1,0 +1,137 @@
+"""Penalties and biases under speculation: the text is that of no tree, and of transformers, and guesses stay good."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, save_pair
+from transformers import AutoModelForCausalLM
+
+import offload
+from offload.config import Sampling
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
+from offload.sampling.logits import AdjustedRows, Rows
+from offload.sampling.sampler import Sampler
+from offload.tree.token_tree import TokenTree
+
+PROMPT, NUM_NEW = [7, 11, 3, 42, 5, 11], 48
+TREES = ["8x3", "dynamic:16x6", "chain:4"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "repeat": {"repeat_penalty": 1.3},
+    "bias": {"logit_bias": {11: 3.0, 42: -5.0, 100: 2.5}},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8},
+    "every": {"repeat_penalty": 1.2, "logit_bias": {11: 2.0}, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+}
+DRAWN = {"greedy": {}, "warm": {"temperature": 0.8, "seed": 3}, "min-p": {"temperature": 1.0, "min_p": 0.2, "seed": 5}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("pair"), noise=0.003)
+
+
+@pytest.fixture(scope="module")
+def decoder(models: tuple[Path, Path]) -> Iterator[Decoder]:
+    with offload.load(
+        *models, "1GiB", "16x6", context=160, dtype="float32", threads=1, profile="none", rule="sequoia", lookup=False
+    ) as decoder:
+        yield decoder
+
+
+def written(decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str = "match") -> Generation:
+    run = decoder.run(PROMPT, Sampling(**how), max_new_tokens=NUM_NEW, tree=tree, rule=rule)
+    for _ in run:
+        pass
+    return run.result()
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_one_seed_gives_one_text_with_every_tree(decoder: Decoder, setting: str, drawn: str) -> None:
+    how = SETTINGS[setting] | DRAWN[drawn]
+    alone, plain = written(decoder, how), written(decoder, DRAWN[drawn])
+    assert alone.token_ids != plain.token_ids, "nothing was adjusted"
+    for rule in ("match", "topk"):
+        for tree in TREES:
+            result = written(decoder, how, tree, rule)
+            assert result.token_ids == alone.token_ids, (rule, tree)
+            assert result.stats.num_sweeps < NUM_NEW, "no guess was right"
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_greedy_text_is_that_of_ratio_rules_too(decoder: Decoder, setting: str) -> None:
+    alone = written(decoder, SETTINGS[setting])
+    for rule in ("sequoia", "specinfer", "spectr"):
+        assert written(decoder, SETTINGS[setting], "8x3", rule).token_ids == alone.token_ids
+
+
+def by_transformers(target: Path, how: dict[str, Any]) -> list[int]:
+    names = {"repeat_penalty": "repetition_penalty"}
+    settings = {names.get(name, name): value for name, value in how.items() if name != "logit_bias"}
+    if bias := how.get("logit_bias"):
+        settings["sequence_bias"] = [[[token], number] for token, number in bias.items()]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    ids_1T = torch.tensor([PROMPT])
+    out_1T = model.generate(ids_1T, do_sample=False, max_new_tokens=NUM_NEW, attention_mask=ids_1T > 0, **settings)
+    return out_1T[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "how", [SETTINGS["repeat"], SETTINGS["bias"], SETTINGS["repeat"] | SETTINGS["bias"]], ids=["repeat", "bias", "both"]
+)
+def test_greedy_text_is_that_of_transformers(decoder: Decoder, models: tuple[Path, Path], how: dict[str, Any]) -> None:
+    wanted = by_transformers(models[0], how)
+    for tree in ("none", *TREES):
+        assert written(decoder, how, tree).token_ids == wanted
+
+
+def test_counts_of_openai(decoder: Decoder, models: tuple[Path, Path]) -> None:
+    """Presence and frequency by their formula on logits of a pass over the whole text, token after token."""
+    how = SETTINGS["presence"] | SETTINGS["frequency"]
+    ids = list(PROMPT)
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    for _ in range(16):
+        with torch.no_grad():
+            logits_V = model(torch.tensor([ids])).logits[0, -1]
+        for token in {*ids[len(PROMPT) :]}:
+            logits_V[token] -= ids[len(PROMPT) :].count(token) * how["frequency_penalty"] + how["presence_penalty"]
+        ids.append(int(logits_V.argmax()))
+    assert written(decoder, how, "8x3").token_ids[:16] == ids[len(PROMPT) :]
+
+
+def adjust_the_target_alone(patch: pytest.MonkeyPatch) -> None:
+    adjusted = Sampler.adjusted
+
+    def adjusted_rows(self: Sampler, tree: TokenTree, logits: Rows) -> Rows:
+        return AdjustedRows(logits, lambda node, row_V: adjusted(self, row_V[None], [tree.path(node)])[0])
+
+    patch.setattr(Sampler, "adjusted_rows", adjusted_rows)
+    patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: logits_TV)
+
+
+def forget_the_path(patch: pytest.MonkeyPatch) -> None:
+    adjusted = Sampler.adjusted
+    patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: adjusted(self, logits_TV, [()] * len(paths)))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_guesses_stay_good(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
+    """A draft that knows nothing of a strong penalty guesses what was said before, and that never comes."""
+    how = {"repeat_penalty": 1.6}
+    good = written(decoder, how, tree)
+    adjust_the_target_alone(monkeypatch)
+    poor = written(decoder, how, tree)
+    assert poor.token_ids == good.token_ids, "what a draft guesses must not matter"
+    assert good.stats.tokens_per_sweep > 1.3 * poor.stats.tokens_per_sweep
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_path_that_is_forgotten_would_show(decoder: Decoder, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
+    alone = written(decoder, SETTINGS["every"])
+    forget_the_path(monkeypatch)
+    assert written(decoder, SETTINGS["every"]).token_ids == alone.token_ids, "without a tree there are no paths"
+    assert written(decoder, SETTINGS["every"], tree).token_ids != alone.token_ids
