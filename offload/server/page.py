@@ -1,14 +1,18 @@
 """The chat page, and the headers under which a browser runs its one script and nothing else.
 
-Why hashes: they need no state between answers, and a page that was changed by accident does not run half. Invariant: the
-bytes that are sent are those that were hashed, and the page has one style and one script, both without an address.
+Why hashes: they need no state between answers, and a page that was changed by accident does not run half. Invariant:
+the bytes that are sent are those that were hashed, and the page has one style and one script, without an address.
 """
 
 import base64
 import hashlib
 import re
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 _FILE = Path(__file__).with_name("page.html")
 
@@ -36,6 +40,16 @@ def read_page(path: Path = _FILE) -> Page:
         "Cache-Control": "no-cache",
     }
     return Page(text.encode(), headers)
+
+
+def page_route() -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """What answers `/`; the page is read now and once."""
+    page = read_page()
+
+    async def send(request: Request) -> Response:
+        return Response(page.body, headers=page.headers)
+
+    return send
 
 
 def _hash_of(text: str, tag: str) -> str:

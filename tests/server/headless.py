@@ -1,7 +1,7 @@
-"""A headless Chromium for tests: one of this machine, or one that is fetched into `build/` and needs no rights to install.
+"""A headless Chromium for tests: one of this machine, or one that is fetched into `build/` and needs no rights.
 
-Why several ways: Playwright's own comes from a host that not every network reaches; Debian's comes from the mirror that apt
-has been given. Invariant: where none can be had, it says why, and nothing outside of `build/` has changed.
+Why several ways: Playwright's own comes from a host that not every network reaches; Debian's comes from the mirror that
+apt has been given. Invariant: where none can be had, it says why, and nothing outside of `build/` has changed.
 """
 
 import fcntl

@@ -1,83 +1,15 @@
-"""The chat page in a headless Chromium, under the headers that it is served with, against a server that follows a script."""
+"""The chat page in a headless Chromium, under the headers that it is served with, against a server with a script."""
 
 import json
-import random
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from stub_server import Stub, a_pass
+from acts import ask, notice, press, problem, send
+from stub_server import Stub
+
+pytest_plugins = ["browsing"]
 
 HOSTILE = "<img src=x onerror=window.hit=1><script>window.hit=1</script> [a](javascript:window.hit=1) &amp;"
-MARKDOWN = """# Why
-
-Of **two *kinds***, `a_b` and 2*3*4:
-
-1. first
-   ```python
-   def f():
-       return 1
-   ```
-2. second
-   - deep
-
-| pass | tokens |
-|---|---|
-| 1 | 5 |
-
-> said
-
-```
-open"""
-
-
-@pytest.fixture
-def heard() -> list[str]:
-    """What went wrong in the page: errors, and what its headers have refused."""
-    return []
-
-
-@pytest.fixture
-def page(chromium: Any, stub: Stub, heard: list[str]) -> Iterator[Any]:
-    """The page, just opened; nothing may go wrong in it that a test does not take note of."""
-    context = chromium.new_context(viewport={"width": 1300, "height": 800})
-    context.set_default_timeout(15_000)
-    page = context.new_page()
-    page.on("pageerror", lambda error: heard.append(str(error)))
-    page.on("console", lambda message: heard.append(message.text) if "Content Security" in message.text else None)
-    page.goto(stub.address)
-    yield page
-    context.close()
-    assert heard == []
-
-
-def send(page: Any, text: str) -> None:
-    """Write a question and press Enter."""
-    page.fill("#question", text)
-    page.press("#question", "Enter")
-
-
-def ask(page: Any, text: str) -> str:
-    """Send a question and wait for the end of its answer, which is returned as it is seen."""
-    send(page, text)
-    page.locator("#send", has_text="Send").wait_for()
-    return str(page.locator(".answer .body").last.inner_text())
-
-
-def problem(page: Any, text: str) -> str:
-    """Send a question and wait for what the page says is wrong."""
-    send(page, text)
-    return notice(page)
-
-
-def notice(page: Any) -> str:
-    page.locator("#notice").wait_for()
-    return str(page.locator("#notice-text").inner_text())
-
-
-def press(page: Any, name: str) -> None:
-    page.get_by_role("button", name=name, exact=True).last.click()
 
 
 def test_an_answer_comes_piece_by_piece_and_stops(page: Any, stub: Stub) -> None:
@@ -125,56 +57,6 @@ def test_the_browser_runs_nothing_but_the_script(page: Any, heard: list[str]) ->
     assert kinds <= set(page.evaluate("window.refused")) and page.evaluate("window.hit") is None
     assert page.locator("b").count() == 0 and len(heard) >= len(kinds)
     heard.clear()
-
-
-def test_markdown_becomes_nodes(page: Any) -> None:
-    ask(page, f"say {MARKDOWN}")
-    body = page.locator(".answer .body")
-    assert body.locator("h3").inner_text() == "Why"
-    assert body.locator("strong").inner_text() == "two kinds" and body.locator("strong em").inner_text() == "kinds"
-    assert body.locator("p code").inner_text() == "a_b" and "2*3*4" in body.inner_text()
-    assert body.locator("ol > li").count() == 2 and body.locator("ol > li:nth-child(2) > ul > li").inner_text() == "deep"
-    assert body.locator("ol pre").inner_text() == "def f():\n    return 1"
-    assert body.locator("td").all_inner_texts() == ["1", "5"] and body.locator("blockquote").inner_text() == "said"
-    assert body.locator("pre").last.inner_text() == "open"  # a fence without an end is one that is being written
-
-
-def test_markdown_while_it_comes_keeps_what_is_whole(page: Any) -> None:
-    """Every prefix parses, and a block that is followed by another keeps its nodes."""
-    assert page.evaluate("""text => {
-        const view = viewOf({ role: "assistant", content: "" });
-        let first = null;
-        for (let n = 0; n <= text.length; n++) {
-            view.message.content = text.slice(0, n);
-            showAnswer(view);
-            if (n === 30) first = view.body.firstChild;
-        }
-        const alone = viewOf({ role: "assistant", content: text });
-        showAnswer(alone);
-        return view.body.firstChild === first && view.body.isEqualNode(alone.body);
-    }""", MARKDOWN)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "text",
-    [unit * (40_000 // len(unit)) for unit in ("**a ", "`a ``b ", "> ", "- ", "*a", "|", "```\n", "1. a\n\n  ", "a|b\n--|--\n")]
-    + [start + " " * 40_000 + end for start in ("```", "# a", "|-", "- a", "-", ">", "`", "**a") for end in ("`", "x", "|")]
-    + ["<think>\n" * 5000, "- a" + "\n" * 40_000, "- a" + "\n" * 40_000 + "b"],
-    ids=lambda text: repr(text[:8]),
-)
-def test_markdown_takes_no_square_of_its_length(page: Any, text: str) -> None:
-    draw = "text => { const begun = performance.now(); blocksOf(text).map(blockNode); return performance.now() - begun; }"
-    assert page.evaluate(draw, text) < 1500  # a square of it would take ten times that
-
-
-def test_events_are_the_same_however_they_are_cut(page: Any) -> None:
-    stream = ': alive\r\n\r\ndata: {"a": "é"}\r\n\r\nevent: x\ndata:one\ndata: two\n\ndata: three\r\rdata: half'
-    draw = random.Random(0)
-    for _ in range(50):
-        cuts = sorted(draw.sample(range(len(stream)), 12))
-        pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-        events = page.evaluate("pieces => { const read = eventReader(); return pieces.flatMap(read); }", pieces)
-        assert events == ['{"a": "é"}', "one\ntwo", "three"]
 
 
 def test_settings_are_sent_only_where_given(page: Any, stub: Stub) -> None:
@@ -288,10 +170,11 @@ def test_a_full_store_is_told_and_nothing_stops(page: Any) -> None:
 
 
 def test_what_is_no_conversation_is_left_alone(page: Any) -> None:
-    page.evaluate("""() => { localStorage["offload.chat.a"] = "{"; localStorage["offload.chat.b"] = '{"id": "b", "messages": 3}'; }""")
+    strange = {"offload.chat.a": "{", "offload.chat.b": '{"id": "b", "messages": 3}', "else": "1"}
+    page.evaluate("strange => Object.assign(localStorage, strange)", strange)
     page.reload()
     assert ask(page, "say fine") == "fine"
-    assert page.evaluate("localStorage['offload.chat.a']") == "{"
+    assert page.evaluate("({...localStorage})").items() >= strange.items()
 
 
 def test_a_key_is_asked_for_and_sent(page: Any, stub: Stub) -> None:
@@ -332,105 +215,3 @@ def test_a_server_that_is_gone_and_comes_back(page: Any, stub: Stub) -> None:
     press(page, "Try again")
     page.locator(".figures").wait_for()
     assert page.locator(".answer .body").inner_text() == "back" and not page.locator("#notice").is_visible()
-
-
-def test_the_figures_of_passes_are_shown(page: Any) -> None:
-    ask(page, "say " + "word " * 40)
-    num_passes, per_pass = int(page.inner_text("#num-passes")), float(page.inner_text("#tokens-per-pass"))
-    assert num_passes > 5 and round(num_passes * per_pass) in (40, 41)  # the last blank may be a token
-    assert re.search(r"4[01] tokens in \d+ passes · .* tokens/s · seed \d+", page.inner_text(".figures"))
-    assert page.inner_text("#read") == "1.62 GB at 1.14 GB/s" and page.inner_text("#stall-s") == "900 ms"
-    assert page.inner_text("#compute-s") == "520 ms" and page.inner_text("#draft-s") == "110 ms"
-    bars = page.locator("#bars")
-    bars.focus()
-    page.keyboard.press("Home")
-    assert bars.get_attribute("aria-valuenow") == "1" and page.inner_text("#tree-note").startswith("47 guesses, ")
-    page.keyboard.press("End")
-    assert bars.get_attribute("aria-valuenow") == str(num_passes)
-
-
-def test_a_nodes_text_is_told_under_the_pointer(page: Any) -> None:
-    ask(page, "say one two three four")
-    point = page.evaluate("(() => { const points = $('tree').points; return points.find(point => point.isAccepted && point.depth > 0) ?? points[0]; })()")
-    page.locator("#tree").hover(position={"x": point["x"], "y": point["y"]})
-    assert page.inner_text("#tip").startswith(point["text"].replace(" ", "␣").replace("\n", "↵"))
-    page.mouse.move(5, 5)
-    assert not page.locator("#tip").is_visible()
-
-
-def is_tidy(parents: list[int], depth: list[int], place: list[float]) -> bool:
-    """Whether children are one deeper than their parent, and lie in its part of the picture and in nobody else's."""
-    spans = [[y, y] for y in place]
-    for child in range(len(parents) - 1, 0, -1):
-        mother = spans[parents[child]]
-        mother[:] = [min(mother[0], spans[child][0]), max(mother[1], spans[child][1])]
-    siblings: dict[int, list[list[float]]] = {}
-    for child, mother in enumerate(parents[1:], 1):
-        siblings.setdefault(mother, []).append(spans[child])
-    apart = all(a[1] + 0.99 < b[0] for group in siblings.values() for a, b in zip(group, group[1:], strict=False))
-    return apart and all(depth[child] == depth[mother] + 1 for child, mother in enumerate(parents) if child)
-
-
-def test_trees_are_laid_out_without_crossings(page: Any) -> None:
-    for num_nodes, seed in ((1, 0), (2, 1), (64, 2), (500, 3)):
-        parents = a_pass(num_nodes, min(num_nodes, 6), [" x"] * 6, seed)["parents"]
-        found = page.evaluate("parents => { const {depth, place} = layOut(parents); return [[...depth], [...place]]; }", parents)  # fmt: skip
-        assert is_tidy(parents, *found)
-        assert num_nodes == 1 or not is_tidy(parents, [0] * num_nodes, found[1])
-        assert num_nodes < 3 or not is_tidy(parents, found[0], [0.0] * num_nodes)
-
-
-def test_a_tree_of_500_nodes_is_drawn_in_10_ms(page: Any) -> None:
-    """With the pixels: one is read back, for a canvas draws no sooner than somebody looks. The quickest of some counts."""
-    ask(page, "large " + "word " * 30)
-    assert len(page.evaluate("shownPass().parents")) == 500
-    times = page.evaluate("""() => Array.from({ length: 20 }, () => {
-        const begun = performance.now();
-        drawTree($("tree"), shownPass());
-        $("tree").getContext("2d").getImageData(0, 0, 1, 1);
-        return performance.now() - begun;
-    })""")
-    assert min(times) < 10
-
-
-def test_a_pass_that_makes_no_sense_is_not_drawn(page: Any) -> None:
-    good = {"parents": [-1, 0, 0, 1], "tokens": ["a", "b", "c", "d"], "accepted": [0, 1]}
-    bad = [{"parents": [-1, 2, 0, 1]}, {"tokens": ["a"]}, {"accepted": [0, 4]}, {"accepted": []}, {"parents": "abcd"}]
-    assert page.evaluate("passes => passes.map(isPass)", [good, *({**good, **each} for each in bad)]) == [True] + [False] * 5  # fmt: skip
-
-
-@pytest.mark.parametrize("width", [320, 390, 800, 1300])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_sticks_out_at_any_width(page: Any, width: int, scheme: str) -> None:
-    page.set_viewport_size({"width": width, "height": 700})
-    page.emulate_media(color_scheme=scheme)
-    ask(page, f"say {MARKDOWN} {'x' * 300}")
-    if width < 1120:
-        page.locator("#show-passes").click()
-    assert page.locator("#tree").is_visible() and page.locator("#send").is_visible()
-    sticking = """() => [...document.querySelectorAll("main *, #passes *")].filter(node => node.checkVisibility()
-        && !node.closest("pre, .wide, .unseen") && node.getBoundingClientRect().right > innerWidth + 1).map(node => node.outerHTML.slice(0, 80))"""
-    assert page.evaluate(sticking) == [] and page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_stand_out_from_their_ground(page: Any, scheme: str) -> None:
-    """Contrast as WCAG 2 has it: 4.5 for texts, 3 for what is drawn."""
-    page.emulate_media(color_scheme=scheme)
-    named = page.evaluate("Object.fromEntries(['ground', 'sheet', 'ink', 'soft', 'own', 'accent', 'on-accent', 'bad', 'code'].map(name => [name, getComputedStyle(document.body).getPropertyValue('--' + name)]))")  # fmt: skip
-    pairs = [("ink", "ground"), ("ink", "own"), ("soft", "ground"), ("soft", "sheet"), ("soft", "own"), ("soft", "code")]
-    for text, ground in [*pairs, ("on-accent", "accent"), ("bad", "ground")]:
-        assert contrast(named[text], named[ground]) >= 4.5, (text, ground)
-    assert contrast(named["accent"], named["sheet"]) >= 3
-
-
-def contrast(one: str, other: str) -> float:
-    """Of two colours as #rrggbb."""
-
-    def light(colour: str) -> float:
-        parts = [int(colour.strip()[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    dark, bright = sorted((light(one), light(other)))
-    return (bright + 0.05) / (dark + 0.05)

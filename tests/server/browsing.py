@@ -1,6 +1,7 @@
-"""The browser of this folder's tests: one for all of them, a new profile for each."""
+"""Fixtures of tests that look at the chat page: one browser for all of them, a new profile for each."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from headless import Chromium, find_chromium
@@ -25,3 +26,23 @@ def stub() -> Iterator[Stub]:
     """A server that serves the page and answers from a script."""
     with running_stub() as server:
         yield server
+
+
+@pytest.fixture
+def heard() -> list[str]:
+    """What went wrong in the page: errors, and what its headers have refused."""
+    return []
+
+
+@pytest.fixture
+def page(chromium: Any, stub: Stub, heard: list[str]) -> Iterator[Any]:
+    """The page, just opened; nothing may go wrong in it that a test does not take note of."""
+    context = chromium.new_context(viewport={"width": 1300, "height": 800})
+    context.set_default_timeout(15_000)
+    page = context.new_page()
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.on("console", lambda message: heard.append(message.text) if "Content Security" in message.text else None)
+    page.goto(stub.address)
+    yield page
+    context.close()
+    assert heard == []
