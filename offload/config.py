@@ -15,7 +15,7 @@ Counts are named `num_...`; sizes, times and rates carry their unit: `slot_bytes
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from operator import index
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ EXPERTS = ("auto", "demand", "layers")  # how routed experts come: one by one as
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Sampling:
     """How the next token is drawn from the target's logits; temperature 0 is greedy.
 
@@ -69,6 +69,10 @@ class Sampling:
             require(abs(value) <= MOST_PENALTY, rule, value, "0 is none")
         require(0 <= self.seed < 2**63, "`seed` must lie in [0, 2^63)", self.seed, "0 is as good as any")
 
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={value!r}" for name, value in (*self.as_dict().items(), ("seed", self.seed)))
+        return f"Sampling({told})"
+
     @property
     def is_greedy(self) -> bool:
         """Whether no noise enters at all."""
@@ -79,6 +83,12 @@ class Sampling:
         """Whether there are penalties or biases."""
         penalties = (self.repeat_penalty - 1, self.presence_penalty, self.frequency_penalty)
         return any(penalties) or bool(self.logit_bias)
+
+    def as_dict(self) -> dict[str, object]:
+        """Temperature, top-p and top-k, and what else is not off; the seed is left out."""
+        always, values = ("temperature", "top_p", "top_k"), {one.name: getattr(self, one.name) for one in fields(self)}
+        used = [one.name for one in fields(self) if one.name in always or values[one.name] != one.default]
+        return {name: dict(values[name]) if name == "logit_bias" else values[name] for name in used if name != "seed"}
 
 
 class Drafting(Enum):

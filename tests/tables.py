@@ -82,6 +82,9 @@ def grow(draft_VV: Tensor, topology: Topology, root_R: Tensor, sampler: Sampler,
         parents = [node for node in range(level.start, level.stop) if children_of(topology)[node]]
         num_children = max(len(children_of(topology)[node]) for node in parents)
         logits_WV = draft_VV[token_RN[:, parents]].reshape(-1, VOCAB_SIZE)
+        if sampler.is_adjusted:
+            trees = [TokenTree(topology, token_N) for token_N in token_RN]
+            logits_WV = sampler.adjusted(logits_WV, [tree.path(node) for tree in trees for node in parents])
         token_WK, draw, probs_WV = draw_children(logits_WV, num_children, sampler, position + depth + 1)
         token_RPK = token_WK.reshape(len(root_R), len(parents), -1)
         for index, parent in enumerate(parents):

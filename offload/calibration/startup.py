@@ -18,13 +18,14 @@ from offload.calibration.quick import MAX_TIMED_NODES, draft_curve, sweep_curve
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.config import Sampling, drafting_of
 from offload.drafting.model import ModelDrafter
+from offload.errors import UserError
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.planner import Files
 from offload.model.weights import StreamedModel
 from offload.planning.cost_model import NOTHING, Costs
 from offload.planning.options import LoadOptions
 from offload.planning.place import find_place
-from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile
+from offload.planning.profile import Identity, Machine, Profile, find_profile, read_profile, unprofiled
 from offload.planning.room import Room
 from offload.planning.tree_policy import FindProfile, Trees, routing_in
 from offload.planning.usual import usual_for
@@ -134,6 +135,10 @@ def _profile_finder(files: Files, options: LoadOptions, room: Room, device: str)
         if files.draft is None or options.has_no_profile:
             return None, "no profile is wanted"
         machine, named = Machine.here(compute_dtype_name(files.target, options.dtype), device), options.profile
+        if what := unprofiled(sampling):
+            if named is not None:
+                raise UserError(f"no profile holds for a run with {what}, got `profile` {named}: leave one of them out")
+            return None, f"no profile holds for a run with {what}"
         identity = Identity.of(files.target, files.draft, sampling, rule, machine)
         if named is not None:
             return read_profile(Path(named), identity).of_experts(experts, is_named=True), str(named)

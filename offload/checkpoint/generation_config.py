@@ -10,23 +10,25 @@ from offload.config import Sampling
 from offload.errors import UserError
 
 _NAME = "generation_config.json"
-_FIELDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,)}
+_FIELDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "min_p": (int, float)}
+_PENALTY = "repetition_penalty"
 
 
 def suggested_sampling(model: str, seed: int) -> Sampling:
-    """Temperature, top-p and top-k of a folder or hub id, greedy where it does not say `do_sample`.
+    """How a folder or hub id says to sample, greedy where it does not say `do_sample`; its repetition penalty always.
 
     What the file leaves out is left off: temperature 1, all tokens. Raises `UserError` for values that make no sense.
     """
     found = _read(model)
-    if found.get("do_sample", False) is not True:
-        return Sampling(seed=seed)
-    given = {name: found[name] for name in _FIELDS if found.get(name) is not None}
+    fields = _FIELDS if found.get("do_sample", False) is True else {}
+    given = {name: found[name] for name in fields if found.get(name) is not None}
+    if found.get(_PENALTY) is not None:
+        given["repeat_penalty"] = found[_PENALTY]
     try:
         for name, value in given.items():
-            if type(value) not in _FIELDS[name]:
+            if type(value) not in fields.get(name, (int, float)):
                 raise UserError(f"`{name}` must be a number, got {value!r:.80}")
-        return Sampling(**{"temperature": 1.0, **given}, seed=seed)
+        return Sampling(**{"temperature": 1.0 if fields else 0.0, **given}, seed=seed)
     except UserError as error:
         raise UserError(f"{model}: {_NAME}: {error}; mend the file, or leave it out with `greedy`") from None
 

@@ -23,11 +23,15 @@ _HELP = """\
 /load FILE       go on with a conversation that was kept
 /retry           another answer to the last question
 /undo            forget the last question and its answer
-/set NAME VALUE  temperature, top-p, top-k, seed, max-tokens or stop; alone: what is set
+/set NAME VALUE  temperature, top-p, top-k, min-p, seed, repeat-penalty, presence-penalty,
+                 frequency-penalty, max-tokens or stop; alone: what is set
 /stats           figures of the last answer
 /bye             leave, as do /exit, /quit and Ctrl-D
 \"""             begins and ends a question of several lines; a pasted one needs no quotes"""
-_SAMPLING = {"temperature": float, "top-p": float, "top-k": int, "seed": int}
+_SAMPLING = {
+    "temperature": float, "top-p": float, "top-k": int, "min-p": float, "seed": int,
+    "repeat-penalty": float, "presence-penalty": float, "frequency-penalty": float,
+}  # fmt: skip
 _NAMES = ", ".join([*_SAMPLING, "max-tokens", "stop"])
 
 

@@ -156,6 +156,26 @@ OwnTemp = Annotated[
 ]
 OwnTopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="keep the likeliest that sum to this")]
 OwnTopK = Annotated[int | None, typer.Option("--top-k", metavar="K", help="keep so many of the likeliest; 0 keeps all")]
+OwnMinP = Annotated[
+    float | None, typer.Option("--min-p", metavar="P", help="keep tokens at least P times as likely as the likeliest")
+]
+RepeatPenalty = Annotated[
+    float | None, typer.Option(metavar="R", help="above 1: against tokens that are in the prompt or the answer")
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(metavar="A", help="off the logits of tokens that are in the answer, once")
+]
+FrequencyPenalty = Annotated[float | None, typer.Option(metavar="A", help="... and as many times as they are there")]
+LogitBias = Annotated[
+    list[str] | None, typer.Option(metavar="ID:NUMBER", help="added to a token's logit; may be given several times")
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option("--logprobs", metavar="K", help="with --json: of each new token, and of K of the likeliest"),
+]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="what the model is told before the prompt or the first question")
+]
 Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token always, whatever else is said")]
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
@@ -176,14 +196,17 @@ NumTokens = Annotated[int, typer.Option("-n", "--max-tokens", metavar="N", min=0
 _FLAG_OF = {
     "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
     "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",
-    "experts": "--experts", "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
-    "host": "--host", "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "lookup": "--lookup",
-    "lookup_length": "--lookup-length", "max_new_tokens": "-n", "ngram": "--ngram", "out": "--out",
-    "pipeline": "--pipeline", "port": "--port",
-    "ram": "--ram", "ranks": "--ranks", "raw": "--raw", "rule": "--rule", "seed": "--seed",
-    "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop", "temperature": "--temp",
+    "experts": "--experts", "frequency_penalty": "--frequency-penalty",
+    "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
+    "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "logit_bias": "--logit-bias",
+    "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "min_p": "--min-p",
+    "ngram": "--ngram", "num_logprobs": "--logprobs", "out": "--out", "pipeline": "--pipeline",
+    "presence_penalty": "--presence-penalty", "profile": "--profile", "ram": "--ram", "ranks": "--ranks",
+    "raw": "--raw", "repeat_penalty": "--repeat-penalty", "rule": "--rule", "seed": "--seed", "session": "--session",
+    "slow_layer_s": "--slow-layer", "stop": "--stop", "system": "--system", "temperature": "--temp",
     "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
     "tree": "--tree", "verify": "--verify",
+    "host": "--host", "port": "--port",
 }  # fmt: skip
 
 

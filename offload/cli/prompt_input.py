@@ -3,8 +3,12 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offload.errors import UserError
+
+if TYPE_CHECKING:
+    from offload.engine.request import Prompt
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True) -> str:
@@ -24,6 +28,20 @@ def read_prompt(prompt: str | None, file: Path | None, *, is_needed: bool = True
     if not text and is_needed:
         raise UserError(f"the prompt is empty, {name} holds nothing: give some text")
     return text
+
+
+def with_system(text: str, system: str | None, *, raw: bool = False) -> "Prompt | None":
+    """A prompt behind what the model is told before it, or alone; None where it is left to a session's file.
+
+    Raises `UserError`.
+    """
+    if not system:
+        return text or None
+    if raw:
+        raise UserError("`system` is put in by the chat template, which `raw` leaves out: leave one of them out")
+    if not text:
+        raise UserError("`system` is told before a prompt, and there is none: give -p, or leave it out")
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
 def decode(raw: bytes, name: str) -> str:

@@ -5,6 +5,7 @@ read; and however it ends, texts under way get their grace, requests that wait a
 """
 
 from pathlib import Path
+from threading import Event, Timer
 from typing import NamedTuple
 
 from offload.checkpoint.generation_config import suggested_sampling
@@ -15,7 +16,7 @@ from offload.cli.sampling_choice import sampling_words
 from offload.config import Sampling, parse_size
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.engine.service import Engine
+from offload.engine.service import Closing, Engine
 from offload.errors import UserError, reason
 from offload.planning.options import LoadOptions
 from offload.server.app import create_app
@@ -43,10 +44,17 @@ def serve_model(model: str, draft: str | None, options: LoadOptions, console: Co
         model_id=names.model, sampling=sampling, host=wishes.host, api_keys=keys, max_body_bytes=max_body_bytes
     )
     app = create_app(None, settings)
-    first = Request(sampling=sampling)
+    first, brake = Request(sampling=sampling), Event()
+
+    def on_layer() -> None:
+        console.layer_done()
+        if brake.is_set():
+            raise Closing("the server is closing: ask again later")
+
+    hooks = console.hooks._replace(on_layer=on_layer)
     with (
         Listening(app, bind(wishes.host, wishes.port), console.say) as server,
-        open_decoder(model, draft, options, first, hooks=console.hooks) as decoder,
+        open_decoder(model, draft, options, first, hooks=hooks) as decoder,
     ):
         if decoder.tokenizer is None:
             raise UserError("a server needs the model's tokenizer: put its tokenizer.json beside it")
@@ -55,17 +63,23 @@ def serve_model(model: str, draft: str | None, options: LoadOptions, console: Co
         with Engine(decoder, max_waiting=wishes.num_waiting) as engine:
             app.state.engine = engine
             console.say(f"serving {settings.model_id} at {server.address}/v1, Ctrl-C ends it")
-            _wait(server, engine, console, wishes.grace_s)
+            _wait(server, engine, console, wishes.grace_s, brake)
 
 
-def _wait(server: Listening, engine: Engine, console: Console, grace_s: float) -> None:
+def _wait(server: Listening, engine: Engine, console: Console, grace_s: float, brake: Event) -> None:
+    """Until a signal ends it; a pass that takes longer than the grace ends at its next layer."""
     try:
         server.wait()
     except (KeyboardInterrupt, SystemExit):  # of SIGINT, SIGTERM and SIGHUP: the way to end a server, and no failure
         figures = engine.figures()
         if figures.num_active:
             console.say(f"ending: {plural(figures.num_active, 'text')} under way, at most {grace_s:g} s more")
-        engine.close(grace_s)
+        clock = Timer(grace_s, brake.set)
+        clock.start()
+        try:
+            engine.close(grace_s)
+        finally:
+            clock.cancel()
 
 
 def served_sampling(model: str) -> Sampling:

@@ -31,16 +31,16 @@ def found_session(path: Path | None, ranks: str | None = None) -> Path | None:
     return path if path.exists() else None
 
 
-def begun_text(decoder: "Decoder", path: Path | None, text: str) -> "Prompt":
+def begun_text(decoder: "Decoder", path: Path | None, prompt: "Prompt | None") -> "Prompt":
     """The prompt of a run whose text is kept in this file; no prompt goes on where the file ends."""
     if path is None or not path.exists():
-        return text
+        return prompt or ""
     tokens, messages, _ = decoder.load_session(path)
     if messages is not None:
         raise UserError(f"{path} holds a conversation: go on with it by offload chat, or name another file")
-    if not text and tokens[-1:] and tokens[-1] in decoder.end_ids:
+    if not prompt and tokens[-1:] and tokens[-1] in decoder.end_ids:
         raise UserError(f"the text in {path} has come to its end: give a prompt, or name another file")
-    return text or tokens
+    return prompt or tokens
 
 
 @contextmanager

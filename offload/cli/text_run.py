@@ -1,6 +1,7 @@
 """One text from a model: opened, continued where a session says so, written to stdout as it comes, accounted for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from offload.cli.console import Console, Names, alpha_line, closing_lines
@@ -24,18 +25,16 @@ def write_text(
         note: for the user, about the sampling.
         session: the file that the text is kept in.
     """
-    own_bytes, text = rss_bytes(), request.prompt or ""
-    assert isinstance(text, str), "as the command line has it"
+    own_bytes = rss_bytes()
     request.check()  # also where a session brings the prompt
-    sampling, num_new, stop = request.sampling, request.max_new_tokens, request.stop
     with open_decoder(model, draft, options, request, hooks=console.hooks) as decoder:
         if continues := session is not None:
             console.wait("reading the session")
-        begun = begun_text(decoder, session, text)
-        run = decoder.run(begun, sampling, max_new_tokens=num_new, stop=stop, raw=request.raw, continues=continues)
+        begun = begun_text(decoder, session, request.prompt)
+        run = decoder.start(replace(request, prompt=begun), continues=continues)
         console.open(Names.of(model, draft, options.ranks), decoder, run.tree_choice)
         console.say(note)
-        console.follow(run, decoder.plan, num_new)
+        console.follow(run, decoder.plan, request.max_new_tokens)
         with kept_text(decoder, run, session, console):
             _write_run(run, console, own_bytes, decoder.target if as_json else None)
 

@@ -8,10 +8,11 @@ from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
-from offload.cli.prompt_input import read_prompt
+from offload.cli.prompt_input import read_prompt, with_system
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling_choice import choose_sampling, own_sampling
 from offload.cli.session_file import found_session
+from offload.config import require
 
 
 @app.command(
@@ -31,12 +32,18 @@ def generate(
     config: flags.Config = None,
     prompt: flags.Prompt = None,
     file: flags.PromptFile = None,
+    system: flags.System = None,
     max_tokens: flags.NumTokens = 128,
     temp: flags.OwnTemp = None,
     top_p: flags.OwnTopP = None,
     top_k: flags.OwnTopK = None,
+    min_p: flags.OwnMinP = None,
     greedy: flags.Greedy = False,
     seed: flags.Seed = 0,
+    repeat_penalty: flags.RepeatPenalty = None,
+    presence_penalty: flags.PresencePenalty = None,
+    frequency_penalty: flags.FrequencyPenalty = None,
+    logit_bias: flags.LogitBias = None,
     stop: flags.Stop = None,
     session: flags.Session = None,
     device: flags.Device = "auto",
@@ -62,12 +69,21 @@ def generate(
     slow_layer: flags.SlowLayer = 0.0,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: flags.Json = False,
+    logprobs: flags.Logprobs = None,
     quiet: flags.Quiet = False,
     verbose: flags.Verbose = False,
 ) -> None:
     """Write text with a model larger than memory."""
-    found, own = found_session(session, ranks), own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    found = found_session(session, ranks)
+    own = own_sampling(
+        {"temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p},
+        {"repeat_penalty": repeat_penalty, "presence_penalty": presence_penalty,
+         "frequency_penalty": frequency_penalty, "logit_bias": logit_bias},
+        seed, is_greedy=greedy,
+    )  # fmt: skip
+    require(logprobs is None or as_json, "`num_logprobs` are part of what --json prints", logprobs, "give --json")
     text = "" if is_worker(ranks) else read_prompt(prompt, file, is_needed=found is None)
+    asked = None if is_worker(ranks) else with_system(text, system, raw=raw)
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
@@ -82,7 +98,9 @@ def generate(
             from offload.cli.text_run import write_text
             from offload.engine.request import Request
 
-            request = Request(text or None, sampling, max_tokens, stop, raw, found, is_kept=session is not None)
+            request = Request(
+                asked, sampling, max_tokens, stop, raw, found, is_kept=session is not None, num_logprobs=logprobs
+            )
             write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
 
 
@@ -102,9 +120,7 @@ def chat(
     model: flags.Model,
     draft: flags.Draft = None,
     config: flags.Config = None,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="what the model is told before the first question")
-    ] = None,
+    system: flags.System = None,
     max_tokens: Annotated[
         int | None,
         typer.Option("-n", "--max-tokens", metavar="N", min=1, help="of one answer; default: what has room"),
@@ -112,8 +128,13 @@ def chat(
     temp: flags.OwnTemp = None,
     top_p: flags.OwnTopP = None,
     top_k: flags.OwnTopK = None,
+    min_p: flags.OwnMinP = None,
     greedy: flags.Greedy = False,
     seed: flags.Seed = 0,
+    repeat_penalty: flags.RepeatPenalty = None,
+    presence_penalty: flags.PresencePenalty = None,
+    frequency_penalty: flags.FrequencyPenalty = None,
+    logit_bias: flags.LogitBias = None,
     stop: flags.Stop = None,
     session: flags.Session = None,
     device: flags.Device = "auto",
@@ -140,7 +161,12 @@ def chat(
     verbose: flags.Verbose = False,
 ) -> None:
     """Chat with a model larger than memory; every line is a question, and only what is new is read."""
-    own = own_sampling(temp, top_p, top_k, seed, is_greedy=greedy)
+    own = own_sampling(
+        {"temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p},
+        {"repeat_penalty": repeat_penalty, "presence_penalty": presence_penalty,
+         "frequency_penalty": frequency_penalty, "logit_bias": logit_bias},
+        seed, is_greedy=greedy,
+    )  # fmt: skip
     found_session(session, ranks)
     from offload.planning.options import LoadOptions, check_models
 

@@ -24,6 +24,7 @@ from offload.drafting.base import Drafter
 from offload.drafting.sources import NO_SOURCES, Sources
 from offload.engine.cache_pool import CachePool
 from offload.engine.generation import Generation, Run, Setup
+from offload.engine.logprobs import TokenLogprob, path_logprobs
 from offload.engine.request import Prompt, Request, Tool, encode, with_start
 from offload.engine.sequence import Caches, Limits, PassFigures, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
@@ -146,13 +147,17 @@ class Decoder:
         grown, num_rows = time.perf_counter(), _rows_alike(num_new - 1 + drafted.tree.num_nodes)
         modes = modes._replace(sweep=self.threads.modes(num_rows).sweep)
         self._compute_in(modes.sweep)
-        logits = sampler.adjusted_rows(drafted.tree, self.target.score(drafted.tree, tokens, caches.target))
+        scored_rows = self.target.score(drafted.tree, tokens, caches.target)
+        logits = sampler.adjusted_rows(drafted.tree, scored_rows)
         self.target.wait()
         scored = time.perf_counter()
         accepted = sequence.rule.verify(drafted.tree, logits, sampler, len(tokens) - 1)
+        num_top, logprobs = sequence.num_logprobs, list[TokenLogprob]()
+        if num_top is not None:
+            logprobs = path_logprobs(scored_rows, accepted.nodes, accepted.tokens, num_top)
         self.target.commit(accepted.nodes, tokens, caches.target)
         self.drafter.commit(drafted, accepted.nodes, accepted.tokens, sampler, caches.draft)
-        counted = sequence.accept(accepted.tokens)
+        counted = sequence.accept(accepted.tokens, logprobs)
         sequence.stats.first_guess.add(accepted.guesses[: len(counted)])
         sequence.stats.add_step(
             target.moved.since(moved_before),
@@ -178,7 +183,13 @@ class Decoder:
         temperature: float = 0.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
         seed: int = 0,
+        repeat_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = (),
+        num_logprobs: int | None = None,
         stop: str | abc.Sequence[str] | None = None,
         raw: bool = False,
         tree: str | None = None,
@@ -190,7 +201,9 @@ class Decoder:
             prompt: text, put into the model's chat template where it has one, the messages of a conversation, such as
                 `[{"role": "user", "content": "Hello"}]`, or token ids.
             max_new_tokens: at most so many.
-            temperature, top_p, top_k, seed: see `Sampling`; temperature 0 is greedy.
+            temperature, top_p, top_k, min_p, seed: see `Sampling`; temperature 0 is greedy.
+            repeat_penalty, presence_penalty, frequency_penalty, logit_bias: see `Sampling`; of greedy text as well.
+            num_logprobs: tell each new token's, and those of so many of the likeliest, in `Generation.logprobs`.
             stop: strings that end the text; they are not part of it.
             raw: leave the chat template out.
             tree: another tree than the one given to `load`, no larger than that one.
@@ -200,21 +213,30 @@ class Decoder:
             UserError: empty prompt, no room for it, settings out of range, or a decoder that another thread is using.
             ReadError: the disk failed.
         """
-        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        sampling = Sampling(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, repeat_penalty=repeat_penalty,
+            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
+        )  # fmt: skip
+        request = Request(prompt, sampling, max_new_tokens, stop, raw, num_logprobs=num_logprobs)
         with self._turn.held():
-            run = self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule)
+            run = self.start(request, tree=tree, rule=rule)
             for _ in run:
                 pass
             return run.result()
 
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 128,
-        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0,
+        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, seed: int = 0,
+        repeat_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = (),
         stop: str | abc.Sequence[str] | None = None, raw: bool = False,
         tree: str | None = None, rule: str | None = None,
     ) -> Iterator[str]:  # fmt: skip
         """Yield pieces of text as they are accepted; the arguments are those of `generate`."""
-        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        sampling = Sampling(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, repeat_penalty=repeat_penalty,
+            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
+        )  # fmt: skip
         return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule))
 
     def run(
@@ -249,7 +271,7 @@ class Decoder:
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
         sequence.follow(choice.chains)
-        sequence.stats.num_prompt_tokens = len(prompt_ids)
+        sequence.stats.num_prompt_tokens, sequence.num_logprobs = len(prompt_ids), request.num_logprobs
         start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
         text = TextStream(self.tokenizer, start_ids, request.stops)
         setup = Setup(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_comparison import Outcome, rows_of
 from offload.config import Sampling
+from offload.engine.logprobs import TokenLogprob
 from offload.engine.sequence import Sequence
 from offload.engine.text import TextStream
 from offload.engine.turn import Turn
@@ -49,6 +50,7 @@ class Generation:
     comparisons: tuple[Outcome, ...]  # of kernels, where it ran on a GPU
     is_invariant: bool  # whether the text is bit for bit that of every other tree
     lenience: float = 1.0
+    logprobs: list[TokenLogprob] | None = None  # of the new tokens, where they were asked for
 
     @property
     def is_exact(self) -> bool:
@@ -70,9 +72,10 @@ class Generation:
             "num_prompt_tokens": self.stats.num_prompt_tokens,
             "num_kept_tokens": self.stats.num_kept_tokens,  # of these, by a session
             "num_new_tokens": len(self.token_ids),
+            **({} if self.logprobs is None else {"logprobs": [one._asdict() for one in self.logprobs]}),
             "finish_reason": self.finish_reason,
             "seed": self.sampling.seed,
-            "sampling": {name: getattr(self.sampling, name) for name in ("temperature", "top_p", "top_k")},
+            "sampling": self.sampling.as_dict(),
             "rule": self.rule,
             "is_exact": self.is_exact,
             **({} if self.is_exact else {"lenience": self.lenience}),
@@ -147,6 +150,7 @@ class Run:
             comparisons=self._setup.comparisons,
             is_invariant=self._setup.invariance.holds and self._setup.lenience == 1,
             lenience=self._setup.lenience,
+            logprobs=None if self.sequence.num_logprobs is None else list(self.sequence.logprobs),
         )
 
     def _go_on(self, started: float) -> str:

@@ -12,10 +12,21 @@ from torch import Tensor
 
 from offload.drafting.none import NoDrafter, NoState
 from offload.engine.decoder import Decoder, Settled
+from offload.engine.generation import Run
+from offload.engine.request import Request
 from offload.engine.sequence import Sequence
 from offload.errors import UserError
 from offload.ranks.head import Head
 from offload.stats import Moved, RankFigures
+
+
+def check_stages(request: Request) -> None:
+    """Refuse what needs a text's past, or logits, where tokens are drawn: a stage has neither. Raises `UserError`."""
+    remedy = "leave them out, or use `ranks` shards"
+    if request.sampling.is_adjusted:
+        raise UserError(f"stages know of no penalties and biases, got {request.sampling.as_dict()}: {remedy}")
+    if request.num_logprobs is not None:
+        raise UserError(f"stages tell tokens alone, got `num_logprobs` {request.num_logprobs}: {remedy}")
 
 
 class _Nowhere(NoState):
@@ -86,6 +97,13 @@ class PipelineDecoder(Decoder):
         took_s = time.perf_counter() - started
         sequence.stats.add_step(Moved(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
         return counted
+
+    def start(
+        self, request: Request, *, tree: str | None = None, rule: str | None = None, continues: bool = False
+    ) -> Run:
+        """Like every decoder's, where stages can draw the text. Raises `UserError` as well where they cannot."""
+        check_stages(request)
+        return super().start(request, tree=tree, rule=rule, continues=continues)
 
     def _other_rule(self, name: str) -> NoReturn:
         raise UserError(f"stages draw by `rule` match alone, got {name}: leave it out, or use `ranks` shards")

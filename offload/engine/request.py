@@ -28,6 +28,7 @@ class Request:
     raw: bool = False  # leave the chat template out, into which text is put where a model has one
     session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
     is_kept: bool = False  # its text will be kept in such a file
+    num_logprobs: int | None = None  # tell each new token's, and those of so many of the likeliest; None tells none
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -45,6 +46,9 @@ class Request:
         require("" not in self.stops, "`stop` must not be empty", "''", "leave it out")
         num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
         require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")
+        if self.num_logprobs is not None:
+            num_top = whole_number(self.num_logprobs, "`num_logprobs`")
+            require(num_top >= 0, "`num_logprobs` must be 0 or more", num_top, "0 tells the token's own")
 
     def ids(
         self,
@@ -66,6 +70,12 @@ class Request:
             raise UserError("`stop` is looked for in text, and this checkpoint has no tokenizer: leave it out")
         if start and _are_messages(self.prompt):
             raise UserError("a model with an encoder reads every prompt anew and cannot chat: use offload generate")
+        most = max(dict(self.sampling.logit_bias), default=0)
+        rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
+        require(most < vocab_size, rule, most, "use this model's tokenizer")
+        biased = max(dict(self.sampling.logit_bias), default=0)
+        rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
+        require(biased < vocab_size, rule, biased, "use this model's tokenizer")
         num_new, ids = self.max_new_tokens, encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
         if start:
             _check_source(ids, start, num_new, context)

@@ -6,9 +6,11 @@ in them, which the next one clears away.
 
 import sys
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 from offload.config import Drafting
+from offload.engine.logprobs import TokenLogprob
 from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.planning.chains import ChainPolicy
@@ -58,6 +60,8 @@ class Sequence:
         limits: what ends it.
         stats: of its steps since the shape was set.
         last_pass: its last step; None before the first.
+        num_logprobs: how many of the likeliest tokens to note beside each new one; None notes nothing.
+        logprobs: of the new tokens, where they are noted.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class Sequence:
         self._caches: Caches | None = None
         self._chains: ChainPolicy | None = None
         self.last_pass: PassFigures | None = None
+        self.num_logprobs: int | None = None
+        self.logprobs = list[TokenLogprob]()
         self.set_shape(shape)
 
     def set_shape(self, shape: Shape) -> Stats:
@@ -119,16 +125,17 @@ class Sequence:
         """Whether nothing more is to be written, as far as tokens tell."""
         return self.is_at_end_token or len(self.tokens) >= self.num_prompt_tokens + self.limits.max_new_tokens
 
-    def accept(self, tokens: list[int]) -> list[int]:
+    def accept(self, tokens: list[int], logprobs: Iterable[TokenLogprob] = ()) -> list[int]:
         """Add newly accepted tokens up to where the text ends; returns those."""
         num_left = self.num_prompt_tokens + self.limits.max_new_tokens - len(self.tokens)
         end = next((index for index, token in enumerate(tokens) if token in self.limits.end_ids), len(tokens))
         counted = tokens[: min(end + 1, num_left)]
         self.tokens += counted
+        self.logprobs += islice(logprobs, len(counted))
         self.sampler.accept(counted)
         return counted
 
     def cut(self, num_new: int) -> None:
         """Drop all but so many of its new tokens: behind them a stop string is complete."""
-        del self.tokens[self.num_prompt_tokens + num_new :]
+        del self.tokens[self.num_prompt_tokens + num_new :], self.logprobs[num_new:]
         self.sampler.cut(self.new_ids)

@@ -252,9 +252,8 @@ class Engine:
     def _hand_out(self, one: _Active, num_before: int, text: str) -> int:
         sequence = one.run.sequence
         token_ids = sequence.new_ids[num_before:]
-        logprobs = list(getattr(sequence, "logprobs", None) or [])[num_before:]
         if text or token_ids:
-            one.job.hand_out(Piece(text, token_ids, logprobs, sequence.last_pass))
+            one.job.hand_out(Piece(text, token_ids, sequence.logprobs[num_before:], sequence.last_pass))
         if one.run.is_finished:
             self._leave(one)
         return len(token_ids)

@@ -24,7 +24,7 @@ from offload.engine.build import Vocabulary, check_vocabulary, end_ids_of, resid
 from offload.engine.capacity import capacity_of
 from offload.engine.decoder import Settled
 from offload.engine.meeting import meet
-from offload.engine.pipeline import PipelineDecoder
+from offload.engine.pipeline import PipelineDecoder, check_stages
 from offload.engine.request import Request
 from offload.engine.session import Models
 from offload.engine.team import Given
@@ -111,6 +111,8 @@ def open_pipeline(
     for model in filter(None, given.files):
         if has_encoder(model.config):
             raise UserError(f"{model.directory.name}: it has an encoder, and stages have none: leave `ranks` out")
+    if request is not None:
+        check_stages(request)
     met = meet(given, resources, transport)
     given.hooks.on_phase("measuring links, sharing layers")
     rank, is_head = _Rank(given, met.transport, roles, pipeline), met.transport.rank == 0

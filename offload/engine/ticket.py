@@ -10,9 +10,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from offload.engine.generation import Generation
+from offload.engine.logprobs import TokenLogprob
 from offload.engine.request import Request
 from offload.engine.sequence import PassFigures
 from offload.errors import RunError
@@ -29,7 +30,7 @@ class Piece(NamedTuple):
 
     text: str
     token_ids: list[int]
-    logprobs: list[Any]  # of these tokens, where the request asks for them
+    logprobs: list[TokenLogprob]  # of these tokens, where the request asks for them
     last_pass: PassFigures | None  # of the last one; None where several passes are put together
 
 

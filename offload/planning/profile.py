@@ -90,6 +90,12 @@ class Identity:
         return [f"{_SPOKEN.get(key, key)} {_brief(others[key])}, not {_brief(mine[key])}" for key in keys]
 
 
+def unprofiled(sampling: Sampling) -> str:
+    """What of these settings no profile knows, in words; empty where there is nothing."""
+    words = "penalties or biases" if sampling.is_adjusted else ""
+    return words or ("min-p" if sampling.min_p and not sampling.is_greedy else "")
+
+
 class ExpertUses(NamedTuple):
     """How often rows of the target were routed to each expert; layers without routed experts are not counted."""
 

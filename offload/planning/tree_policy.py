@@ -26,6 +26,7 @@ LOOKUP_NODES = 64  # at most, of guesses alone, as REST has (2311.08252, section
 LOOKUP_DEPTH = 32  # ... and copies may be long
 _SPARE_TRAFFIC = 1.01  # of a sweep with room for guesses over one without
 NUM_SHOWN = 5
+_MOST_KNOWN = 256  # choices that are kept
 
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]  # by settings and rule: it, or why there is none
 TrafficOf = Callable[[int], Traffic | None]  # by nodes of the largest tree; None where that does not fit
@@ -241,7 +242,10 @@ class Trees:
         if key not in self._known:
             choice = self._selector(spec, sampling, rule).choose(spec)
             self._check(choice.shape, tree)
+            while len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
+                self._known.pop(next(iter(self._known)), None)
             self._known[key] = choice
+            return choice
         return self._known[key]
 
     def _selector(self, spec: TreeSpec, sampling: Sampling, rule: str) -> TreeSelector:

@@ -148,7 +148,7 @@ class Head:
 
     def _reset(self, num_kept: int, sampling: Sampling) -> None:
         numbers = [num_kept, sampling.seed, sampling.top_k]
-        law = torch.tensor([sampling.temperature, sampling.top_p], dtype=torch.float64)
+        law = torch.tensor([sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64)
         self._data(Kind.RESET, numbers, law)
         self._ask_draft(Message(Kind.RESET, [*numbers, *self._tokens], law))
 

@@ -61,9 +61,9 @@ def read_commit(numbers: Sequence[int], num_uncommitted: int) -> Commit:
 def sampling_of(reset: Message) -> Sampling:
     """How the tokens of a text are drawn."""
     assert reset.payload is not None, "a text is reset with its temperature"
-    temperature, top_p = reset.payload.tolist()
+    temperature, top_p, min_p = reset.payload.tolist()
     _, seed, top_k = reset.numbers[:3]
-    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    return Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
 
 
 def error_message(error: Exception) -> Message:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from offload import __version__
 from offload.engine.generation import Generation
+from offload.engine.logprobs import TokenLogprob
 from offload.engine.ticket import Piece, Ticket
 from offload.server.logprobs import TokenNames
 from offload.server.protocol import Body, ChatBody
@@ -141,13 +142,12 @@ class ChatAnswer(Answer):
         if calls:
             message |= {"content": (content + rest) or None, "tool_calls": calls}
         reason = "tool_calls" if calls else result.finish_reason
-        told = self._told(getattr(result, "logprobs", None) or [])
+        told = self._told(result.logprobs or ())
         return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
 
-    def _told(self, logprobs: Sequence[Any]) -> dict[str, Any] | None:
-        if not self._has_logprobs or not logprobs:
-            return None
-        return {"content": self._names.of_chat(logprobs), "refusal": None}
+    def _told(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        content = self._names.of_chat(logprobs) if self._has_logprobs else []
+        return {"content": content, "refusal": None} if content else None
 
 
 class CompletionAnswer(Answer):
@@ -161,7 +161,7 @@ class CompletionAnswer(Answer):
         self._num_chars = [0] * len(tickets)
 
     def _text(
-        self, index: int, text: str, reason: str | None = None, logprobs: Sequence[Any] = ()
+        self, index: int, text: str, reason: str | None = None, logprobs: Sequence[TokenLogprob] = ()
     ) -> dict[str, Any]:  # fmt: skip
         told = self._names.of_completion(logprobs, self._num_chars[index]) if logprobs else None
         self._num_chars[index] += sum(map(len, told["tokens"])) if told else 0
@@ -177,4 +177,4 @@ class CompletionAnswer(Answer):
         return [self._text(index, "", result.finish_reason)]
 
     def _choice(self, index: int, result: Generation) -> dict[str, Any]:
-        return self._text(index, result.text, result.finish_reason, getattr(result, "logprobs", None) or ())
+        return self._text(index, result.text, result.finish_reason, result.logprobs or ())

@@ -35,7 +35,8 @@ _CLIENT_GONE = 499  # nginx's; nobody reads it
 
 def create_app(engine: Engine | None, settings: Settings) -> FastAPI:
     """A server of one engine, for any ASGI server. With None the model is loading until `app.state.engine` is set."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)  # their pages would load scripts from elsewhere
+    # Pages of documentation would load scripts from elsewhere; redirects would name the host that a client names.
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.engine, app.state.settings, app.state.began_s = engine, settings, int(time.time())
     app.add_middleware(Guard, settings=settings)
     app.add_exception_handler(HTTPException, _no_route)
@@ -139,7 +140,8 @@ def _engine(request: HttpRequest) -> Engine:
 def _named(request: HttpRequest) -> tuple[TokenNames, str]:
     state = request.app.state
     if not hasattr(state, "names"):
-        state.names = TokenNames(_engine(request).decoder.tokenizer)
+        decoder = _engine(request).decoder
+        state.names = TokenNames(decoder.tokenizer, decoder.end_ids)
     return state.names, state.settings.model_id
 
 

@@ -133,8 +133,8 @@ class _Connection(H11Protocol):
 
 
 def _hear(say: Callable[[str], None]) -> None:
-    """Its warnings as lines of ours, without tracebacks."""
-    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("uvicorn.error")
+    """Its errors as lines of ours, without tracebacks; of bad requests their clients are told."""
+    handler, logger = logging.Handler(logging.ERROR), logging.getLogger("uvicorn.error")
     handler.emit = lambda record: say(f"server: {record.getMessage()}".splitlines()[0])  # type: ignore[method-assign]
     logger.handlers[:], logger.propagate = [handler], False
 

@@ -4,10 +4,11 @@ A token's text alone may be half a character; its bytes are exact. Byte-level vo
 character of their own (GPT-2's table), SentencePiece's write some as `<0xE6>` and a space as a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Any
 
+from offload.engine.logprobs import TokenLogprob
 from offload.engine.sequence import PassFigures
 from offload.engine.text import Tokenizer
 
@@ -16,21 +17,23 @@ _LEAST = -9999.0  # in place of minus infinity, which JSON has no word for
 
 
 class TokenNames:
-    """What the tokens of one vocabulary are called."""
+    """What the tokens of one vocabulary are called; those that end a text are no part of it, and not told of."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, end_ids: Set[int]) -> None:
+        self._tokenizer, self._end_ids = tokenizer, end_ids
         self.text = lru_cache(maxsize=1 << 14)(self._text)  # a tree has hundreds of tokens, and passes have trees
 
-    def of_chat(self, logprobs: Sequence[Any]) -> list[dict[str, Any]]:
+    def of_chat(self, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         """Of `TokenLogprob`s, as chat completions have them."""
         return [
             {**self._named(one.token, one.logprob), "top_logprobs": [self._named(*pair) for pair in one.top]}
             for one in logprobs
+            if one.token not in self._end_ids
         ]
 
-    def of_completion(self, logprobs: Sequence[Any], num_chars: int) -> dict[str, Any]:
+    def of_completion(self, logprobs: Sequence[TokenLogprob], num_chars: int) -> dict[str, Any]:
         """Of `TokenLogprob`s, as plain completions have them, behind so many characters of text."""
+        logprobs = [one for one in logprobs if one.token not in self._end_ids]
         tokens, offsets = [self.text(one.token) for one in logprobs], list[int]()
         for token in tokens:
             offsets.append(num_chars)

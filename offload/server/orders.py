@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from offload.config import Sampling
 from offload.engine.request import Request
@@ -20,6 +19,7 @@ _DRAWN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequen
 
 def order_chat(engine: Engine, settings: Settings, body: ChatBody) -> list[Ticket]:
     """One ticket for each choice. Raises `Refusal` and `UserError`; then no request is left behind."""
+    _require_few(engine, body)
     ids = engine.decoder.encode(body.told, tools=body.tools_told)
     num_new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -30,25 +30,30 @@ def order_chat(engine: Engine, settings: Settings, body: ChatBody) -> list[Ticke
 
 def order_completion(engine: Engine, settings: Settings, body: CompletionBody) -> list[Ticket]:
     """One ticket for each choice of each prompt, in OpenAI's order. Raises what `order_chat` raises."""
+    _require_few(engine, body)
     prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
     num_new = _LEGACY_TOKENS if body.max_tokens is None else body.max_tokens
     return _order(engine, settings, body, prompts, num_new, body.logprobs)
+
+
+def _require_few(engine: Engine, body: Body) -> None:
+    """Before anything is read that could never be served."""
+    if body.num_texts > engine.most_requests:
+        message = f"Invalid value for 'n': this server takes {engine.most_requests} texts at a time"
+        raise Refusal(400, f"{message}, got {body.num_texts}", param="n")
 
 
 def _order(
     engine: Engine, settings: Settings, body: Body, prompts: Sequence[list[int]], num_new: int | None,
     num_logprobs: int | None,
 ) -> list[Ticket]:  # fmt: skip
-    if len(prompts) * body.num_choices > engine.most_requests:
-        message = f"Invalid value for 'n': this server takes {engine.most_requests} texts at a time"
-        raise Refusal(400, f"{message}, got {len(prompts) * body.num_choices}", param="n")
     sampling, tickets = _sampling(settings, body), list[Ticket]()
-    more: dict[str, Any] = {} if num_logprobs is None else {"num_logprobs": num_logprobs}
     try:
         for ids in prompts:
             for index in range(body.num_choices):
                 own = replace(sampling, seed=(sampling.seed + index) & _LARGEST_SEED)
-                request = Request(ids, own, _room(engine, ids, num_new), body.stop or None, **more)
+                room = _room(engine, ids, num_new)
+                request = Request(ids, own, room, body.stop or None, num_logprobs=num_logprobs)
                 ticket = engine.submit(request, tree=body.extension.tree, rule=body.extension.rule)
                 tickets.append(ticket)
     except Exception:

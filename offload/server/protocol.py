@@ -17,7 +17,8 @@ _UNSAID = {"refusal", "annotations", "audio", "function_call"}  # that clients s
 _TYPE_NAMES = {"str", "int", "float", "bool", "dict", "json-or-python"}  # in the path of an error within a union
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=1 << 31)]
+Stops = Annotated[list[str], Field(max_length=16)]  # each is looked for in every pass
 
 
 class StreamOptions(BaseModel):
@@ -45,8 +46,8 @@ class Body(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | Stops | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -80,6 +81,11 @@ class Body(BaseModel):
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def num_texts(self) -> int:
+        """Choices of all prompts."""
+        return self.num_choices
 
     @property
     def ignored(self) -> list[str]:
@@ -147,6 +153,11 @@ class CompletionBody(Body):
     suffix: str | None = None
 
     @property
+    def num_texts(self) -> int:
+        """Choices of all prompts."""
+        return self.num_choices * len(self.prompts)
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """Each to be gone on with. Raises `Refusal` for what is known and not to be had."""
         for name in ("echo", "suffix"):
@@ -188,7 +199,12 @@ def _refusal(error: Mapping[str, Any]) -> Refusal:
         return Refusal(400, f"Unrecognized request argument supplied: {path}", param=path)
     if error["type"] == "missing":
         return Refusal(400, f"Missing required parameter: '{path}'", param=path, code="missing_required_parameter")
-    return Refusal(400, f"Invalid value for '{path}': {error['msg']}", param=path, code="invalid_value")
+    return Refusal(
+        400,
+        f"Invalid value for {(path and repr(path)) or 'the body'}: {error['msg']}",
+        param=path,
+        code="invalid_value",
+    )
 
 
 def _is_type(step: str) -> bool:

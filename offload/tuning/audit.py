@@ -52,6 +52,7 @@ def gaps_of(logits_TV: Tensor, position: int, new_ids: Sequence[int], sampling: 
 
     Infinite where the logits are not finite, which no limit lets pass.
     """
+    assert not sampling.is_adjusted, "what a text's own past has changed cannot be told from its logits"
     sampler, gaps = Sampler(sampling, logits_TV.shape[1]), []
     for index, token in enumerate(new_ids):
         score_V = sampler.perturbed(logits_TV[index : index + 1], position + index)[0]

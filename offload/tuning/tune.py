@@ -41,6 +41,7 @@ from offload.planning.profile import (
     profiles_folder,
     require_writable,
     save_profile,
+    unprofiled,
     write_atomically,
 )
 from offload.planning.room import Room
@@ -119,6 +120,8 @@ def tune(
     """
     read, options = [read_text(path) for path in texts], options or LoadOptions()
     require(options.lenience == 1, "`lenience` must be 1 for a profile", options.lenience, "leave it out")
+    if what := unprofiled(sampling):
+        raise UserError(f"a profile is of text without penalties, biases and min-p, got {what}: leave them out")
     hooks.on_phase("reading texts and headers")
     spec, device = options.tree_spec(has_draft=True), open_device(options.device, options.gpu_memory)
     require_writable(profiles_folder())

@@ -78,7 +78,7 @@ def test_ways_to_leave(leave: str, letters: Path) -> None:
             "commands are /help /clear /system /save /load /retry /undo /set /stats /bye, got /regenerate: a",
         ),
         ("/", "got /: a question that begins with / needs a space before it"),
-        ("/set heat 3", "/set knows temperature, top-p, top-k, seed, max-tokens, stop, got heat: try"),
+        ("/set heat 3", "frequency-penalty, max-tokens, stop, got heat: try"),
         ("/set temperature hot", "temperature must be a number, got 'hot': try /set temperature 0.7"),
         ("/set temperature -1", "must be 0 or more, got -1.0: 0 is greedy"),
         ("/set top-k 0.5", "top-k must be a whole number, got '0.5': try /set top-k 1"),
@@ -278,6 +278,10 @@ def test_the_model_suggests_and_the_user_decides(looper: Path, tmp_path: Path) -
     assert sampled(model, "--greedy") == sampled(model, "--temp", 0) == sampled(model, "--greedy", "--temp", 1) == NONE
     assert sampled(model, "--temp", 0.7) == {**NONE, "temperature": 0.7}, "nothing of it is the model's"
     loud = shell("generate", "-m", model, "-p", "x", "-n", 2, "--ram", "1GiB", "--context", 64, "--threads", 1)
+    lain_over = {"repeat_penalty": 1.2, "logit_bias": {"5": 1.5}}
+    given = ("--repeat-penalty", 1.2, "--logit-bias", "5:1.5")
+    assert sampled(model, *given) == {**suggested, **lain_over}, "penalties leave the rest to the model"
+    assert sampled(model, *given, "--greedy") == {**NONE, **lain_over}
     line = "sampling as the model suggests: temperature 0.6, top-p 0.9, top-k 20; --greedy for none"
     assert line in loud.err.splitlines()
     assert "model suggests:" not in shell("generate", "-m", model, "-p", "x", "-n", 2, "--ram", "1GiB", "--greedy").err
@@ -290,6 +294,9 @@ def test_the_model_suggests_and_the_user_decides(looper: Path, tmp_path: Path) -
         ({"do_sample": False, "temperature": 0.6, "top_p": 7}, NONE),
         ({"do_sample": True}, {**NONE, "temperature": 1}),
         ({"do_sample": True, "temperature": None, "top_k": 50}, {**NONE, "temperature": 1, "top_k": 50}),
+        ({"do_sample": True, "min_p": 0.1}, {**NONE, "temperature": 1, "min_p": 0.1}),
+        ({"min_p": 0.1, "repetition_penalty": 1.05}, {**NONE, "repeat_penalty": 1.05}),
+        ({"repetition_penalty": 1.0}, NONE),
     ],
 )
 def test_what_a_model_says_about_sampling(
@@ -308,6 +315,8 @@ def test_what_a_model_says_about_sampling(
         ({"top_p": True}, "--top-p must be a number, got True"),
         ({"top_p": 7}, "--top-p must lie in (0, 1], got 7"),
         ({"top_k": 0.5}, "--top-k must be a number, got 0.5"),
+        ({"min_p": 2}, "--min-p must lie in [0, 1], got 2"),
+        ({"repetition_penalty": 0}, "--repeat-penalty must lie between 0.01 and 100, got 0"),
         ({"top_k": [1] * 99}, "--top-k must be a number"),
     ],
 )

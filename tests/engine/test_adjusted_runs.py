@@ -17,7 +17,7 @@ from offload.sampling.logits import AdjustedRows, Rows
 from offload.sampling.sampler import Sampler
 from offload.tree.token_tree import TokenTree
 
-PROMPT, NUM_NEW = [7, 11, 3, 42, 5, 11], 48
+PROMPT, NUM_NEW = [7, 11, 3, 42, 5, 11], 32
 TREES = ["8x3", "dynamic:16x6", "chain:4"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "repeat": {"repeat_penalty": 1.3},
@@ -49,8 +49,9 @@ def written(decoder: Decoder, how: dict[str, Any], tree: str = "none", rule: str
     return run.result()
 
 
-@pytest.mark.parametrize("drawn", DRAWN)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "drawn"), [*((name, "greedy") for name in SETTINGS), ("repeat", "warm"), ("every", "min-p")]
+)
 def test_one_seed_gives_one_text_with_every_tree(decoder: Decoder, setting: str, drawn: str) -> None:
     how = SETTINGS[setting] | DRAWN[drawn]
     alone, plain = written(decoder, how), written(decoder, DRAWN[drawn])
@@ -62,7 +63,7 @@ def test_one_seed_gives_one_text_with_every_tree(decoder: Decoder, setting: str,
             assert result.stats.num_sweeps < NUM_NEW, "no guess was right"
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["repeat", "every"])
 def test_greedy_text_is_that_of_ratio_rules_too(decoder: Decoder, setting: str) -> None:
     alone = written(decoder, SETTINGS[setting])
     for rule in ("sequoia", "specinfer", "spectr"):

@@ -244,7 +244,7 @@ def serving(model: object, num_rows: int = 64) -> Iterator[tuple[InMemory, Draft
 
 
 def reset(transport: InMemory, tokens: Sequence[int], sampling: Sampling = WARM) -> None:
-    law = torch.tensor([sampling.temperature, sampling.top_p], dtype=torch.float64)
+    law = torch.tensor([sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64)
     numbers = [0, sampling.seed, sampling.top_k, *tokens]
     transport.send(1, Channel.DRAFT, Message(Kind.RESET, numbers, law))
 

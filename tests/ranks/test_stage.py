@@ -103,7 +103,7 @@ class TinyHead:
         self.reset(0, sampling)
 
     def reset(self, num_kept: int, sampling: Sampling) -> None:
-        payload = torch.tensor([sampling.temperature, sampling.top_p], dtype=torch.float64)
+        payload = torch.tensor([sampling.temperature, sampling.top_p, sampling.min_p], dtype=torch.float64)
         self._data(Kind.RESET, [num_kept, sampling.seed, sampling.top_k], payload)
         self._alone.reset(num_kept, sampling)
         self._rows, self._length = [], num_kept
