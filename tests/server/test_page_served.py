@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 from reciting import PIECES, SAID, TEMPLATE, open_decoder
+from served import serving, slow_passes, until
 from tiny import save_reciter
 
 from offload.engine.service import Engine
@@ -15,16 +16,6 @@ from offload.server.listening import Listening, bind
 from offload.server.settings import Settings
 
 pytest_plugins = ["browsing"]
-
-
-@contextmanager
-def serving(model: Path, **settings: Any) -> Iterator[tuple[str, Engine]]:
-    """The address of a server of that model, and its engine."""
-    with open_decoder(model) as decoder, Engine(decoder) as engine:
-        app = create_app(engine, Settings(model_id="reciter", **settings))
-        with Listening(app, bind("127.0.0.1", 0)) as server:
-            yield server.address, engine
-            engine.close()
 
 
 @contextmanager
@@ -46,7 +37,7 @@ def send(page: Any, text: str) -> None:
 
 
 def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:
-    with serving(talker) as (address, _), opened(chromium, address) as page:
+    with serving(talker) as served, opened(chromium, served.address) as page:
         page.locator("#model", has_text="reciter").wait_for()
         page.get_by_role("button", name="Settings").click()
         page.get_by_label("Temperature").fill("0")
@@ -67,20 +58,16 @@ def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:
 
 def test_stop_frees_the_place(chromium: Any, tmp_path: Path) -> None:
     endless = save_reciter(tmp_path / "endless", PIECES, chat_template=TEMPLATE)
-    with serving(endless) as (address, engine), opened(chromium, address) as page:
+    with slow_passes(0.1), serving(endless) as served, opened(chromium, served.address) as page:
         send(page, "Go on.")
-        page.locator(".answer .body", has_text="ld").wait_for()
+        page.locator("#num-passes", has_text="2").wait_for()
         page.keyboard.press("Escape")
-        page.locator(".figures").wait_for()
-        for _ in range(100):
-            if engine.figures().num_active == 0:
-                break
-            page.wait_for_timeout(20)
-        assert engine.figures().num_active == 0
+        page.locator(".figures", has_text="stopped").wait_for()
+        until(served.is_idle)
 
 
 def test_a_key_and_a_refusal(chromium: Any, talker: Path) -> None:
-    with serving(talker, api_keys=("open",)) as (address, _), opened(chromium, address) as page:
+    with serving(talker, api_keys=("open",)) as served, opened(chromium, served.address) as page:
         page.locator("#key").fill("open")
         page.get_by_role("button", name="Use key").click()
         page.locator("#model", has_text="reciter").wait_for()
