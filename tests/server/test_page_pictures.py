@@ -94,6 +94,8 @@ def test_nothing_sticks_out_at_any_width(page: Any, width: int, scheme: str) -> 
         && !node.closest("pre, .wide, .unseen") && node.getBoundingClientRect().right > innerWidth + 1)
         .map(node => node.outerHTML.slice(0, 80))"""
     assert page.evaluate(sticking) == [] and page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("log", "passes"):
+        assert page.evaluate("name => $(name).scrollWidth <= $(name).clientWidth", name)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
