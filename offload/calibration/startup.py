@@ -62,6 +62,7 @@ def trees_of(files: Files, options: LoadOptions, room: Room, settings: RunSettin
         has_draft=files.draft is not None,
         usual=usual_for(files.draft),
         routing=routing_in(profile),
+        parallel=room.parallel,
     )
 
 

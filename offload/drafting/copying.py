@@ -27,6 +27,10 @@ class Copied:
         self._token_T: NDArray[np.int64] = np.zeros(1024, dtype=np.int64)
         self._length = 0
 
+    def copy_from(self, other: "Copied", num_tokens: int) -> None:
+        """The text is read anew when it is asked about."""
+        self.clear()
+
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text but for its first tokens."""
         self._length = min(self._length, num_kept)

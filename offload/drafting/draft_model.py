@@ -1,4 +1,4 @@
-"""The draft model over the cache of one text: what every way of growing a tree runs.
+"""The draft model over the cache of one text, or of several: what every way of growing a tree runs.
 
 Committed tokens are taken in when they are needed, with the root of the next tree, whose scores come from the same
 pass. Behind them lie the rows of the tree being grown, in the order in which they were run. Invariant: between steps
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from offload.model.kv_cache import KVCache
+from offload.model.parts import Part
 from offload.model.weights import StreamedModel
 
 _CHUNK = 512  # rows of one pass when a long prompt is taken in
@@ -30,13 +31,15 @@ class Draft:
 
     def catch_up(self, tokens: Sequence[int]) -> Tensor:
         """Run the committed tokens that the cache lacks, the root last; returns the root's scores (1, V)."""
+        for chunk in self._missing(tokens).split(_CHUNK):
+            logits = self._run_committed(chunk, num_logits=1)
+        return self._as_wide_as_target(logits)
+
+    def _missing(self, tokens: Sequence[int]) -> Tensor:
         self._model.take_in(tokens, self._cache)
         missing = torch.tensor(tokens[self._cache.length :])
         assert len(missing), "the root is cached already, and its scores are gone"
-        logits = torch.empty(0)
-        for chunk in missing.split(_CHUNK):
-            logits = self._run_committed(chunk, num_logits=1)
-        return self._as_wide_as_target(logits)
+        return missing
 
     def run(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Tensor:
         """Scores (W, V) after the next W rows of a tree.
@@ -46,6 +49,14 @@ class Draft:
             ancestor_WU: bool; whether row j lies on the path to row i, i included. The root is committed.
         """
         return self._as_wide_as_target(self._model.forward(self._known(token_W), position_U, ancestor_WU, self._cache))
+
+    def part(self, token_W: Tensor, position_U: Tensor, ancestor_WU: Tensor) -> Part:
+        """The same rows, to be run with those of other texts."""
+        return Part(self._known(token_W), position_U, ancestor_WU, self._cache)
+
+    def score_parts(self, parts: Sequence[Part], num_logits: int = 0) -> Tensor:
+        """Scores (W, V) of the rows of several texts, part behind part; of the last ones where a number is given."""
+        return self._as_wide_as_target(self._model.forward_parts(parts, num_logits=num_logits))
 
     def score(self, tokens: Sequence[int], start: int) -> Iterator[Tensor]:
         """Logits (1, V) for `tokens[start]` and every later one, each given all before it; many positions per pass."""
@@ -59,8 +70,9 @@ class Draft:
 
     def _run_committed(self, token_T: Tensor, num_logits: int) -> Tensor:
         position_T = torch.arange(len(token_T)) + self._cache.length
-        causal_TT = torch.ones(len(token_T), len(token_T), dtype=torch.bool).tril()
-        logits = self._model.forward(self._known(token_T), position_T, causal_TT, self._cache, num_logits=num_logits)
+        logits = self._model.forward(
+            self._known(token_T), position_T, _causal(len(token_T)), self._cache, num_logits=num_logits
+        )
         self._cache.commit(range(len(token_T)))
         return logits
 
@@ -72,3 +84,34 @@ class Draft:
     def _known(self, token_T: Tensor) -> Tensor:
         """Ids that the draft has: the target may emit others, which only makes the draft's guess a poor one."""
         return token_T.clamp(max=self._model.vocab_size - 1)
+
+
+def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
+    """The roots' scores (B, V) of several texts over one model: what is not a long prompt is run in one pass."""
+    if len(drafts) == 1:
+        return drafts[0].catch_up(texts[0])
+    before, roots = list[Part](), list[Part]()
+    for draft, tokens in zip(drafts, texts, strict=True):
+        *long, last = draft._missing(tokens).split(_CHUNK)
+        for chunk in long:
+            draft._run_committed(chunk, num_logits=1)
+        num_rows = len(last)
+        position_U, sees_UU = torch.arange(num_rows) + draft._cache.length, _causal(num_rows)
+        before += [draft.part(last[:-1], position_U[:-1], sees_UU[:-1, :-1])] if num_rows > 1 else []
+        roots.append(draft.part(last[-1:], position_U, sees_UU[-1:]))
+    logits_BV = drafts[0].score_parts([*before, *roots], num_logits=len(roots))
+    for draft, root in zip(drafts, roots, strict=True):
+        draft._cache.commit(range(len(root.position_U)))
+    return logits_BV
+
+
+def run_together(added: Sequence[tuple[Draft, tuple[Tensor, Tensor, Tensor]]]) -> Tensor:
+    """Scores (W, V) after the next rows of each text, as `Draft.run` takes them, over one model."""
+    draft, rows = added[0]
+    if len(added) == 1:
+        return draft.run(*rows)
+    return draft.score_parts([own.part(*its) for own, its in added])
+
+
+def _causal(num_rows: int) -> Tensor:
+    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()

@@ -8,14 +8,17 @@ runs the best candidates that could still have a child among the N best, as long
 that are far less likely than its best wait, so that a draft that is sure is followed deep. Of the N best a sweep gets
 those that are worth their rows.
 
+Trees of several texts are one forest: all candidates compete for its N nodes by their chances, whatever text they are
+of, so that the gain of one more node is the same in every tree; and each pass runs the best of all texts together.
+
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain their parents.
 
 Shape letters, in this file only: C candidates, O open ones, K children that a row lists, E rows that were run, of which
-the root is row 0 and the W of a pass are the last.
+the roots, one for each of R texts, come first and the W of a pass are the last.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +28,8 @@ from torch import Tensor
 
 from offload.drafting.base import Drafted
 from offload.drafting.children import point_mass_scores
-from offload.drafting.draft_model import Draft
-from offload.drafting.guesses import NO_GUESSES, Guesses, Place
+from offload.drafting.draft_model import Draft, catch_up, run_together
+from offload.drafting.guesses import NO_GUESSES, Guess, Guesses, Place
 from offload.drafting.trust import sureness
 from offload.drafting.worth import Worth
 from offload.sampling.sampler import Sampler
@@ -48,6 +51,7 @@ _CANDIDATE = np.dtype(
         ("depth", np.int64),
         ("parent", np.int64),  # the row of its parent
         ("row", np.int64),  # its own, where it was run
+        ("text", np.int64),  # whose tree it is of
     ]
 )
 Candidates = NDArray[Any]  # of _CANDIDATE, (C,)
@@ -60,6 +64,16 @@ class Mixture(NamedTuple):
     guesses: Guesses = NO_GUESSES
 
 
+class Plot(NamedTuple):
+    """Where one tree of a forest grows."""
+
+    draft: Draft
+    depth: int  # of the tree, at most
+    tokens: Sequence[int]  # committed ones; the last is the root
+    sampler: Sampler
+    mixture: Mixture
+
+
 def grow_best(
     draft: Draft, bounds: DynamicShape, tokens: Sequence[int], sampler: Sampler, mixture: Mixture,
     worth: Worth = _NO_COSTS,
@@ -67,29 +81,42 @@ def grow_best(
     """The tree of the best paths below `tokens[-1]`, within `bounds`, as far as passes are worth it."""
     if bounds.depth == 0:
         return Drafted(TokenTree(in_level_order([-1]), torch.tensor([tokens[-1]])), {}, {})
-    rows, best = _Rows(draft, sampler, len(tokens) - 1, most_rows(bounds.num_nodes)), _Best(bounds)
-    rows.keep(np.zeros(1, dtype=_CANDIDATE), draft.catch_up(tokens), [mixture.guesses.root])
-    rows.run_ahead(mixture.guesses, bounds)
-    picked, expected = np.zeros(1, dtype=_CANDIDATE), 0.0
+    return grow_forest([Plot(draft, bounds.depth, tokens, sampler, mixture)], bounds, worth)[0]
+
+
+def grow_forest(plots: Sequence[Plot], bounds: DynamicShape, worth: Worth = _NO_COSTS) -> list[Drafted]:
+    """One tree for each text, of `bounds.num_nodes` nodes together; each is one deep or more by its plot."""
+    rows, best = _Rows(plots, most_rows(bounds.num_nodes)), _Best(bounds, [plot.depth for plot in plots])
+    picked, expected = rows.roots(), 0.0
+    logits_RV = catch_up([plot.draft for plot in plots], [plot.tokens for plot in plots])
+    rows.keep(picked, logits_RV, [plot.mixture.guesses.root for plot in plots])
+    rows.run_ahead(bounds)
     while picked.size:
-        best.add(_children(picked, rows, mixture))
+        best.add(np.concatenate([_children(own, rows, plots[text].mixture) for text, own in _by_text(picked)]))
         picked = best.scored()
         if not picked.size:
             gain, expected = best.expected - expected, best.expected
-            if not worth.pays(gain, worth.num_rows(best.chances, rows.widths), rows.widths):
+            if not worth.pays(gain, worth.num_rows(best.chances, rows.widths, len(plots)), rows.widths):
                 break
             picked = best.pick(rows.num_run)
             if picked.size:
-                rows.run(picked, [mixture.guesses.follow(rows.places[one["parent"]], one["token"]) for one in picked])
-    best.cut(worth.num_rows(best.chances, rows.widths))
-    return _as_tree(best.candidates, tokens[-1], rows.scores)
+                rows.run(picked, [rows.place_below(*one) for one in picked[["parent", "token"]].tolist()])
+    best.cut(worth.num_rows(best.chances, rows.widths, len(plots)))
+    found = [best.candidates[best.candidates["text"] == text] for text in range(len(plots))]
+    return [_as_tree(one, text, plots[text].tokens[-1], rows) for text, one in enumerate(found)]
+
+
+def _by_text(candidates: Candidates) -> Iterator[tuple[int, Candidates]]:
+    """Those of each text, which lie together."""
+    texts, first = np.unique(candidates["text"], return_index=True)
+    return zip(texts.tolist(), np.split(candidates, first[1:]), strict=True)
 
 
 class _Best:
-    """The N - 1 best candidates so far; the root is the one more."""
+    """The N - R best candidates so far; the roots are the others."""
 
-    def __init__(self, bounds: DynamicShape) -> None:
-        self._bounds, self.candidates = bounds, np.zeros(0, dtype=_CANDIDATE)
+    def __init__(self, bounds: DynamicShape, depths: Sequence[int]) -> None:
+        self._bounds, self._depth_R, self.candidates = bounds, np.array(depths), np.zeros(0, dtype=_CANDIDATE)
         self._is_expanded_E = np.zeros(most_rows(bounds.num_nodes), dtype=bool)
 
     def add(self, more: Candidates) -> None:
@@ -97,9 +124,9 @@ class _Best:
         self.cut(self._bounds.num_nodes)
 
     def cut(self, num_nodes: int) -> None:
-        """Keep so many of the best, the root being one."""
+        """Keep so many of the best, the roots being among them."""
         order = np.argsort(-self.candidates["log_f"], kind="stable")  # stable: a tie goes to the parent
-        self.candidates = self.candidates[np.sort(order[: num_nodes - 1])]
+        self.candidates = self.candidates[np.sort(order[: num_nodes - self._depth_R.size])]
 
     @property
     def chances(self) -> NDArray[np.float64]:
@@ -114,35 +141,57 @@ class _Best:
     def scored(self) -> Candidates:
         """Those that were run already and whose children are not among the candidates yet."""
         row_C = self.candidates["row"]
-        return self._expanded(self.candidates[(row_C != _NOT_RUN) & ~self._is_expanded_E[row_C]])
+        found = self.candidates[(row_C != _NOT_RUN) & ~self._is_expanded_E[row_C]]
+        return self._expanded(found[np.lexsort((found["row"], found["text"]))])
 
     def pick(self, first_row: int) -> Candidates:
-        """The best that are worth running in one pass; they are given the rows from `first_row` on."""
-        log_f_C, is_full = self.candidates["log_f"], self.candidates.size == self._bounds.num_nodes - 1
-        is_open_C = (self.candidates["row"] == _NOT_RUN) & (self.candidates["depth"] < self._bounds.depth)
+        """The best that are worth running in one pass; they are given the rows from `first_row` on, text by text."""
+        log_f_C, is_full = self.candidates["log_f"], self.candidates.size == self._bounds.num_nodes - self._depth_R.size
+        is_open_C = self.candidates["row"] == _NOT_RUN
+        is_open_C &= self.candidates["depth"] < self._depth_R[self.candidates["text"]]
         if is_full:
             is_open_C &= log_f_C > log_f_C.min()  # a child of the last one would be no better
         open_O = np.flatnonzero(is_open_C)
         count = min(self._bounds.pace.rows_per_pass(self._bounds.num_nodes), self._is_expanded_E.size - first_row)
         chosen = open_O[np.argsort(-log_f_C[open_O], kind="stable")[:count]]
         chosen = chosen[log_f_C[chosen] > log_f_C[chosen].max(initial=-np.inf) - _LOG_FAR]
+        chosen = chosen[np.argsort(self.candidates["text"][chosen], kind="stable")]
         self.candidates["row"][chosen] = first_row + np.arange(chosen.size)
         return self._expanded(self.candidates[chosen])
 
     def _expanded(self, picked: Candidates) -> Candidates:
         self._is_expanded_E[picked["row"]] = True
-        return picked[np.argsort(picked["row"])]
+        return picked
+
+
+class _TextRows:
+    """What was run of one text, in the order in which its cache has it; the root is the first."""
+
+    def __init__(self, plot: Plot, capacity: int) -> None:
+        self.root, self.num_run = len(plot.tokens) - 1, 1
+        self._position_U = torch.zeros(capacity, dtype=torch.long)
+        self._sees_UU = torch.eye(capacity, dtype=torch.bool)
+        self.paths: list[tuple[int, ...]] = [()]  # tokens from below the root down to each row
+
+    def add(self, picked: Candidates, parents: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Its next rows, as `Draft.run` takes them, which hang from these ones; a parent comes before its children."""
+        lo, hi = self.num_run, self.num_run + picked.size
+        self._position_U[lo:hi] = torch.from_numpy(self.root + picked["depth"])
+        for row, (parent, token) in enumerate(zip(parents, picked["token"].tolist(), strict=True), lo):
+            self._sees_UU[row] |= self._sees_UU[parent]
+            self.paths.append((*self.paths[parent], token))
+        self.num_run = hi
+        token_W = torch.from_numpy(picked["token"].copy())
+        return token_W, self._position_U[1:hi], self._sees_UU[lo:hi, 1:hi]
 
 
 class _Rows:
-    """What was run, in order, the root first."""
+    """What was run, in order, the roots first."""
 
-    def __init__(self, draft: Draft, sampler: Sampler, root: int, capacity: int) -> None:
-        self._draft, self._sampler, self._root = draft, sampler, root
-        self._position_E = torch.zeros(capacity, dtype=torch.long)
-        self._sees_EE = torch.eye(capacity, dtype=torch.bool)
+    def __init__(self, plots: Sequence[Plot], capacity: int) -> None:
+        self._plots, self._texts = plots, [_TextRows(plot, capacity) for plot in plots]
         self.scores, self.places = list[Tensor](), list[Place]()
-        self._paths = list[tuple[int, ...]]()  # tokens from below the root down to each
+        self._text_of, self.local = list[int](), list[int]()  # by row: its text, and which of that text's rows it is
         self.widths = list[int]()  # of every pass
         self.ahead: dict[tuple[int, int], int] = {}  # rows of guesses that were run before others, by parent and token
 
@@ -150,41 +199,65 @@ class _Rows:
     def num_run(self) -> int:
         return len(self.scores)
 
+    def roots(self) -> Candidates:
+        """As candidates that were run."""
+        roots = np.zeros(len(self._plots), dtype=_CANDIDATE)
+        roots["row"] = roots["text"] = np.arange(roots.size)
+        self._text_of, self.local = list(range(roots.size)), [0] * roots.size
+        return roots
+
+    def place_below(self, parent: int, token: int) -> Place:
+        """Where guesses are for what follows a token behind a row."""
+        return self._plots[self._text_of[parent]].mixture.guesses.follow(self.places[parent], token)
+
     def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[Place]) -> None:
         """Note what the children of these rows are ranked by, and where guesses for them are."""
-        first = len(self._paths)
-        for parent, token, depth in picked[["parent", "token", "depth"]].tolist():
-            self._paths.append((*self._paths[parent], token) if depth else ())
-        logits_WV = self._sampler.adjusted(logits_WV, self._paths[first:])
-        score_WV = point_mass_scores(logits_WV, self._sampler, (self._root + 1 + picked["depth"]).tolist())
         self.widths.append(picked.size)
-        self.scores += score_WV.float().unbind()
         self.places += places
+        lo = self.num_run
+        for text, own in _by_text(picked):
+            logits, sampler, rows = logits_WV[: own.size], self._plots[text].sampler, self._texts[text]
+            logits_WV = logits_WV[own.size :]
+            if sampler.is_adjusted:
+                logits = sampler.adjusted(logits, [rows.paths[one] for one in self.local[lo : lo + own.size]])
+            positions = (rows.root + 1 + own["depth"]).tolist()
+            self.scores += point_mass_scores(logits, sampler, positions).float().unbind()
+            lo += own.size
 
     def run(self, picked: Candidates, places: Sequence[Place]) -> None:
         """Score candidates, the next rows; those that hang from each other come parents first."""
-        lo, hi = self.num_run, self.num_run + picked.size
-        self._position_E[lo:hi] = torch.from_numpy(self._root + picked["depth"])
-        for row, parent in enumerate(picked["parent"].tolist(), lo):
-            self._sees_EE[row] |= self._sees_EE[parent]
-        token_W = torch.from_numpy(picked["token"].copy())
-        self.keep(picked, self._draft.run(token_W, self._position_E[1:hi], self._sees_EE[lo:hi, 1:hi]), places)
+        added = []
+        for text, own in _by_text(picked):
+            first = self._texts[text].num_run
+            self._text_of += [text] * own.size
+            self.local += range(first, first + own.size)
+            rows = self._texts[text].add(own, [self.local[row] for row in own["parent"].tolist()])
+            added.append((self._plots[text].draft, rows))
+        self.keep(picked, run_together(added), places)
 
-    def run_ahead(self, guesses: Guesses, bounds: DynamicShape) -> None:
-        """Score the likeliest guesses in one pass."""
-        found = guesses.best(bounds.num_nodes // _AHEAD, bounds.depth - 1, least=1 / bounds.num_nodes)
+    def run_ahead(self, bounds: DynamicShape) -> None:
+        """Score the likeliest guesses for all texts in one pass."""
+        most, first, found = (
+            bounds.num_nodes // _AHEAD // len(self._plots),
+            self.num_run,
+            list[tuple[int, Guess, int]](),
+        )
+        for text, plot in enumerate(self._plots):
+            own = plot.mixture.guesses.best(most, plot.depth - 1, least=1 / bounds.num_nodes)
+            rows = [text, *range(first + len(found), first + len(found) + len(own))]  # the root, then they themselves
+            found += [(text, guess, rows[guess.parent + 1]) for guess in own]
         if not found:
             return
         picked = np.zeros(len(found), dtype=_CANDIDATE)
-        for name in ("token", "depth"):
-            picked[name] = [getattr(guess, name) for guess in found]
-        picked["parent"] = [guess.parent + 1 for guess in found]  # the root is row 0, and they are the next
-        self.run(picked, [guess.place for guess in found])
-        self.ahead = {(guess.parent + 1, guess.token): row for row, guess in enumerate(found, 1)}
+        columns = [(guess.token, guess.depth, parent, text) for text, guess, parent in found]
+        for name, column in zip(("token", "depth", "parent", "text"), zip(*columns, strict=True), strict=True):
+            picked[name] = column
+        self.run(picked, [guess.place for _, guess, _ in found])
+        self.ahead = {(parent, guess.token): row for row, (_, guess, parent) in enumerate(found, first)}
 
 
 def _children(parents: Candidates, rows: _Rows, mixture: Mixture) -> Candidates:
-    """The likeliest children of rows that were run, row after row; none without a chance."""
+    """The likeliest children of one text's rows that were run, row after row; none without a chance."""
     score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
     log_pi_WV = (mixture.exponent * score_WV).log_softmax(1)  # never above 0: f must not rise
     token_WK = score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1])).indices
@@ -194,7 +267,7 @@ def _children(parents: Candidates, rows: _Rows, mixture: Mixture) -> Candidates:
     children_WK["parent"] = parents["row"][:, None]
     children = _mixed(children_WK, log_pi_WV, rows, mixture.guesses) if mixture.guesses else children_WK.reshape(-1)
     above = parents[np.searchsorted(parents["row"], children["parent"])]
-    children["depth"] = above["depth"] + 1
+    children["depth"], children["text"] = above["depth"] + 1, above["text"]
     children["log_f"] += above["log_f"]
     return children[children["log_f"] > -np.inf]
 
@@ -226,9 +299,9 @@ def _keys(candidates: Candidates) -> NDArray[np.int64]:
     return (candidates["parent"] << 32) + candidates["token"]
 
 
-def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> Drafted:
+def _as_tree(found: Candidates, root: int, root_token: int, rows: _Rows) -> Drafted:
     was_run = np.flatnonzero(found["row"] != _NOT_RUN)
-    found_of_row = {0: 0, **dict(zip(found["row"][was_run].tolist(), (was_run + 1).tolist(), strict=True))}
+    found_of_row = {root: 0, **dict(zip(found["row"][was_run].tolist(), (was_run + 1).tolist(), strict=True))}
     parents = [-1, *(found_of_row[row] for row in found["parent"].tolist())]
     order = level_order(parents)
     token_N = torch.from_numpy(np.concatenate([[root_token], found["token"]])[order])
@@ -236,6 +309,6 @@ def _as_tree(found: Candidates, root_token: int, scores: Sequence[Tensor]) -> Dr
     node_of_row = {row: node_of_found[one] for row, one in found_of_row.items()}
     return Drafted(
         TokenTree(in_level_order(parents), token_N),
-        {node: row - 1 for row, node in node_of_row.items() if row},
-        {node: scores[row] for row, node in node_of_row.items()},
+        {node: rows.local[row] - 1 for row, node in node_of_row.items() if row != root},
+        {node: rows.scores[row] for row, node in node_of_row.items()},
     )

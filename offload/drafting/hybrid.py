@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from offload.drafting.base import Drafted
-from offload.drafting.guesses import Guess, Judged
+from offload.drafting.base import Drafted, DraftText
+from offload.drafting.guesses import NO_GUESSES, Guess, Guesses, Judged
 from offload.drafting.model import ModelDrafter
 from offload.drafting.sources import Asked, Sources, SourcesState
 from offload.drafting.trust import Trusts, sureness
@@ -39,6 +39,11 @@ class HybridState:
     def __init__(self, cache: KVCache, sources: SourcesState) -> None:
         self.cache, self.sources = cache, sources
 
+    def copy_from(self, other: "HybridState", num_tokens: int) -> None:
+        """See `DraftState`."""
+        self.cache.copy_from(other.cache, num_tokens)
+        self.sources.copy_from(other.sources, num_tokens)
+
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text but for its first tokens."""
         self.cache.clear(num_kept)
@@ -55,12 +60,30 @@ class HybridDrafter:
         """That of both."""
         return HybridState(self._model.new_state(), self._sources.new_state())
 
+    def share_states(self, states: Sequence[HybridState]) -> None:
+        """See `ModelDrafter`."""
+        self._model.share_states([state.cache for state in states])
+
+    def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
+        """See `ModelDrafter`; only trees within bounds are one forest."""
+        if not all(isinstance(text.shape, DynamicShape) for text in texts):
+            return [self.grow(*text) for text in texts]
+        guesses = [self._ask(*text) for text in texts]
+        return self._model.grow_all([text._replace(state=text.state.cache) for text in texts], guesses)
+
+    def _ask(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState) -> Guesses:
+        if not shape.depth:
+            return NO_GUESSES
+        return self._sources.ask(
+            tokens, Asked(shape.num_nodes - 1, shape.depth), self._trusts.of(sampler), state.sources
+        )
+
     def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: HybridState) -> Drafted:
         """A tree of at most as many nodes as the shape has, and as deep."""
         asked = Asked(shape.num_nodes - 1, shape.depth)
         if not asked.num_nodes:
             return self._model.grow(shape, tokens, sampler, state.cache)
-        guesses = self._sources.ask(tokens, asked, self._trusts.of(sampler), state.sources)
+        guesses = self._ask(shape, tokens, sampler, state)
         if isinstance(shape, DynamicShape):
             return self._model.grow(shape, tokens, sampler, state.cache, guesses)
         found = guesses.best(*asked)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from offload.drafting.base import Drafted
+from offload.drafting.base import Drafted, DraftText
 from offload.drafting.guesses import Guess, Guesses
 from offload.drafting.sources import Asked, Sources, SourcesState
 from offload.drafting.trust import Trusts
@@ -31,6 +31,13 @@ class LookupDrafter:
     def new_state(self) -> SourcesState:
         """That of the sources."""
         return self._sources.new_state()
+
+    def share_states(self, states: Sequence[SourcesState]) -> None:
+        """They have nothing in common."""
+
+    def grow_all(self, texts: Sequence[DraftText]) -> list[Drafted]:
+        """Each by itself."""
+        return [self.grow(*text) for text in texts]
 
     def grow(self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: SourcesState) -> Drafted:
         """A tree below `tokens[-1]`: within bounds as large as pays, or as much of a shape as guesses fill."""

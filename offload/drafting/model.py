@@ -4,21 +4,22 @@ Both ways share one model and one cache, so that trees of both kinds may alterna
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from offload.config import Drafting, Sampling
-from offload.drafting.base import Drafted
+from offload.drafting.base import Drafted, DraftText
 from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
-from offload.drafting.dynamic import Mixture, grow_best
+from offload.drafting.dynamic import Mixture, Plot, grow_best, grow_forest
 from offload.drafting.guesses import NO_GUESSES, Guesses
 from offload.drafting.static import fill
 from offload.drafting.worth import Worth
 from offload.kernels.registry import REFERENCES, KernelSet
+from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
@@ -42,6 +43,11 @@ class ModelDrafter:
         """An empty cache."""
         return self.model.new_cache(self._num_slots, self._gather)
 
+    def share_states(self, states: Sequence[KVCache]) -> None:
+        """See `Drafter`. Raises `UserError` where this model's passes cannot be shared."""
+        self.model.share_passes(InvariantRows((1,)))
+        KVCache.side_by_side(states)
+
     def grow(
         self, shape: Shape, tokens: Sequence[int], sampler: Sampler, state: KVCache, guesses: Guesses = NO_GUESSES
     ) -> Drafted:
@@ -51,6 +57,30 @@ class ModelDrafter:
             mixture = Mixture(self.exponent(sampler), guesses)
             return grow_best(draft, shape, tokens, sampler, mixture, self._worth[_kind(sampler)])
         return fill(draft, shape, tokens, sampler)
+
+    def grow_all(self, texts: Sequence[DraftText], guesses: Sequence[Guesses] = ()) -> list[Drafted]:
+        """A tree for each: those within bounds are one forest, with the nodes that all bounds have together."""
+        known = dict(enumerate(guesses))
+        free = [index for index, text in enumerate(texts) if isinstance(text.shape, DynamicShape) and text.shape.depth]
+        grown = dict(zip(free, self._forest({index: texts[index] for index in free}, known), strict=True))
+        others = {index: text for index, text in enumerate(texts) if index not in grown}
+        grown |= {index: self.grow(*text) for index, text in others.items()}
+        return [grown[index] for index in range(len(texts))]
+
+    def _forest(self, texts: Mapping[int, DraftText], guesses: Mapping[int, Guesses]) -> list[Drafted]:
+        if not texts:
+            return []
+        plots = [
+            Plot(Draft(self.model, self._vocab_size, text.state), text.shape.depth, text.tokens, text.sampler,
+                 Mixture(self.exponent(text.sampler), guesses.get(index, NO_GUESSES)))
+            for index, text in texts.items()
+        ]  # fmt: skip
+        shapes = [text.shape for text in texts.values() if isinstance(text.shape, DynamicShape)]
+        bounds = replace(
+            shapes[0], num_nodes=sum(one.num_nodes for one in shapes), depth=max(one.depth for one in shapes)
+        )
+        first, *others = (self._worth[_kind(text.sampler)] for text in texts.values())
+        return grow_forest(plots, bounds, first.together_with(others) if others else first)
 
     def commit(
         self, drafted: Drafted, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler, state: KVCache

@@ -33,6 +33,10 @@ class SourcesState:
     def __init__(self, states: Sequence[DraftState]) -> None:
         self.states, self.said = states, NO_GUESSES
 
+    def copy_from(self, other: "SourcesState", num_tokens: int) -> None:
+        """Texts are read anew where they are asked about."""
+        self.clear()
+
     def clear(self, num_kept: int = 0) -> None:
         """Forget the text but for its first tokens, and what was guessed behind them: every step begins so."""
         self.said = NO_GUESSES

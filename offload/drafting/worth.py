@@ -6,7 +6,7 @@ has added to the expected tokens stands for what the next one will, since passes
 nothing was measured all are. It looks at tokens that were proposed, so it is for trees that may.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,8 @@ class Worth:
         then_s = self._step_s(num_rows, [*draft_widths, draft_widths[-1]])
         return then_s <= so_far_s or gain * so_far_s >= self._tokens_per_step * (then_s - so_far_s)
 
-    def num_rows(self, chances: NDArray[np.float64], draft_widths: Sequence[int]) -> int:
-        """Rows of the sweep that brings the most tokens for its time: the root and the best nodes.
+    def num_rows(self, chances: NDArray[np.float64], draft_widths: Sequence[int], num_roots: int = 1) -> int:
+        """Rows of the sweep that brings the most tokens for its time: the roots and the best nodes.
 
         Rows that take no time are all worth it; each row of a mixture of experts asks for some that others do not.
 
@@ -44,11 +44,18 @@ class Worth:
             chances: of the nodes below the root to be accepted, falling.
             draft_widths: rows of every pass.
         """
-        sizes = [size for size in _SIZES if size <= len(chances)] + [len(chances) + 1]
+        most = len(chances) + num_roots
+        sizes = [size for size in _SIZES if num_roots <= size < most] + [most]
         seconds = np.array([self._step_s(size, draft_widths) for size in sizes])
-        tokens = np.cumsum([1.0, *chances])[np.array(sizes) - 1]
+        tokens = np.cumsum([float(num_roots), *chances])[np.array(sizes) - num_roots]
         rates = tokens / seconds
         return sizes[len(sizes) - 1 - int(rates[::-1].argmax())]  # of equals the largest
+
+    def together_with(self, others: Iterable["Worth"]) -> "Worth":
+        """That of a step for several texts, which brings what each brings."""
+        joint = Worth(self._step_s)
+        joint._tokens_per_step = self._tokens_per_step + sum(other._tokens_per_step for other in others)
+        return joint
 
     def learn(self, num_tokens: int) -> None:
         """A step has brought so many; those of long ago fade."""

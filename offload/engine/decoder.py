@@ -6,12 +6,13 @@ Whoever loads with a `lenience` below 1 gives that up, and every result says so.
 """
 
 import os
+import sys
 import threading
-import time
 import weakref
 from collections import abc
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +20,15 @@ import torch
 
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
-from offload.config import Sampling, check_lenience
+from offload.config import Sampling, check_lenience, require
 from offload.drafting.base import Drafter
 from offload.drafting.sources import NO_SOURCES, Sources
 from offload.engine.cache_pool import CachePool
+from offload.engine.forest import Forest
 from offload.engine.generation import Generation, Run, Setup
-from offload.engine.logprobs import TokenLogprob, path_logprobs
 from offload.engine.request import Prompt, Request, Tool, encode, with_start
-from offload.engine.sequence import Caches, Limits, PassFigures, Sequence
+from offload.engine.scoring import Scorer, TextScore, Wanted
+from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
 from offload.engine.text import TextStream, Tokenizer
 from offload.engine.turn import Turn
@@ -72,8 +74,9 @@ class Decoder:
 
     One that is dropped closes itself.
 
-    It writes one text at a time: a sequence that is begun overtakes the one before. Any thread may use it, one at a
-    time: while a step or `generate` is under way others get a `UserError`, but for `close`, which ends it.
+    It writes as many texts at a time as it was loaded for, each in a place of its own; where that is one, a sequence
+    that is begun overtakes the one before. Any thread may use it, one at a time: while a step or `generate` is under
+    way others get a `UserError`, but for `close`, which ends it.
 
     Attributes:
         target, drafter: the two models, for whoever measures them.
@@ -83,6 +86,7 @@ class Decoder:
         notes: lines for the user about what is not as fast as it could be, or not exact.
         invariance: whether each token has the same bits whatever tree, draft or prompt it came with.
         sources: of guesses that are no models.
+        num_score_passes: over the weights, made by `score_texts`.
         comparisons: how kernels have done on this GPU against what runs without them; none on a CPU.
     """
 
@@ -97,7 +101,13 @@ class Decoder:
         self._turn, self._waiting, self._encoding = Turn(), ThreadWaiting(), threading.Lock()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
-        self._pool = CachePool(Caches(target.new_cache(), drafter.new_state()), self._start)
+        sets = [Caches(target.new_cache(), drafter.new_state()) for _ in range(self.num_parallel)]
+        if self.num_parallel > 1:
+            target.share_sweeps([one.target for one in sets])
+            drafter.share_states([one.draft for one in sets])
+        self._pool, self.num_score_passes = CachePool(sets, self._start), 0
+        self._compute_in = partial(_compute_in, self._waiting)  # a method of this would make a cycle
+        self._forest = Forest(target, drafter, self.threads, self._compute_in, self._prompt_rows)
         found = [target.stream.note if self.plan.num_slots else None]
         found.append(target.experts.carrier.note if target.experts else None)
         self.notes = [*notes, *dict.fromkeys(note for note in found if note)]
@@ -133,47 +143,13 @@ class Decoder:
         `UserError` where the sequence was overtaken, the decoder closed, or another thread is using it.
         """
         with self._turn.stepping():
-            return self._step(sequence)
+            while not (counted := self._pass([sequence])[0]) and not sequence.is_taken_in:
+                pass  # a long prompt beside others comes in parts
+            return counted
 
-    def _step(self, sequence: Sequence) -> list[int]:
-        caches, tokens, sampler = sequence.caches, sequence.tokens, sequence.sampler
-        caches.clear(len(tokens) - 1)  # of a step that was cut short they may hold more
-        target, started = self.target, time.perf_counter()
-        moved_before = target.moved
-        num_new = len(tokens) - caches.target.length  # the root, and at first the prompt
-        modes = self.threads.modes(_rows_alike(num_new - 1 + sequence.shape.num_nodes))
-        self._compute_in(modes.draft)
-        drafted = self.drafter.grow(sequence.shape, tokens, sampler, caches.draft)
-        grown, num_rows = time.perf_counter(), _rows_alike(num_new - 1 + drafted.tree.num_nodes)
-        modes = modes._replace(sweep=self.threads.modes(num_rows).sweep)
-        self._compute_in(modes.sweep)
-        scored_rows = self.target.score(drafted.tree, tokens, caches.target)
-        logits = sampler.adjusted_rows(drafted.tree, scored_rows)
-        self.target.wait()
-        scored = time.perf_counter()
-        accepted = sequence.rule.verify(drafted.tree, logits, sampler, len(tokens) - 1)
-        num_top, logprobs = sequence.num_logprobs, list[TokenLogprob]()
-        if num_top is not None:
-            logprobs = path_logprobs(scored_rows, accepted.nodes, accepted.tokens, num_top)
-        self.target.commit(accepted.nodes, tokens, caches.target)
-        self.drafter.commit(drafted, accepted.nodes, accepted.tokens, sampler, caches.draft)
-        counted = sequence.accept(accepted.tokens, logprobs)
-        sequence.stats.first_guess.add(accepted.guesses[: len(counted)])
-        sequence.stats.add_step(
-            target.moved.since(moved_before),
-            draft_s=grown - started,
-            sweep_s=scored - grown,
-            verify_s=time.perf_counter() - scored,
-        )
-        sequence.last_pass = PassFigures(
-            drafted.tree.topology.parent_N.tolist(), drafted.tree.tokens, accepted.nodes, 1, grown - started,
-            scored - grown, target.moved.since(moved_before),
-        )  # fmt: skip
-        if num_new == 1:
-            self.threads.took(num_rows, draft_s=grown - started, sweep_s=scored - grown)
-        sequence.stats.threads, sequence.stats.peak_device_bytes = modes, self.target.peak_device_bytes
-        sequence.lengthen()
-        return counted
+    def _pass(self, sequences: abc.Sequence[Sequence]) -> list[list[int]]:
+        """One step of all of them; see `Forest`."""
+        return self._forest.step(sequences)
 
     def generate(
         self,
@@ -257,7 +233,12 @@ class Decoder:
     @property
     def num_parallel(self) -> int:
         """Texts that may be written at a time."""
-        return 1
+        return self.plan.parallel
+
+    @property
+    def _prompt_rows(self) -> int:
+        """Of one pass; who is alone has all of a prompt taken in, by as many sweeps as it needs."""
+        return self.plan.max_prompt_rows if self.num_parallel > 1 else sys.maxsize
 
     def start(
         self, request: Request, *, tree: str | None = None, rule: str | None = None, continues: bool = False
@@ -270,7 +251,7 @@ class Decoder:
         prompt_ids, acceptance, choice = self.check(request, tree=tree, rule=rule)
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
-        sequence.follow(choice.chains)
+        sequence.follow(choice.chains, lambda num: self._trees.for_run(sampling, acceptance.name, tree, num).shape)
         sequence.stats.num_prompt_tokens, sequence.num_logprobs = len(prompt_ids), request.num_logprobs
         start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
         text = TextStream(self.tokenizer, start_ids, request.stops)
@@ -295,22 +276,38 @@ class Decoder:
         Raises `UserError` where one was overtaken, the decoder closed, or another thread is using it.
         """
         with self._turn.held():
-            for sequence in [run.sequence for run in runs if run.is_writing]:
-                self._step(sequence)
+            writing = [run.sequence for run in runs if run.is_writing]
+            if writing:
+                with self._turn.stepping():
+                    self._pass(writing)
             return [run.take() for run in runs]
 
     def release(self, run: Run) -> None:
         """Let others have its keys and values; it writes nothing more. Again it does nothing."""
+        with self._turn.held():
+            self._pool.release(run.sequence)
+
+    def score_texts(self, texts: abc.Sequence[tuple[abc.Sequence[int], int]]) -> list[TextScore]:
+        """How likely the ends of texts are: each is given as token ids, and from which of them on they count.
+
+        Texts share passes, `num_score_passes` in all, and those that begin alike the rows of their beginning. Raises
+        `UserError` for a text that is longer than the context, or has nothing before what counts.
+        """
+        wanted = [Wanted(encode(self.tokenizer, tokens, self._vocab_size), first) for tokens, first in texts]
+        most, rule = max((len(tokens) for tokens, _ in wanted), default=0), "a text must fit into the context"
+        require(most <= self.plan.context, f"{rule} of {self.plan.context} tokens", most, "raise `context`")
+        require(not self._start, "models with an encoder score no texts", "one", "choose another model")
+        with self._turn.stepping():
+            scorer = Scorer(self.target, self._pool.borrow().target, self.plan.max_prompt_rows + self.plan.num_nodes)
+            self._compute_in(self.threads.modes(self.plan.max_prompt_rows).sweep)
+            scores = scorer.score(wanted)
+            self.num_score_passes += scorer.num_passes
+            return scores
 
     @property
     def num_threads(self) -> int:
         """The most that compute at once."""
         return self.threads.most
-
-    def _compute_in(self, mode: Mode) -> None:
-        torch.set_num_threads(mode.num_threads)
-        if mode.num_threads > 1:
-            self._waiting.let_sleep(mode.is_asleep)
 
     def tree_choice(self, sampling: Sampling) -> TreeChoice:
         """The tree that a run with these settings gets, and why."""
@@ -323,7 +320,7 @@ class Decoder:
 
         `messages` and `num_turns` are a conversation's. Raises `UserError` where nothing can be written.
         """
-        require_sessions(self._start)
+        require_sessions(self._start, self.num_parallel)
         with self._turn.held():
             save_session(Path(path), self._models, self._pool, self._arithmetic, messages, num_turns)
 
@@ -332,6 +329,7 @@ class Decoder:
 
         Raises `UserError` for files of other weights or another type, longer ones than the context, broken ones.
         """
+        require_sessions(self._start, self.num_parallel)
         with self._turn.held():
             return load_session(Path(path), self._models, self._pool, self._arithmetic)
 
@@ -349,7 +347,7 @@ class Decoder:
             self._resources.close()
             if hasattr(self, "_pool"):
                 self._pool.take_back()
-                del self.target, self.drafter, self._pool
+                del self.target, self.drafter, self._pool, self._forest
                 self.sources = NO_SOURCES
 
     def __enter__(self) -> "Decoder":
@@ -382,9 +380,10 @@ class Decoder:
         return rule
 
 
-def _rows_alike(num_rows: int) -> int:
-    """Of passes whose times can be compared: trees of guesses have another size in every step."""
-    return 1 << (num_rows - 1).bit_length()
+def _compute_in(waiting: ThreadWaiting, mode: Mode) -> None:
+    torch.set_num_threads(mode.num_threads)
+    if mode.num_threads > 1:
+        waiting.let_sleep(mode.is_asleep)
 
 
 def _close_dropped(resources: ExitStack) -> None:

@@ -167,7 +167,7 @@ class Run:
             self.sequence.cut(len(self._text.tokens))
         if has_stopped or is_at_end:
             self.finish_reason = "stop"
-        elif not missing:
+        elif not missing and self.sequence.has_ended:
             self.finish_reason = "length"
         is_whole = self.finish_reason != "interrupted" and not has_stopped
         return piece + (self._text.finish() if is_whole else "")

@@ -71,7 +71,7 @@ def load(
     invariant: bool | None = None,
     lookup: bool | None = None, lookup_length: str = "1:16", experts: str = "auto",
     ngram: str | os.PathLike[str] | None = None, datastore: str | os.PathLike[str] | None = None,
-    ranks: str | None = None, pipeline: str | None = None, open_source: OpenSource = DiskReader,
+    parallel: int = 1, ranks: str | None = None, pipeline: str | None = None, open_source: OpenSource = DiskReader,
     on_bytes: Progress = lambda done, total: None, on_layer: Callable[[], None] = lambda: None,
 ) -> Decoder:  # fmt: skip
     """Open a model that need not fit into memory.
@@ -92,6 +92,7 @@ def load(
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
             are streamed, since the arithmetic then waits for the link anyway. See `Decoder.invariance`.
         lookup, lookup_length, ngram, datastore: guesses without a model, see `LoadOptions.looks_up`, docs/lookup.md.
+        parallel: texts that may be written at a time, for which a pass over the weights is made once.
         ranks, pipeline: share the target among the processes that torchrun has started, see docs/ranks.md. On rank 0
             this returns; any other serves until that decoder is closed, and then raises `SystemExit`.
         experts: of a mixture `demand` reads the experts that a pass needs, `layers` all of them with their layers.
@@ -109,6 +110,7 @@ def load(
         dtype=dtype, context=context, tree=tree, rule=rule, threads=threads, profile=profile, link_limit=link_limit,
         invariant=invariant, lenience=lenience, lookup=lookup, lookup_length=lookup_length, ngram=ngram,
         datastore=datastore, ranks=ranks, pipeline=pipeline, draft_dtype=draft_dtype, experts=experts,
+        parallel=parallel,
     )  # fmt: skip
     return open_decoder(
         model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,

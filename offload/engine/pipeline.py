@@ -4,6 +4,7 @@ Invariant: the text is that of the same seed in one process; what runs are on th
 """
 
 import time
+from collections import abc
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -81,7 +82,8 @@ class PipelineDecoder(Decoder):
         self._head, self._on_layer = head, on_layer
         self._last, self._is_under_way = list[Sequence](), False
 
-    def _step(self, sequence: Sequence) -> list[int]:
+    def _pass(self, sequences: abc.Sequence[Sequence]) -> list[list[int]]:
+        (sequence,) = sequences
         kept, started = sequence.caches.target.length, time.perf_counter()
         is_known = sequence in self._last
         if not (is_known and self._is_under_way):
@@ -96,7 +98,7 @@ class PipelineDecoder(Decoder):
             self._head.end()
         took_s = time.perf_counter() - started
         sequence.stats.add_step(Moved(), draft_s=0.0, sweep_s=took_s, verify_s=0.0)
-        return counted
+        return [counted]
 
     def start(
         self, request: Request, *, tree: str | None = None, rule: str | None = None, continues: bool = False

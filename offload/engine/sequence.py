@@ -5,7 +5,7 @@ in them, which the next one clears away.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,6 +30,11 @@ class Caches(NamedTuple):
         """Forget the text but for its first tokens."""
         self.target.clear(num_kept)
         self.draft.clear(num_kept)
+
+    def copy_from(self, other: "Caches", num_tokens: int) -> None:
+        """Hold what another text's hold of its first tokens, and nothing else."""
+        self.target.copy_from(other.target, num_tokens)
+        self.draft.copy_from(other.draft, num_tokens)
 
 
 class PassFigures(NamedTuple):
@@ -73,6 +78,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.tokens)
         self._caches: Caches | None = None
         self._chains: ChainPolicy | None = None
+        self._among: Callable[[int], Shape] | None = None
         self.last_pass: PassFigures | None = None
         self.num_logprobs: int | None = None
         self.logprobs = list[TokenLogprob]()
@@ -87,9 +93,22 @@ class Sequence:
         self.stats.is_draft_known = is_known and self._has_draft
         return self.stats
 
-    def follow(self, chains: ChainPolicy | None) -> None:
-        """From the next step on its trees are chains of lengths that change as this says; None changes nothing."""
-        self._chains = chains
+    def follow(self, chains: ChainPolicy | None, among: Callable[[int], Shape] | None = None) -> None:
+        """From the next step on its trees are chains of lengths that change as this says; None changes nothing.
+
+        `among` is the shape of its tree beside others, by how many texts share the pass.
+        """
+        self._chains, self._among = chains, among
+
+    def shape_among(self, num_texts: int) -> Shape:
+        """Of the next tree, where so many texts share the pass."""
+        is_fixed = num_texts == 1 or self._chains is not None or self._among is None
+        return self.shape if is_fixed else self._among(num_texts)  # type: ignore[misc]
+
+    @property
+    def is_taken_in(self) -> bool:
+        """Whether keys and values are there for all tokens but the last."""
+        return self.caches.target.length >= len(self.tokens) - 1
 
     def lengthen(self) -> None:
         """A step is over: the next chain is as long as all steps so far suggest, and nobody has drawn for it yet."""

@@ -221,6 +221,7 @@ class Engine:
     def _pass(self) -> None:
         """One pass for all of them: pieces are handed out, and those that it has ended leave."""
         active, before, began_s = list(self._active), self.decoder.target.moved, time.monotonic()
+        num_texts = sum(one.run.is_writing for one in active)
         num_before = [len(one.run.sequence.new_ids) for one in active]
         self._pass_began_s = began_s
         try:
@@ -233,9 +234,11 @@ class Engine:
             self._pass_began_s = None
         gained = zip(active, num_before, pieces, strict=True)
         num_tokens = sum(self._hand_out(one, num, text) for one, num, text in gained if text is not None)
-        ended_s, moved = time.monotonic(), self.decoder.target.moved.since(before)
-        self._recent.append(PassDone(ended_s, ended_s - began_s, len(active), num_tokens, moved))
-        self._add(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=ended_s - began_s)
+        if num_texts:  # else there was nothing left to write
+            ended_s, moved = time.monotonic(), self.decoder.target.moved.since(before)
+            with self._changed:
+                self._recent.append(PassDone(ended_s, ended_s - began_s, num_texts, num_tokens, moved))
+            self._add(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=ended_s - began_s)
 
     def _advance(self, active: list[_Active]) -> list[str | None]:
         """The text that each has gained; None for one that has left with an error of its own."""
@@ -251,6 +254,13 @@ class Engine:
 
     def _hand_out(self, one: _Active, num_before: int, text: str) -> int:
         sequence = one.run.sequence
+        try:
+            text += (
+                "" if one.run.is_writing else one.run.take()
+            )  # its end is told now, not behind the others' next pass
+        except Exception as error:  # of its text, which a stranger's tokenizer makes
+            self._leave(one, error)
+            return 0
         token_ids = sequence.new_ids[num_before:]
         if text or token_ids:
             one.job.hand_out(Piece(text, token_ids, sequence.logprobs[num_before:], sequence.last_pass))

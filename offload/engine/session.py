@@ -19,6 +19,7 @@ from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensor_file import SUM, data_sum, write_tensors
+from offload.config import require
 from offload.drafting.hybrid import HybridState
 from offload.encoding.registry import PLAIN_OF
 from offload.engine.cache_pool import CachePool
@@ -103,8 +104,11 @@ def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -
     return session
 
 
-def require_sessions(start: tuple[int, ...]) -> None:
+def require_sessions(start: tuple[int, ...], parallel: int = 1) -> None:
     """Raises `UserError` where no text could be kept in a file: behind an encoder, with such a start, none goes on."""
+    require(
+        parallel == 1, "`session` keeps the one text that is written, `parallel` must be 1", parallel, "leave it out"
+    )
     if start:
         raise UserError("`session` keeps a text that goes on, a model with an encoder writes anew: leave it out")
 

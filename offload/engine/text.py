@@ -66,7 +66,8 @@ def encode_messages(
     """
     if not tokenizer.chat_template:
         raise UserError(
-            "the model has no chat template, so it cannot tell who speaks: take one made for chat, or offload generate"
+            "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
+            "or offload generate without `system`"
         )
     return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn", tools)
 

@@ -48,6 +48,7 @@ class MemoryPlan:
     layer_bytes: tuple[int, ...]
     tier_L: tuple[Tier, ...]
     num_logits_rows: int  # rows that are scored at once
+    parallel: int = 1  # texts that are written at a time; `context` is of each, `num_nodes` of all together
     device: str = "cpu"  # or "cuda"
     gpu_bytes: int | None = None  # budget of the GPU; None on a CPU
     gpu_runtime_bytes: int = 0  # of the driver and its libraries, on the GPU
@@ -154,7 +155,7 @@ class MemoryPlan:
 
     @property
     def cache_slots(self) -> int:
-        """S: committed positions and the rows of the largest sweep."""
+        """S: committed positions of a text, and the rows of the largest sweep, which may all be of it."""
         return self.context + self.num_nodes + self.max_prompt_rows
 
     @property
@@ -192,7 +193,7 @@ class MemoryPlan:
             "tiers": {str(tier): {"num_layers": len(layers[tier]), "num_bytes": self.bytes_in(tier)} for tier in Tier},
             "slots": {name: getattr(self, name) for name in slots},
             "budgets": budgets,
-            **{name: getattr(self, name) for name in (*sizes, "num_logits_rows", "context")},
+            **{name: getattr(self, name) for name in (*sizes, "num_logits_rows", "context", "parallel")},
             "embedding_and_head_bytes": self.rest_bytes,
             **({"encoder_bytes": self.encoder_bytes} if self.source_tokens else {}),
             "host_embedding_bytes": self.table_bytes,
@@ -227,11 +228,11 @@ def num_passing(num_slots: int, slot_bytes: int) -> int:
     return max(MIN_EXPERTS, min(MIN_EXPERTS + -(-_AHEAD_BYTES // slot_bytes), num_slots // 4))
 
 
-def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool) -> int:
+def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1) -> int:
     """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside those of prompts."""
     source_tokens = context if draft.encoder_bytes else 0
     num_slots = source_tokens + context + most_rows(num_nodes) + MAX_PROMPT_ROWS
-    kv_bytes = draft.kv_bytes_per_token * num_slots
+    kv_bytes = parallel * draft.kv_bytes_per_token * num_slots
     weights_bytes = draft.num_bytes + draft.cast_bytes * len((*draft.layer_bytes, *draft.encoder_bytes))
     weights_bytes += draft.scratch_bytes
     if draft.shares_rest:  # but for a table that the target keeps on the host

@@ -69,6 +69,7 @@ def plan_memory(
     rule: str = "match",
     gpu: str | int | None = None,
     experts: str = "auto",
+    parallel: int = 1,
 ) -> MemoryPlan:
     """The plan that loading follows, from headers alone.
 
@@ -76,12 +77,13 @@ def plan_memory(
         ram: budget; None takes what is free now, less a reserve.
         gpu: of the device that computes; None is the CPU.
         context: positions; None takes the model's limit, at most `DEFAULT_CONTEXT`.
-        num_nodes: N of the largest tree.
+        num_nodes: N of the largest tree, or of those of all texts together.
         experts: one of `EXPERTS`, see `make_plan`.
+        parallel: texts that are written at a time, each with keys and values of its own.
     """
     require_dtype(dtype)
     target, draft = files
-    _check_encoders(target, draft, is_gpu=gpu is not None)
+    _check_encoders(target, draft, is_gpu=gpu is not None, parallel=parallel)
     shapes = (shape_of(target, dtype), shape_of(draft, dtype) if draft else None)
     ram_bytes = default_ram_bytes() if ram is None else parse_size(ram, "`ram`")
     positions, keeps_distributions = _check_context(target, context), drafting_of(rule).keeps_distributions
@@ -90,7 +92,7 @@ def plan_memory(
     budgets = Budgets(ram_bytes, gpu_bytes, is_decimal(ram) or is_decimal(gpu))
     plan = make_plan(
         *shapes, budgets, context=positions, num_nodes=num_nodes, keeps_distributions=keeps_distributions,
-        experts=experts,
+        experts=experts, parallel=parallel,
     )  # fmt: skip
     return replace(plan, max_context=_longest_context(target))
 
@@ -129,8 +131,9 @@ def make_plan(
     num_nodes: int,
     keeps_distributions: bool = False,
     experts: str = "auto",
+    parallel: int = 1,
 ) -> MemoryPlan:
-    """Fill one place after the other; `num_nodes` is N of the largest tree.
+    """Fill one place after the other; `num_nodes` is N of the largest tree, or of the trees of `parallel` texts.
 
     Routed experts come one by one with `experts` demand, within their layers with layers; auto is demand where that is
     possible and not everything stays.
@@ -138,7 +141,8 @@ def make_plan(
     Raises:
         UserError: a place cannot hold two slots; names the least budget that works.
     """
-    plan_of = partial(_make_plan, draft=draft, budgets=budgets, sizes=_Sizes(context, num_nodes, keeps_distributions))
+    sizes = _Sizes(context, max(num_nodes, parallel), keeps_distributions, parallel)
+    plan_of = partial(_make_plan, draft=draft, budgets=budgets, sizes=sizes)
     whole = replace(target, experts=None)
     if target.experts is None or experts == "layers":
         return plan_of(whole)
@@ -152,6 +156,7 @@ class _Sizes(NamedTuple):
     context: int
     num_nodes: int
     keeps_distributions: bool
+    parallel: int
 
 
 def _staying(plan: Callable[[], MemoryPlan]) -> MemoryPlan | None:
@@ -175,20 +180,20 @@ def on_demand(shape: ModelShape) -> ModelShape:
 
 def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, sizes: _Sizes) -> MemoryPlan:
     """The experts of `target`, if there are any, come one by one."""
-    context, num_nodes, keeps_distributions = sizes
+    context, num_nodes, keeps_distributions, parallel = sizes
     is_gpu = budgets.gpu_bytes is not None
     source_tokens = context if target.encoder_bytes else 0
     rows, num_logits = min(MAX_PROMPT_ROWS, context), min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
     items = {
         "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
-        "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu) if draft else 0,
+        "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions and draft else 0,
-        "kv_bytes": target.kv_bytes_per_token * (source_tokens + context + num_nodes + rows),
+        "kv_bytes": parallel * target.kv_bytes_per_token * (source_tokens + context + num_nodes + rows),
         "activation_bytes": PATH_SCRATCH_BYTES
         + activation_bytes(target, rows + num_nodes, num_logits, context)
         + target.cast_bytes
         + target.scratch_bytes
-        + noise_bytes(target.vocab_size),
+        + parallel * noise_bytes(target.vocab_size),
     }
     is_compiled = not is_gpu and _HAS_COMPILER and any(one.is_compiled for one in (target, draft) if one)
     runtime_bytes = RUNTIME_BYTES + (HOST_RUNTIME_BYTES if is_gpu else COMPILER_BYTES if is_compiled else 0)
@@ -210,7 +215,7 @@ def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, s
     hosted_bytes += host.num_expert_slots * pool.slot_bytes
     return MemoryPlan(
         device="cuda" if is_gpu else "cpu", ram_bytes=budgets.ram_bytes, gpu_bytes=budgets.gpu_bytes,
-        context=context, num_nodes=num_nodes, max_prompt_rows=rows, num_logits_rows=num_logits,
+        context=context, num_nodes=num_nodes, parallel=parallel, max_prompt_rows=rows, num_logits_rows=num_logits,
         runtime_bytes=runtime_bytes,
         gpu_runtime_bytes=GPU_RUNTIME_BYTES if is_gpu else 0,
         table_bytes=target.table_bytes if is_gpu else 0,
@@ -334,7 +339,9 @@ def _check_experts(target: Checkpoint, shape: ModelShape, experts: str) -> None:
     require(shape.experts is not None or experts != "demand", rule, f"model type {kind}", "try `experts` layers")
 
 
-def _check_encoders(target: Checkpoint, draft: Checkpoint | None, *, is_gpu: bool) -> None:
+def _check_encoders(target: Checkpoint, draft: Checkpoint | None, *, is_gpu: bool, parallel: int) -> None:
+    rule = "models with an encoder write one text at a time, `parallel` must be 1"
+    require(parallel == 1 or not has_encoder(target.config), rule, parallel, "leave it out")
     if draft is not None and has_encoder(target.config) != has_encoder(draft.config):
         kinds = [str(one.config.get("model_type")) for one in (target, draft)]
         what = f"target and draft must both have an encoder or none, got {' and '.join(kinds)}"

@@ -9,6 +9,7 @@ bits and names the kernel that reads them; what that kernel does not take gets i
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from offload.errors import UserError
 from offload.kernels.tree_attention import Sight, Window, is_supported, pack_bits, seen_columns, unpack_bits
+from offload.model.parts import Parted
 from offload.model.path_attention import PathRows, ScoreTerms, path_attention
 
 NAME, BIASED = "offload_tree", "offload_tree_biased"
@@ -82,7 +84,7 @@ def folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | TreeRows | PathRows | None,
+    attention_mask: Tensor | TreeRows | PathRows | Parted | None,
     *,
     scaling: float | None = None,
     **more: Any,
@@ -91,6 +93,9 @@ def folded_attention(
 
     `more` is what transformers passes beside. Raises `UserError` where that would change the scores themselves.
     """
+    if isinstance(attention_mask, Parted):
+        attend = partial(folded_attention, module, scaling=scaling, **more)
+        return attention_mask.attend(attend, query, key, value), None
     if isinstance(attention_mask, PathRows):
         return _path_attention(query, key, value, attention_mask, scaling, more), None
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]

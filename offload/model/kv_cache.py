@@ -5,11 +5,14 @@
 A forward pass only writes behind the committed positions; `commit` gathers the rows of the accepted path, moves the
 length, and behind it the rows that are kept for a later commit. Where nothing is kept, the next pass writes over what
 is not committed: one that is abandoned half-way therefore leaves nothing behind.
+
+Caches of several texts lie side by side in the same buffers, so that one pass can write to all of them and hand all of
+them on to attention, in which each row looks at the columns of its own text alone (`parts.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,39 +27,67 @@ class _Window:
     def __init__(self) -> None:
         self.lo = 0
         self.num_elsewhere = 0  # committed positions, the first ones, that have no slots here
-        self.is_fixed = False
         self.slot_T: Tensor | None = None  # of a recorded pass: where its rows go, read anew at each replay
         self.extent = 0  # ... and how many slots it looks at
 
 
-class _SlotLayer(DynamicLayer):
-    """One layer's keys and values, (1, G, S, K) each; allocated at first use, when the model shows its shapes."""
+class _Buffers:
+    """Keys and values of every layer, (1, G, B * S, K) each, of B texts side by side; made as layers show shapes."""
 
-    def __init__(self, window: _Window, num_slots: int) -> None:
+    def __init__(self, num_texts: int, num_slots: int) -> None:
+        self.num_texts, self._num_slots, self.is_fixed = num_texts, num_slots, False
+        self.of_layer: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def stride(self) -> int:
+        """Slots from one text's first to the next one's."""
+        return self._num_slots + self.is_fixed
+
+    def make(self, layer: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of a layer with such states, as they are from then on."""
+        if layer not in self.of_layer:
+            new = torch.zeros if self.is_fixed else torch.empty
+            num_slots = self.num_texts * self.stride
+            self.of_layer[layer] = tuple(  # type: ignore[assignment]
+                new((*states.shape[:2], num_slots, states.shape[3]), dtype=states.dtype, device=states.device)
+                for states in (key_states, value_states)
+            )
+        return self.of_layer[layer]
+
+
+class _SlotLayer(DynamicLayer):
+    """One layer's keys and values of one text, (1, G, S, K) each: views of buffers that are made at first use."""
+
+    def __init__(self, window: _Window, buffers: _Buffers, layer: int, text: int) -> None:
         super().__init__()
-        self._window, self._num_slots = window, num_slots
+        self._window, self._buffers, self._layer, self._text = window, buffers, layer, text
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        make = torch.zeros if self._window.is_fixed else torch.empty
-        num_slots = self._num_slots + self._window.is_fixed
-        for name, states in (("keys", key_states), ("values", value_states)):
-            shape = (*states.shape[:2], num_slots, states.shape[3])
-            setattr(self, name, make(shape, dtype=states.dtype, device=states.device))
+        first, stride = self._text * self._buffers.stride, self._buffers.stride
+        whole = self._buffers.make(self._layer, key_states, value_states)
+        self.keys, self.values = (buffer[:, :, first : first + stride] for buffer in whole)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def write(self, first: int, key_states: Tensor, value_states: Tensor) -> int:
+        """Put rows at positions from `first` on; returns the slot behind them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self._window.slot_T is not None:
-            self.keys.index_copy_(2, self._window.slot_T, key_states)
-            self.values.index_copy_(2, self._window.slot_T, value_states)
-            return self.keys[:, :, : self._window.extent], self.values[:, :, : self._window.extent]
-        lo = self._window.lo - self._window.num_elsewhere
+        lo = first - self._window.num_elsewhere
         hi = lo + key_states.shape[2]
         self.keys[:, :, lo:hi] = key_states
         self.values[:, :, lo:hi] = value_states
-        return self.keys[:, :, :hi], self.values[:, :, :hi]
+        return hi
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self._window.slot_T is None:
+            hi = self.write(self._window.lo, key_states, value_states)
+            return self.keys[:, :, :hi], self.values[:, :, :hi]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys.index_copy_(2, self._window.slot_T, key_states)
+        self.values.index_copy_(2, self._window.slot_T, value_states)
+        return self.keys[:, :, : self._window.extent], self.values[:, :, : self._window.extent]
 
     def get_seq_length(self) -> int:
         return self._window.lo
@@ -75,19 +106,50 @@ class KVCache(Cache):
         gather: Callable[..., None] = kv_commit_reference,
         send: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._gather, self._send, self._window = gather, send, _Window()
-        self._slot_layers = [_SlotLayer(self._window, num_slots) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slot_layers))
-        self.num_slots = num_slots
+        self._lie_in(_Buffers(1, num_slots), 0, num_layers)
+        self._gather, self._send, self.num_slots = gather, send, num_slots
         self.length = self._num_placed = 0
+
+    def _lie_in(self, buffers: _Buffers, text: int, num_layers: int) -> None:
+        self._window, self._buffers, self._text = _Window(), buffers, text
+        self._slot_layers = [_SlotLayer(self._window, buffers, layer, text) for layer in range(num_layers)]
+        Cache.__init__(self, layers=list(self._slot_layers))
+
+    @classmethod
+    def side_by_side(cls, caches: "Sequence[KVCache]") -> None:
+        """Let empty caches of one size share their buffers; see `JointCache`."""
+        first = caches[0]
+        buffers, num_layers = _Buffers(len(caches), first.num_slots), len(first._slot_layers)
+        for text, cache in enumerate(caches):
+            assert cache.num_slots == first.num_slots and not cache._buffers.of_layer, "new ones, all alike"
+            cache._lie_in(buffers, text, num_layers)
+
+    def write(self, layer: int, position: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Put rows of one layer into the slots of positions from this one on."""
+        self._slot_layers[layer].write(position, key_states, value_states)
+
+    def buffers_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, (1, G, B * S, K) each, of this and all texts beside it."""
+        return self._buffers.of_layer[layer]
+
+    def is_beside(self, other: "KVCache") -> bool:
+        """Whether one pass can serve both."""
+        return self._buffers is other._buffers
+
+    @property
+    def first_slot(self) -> int:
+        """Column of its first position among those of all texts."""
+        return self._text * self._buffers.stride - self._window.num_elsewhere
 
     @property
     def num_uncommitted(self) -> int:
         """U, rows behind the committed ones: what the last commit has kept, and the passes since then."""
         return self._num_placed
 
-    def place(self, num_uncommitted: int, num_rows: int) -> None:
+    def place(self, num_uncommitted: int, num_rows: int) -> int:
         """Let the next forward pass write `num_rows` rows behind `num_uncommitted` rows that are not committed yet.
+
+        Returns the position of the first.
 
         A pass that was placed and does not run leaves rows of whatever was there before; see `fix`.
         """
@@ -95,6 +157,7 @@ class KVCache(Cache):
         last = self._window.lo - self._window.num_elsewhere + num_rows
         assert last <= self.num_slots, f"{num_rows} rows do not fit behind {self._window.lo}"
         self._num_placed = num_uncommitted + num_rows
+        return self._window.lo
 
     def fix(self) -> None:
         """From the first pass on keep one slot more, for rows that are padding, and zeros in slots not written yet.
@@ -102,8 +165,8 @@ class KVCache(Cache):
         A recorded pass looks at those, and so does one behind rows that were placed and never run; its mask gives them
         no weight, but no weight times NaN is NaN.
         """
-        assert not self._slot_layers[0].is_initialized or self._window.is_fixed, "too late: passes have been run"
-        self._window.is_fixed = True
+        assert not self._buffers.of_layer or self._buffers.is_fixed, "too late: passes have been run"
+        self._buffers.is_fixed = True
 
     @contextmanager
     def recorded(self, slot_T: Tensor, extent: int) -> Iterator[None]:
@@ -147,6 +210,11 @@ class KVCache(Cache):
             layer.keys[:, :, :length], layer.values[:, :, :length] = keys, values
         self._end_at(length)
 
+    def copy_from(self, other: "KVCache", num_positions: int) -> None:
+        """Take over the first committed positions of another text, in place of all that there is here."""
+        states = [(layer, *both) for layer, both in other.states(num_positions).items()]
+        self.refill(states, min(num_positions, other.length))
+
     def clear(self, num_kept: int = 0) -> None:
         """Forget the sequence but for its first positions."""
         self._end_at(min(num_kept, self.length))
@@ -154,3 +222,39 @@ class KVCache(Cache):
     def _end_at(self, length: int, num_uncommitted: int = 0) -> None:
         self.length, self._num_placed = length, num_uncommitted
         self._window.lo = length + num_uncommitted
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of one pass, all of one text."""
+
+    cache: KVCache
+    lo: int
+    hi: int
+    position: int  # of the slot where the first of them goes
+
+
+class JointCache(Cache):
+    """What one pass over several texts takes for its cache: each row is written to that of its own text.
+
+    Layers are handed the buffers of all texts, as wide as they are.
+    """
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        assert all(part.cache.is_beside(parts[0].cache) for part in parts), "caches that lie side by side"
+        super().__init__(layers=[_JointLayer(layer, parts) for layer in range(len(parts[0].cache.layers))])
+
+
+class _JointLayer(DynamicLayer):
+    """One layer of all texts of a pass."""
+
+    def __init__(self, layer: int, parts: Sequence[Rows]) -> None:
+        super().__init__()
+        self._layer, self._parts = layer, parts
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        for cache, lo, hi, position in self._parts:
+            cache.write(self._layer, position, key_states[:, :, lo:hi], value_states[:, :, lo:hi])
+        return self._parts[0].cache.buffers_of(self._layer)
+
+    def get_seq_length(self) -> int:
+        return 0

@@ -1,16 +1,20 @@
-"""The streamed model: one sweep over its layers scores a whole token tree.
+"""The streamed model: one sweep over its layers scores a whole token tree, or those of several texts.
 
 It holds weights and no text: the cache of the text's keys and values is lent to it for every call.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
+from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
+from offload.model.parts import Part
 from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits
 from offload.stats import Moved, RankFigures
@@ -18,6 +22,19 @@ from offload.streaming.device import Device
 from offload.streaming.expert_pool import ExpertPool
 from offload.streaming.layers import Layers
 from offload.tree.token_tree import TokenTree, ancestors
+
+
+class Planted(NamedTuple):
+    """What one text has in a sweep that it shares."""
+
+    tokens: Sequence[int]  # committed ones
+    cache: KVCache  # one of those that were made together
+    num_pending: int  # of the tokens that the cache lacks, the root left out: so many are taken in
+    tree: TokenTree | None = None  # below the last of the tokens, where nothing else is pending
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tree.num_nodes if self.tree else 0
 
 
 class Target:
@@ -82,6 +99,14 @@ class Target:
         """An empty one, for one sequence."""
         return self._model.new_cache(self._cache_slots, self._gather)
 
+    def share_sweeps(self, caches: Sequence[KVCache]) -> None:
+        """From now on sweeps may be of the texts of several of these new caches, see `score_all`.
+
+        Raises `UserError` where the model cannot.
+        """
+        self._model.share_passes(InvariantRows((1,)))
+        KVCache.side_by_side(caches)
+
     def score(self, tree: TokenTree, tokens: Sequence[int], cache: KVCache) -> Logits:
         """Logits after every node, from one sweep; they are valid until the next.
 
@@ -97,6 +122,39 @@ class Target:
         offset_T = torch.cat([torch.arange(len(pending)), depth_N + len(pending)])
         sees_TT = _chain_then_tree(len(pending), ancestors(tree.topology))
         return self._sweep(torch.cat([pending, tree.token_N]), sees_TT, offset_T, tree.num_nodes, cache)
+
+    def score_all(self, planted: Sequence[Planted]) -> list[Logits]:
+        """Logits after every node of every tree, from one sweep; they are valid until the next.
+
+        Nothing is taken in beyond what is said to be pending. Of a text without a tree they are none.
+        """
+        prompts = [self._chain(one) for one in planted if one.num_pending]
+        trees = [self._tree(one, one.tree) for one in planted if one.tree]
+        num_logits = max(1, sum(len(part.token_T) for part in trees))  # some rows have to be scored
+        self._begin_sweep(sum(len(part.token_T) for part in (*prompts, *trees)))
+        logits = self._model.score_parts([*prompts, *trees], num_logits=num_logits, max_rows=self._max_logits)
+        firsts = accumulate((one.num_nodes for one in planted), initial=0)
+        return [logits.part(first, first + one.num_nodes) for first, one in zip(firsts, planted, strict=False)]
+
+    def score_rows(self, tokens: Sequence[int], offsets: Sequence[int], sees_TT: Tensor, cache: KVCache) -> Logits:
+        """Logits after every row of any shape behind what a cache has committed; nothing is committed.
+
+        `offsets` are positions, counted from the committed length; a row sees those before it that `sees_TT` says.
+        """
+        token_T, offset_T = torch.tensor(tokens), torch.tensor(offsets)
+        return self._sweep(token_T, sees_TT, offset_T, len(token_T), cache)
+
+    def _chain(self, planted: Planted) -> Part:
+        tokens, cache, num_rows, _ = planted
+        token_T = torch.tensor(tokens[cache.length : cache.length + num_rows])
+        return Part(token_T, self._positions(torch.arange(num_rows), cache), _causal(num_rows), cache)
+
+    def _tree(self, planted: Planted, tree: TokenTree) -> Part:
+        _, cache, num_pending, __ = planted
+        depth_N = torch.from_numpy(tree.topology.depth_N.copy())
+        offset_U = torch.cat([torch.arange(num_pending), depth_N + num_pending])
+        sees_NU = _chain_then_tree(num_pending, ancestors(tree.topology))[num_pending:]
+        return Part(tree.token_N, self._positions(offset_U, cache), sees_NU, cache)
 
     def figures(self) -> list[RankFigures]:
         """Of each rank, where several run it; none of a process by itself. Raises `RankError`."""
@@ -118,11 +176,14 @@ class Target:
         cache.commit([*range(num_pending), *(num_pending + node for node in nodes)])
 
     def _sweep(self, token_T: Tensor, sees_TT: Tensor, offset_T: Tensor, num_logits: int, cache: KVCache) -> Logits:
-        self.stream.begin_sweep()
-        if self.experts is not None:
-            self.experts.begin_pass(len(token_T))
+        self._begin_sweep(len(token_T))
         position_T = self._positions(offset_T, cache)
         return self._model.score(token_T, position_T, sees_TT, cache, num_logits=num_logits, max_rows=self._max_logits)
+
+    def _begin_sweep(self, num_rows: int) -> None:
+        self.stream.begin_sweep()
+        if self.experts is not None:
+            self.experts.begin_pass(num_rows)
 
     def _positions(self, offset_T: Tensor, cache: KVCache) -> Tensor:
         return (offset_T + cache.length).clamp(max=self._last_position)

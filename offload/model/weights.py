@@ -21,10 +21,11 @@ from offload.model.bound import BoundModel
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
+from offload.model.parts import Part, Parted, lay, seen_by
 from offload.model.path_attention import PathRows, path_rows
 from offload.sampling.logits import Logits
 
-Masks = Mapping[Window, Tensor | attention.TreeRows | PathRows | None]  # by window; None where nothing is masked
+Masks = Mapping[Window, Tensor | attention.TreeRows | PathRows | Parted | None]  # by window; None: nothing is masked
 # token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
@@ -53,6 +54,7 @@ class StreamedModel(BoundModel):
         self._replay: Replay | None = None
         self._attend: attention.Attend | None = None
         self._invariant: InvariantRows | None = None
+        self._by_path: InvariantRows | None = None
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
@@ -87,11 +89,18 @@ class StreamedModel(BoundModel):
                 return logits
         num_rows, num_uncommitted = ancestor_TU.shape
         cache.place(num_uncommitted - num_rows, num_rows)
-        position_U = self.send(position_U)
-        masks = self._paths(ancestor_TU, cache.length) or self._build_masks(position_U, ancestor_TU, cache)
-        return self.run(token_T, position_U[-num_rows:], masks, cache, num_logits=num_logits)
+        position_T = self.send(position_U[-num_rows:])
+        masks = self._masks_of(position_U, ancestor_TU, cache)
+        return self.run(token_T, position_T, masks, cache, num_logits=num_logits)
 
     @torch.inference_mode()
+    def forward_parts(self, parts: Sequence[Part], *, num_logits: int = 0) -> Tensor:
+        """The same for the rows of several texts, part behind part; see `share_passes`."""
+        token_T, position_T, cache, rows = lay(parts)
+        masks = [self._masks_of(*part[1:]) for part in parts]
+        joint = {window: seen_by(rows, [one[window] for one in masks]) for window in self.windows}
+        return self.run(token_T, self.send(position_T), joint, cache, num_logits=num_logits)
+
     def score(
         self,
         token_T: Tensor,
@@ -102,7 +111,17 @@ class StreamedModel(BoundModel):
         num_logits: int,
         max_rows: int,
     ) -> Logits:
-        """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what is looked at.
+        """Like `forward`, but at most `max_rows` rows are scored at once: now the first, later what is looked at."""
+        score = partial(self.forward, token_T, position_U, ancestor_TU, cache, num_logits=num_logits)
+        return self._in_chunks(score, num_logits, max_rows)
+
+    def score_parts(self, parts: Sequence[Part], *, num_logits: int, max_rows: int) -> Logits:
+        """The same for rows of several texts."""
+        return self._in_chunks(partial(self.forward_parts, parts, num_logits=num_logits), num_logits, max_rows)
+
+    @torch.inference_mode()
+    def _in_chunks(self, score: Callable[[], Tensor], num_logits: int, max_rows: int) -> Logits:
+        """What a pass scores, a chunk at a time.
 
         What a family does to its logits (soft caps, scales) is left to its own forward pass: for a later chunk it is
         called again, with a decoder that does nothing but hand out the hidden states that this call computes.
@@ -116,7 +135,7 @@ class StreamedModel(BoundModel):
 
         hook = decoder.register_forward_hook(cut)
         try:
-            first_CV = self.forward(token_T, position_U, ancestor_TU, cache, num_logits=num_logits)
+            first_CV = score()
         finally:
             hook.remove()
         assert hidden, "a pass that was replayed has no hidden states"
@@ -179,6 +198,17 @@ class StreamedModel(BoundModel):
             self.meta_model.set_experts_implementation(experts)
         self._invariant = rows
 
+    def share_passes(self, rows: InvariantRows) -> None:
+        """From now on several texts may share a pass; families with attention of their own attend by path meanwhile.
+
+        Raises `UserError` where neither can be.
+        """
+        if attention.is_for_rows(self.meta_model.config) or self._invariant is not None:
+            return
+        if not attention.takes_paths(self.meta_model):
+            raise UserError(f"`parallel` must be 1 for {self.meta_model.config.model_type} models: leave it out")
+        self._by_path = rows
+
     def close(self) -> None:
         """See `BoundModel`."""
         super().close()
@@ -205,12 +235,12 @@ class StreamedModel(BoundModel):
         """From now on tell rows in bits to this kernel of tree attention, if the family lets us."""
         self._attend = attend if attention.is_for_rows(self.meta_model.config) else None
 
-    def _paths(self, ancestor_TU: Tensor, num_prefix: int) -> Masks:
-        """What rows see by position on their paths, for each window, where rows are to be invariant."""
-        if self._invariant is None:
-            return {}
-        what, rows = (num_prefix, ancestor_TU), self._invariant
-        return {window: path_rows(*what, window, rows, self.send) for window in self.windows}
+    def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
+        """What rows of one text see, for each window: by position on their paths where rows are to be invariant."""
+        rows = self._invariant or self._by_path
+        if rows is None:
+            return self._build_masks(self.send(position_U), ancestor_TU, cache)
+        return {window: path_rows(cache.length, ancestor_TU, window, rows, self.send) for window in self.windows}
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""

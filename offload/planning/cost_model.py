@@ -153,9 +153,10 @@ class StepTime(NamedTuple):
         return "compute" if self.link_s <= self.compute_s else "disk" if self.is_disk_slower else "link"
 
 
-def step_time(costs: Costs, traffic: Traffic, shape: Shape) -> StepTime:
-    """The time of one step with trees of this shape, or within these bounds."""
-    return step_of(costs, traffic, shape.num_nodes, draft_widths(shape))
+def step_time(costs: Costs, traffic: Traffic, shape: Shape, num_texts: int = 1) -> StepTime:
+    """The time of one step with trees of this shape, or within these bounds, one for each text."""
+    widths = [num_texts * width for width in draft_widths(shape)]
+    return step_of(costs, traffic, num_texts * shape.num_nodes, widths)
 
 
 def step_of(costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int]) -> StepTime:

@@ -19,6 +19,8 @@ from offload.planning.profile import parse_profile
 from offload.planning.roles import Roles, parse_roles, require_exact_rule
 from offload.tree.spec import TreeSpec, parse_match_length, parse_tree, tree_to_fill
 
+MAX_PARALLEL = 256  # texts, each of which needs a row of every pass
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
@@ -46,6 +48,7 @@ class LoadOptions:
     slow_layer_s: float = 0.0
     draft_dtype: str | None = None
     experts: str = "auto"
+    parallel: int = 1
 
     def __post_init__(self) -> None:
         drafting_of(self.rule)
@@ -65,6 +68,8 @@ class LoadOptions:
             require(is_free, "`profile` is of one process", f"`ranks` {self.ranks}", "leave it out")
             rule = "`invariant` is promised by one process"
             require(not self.invariant, rule, f"`ranks` {self.ranks}", "leave one of them out")
+            rule = "`parallel` texts are of one process"
+            require(self.parallel == 1, rule, f"`ranks` {self.ranks}", "leave one of them out")
             rule = "`experts` demand is of one process"
             require(self.experts != "demand", rule, f"`ranks` {self.ranks}", "leave one of them out")
             self._check_pipeline(roles)
@@ -93,6 +98,9 @@ class LoadOptions:
         require_experts(self.experts)
         if self.context is not None:
             require_positions(self.context)
+        num_texts = whole_number(self.parallel, "`parallel`")
+        rule = f"`parallel` must lie in 1 to {MAX_PARALLEL}"
+        require(1 <= num_texts <= MAX_PARALLEL, rule, num_texts, "so many texts are written at a time")
         is_count = self.threads is None or whole_number(self.threads, "`threads`") >= 1
         require(is_count, "`threads` must be 1 or more", self.threads, "leave it out to have it measured")
 

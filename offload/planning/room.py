@@ -26,6 +26,7 @@ class Room:
     context: int | None
     rule: str
     experts: str = "auto"
+    parallel: int = 1
 
     @classmethod
     def of(cls, options: LoadOptions, place: str | None = None) -> "Room":
@@ -38,6 +39,7 @@ class Room:
             context=options.context,
             rule=options.rule,
             experts=options.experts if options.ranks is None else "layers",
+            parallel=options.parallel,
         )
 
     def plan(self, files: Files, num_nodes: int) -> MemoryPlan:

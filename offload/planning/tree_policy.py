@@ -68,10 +68,11 @@ class TreeSelector:
     note: str = ""  # why there is no profile
     costs: Costs | None = None  # of a step; None where nothing was measured
     traffic_of: TrafficOf = lambda _: None
-    max_nodes: int = AUTO_MAX_NODES  # of a tree that is chosen: what memory has room for, and what was timed
+    max_nodes: int = AUTO_MAX_NODES  # of a text's tree that is chosen: what memory has room for, and what was timed
     max_depth: int = DEPTHS[-1]  # what the context has room for
     has_draft: bool = True  # without one there are guesses alone, and nothing is known of them beforehand
     usual: Usual = SMALL  # what stands in for a profile
+    num_texts: int = 1  # that share a pass, each with such a tree
 
     def choose(self, spec: TreeSpec) -> TreeChoice:
         """The tree that is meant here; raises `UserError` for one that the rule does not allow."""
@@ -106,14 +107,17 @@ class TreeSelector:
 
     def _best(self, costs: Costs) -> TreeChoice:
         forest = self._forest(self.max_nodes, DEPTHS[-1])
-        best = rank_trees(forest, costs, self._traffic, self.max_depth, is_dynamic=self._is_dynamic)
+        best = rank_trees(
+            forest, costs, self._traffic, self.max_depth, is_dynamic=self._is_dynamic, num_texts=self.num_texts
+        )
         if not best:
             return TreeChoice(chain(0), "memory has no room for any tree")
         why = self._basis
         if isinstance(best[0].shape, DynamicShape):
             counted = sum(one.num_sweeps for one in forest.counted)
             why += f", growth repeated for {counted} sweeps" if counted else ", as if static: dynamic trees yield more"
-        return TreeChoice(best[0].shape, why, best[0].tokens_per_sweep, tuple(best[:NUM_SHOWN]))
+        tokens = best[0].tokens_per_sweep / self.num_texts
+        return TreeChoice(best[0].shape, why, tokens, tuple(best[:NUM_SHOWN]))
 
     def _chain(self) -> TreeChoice:
         """Of the integer lengths the one with the largest gain, by the first entry of the acceptance vector."""
@@ -192,7 +196,8 @@ class Trees:
     has_draft: bool = True
     usual: Usual = SMALL
     routing: Routing | None = None  # of the texts that this is about, where experts were counted
-    _known: dict[tuple[TreeSpec, Sampling, str], TreeChoice] = field(default_factory=dict)
+    parallel: int = 1  # texts that may share a pass
+    _known: dict[tuple[TreeSpec, Sampling, str, int], TreeChoice] = field(default_factory=dict)
 
     def check(self, sampling: Sampling, rule: str) -> None:
         """Refuse, before anything is measured, a named tree or profile that cannot serve. Raises `UserError`."""
@@ -202,11 +207,11 @@ class Trees:
 
     @property
     def most_nodes(self) -> int:
-        """Of the tree that memory will be planned for; of one that is yet to be chosen the most that it may have."""
+        """Of the trees that memory will be planned for; of those that are yet to be chosen the most they may have."""
         if not self.wish.is_chosen:
-            return self.wish.num_nodes
+            return self.parallel * self.wish.num_nodes
         if not self.has_draft:
-            return self._nodes_to_spare()
+            return self.parallel * self._nodes_to_spare()
         sizes = [size for size in SIZES if size <= AUTO_MAX_NODES]
         if self.wish.kind == "auto_chain":
             sizes = list(range(1, 2 + min(MAX_CHAIN, (self.context or AUTO_MAX_NODES) - 1)))
@@ -225,22 +230,25 @@ class Trees:
         return 1
 
     def nodes_to_plan(self, sampling: Sampling, rule: str) -> int:
-        """Of the largest tree that runs with these settings will take: of `chain:auto` its longest chain."""
+        """Of the largest trees that runs with these settings will take: of `chain:auto` its longest chain."""
         if self.wish.kind == "auto_chain":
-            return self.most_nodes
-        return self.for_run(sampling, rule).shape.num_nodes
+            return self.parallel * self.most_nodes
+        return max(num * self.for_run(sampling, rule, num_texts=num).shape.num_nodes for num in {1, self.parallel})
 
     def settle(self, plan: MemoryPlan) -> None:
         """Memory is planned: from now on no tree may be larger than that."""
         traffic = Traffic.of(plan)
         self.traffic_of, self.max_nodes, self.context = (lambda _: traffic), plan.num_nodes, plan.context
 
-    def for_run(self, sampling: Sampling, rule: str, tree: str | None = None) -> TreeChoice:
-        """The one that was named for this run or for all. Raises `UserError` where it is too large or too deep."""
+    def for_run(self, sampling: Sampling, rule: str, tree: str | None = None, num_texts: int = 1) -> TreeChoice:
+        """The one that was named for this run or for all, or the best beside other texts of the same pass.
+
+        Raises `UserError` where it is too large or too deep.
+        """
         spec = self.wish if tree is None else parse_tree(tree)
-        key = (spec, replace(sampling, seed=0), rule)
+        key = (spec, replace(sampling, seed=0), rule, num_texts)
         if key not in self._known:
-            choice = self._selector(spec, sampling, rule).choose(spec)
+            choice = self._selector(spec, sampling, rule, num_texts).choose(spec)
             self._check(choice.shape, tree)
             while len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
                 self._known.pop(next(iter(self._known)), None)
@@ -248,7 +256,7 @@ class Trees:
             return choice
         return self._known[key]
 
-    def _selector(self, spec: TreeSpec, sampling: Sampling, rule: str) -> TreeSelector:
+    def _selector(self, spec: TreeSpec, sampling: Sampling, rule: str, num_texts: int) -> TreeSelector:
         try:
             profile, note = self.find(sampling, rule)
         except UserError as error:
@@ -259,8 +267,9 @@ class Trees:
         max_nodes = min(self.max_nodes, most_timed(profile, costs) if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         return TreeSelector(
-            rule, profile, note, costs, self._traffic_of, max_nodes, max_depth, self.has_draft, self.usual
-        )
+            rule, profile, note, costs, self._traffic_of, max(1, max_nodes // num_texts), max_depth, self.has_draft,
+            self.usual, num_texts,
+        )  # fmt: skip
 
     def ahead_rows(self) -> int:
         """The least rows from which a sweep had better read all experts ahead of their routers, see `Traffic`."""
@@ -288,9 +297,10 @@ class Trees:
         return replace(costs, link_bytes_per_s=self.link_bytes_per_s, compute_s=compute_s)
 
     def _check(self, shape: Shape, tree: str | None) -> None:
-        if shape.num_nodes > self.max_nodes:
+        most = self.max_nodes // self.parallel if tree is not None else self.max_nodes
+        if shape.num_nodes > most:
             raise UserError(
-                f"tree {tree} has {shape.num_nodes} nodes, memory was planned for {self.max_nodes}: "
+                f"tree {tree} has {shape.num_nodes} nodes, memory was planned for {most}: "
                 "give the largest tree to load()"
             )
         if self.context is not None and shape.depth >= self.context:

@@ -106,8 +106,11 @@ def rank_trees(
     max_depth: int = DEPTHS[-1],
     *,
     is_dynamic: bool = False,
+    num_texts: int = 1,
 ) -> list[Prediction]:
     """All trees that memory can hold, the one with the most tokens per second first.
+
+    Of several texts in one pass each has such a tree, and a prediction is of what all of them yield together.
 
     Args:
         traffic_of: what a sweep moves when memory is planned for so many nodes; None where that does not fit.
@@ -115,14 +118,15 @@ def rank_trees(
     """
     candidates = []
     for size in (size for size in SIZES if size <= forest.max_nodes):
-        traffic = traffic_of(size)
+        traffic = traffic_of(num_texts * size)
         if traffic is None:
             continue
         for depth, tree in _trees_of(forest, size, max_depth, is_dynamic=is_dynamic):
             is_grown = is_dynamic and size > 1
             tokens = (forest.expected_dynamic if is_grown else forest.expected)(size, depth)
             shape = paced(DynamicShape(size, depth, num_tokens=tokens), costs) if is_grown else tree
-            candidates.append(Prediction(label_of(shape), shape, step_time(costs, traffic, shape), (tokens, tokens)))
+            step = step_time(costs, traffic, shape, num_texts)
+            candidates.append(Prediction(label_of(shape), shape, step, (num_texts * tokens,) * 2))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
 
 

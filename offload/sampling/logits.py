@@ -38,9 +38,30 @@ class Logits:
             self._lo, self._chunk_CV = lo, self._score(lo, min(lo + self._max_rows, len(self)))
         return self._lo, self._chunk_CV
 
+    def part(self, lo: int, hi: int) -> "Logits":
+        """Rows [lo, hi), such as one text's among several, over the same chunks."""
+        return _Part(self, lo, hi)
+
     def whole(self) -> Tensor:
         """All of them, (N, V), for whoever has the room."""
         return torch.cat([self.chunk_with(lo)[1] for lo in range(0, len(self), self._max_rows)])
+
+
+class _Part(Logits):
+    """Some rows of others."""
+
+    def __init__(self, whole: Logits, lo: int, hi: int) -> None:
+        assert 0 <= lo <= hi <= len(whole), f"rows {lo} to {hi} of {len(whole)}"
+        self._whole, self._first, self._num_rows, self._max_rows = whole, lo, hi - lo, whole._max_rows
+
+    def chunk_with(self, node: int) -> tuple[int, Tensor]:
+        assert 0 <= node < len(self), f"node {node} of {len(self)}"
+        lo, chunk_CV = self._whole.chunk_with(self._first + node)
+        first, last = max(lo, self._first), min(lo + len(chunk_CV), self._first + len(self))
+        return first - self._first, chunk_CV[first - lo : last - lo]
+
+    def whole(self) -> Tensor:
+        return torch.stack(list(self))
 
 
 class AdjustedRows:

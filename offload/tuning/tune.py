@@ -119,9 +119,7 @@ def tune(
         UserError: text that is missing, not UTF-8, empty or shorter than a window; whatever `load` refuses.
     """
     read, options = [read_text(path) for path in texts], options or LoadOptions()
-    require(options.lenience == 1, "`lenience` must be 1 for a profile", options.lenience, "leave it out")
-    if what := unprofiled(sampling):
-        raise UserError(f"a profile is of text without penalties, biases and min-p, got {what}: leave them out")
+    _require_profiled(options, sampling)
     hooks.on_phase("reading texts and headers")
     spec, device = options.tree_spec(has_draft=True), open_device(options.device, options.gpu_memory)
     require_writable(profiles_folder())
@@ -156,6 +154,13 @@ def tune(
     path = save_profile(profile)
     question.state_path.unlink(missing_ok=True)
     return Tuned(profile, path, choice_from(profile, files, room))
+
+
+def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
+    """Raises `UserError` for text that no profile is of."""
+    require(options.lenience == 1, "`lenience` must be 1 for a profile", options.lenience, "leave it out")
+    what = unprofiled(sampling)
+    require(not what, "a profile is of text without penalties, biases and min-p", what, "leave them out")
 
 
 def choice_from(profile: Profile, files: Files, room: Room) -> TreeChoice:

@@ -63,6 +63,19 @@ def test_one_seed_gives_one_text_with_every_tree(decoder: Decoder, setting: str,
             assert result.stats.num_sweeps < NUM_NEW, "no guess was right"
 
 
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_guesses_of_the_text_itself_change_nothing(
+    decoder: Decoder, models: tuple[Path, Path], has_draft: bool
+) -> None:
+    """They are point masses, from whatever they were copied; one that is penalised is only a poor guess."""
+    how, pair = SETTINGS["presence"] | DRAWN["warm"], models if has_draft else models[:1]
+    with offload.load(
+        *pair, ram="1GiB", tree="16x6", context=160, dtype="float32", threads=1, profile="none", lookup=True
+    ) as other:
+        for tree in ("8x3", "dynamic:16x6"):
+            assert written(other, how, tree).token_ids == written(decoder, how).token_ids
+
+
 @pytest.mark.parametrize("setting", ["repeat", "every"])
 def test_greedy_text_is_that_of_ratio_rules_too(decoder: Decoder, setting: str) -> None:
     alone = written(decoder, SETTINGS[setting])

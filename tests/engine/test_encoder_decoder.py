@@ -303,3 +303,15 @@ def law_of_two(model: PreTrainedModel, prompt: list[int], temperature: float) ->
     logits_VTV = model(input_ids=torch.tensor([prompt] * 12), decoder_input_ids=begun_VT).logits
     probs_VTV = (logits_VTV / temperature).double().softmax(-1)
     return (probs_VTV[0, 0, :, None] * probs_VTV[:, 1]).numpy()
+
+
+def test_penalties_are_of_the_decoders_own_text(pair: tuple[Path, Path], decoder: Decoder) -> None:
+    """As with transformers: what the encoder reads was not said."""
+    model, (_, _, prompt) = AutoModelForSeq2SeqLM.from_pretrained(pair[0], dtype=torch.float32), prompts()
+    how = {"do_sample": False, "max_new_tokens": 16, "repetition_penalty": 1.3, "use_cache": False}
+    ids_1T = model.generate(torch.tensor([prompt]), **how)
+    wanted = ids_1T[0, 1:].tolist()
+    for tree in ("none", "8x3"):
+        got = decoder.generate(prompt, max_new_tokens=16, repeat_penalty=1.3, tree=tree).token_ids
+        assert got == wanted[: len(got)] and len(got) > 8
+    assert decoder.generate(prompt, max_new_tokens=16, tree="none").token_ids != wanted

@@ -150,7 +150,7 @@ def test_a_text_keeps_its_last_token_to_begin_with() -> None:
     """The root of the first tree is computed with the tree, whatever the caches hold."""
     cache = SimpleNamespace(length=0, clear=lambda num_kept: setattr(cache, "length", min(num_kept, cache.length)))
     caches: Any = Caches(cache, cache)  # type: ignore[arg-type]
-    pool = CachePool(caches)
+    pool = CachePool([caches])
     pool.lend(text_of([1, 2, 3, 4]), keeps=True)
     cache.length = 4
     pool.lend(text_of([1, 2, 3]), keeps=True)

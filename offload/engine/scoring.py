@@ -1,0 +1,159 @@
+"""How likely texts are that are there already: many of them in one pass, as branches of one tree of tokens.
+
+Texts that begin alike share the rows of their beginning, and all of them one sweep over the weights. Nothing is drawn.
+Invariant: a row sees the tokens before it in its own text, and no others.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload.config import require
+from offload.engine.cache_pool import num_shared
+from offload.model.kv_cache import KVCache
+from offload.model.target import Target
+
+
+class TextScore(NamedTuple):
+    """The end of one text, given its beginning."""
+
+    logprob: float  # natural, of all its tokens together
+    is_greedy: bool  # whether each of them is the likeliest in its place
+    num_tokens: int
+
+
+class Wanted(NamedTuple):
+    """One text, and from which of its tokens on they are scored; at least one comes before."""
+
+    tokens: Sequence[int]
+    first: int
+
+
+class Scorer:
+    """Scores texts over a cache that nobody else has meanwhile.
+
+    Args:
+        max_rows: of one pass, which memory was planned for.
+
+    Attributes:
+        num_passes: over the weights, so far.
+    """
+
+    def __init__(self, target: Target, cache: KVCache, max_rows: int) -> None:
+        self._target, self._cache, self._max_rows, self.num_passes = target, cache, max_rows, 0
+
+    def score(self, texts: Sequence[Wanted]) -> list[TextScore]:
+        """Of each text. Raises `UserError` for one without a beginning, or longer than the context."""
+        for tokens, first in texts:
+            require(0 < first <= len(tokens), "a text is scored behind its first token", first, "give it a beginning")
+        seen: defaultdict[int, list[tuple[float, bool]]] = defaultdict(list)
+        for batch in self._batches(texts):
+            for index, found in self._pass(texts, batch):
+                seen[index].append(found)
+        return [
+            TextScore(sum(one for one, _ in seen[index]), all(best for _, best in seen[index]), len(seen[index]))
+            for index in range(len(texts))
+        ]
+
+    def _batches(self, texts: Sequence[Wanted]) -> Iterator["_Branches"]:
+        """Texts that are alike lie together."""
+        order = sorted(range(len(texts)), key=lambda index: list(texts[index].tokens))
+        rows = [list(text.tokens[:-1]) for text in texts]
+        branches = _Branches(0)
+        for index in (index for index in order if len(rows[index]) <= self._max_rows):
+            if branches.num_rows + branches.num_new(rows[index]) > self._max_rows:
+                yield branches
+                branches = _Branches(0)
+            branches.add(index, rows[index])
+        yield from [branches] if branches.num_rows else []
+        long = [index for index in order if len(rows[index]) > self._max_rows]
+        yield from self._long_batches(long, rows, [text.first - 1 for text in texts])
+
+    def _long_batches(self, order: list[int], rows: list[list[int]], firsts: list[int]) -> Iterator["_Branches"]:
+        """What is longer than a pass comes part by part; those that begin alike share the parts before their ends."""
+        waiting, held = deque(order), list[int]()
+        while waiting:
+            index = waiting.popleft()
+            lo = min(num_shared(held, rows[index]), firsts[index])
+            while len(rows[index]) - lo > self._max_rows:
+                part = _Branches(lo)
+                part.add(index, rows[index][lo : lo + self._max_rows])
+                yield part
+                lo += self._max_rows
+            held, branches = rows[index][:lo], _Branches(lo)
+            branches.add(index, rows[index][lo:])
+            while waiting and rows[waiting[0]][:lo] == held and firsts[waiting[0]] >= lo:
+                if branches.num_rows + branches.num_new(rows[waiting[0]][lo:]) > self._max_rows:
+                    break
+                branches.add(waiting[0], rows[waiting.popleft()][lo:])
+            yield branches
+
+    def _pass(self, texts: Sequence[Wanted], batch: "_Branches") -> Iterator[tuple[int, tuple[float, bool]]]:
+        self._cache.clear(batch.first)
+        logits = self._target.score_rows(batch.tokens, batch.depths, batch.sees(), self._cache)
+        self.num_passes += 1
+        for row, index, depth in sorted(batch.rows_of_texts()):
+            tokens, first = texts[index]
+            if depth + 1 >= first:
+                logits_V = logits[row].float()
+                token = tokens[depth + 1]
+                yield index, (float(logits_V.log_softmax(0)[token]), int(logits_V.argmax()) == token)
+        if batch.is_chain:
+            self._cache.commit(range(batch.num_rows))
+
+
+class _Branches:
+    """A tree of tokens without a root, behind `first` tokens that the cache has."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.tokens, self.depths = first, list[int](), list[int]()
+        self._parents, self._paths = list[int](), dict[int, list[int]]()
+        self._child: dict[tuple[int, int], int] = {}  # by row of the parent, -1 for none, and token
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether all rows are of one text, so that more of it may follow."""
+        return len(self._paths) == 1
+
+    def num_new(self, tokens: Sequence[int]) -> int:
+        """Rows that a text would add."""
+        row, num_known = -1, 0
+        for token in tokens:
+            row = self._child.get((row, token), -2)
+            if row < -1:
+                break
+            num_known += 1
+        return len(tokens) - num_known
+
+    def add(self, index: int, tokens: Sequence[int]) -> None:
+        """One more text."""
+        row, path = -1, list[int]()
+        for depth, token in enumerate(tokens):
+            key = (row, token)
+            if key not in self._child:
+                self._child[key] = self.num_rows
+                self.tokens.append(token)
+                self.depths.append(depth)
+                self._parents.append(row)
+            row = self._child[key]
+            path.append(row)
+        self._paths[index] = path
+
+    def rows_of_texts(self) -> Iterator[tuple[int, int, int]]:
+        """Row, text, and which of the text's tokens it is."""
+        for index, path in self._paths.items():
+            yield from ((row, index, self.first + depth) for depth, row in enumerate(path))
+
+    def sees(self) -> torch.Tensor:
+        """Bool (T, T): a row sees the branch that it ends."""
+        sees_TT = torch.eye(self.num_rows, dtype=torch.bool)
+        for row, parent in enumerate(self._parents):
+            if parent >= 0:
+                sees_TT[row] |= sees_TT[parent]
+        return sees_TT

@@ -1,0 +1,126 @@
+"""Flags of penalties, biases, log-probabilities and a system prompt: they reach the decoder, or are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reciting import NUM_SAID, PROMPT, SAID, generate_json, open_decoder
+from refusals import assert_refused, generate
+from shell import shell
+
+from offload.cli.sampling_choice import sampling_words
+from offload.config import Sampling
+from offload.engine.pipeline import check_stages
+from offload.engine.request import Request
+from offload.errors import UserError
+from offload.planning.profile import unprofiled
+
+FLAGS = {
+    "temperature": ("--temp", 2), "min_p": ("--min-p", 0.1), "repeat_penalty": ("--repeat-penalty", 1.4),
+    "presence_penalty": ("--presence-penalty", 0.5), "frequency_penalty": ("--frequency-penalty", -0.2),
+}  # fmt: skip
+
+
+def test_penalties_reach_the_sampler(looper: Path) -> None:
+    arguments = [word for flag in FLAGS.values() for word in flag]
+    arguments += ["--logit-bias", "40:3.5", "--logit-bias", "7:-2", "--seed", 3, "-n", 20]
+    result = generate_json(looper, *arguments)
+    how = {name: value for name, (_, value) in FLAGS.items()} | {"logit_bias": {40: 3.5, 7: -2}}
+    with open_decoder(looper) as decoder:
+        assert decoder.generate(PROMPT, max_new_tokens=20, seed=3, **how).token_ids == result["token_ids"]
+        assert "".join(decoder.stream(PROMPT, max_new_tokens=20, seed=3, **how)) == result["text"]
+    assert result["sampling"] == {**how, "top_p": 1, "top_k": 0, "logit_bias": {"7": -2, "40": 3.5}}
+
+
+def test_a_strong_bias_is_a_word(ender: Path) -> None:
+    token = generate_json(ender)["token_ids"][0]
+    assert generate_json(ender, "--logit-bias", f"{token}:-100", "-n", 1)["token_ids"] != [token]
+
+
+def test_logprobs_are_part_of_the_object(ender: Path) -> None:
+    result = generate_json(ender, "--logprobs", 2)
+    assert [one["token"] for one in result["logprobs"]] == result["token_ids"]
+    assert all(one["top"][0] == [one["token"], one["logprob"]] and len(one["top"]) == 2 for one in result["logprobs"])
+    assert "logprobs" not in generate_json(ender)
+
+
+def test_a_system_prompt_is_told_first(talker: Path) -> None:
+    told, plain = (generate_json(talker, *flags, prompt="Say") for flags in (("--system", "Be brief."), ()))
+    assert told["text"] == plain["text"] == SAID and len(told["token_ids"]) == NUM_SAID + 1
+    assert told["num_prompt_tokens"] - plain["num_prompt_tokens"] == len("<system:Be brief.")
+
+
+def test_a_chat_is_penalised_too(talker: Path) -> None:
+    script = b"/set repeat-penalty 1.5\n/set\nSay\n"
+    flags = ("--ram", "1GiB", "--context", 128, "--threads", 1, "--presence-penalty", 0.25)
+    outcome = shell("chat", "-m", talker, *flags, stdin=script)
+    assert outcome.code == 0
+    assert "greedy, repeat penalty 1.5, presence penalty 0.25, seed 0" in outcome.err
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--logit-bias", "5"), "--logit-bias must be ID:NUMBER, got '5': try 42:-1.5"),
+        (("--logit-bias", "5:1", "--logit-bias", "5:2"), "a token of --logit-bias must have one number"),
+        (("--logit-bias", "5:nan"), "numbers of --logit-bias must lie between -100 and 100"),
+        (("--logit-bias", "5000:1"), "tokens of --logit-bias must lie in [0, 199), got 5000"),
+        (("--min-p", 0.1), "--top-p, --top-k and --min-p choose among tokens that are drawn: give --temp as well"),
+        (("--temp", 1, "--min-p", 1.5), "--min-p must lie in [0, 1], got 1.5"),
+        (("--repeat-penalty", 0), "--repeat-penalty must lie between 0.01 and 100, got 0"),
+        (("--presence-penalty", 1000), "--presence-penalty must lie between -100 and 100"),
+        (("--frequency-penalty", "nan"), "--frequency-penalty must lie between -100 and 100"),
+        (("--logprobs", 2), "--logprobs are part of what --json prints, got 2: give --json"),
+        (("--logprobs", -2, "--json"), "--logprobs must be 0 or more"),
+        (("--system", "Be.", "--raw"), "--system is put in by the chat template, which --raw leaves out"),
+        (("--system", "Be."), "the model has no chat template"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_refused(flags: tuple[object, ...], words: str, sound: Path) -> None:
+    assert_refused(generate(sound, "-p", "Count:", *flags), words)
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_a_system_prompt_needs_a_prompt(sound: Path, tmp_path: Path) -> None:
+    session = tmp_path / "text.session"
+    session.write_bytes(b"x")
+    outcome = generate(sound, "--session", session, "--system", "Be.")
+    assert_refused(outcome, "--system is told before a prompt, and there is none")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (Sampling(), "greedy"),
+        (Sampling(min_p=0.2, top_p=0.5, repeat_penalty=1.25), "greedy, repeat penalty 1.25"),
+        (Sampling(temperature=0.6, top_p=0.9, top_k=5, min_p=0.1), "temperature 0.6, top-p 0.9, top-k 5, min-p 0.1"),
+        (Sampling(temperature=1, frequency_penalty=-0.5, logit_bias={5: 1, 6: 2}),
+         "temperature 1, frequency penalty -0.5, biases 2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_off_is_not_told(how: Sampling, words: str) -> None:
+    assert sampling_words(how) == words
+
+
+@pytest.mark.parametrize("wrong", [{"sampling": Sampling(logit_bias={5: 1})}, {"num_logprobs": 0}], ids=str)
+def test_stages_refuse_what_they_cannot_do(wrong: dict[str, Any]) -> None:
+    check_stages(Request("x", Sampling(temperature=1, min_p=0.5)))
+    with pytest.raises(UserError, match="use `ranks` shards"):
+        check_stages(Request("x", **wrong))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (Sampling(temperature=1, top_k=5), ""),
+        (Sampling(min_p=0.2), ""),
+        (Sampling(temperature=1, min_p=0.2), "min-p"),
+        (Sampling(presence_penalty=1), "penalties or biases"),
+    ],
+    ids=str,
+)
+def test_no_profile_holds_for_what_none_knows(how: Sampling, words: str) -> None:
+    assert unprofiled(how) == words

@@ -1,0 +1,78 @@
+"""How likely texts are: many in one pass, each as it is alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, build, save
+
+import offload
+from offload.engine import scoring
+from offload.engine.decoder import Decoder
+
+BEGINNING = list(range(20, 60))
+TEXTS = [
+    ([*BEGINNING, 3, 4], 40), ([*BEGINNING, 5], 40), ([*BEGINNING[:20], 9, 8, 7], 21), ([7, 8], 1), ([7, 8, 9, 10], 2),
+    (list(range(1, 150)), 1), ([*BEGINNING, 3, 4], 41), ([7, 8], 2),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-sliding", "gemma2"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    model = build(FAMILIES[request.param]())
+    return request.param, save(model, tmp_path_factory.mktemp("target"))
+
+
+def opened(target: Path, **more: object) -> Decoder:
+    how = {"ram": "512MiB", "dtype": "float32", "context": 200, "profile": "none", "threads": 1, "tree": "none"}
+    return offload.load(target, **{**how, **more})  # type: ignore[arg-type]
+
+
+def wanted_of(family: str) -> list[tuple[float, bool]]:
+    model, found = build(FAMILIES[family]()).eval(), []
+    for tokens, first in TEXTS:
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([tokens])).logits[0].float()
+        rows = [(logits_TV[at - 1].log_softmax(0), tokens[at]) for at in range(first, len(tokens))]
+        best = all(int(row_V.argmax()) == token for row_V, token in rows)
+        found.append((sum(float(row_V[token]) for row_V, token in rows), best))
+    return found
+
+
+def test_texts_are_as_likely_as_each_by_itself(target: tuple[str, Path]) -> None:
+    family, directory = target
+    with opened(directory, parallel=2) as decoder:
+        scores, num_passes = decoder.score_texts(TEXTS), decoder.num_score_passes
+        again = decoder.score_texts(TEXTS[::-1])[::-1]
+        generated = decoder.generate([7, 8], max_new_tokens=3)
+        greedy = decoder.score_texts([([7, 8, *generated.token_ids], 2)])[0]
+    for score, other, (logprob, is_greedy) in zip(scores, again, wanted_of(family), strict=True):
+        assert score == other and score.is_greedy == is_greedy
+        assert score.logprob == pytest.approx(logprob, abs=1e-4)
+    assert num_passes == 1 and [score.num_tokens for score in scores] == [2, 1, 2, 1, 2, 148, 1, 0]
+    assert greedy.is_greedy and greedy.num_tokens == 3
+
+
+def test_passes_are_no_larger_than_planned(target: tuple[str, Path]) -> None:
+    with opened(target[1]) as decoder:
+        scores = decoder.score_texts(TEXTS)
+        scorer = scoring.Scorer(decoder.target, decoder._pool.borrow().target, 30)
+        small = scorer.score([scoring.Wanted(*text) for text in TEXTS])
+    assert scorer.num_passes == 8, "148 rows by 30, 40 of three texts that end apart, and what is short together"
+    for one, other in zip(scores, small, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4) and one[1:] == other[1:]
+
+
+def test_rows_that_see_another_branch_are_caught(target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring._Branches, "sees", lambda own: torch.ones(own.num_rows, own.num_rows).tril().bool())
+    with opened(target[1]) as decoder:
+        scores = decoder.score_texts(TEXTS)
+    pairs = zip(scores, wanted_of(target[0]), strict=True)
+    assert any(abs(score.logprob - logprob) > 1e-2 for score, (logprob, _) in pairs)
+
+
+@pytest.mark.parametrize(("text", "said"), [(([7, 8], 0), "behind its first"), (([7] * 201, 1), "fit into the context"),
+                                            (([7, 999], 1), "must lie in")])  # fmt: skip
+def test_texts_that_cannot_be_scored(text: tuple[list[int], int], said: str, target: tuple[str, Path]) -> None:
+    with opened(target[1]) as decoder, pytest.raises(offload.UserError, match=said):
+        decoder.score_texts([text])
