@@ -72,6 +72,11 @@ class Moved(NamedTuple):
         hits, misses = self.expert_hits - before.expert_hits, self.expert_misses - before.expert_misses
         return Moved(self.num_bytes - before.num_bytes, self.stall_s - before.stall_s, hits, misses)
 
+    def and_more(self, other: "Moved") -> "Moved":
+        """Both together."""
+        hits, misses = self.expert_hits + other.expert_hits, self.expert_misses + other.expert_misses
+        return Moved(self.num_bytes + other.num_bytes, self.stall_s + other.stall_s, hits, misses)
+
 
 @dataclass(slots=True, repr=False)
 class Stats:

@@ -27,7 +27,7 @@ from offload.engine.cache_pool import CachePool
 from offload.engine.forest import Forest
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.many import in_order
-from offload.engine.request import Prompt, Request, encode, with_start
+from offload.engine.request import Prompt, Request, Tool, encode, with_start
 from offload.engine.scoring import Scorer, TextScore, Wanted
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
@@ -66,6 +66,14 @@ class Settled(NamedTuple):
     grammars: Grammars | None = None
 
 
+class Checked(NamedTuple):
+    """What a run begins with, of a request that can be served."""
+
+    prompt_ids: list[int]
+    rule: Rule
+    choice: TreeChoice
+
+
 class Decoder:
     """An offloaded model, ready to generate. Build it with `offload.load`; use it as a context manager or `close` it.
 
@@ -96,7 +104,7 @@ class Decoder:
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._start = target.vocab_size, target.start
         self._grammars = grammars or Grammars(self.tokenizer, self._vocab_size, self.end_ids)
-        self._turn, self._waiting = Turn(), ThreadWaiting()
+        self._turn, self._waiting, self._encoding = Turn(), ThreadWaiting(), threading.Lock()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
         sets = [Caches(target.new_cache(), drafter.new_state()) for _ in range(self.num_parallel)]
@@ -234,11 +242,7 @@ class Decoder:
         Raises `UserError`.
         """
         sampling, max_new_tokens = request.sampling, request.max_new_tokens
-        bounds = (self.plan.context, self.plan.has_longest_context)
-        prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
-        acceptance = self.rule if rule is None else self._other_rule(rule)
-        check_lenience(acceptance.lenience, acceptance.name, sampling)
-        choice = self._trees.for_run(sampling, acceptance.name, tree)
+        prompt_ids, acceptance, choice = self.check(request, tree=tree, rule=rule)
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(
             prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues,
@@ -250,6 +254,20 @@ class Decoder:
         text = TextStream(self.tokenizer, start_ids, request.stops)
         setup = Setup(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
+
+    def check(self, request: Request, *, tree: str | None = None, rule: str | None = None) -> Checked:
+        """What a run of this request begins with; another thread may ask while runs are under way.
+
+        Raises `UserError`.
+        """
+        bounds = (self.plan.context, self.plan.has_longest_context)
+        with self._encoding:
+            prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
+        acceptance = self.rule if rule is None else self._other_rule(rule)
+        check_lenience(acceptance.lenience, acceptance.name, request.sampling)
+        if request.grammar is not None:
+            self._grammars.mask(request.grammar)
+        return Checked(prompt_ids, acceptance, self._trees.for_run(request.sampling, acceptance.name, tree))
 
     def advance(self, runs: abc.Sequence[Run]) -> list[str]:
         """One pass over the weights for all of these runs: the piece of text that each has gained by it.
@@ -338,9 +356,18 @@ class Decoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt as `generate` takes it, checked. Raises `UserError`."""
-        return encode(self.tokenizer, prompt, self._vocab_size, raw=raw)
+    def encode(self, prompt: Prompt, *, raw: bool = False, tools: abc.Sequence[Tool] = ()) -> list[int]:
+        """Token ids of a prompt as `generate` takes it, checked; any thread may ask. Raises `UserError`.
+
+        Args:
+            tools: functions that the chat template tells the model of, as OpenAI's protocol describes them.
+        """
+        with self._encoding:  # not every tokenizer may be used by two threads
+            return encode(self.tokenizer, prompt, self._vocab_size, raw=raw, tools=tools)
+
+    def room(self, prompt_ids: abc.Sequence[int]) -> int:
+        """New tokens that may follow on a prompt; less than one where it fills the context by itself."""
+        return self.plan.context - len(self._start or prompt_ids)
 
     def _other_rule(self, name: str) -> Rule:
         rule = find_rule(name, self.rule.lenience)

@@ -92,7 +92,7 @@ def load(
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
             are streamed, since the arithmetic then waits for the link anyway. See `Decoder.invariance`.
         lookup, lookup_length, ngram, datastore: guesses without a model, see `LoadOptions.looks_up`, docs/lookup.md.
-        parallel: texts that may be written at a time, for which a pass over the weights is made once.
+        parallel: texts that may be written at a time, by one pass over the weights for all of them.
         ranks, pipeline: share the target among the processes that torchrun has started, see docs/ranks.md. On rank 0
             this returns; any other serves until that decoder is closed, and then raises `SystemExit`.
         experts: of a mixture `demand` reads the experts that a pass needs, `layers` all of them with their layers.

@@ -13,7 +13,8 @@ from offload.engine.text import Tokenizer, encode_messages, encode_prompt
 from offload.errors import UserError
 from offload.sampling.grammar import Grammar
 
-Message = Mapping[str, str]  # role (system, user, assistant) and content
+Message = Mapping[str, Any]  # role (system, user, assistant, tool) and content; calls of tools beside it
+Tool = Mapping[str, Any]  # a function that a model may call, as OpenAI's protocol describes it
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
@@ -76,6 +77,9 @@ class Request:
         most = max(dict(self.sampling.logit_bias), default=0)
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
         require(most < vocab_size, rule, most, "use this model's tokenizer")
+        biased = max(dict(self.sampling.logit_bias), default=0)
+        rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
+        require(biased < vocab_size, rule, biased, "use this model's tokenizer")
         num_new, ids = self.max_new_tokens, encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
         if start:
             _check_source(ids, start, num_new, context)
@@ -107,8 +111,11 @@ def _check_source(ids: list[int], start: tuple[int, ...], num_new: int, context:
         raise UserError(f"{what}: raise `context` or lower `max_new_tokens`")
 
 
-def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *, raw: bool = False) -> list[int]:
-    """Token ids of a prompt, checked. Raises `UserError`."""
+def encode(
+    tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, *,
+    raw: bool = False, tools: Sequence[Tool] = (),
+) -> list[int]:  # fmt: skip
+    """Token ids of a prompt, checked; `tools` are those of a conversation. Raises `UserError`."""
     if not isinstance(prompt, str) and not _are_messages(prompt):
         ids = _whole_numbers(prompt)
     elif tokenizer is None:
@@ -119,7 +126,7 @@ def encode(tokenizer: Tokenizer | None, prompt: Prompt | None, vocab_size: int, 
         ids = encode_prompt(tokenizer, _whole_text(prompt), raw=raw)
     else:
         require(not raw, "messages need the chat template", "raw=True", "give text, or leave raw out")
-        ids = encode_messages(tokenizer, _messages(prompt))
+        ids = encode_messages(tokenizer, _messages(prompt), tools)
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
     if not all(0 <= token < vocab_size for token in ids):
@@ -159,7 +166,7 @@ def _are_messages(prompt: object) -> bool:
 _UNREAD = {"image", "images", "image_url", "audio", "audios", "video", "videos"}  # that programs put beside a text
 
 
-def _messages(prompt: Any) -> list[dict[str, str]]:
+def _messages(prompt: Any) -> list[dict[str, Any]]:
     return [_message(message) for message in prompt]
 
 
@@ -167,9 +174,11 @@ def _kind_of(part: Mapping[str, Any]) -> str:
     return ", ".join(sorted(_UNREAD & {*part})) or "a part without a type"
 
 
-def _message(message: Any) -> dict[str, str]:
+def _message(message: Any) -> dict[str, Any]:
     """With a content of text; parts of it are put together as templates do. Raises `UserError` for images and such."""
     content = message.get("content") if isinstance(message, Mapping) else None
+    if content is None and isinstance(message, Mapping) and message.get("tool_calls"):
+        content = ""  # calls may be all that was said
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     others = {str(part.get("type") or _kind_of(part)) for part in parts} - {"text"}
     others |= _UNREAD & {*message} if isinstance(message, Mapping) else set()

@@ -1,7 +1,7 @@
 """Between text and tokens: prompts in, pieces of text out as tokens are accepted, stop strings in between."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -55,25 +55,34 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
     return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with `raw`")
 
 
-def encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation up to where the model has to answer. Raises `UserError` without a chat template."""
+def encode_messages(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
+    """Token ids of a conversation up to where the model has to answer. Raises `UserError` without a chat template.
+
+    Args:
+        tools: what the template is told of, and the model with it, where the template knows such a thing.
+    """
     if not tokenizer.chat_template:
         raise UserError(
             "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
             "or offload generate without `system`"
         )
-    return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn")
+    return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn", tools)
 
 
-def _in_template(tokenizer: Tokenizer, messages: list[dict[str, str]], remedy: str) -> list[int]:
+def _in_template(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], remedy: str, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     has_parts_alone = not _shows_last(tokenizer, messages, messages) and _shows_last(tokenizer, parts, messages)
     with refusing("the model's chat template failed", remedy):
         asked = parts if has_parts_alone else messages
-        return list(tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"])
+        told = {"tools": [*tools]} if tools else {}
+        return list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, **told)["input_ids"])
 
 
-def _shows_last(tokenizer: Tokenizer, messages: list[dict[str, Any]], texts: list[dict[str, str]]) -> bool:
+def _shows_last(tokenizer: Tokenizer, messages: list[dict[str, Any]], texts: list[dict[str, Any]]) -> bool:
     """Templates of some models that also see look for lists of parts, and pass over what is text as if it were none."""
     try:
         told = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))

@@ -26,6 +26,7 @@ LOOKUP_NODES = 64  # at most, of guesses alone, as REST has (2311.08252, section
 LOOKUP_DEPTH = 32  # ... and copies may be long
 _SPARE_TRAFFIC = 1.01  # of a sweep with room for guesses over one without
 NUM_SHOWN = 5
+_MOST_KNOWN = 256  # choices that are kept
 
 FindProfile = Callable[[Sampling, str], tuple[Profile | None, str]]  # by settings and rule: it, or why there is none
 TrafficOf = Callable[[int], Traffic | None]  # by nodes of the largest tree; None where that does not fit
@@ -246,11 +247,14 @@ class Trees:
         """
         spec = self.wish if tree is None else parse_tree(tree)
         key = (spec, replace(sampling, seed=0), rule, num_texts)
-        if key not in self._known:
+        choice = self._known.get(key)
+        if choice is None:
             choice = self._selector(spec, sampling, rule, num_texts).choose(spec)
             self._check(choice.shape, tree)
+            if len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
+                self._known.clear()
             self._known[key] = choice
-        return self._known[key]
+        return choice
 
     def _selector(self, spec: TreeSpec, sampling: Sampling, rule: str, num_texts: int) -> TreeSelector:
         try:

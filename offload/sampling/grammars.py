@@ -8,6 +8,7 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Set
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,15 +41,17 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, frozenset(end_ids)
         self._vocabulary: Any = None  # an `LLTokenizer`
         self._compiled: dict[Grammar, Any] = {}  # of `LLMatcher` at their start
+        self._lock = threading.Lock()  # requests are checked while others are being written
 
     def mask(self, grammar: Grammar) -> GrammarMask:
         """What keeps one text within a grammar. Raises `UserError` for one that nothing can be written by."""
-        if grammar not in self._compiled:
-            matcher = self._compile(grammar)
-            while len(self._compiled) >= _MOST_KEPT:
-                del self._compiled[next(iter(self._compiled))]
-            self._compiled[grammar] = matcher
-        return GrammarMask(self._compiled[grammar].deep_copy, self._allowed, self._end_ids, str(grammar))
+        with self._lock:
+            if grammar not in self._compiled:
+                matcher = self._compile(grammar)
+                while len(self._compiled) >= _MOST_KEPT:
+                    del self._compiled[next(iter(self._compiled))]
+                self._compiled[grammar] = matcher
+            return GrammarMask(self._compiled[grammar].deep_copy, self._allowed, self._end_ids, str(grammar))
 
     def _compile(self, grammar: Grammar) -> Any:
         vocabulary = self._read_vocabulary()

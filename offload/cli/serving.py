@@ -1,0 +1,108 @@
+"""A server from its socket to its end: bound first, then the model is loaded while it answers that it loads.
+
+Invariant: a port that is taken, a key that is missing and a model that cannot be served are refused before a weight is
+read; and however it ends, texts under way get their grace, requests that wait are told, and nothing is left behind.
+"""
+
+from pathlib import Path
+from threading import Event, Timer
+from typing import NamedTuple
+
+from offload.checkpoint.generation_config import suggested_sampling
+from offload.checkpoint.small_files import read_small
+from offload.cli.console import Console, Names
+from offload.cli.progress import plural
+from offload.cli.sampling_choice import sampling_words
+from offload.config import Sampling, parse_size
+from offload.engine.load import open_decoder
+from offload.engine.request import Request
+from offload.engine.service import Closing, Engine
+from offload.errors import UserError, reason
+from offload.planning.options import LoadOptions
+from offload.server.app import create_app
+from offload.server.listening import Listening, bind
+from offload.server.settings import Settings, is_loopback
+
+
+class Wishes(NamedTuple):
+    """What the flags of a server say."""
+
+    host: str
+    port: int
+    api_key_file: Path | None
+    num_waiting: int
+    grace_s: float
+    max_body: str
+
+
+def serve_model(model: str, draft: str | None, options: LoadOptions, console: Console, wishes: Wishes) -> None:
+    """Serve until a signal ends it. Raises `UserError` and `RunError`."""
+    keys, max_body_bytes = read_keys(wishes.api_key_file, wishes.host), parse_size(wishes.max_body, "--max-body")
+    sampling = served_sampling(str(options.config or model))
+    names = Names.of(model, draft)
+    settings = Settings(
+        model_id=names.model, sampling=sampling, host=wishes.host, api_keys=keys, max_body_bytes=max_body_bytes
+    )
+    app = create_app(None, settings)
+    first, brake = Request(sampling=sampling), Event()
+
+    def on_layer() -> None:
+        console.layer_done()
+        if brake.is_set():
+            raise Closing("the server is closing: ask again later")
+
+    hooks = console.hooks._replace(on_layer=on_layer)
+    with (
+        Listening(app, bind(wishes.host, wishes.port), console.say) as server,
+        open_decoder(model, draft, options, first, hooks=hooks) as decoder,
+    ):
+        if decoder.tokenizer is None:
+            raise UserError("a server needs the model's tokenizer: put its tokenizer.json beside it")
+        console.open(names, decoder, decoder.tree_choice(sampling))
+        console.say(f"{sampling_words(sampling)} where a request does not say how to draw")
+        with Engine(decoder, max_waiting=wishes.num_waiting) as engine:
+            app.state.engine = engine
+            console.say(f"serving {settings.model_id} at {server.address}/v1, Ctrl-C ends it")
+            _wait(server, engine, console, wishes.grace_s, brake)
+
+
+def _wait(server: Listening, engine: Engine, console: Console, grace_s: float, brake: Event) -> None:
+    """Until a signal ends it; a pass that takes longer than the grace ends at its next layer."""
+    try:
+        server.wait()
+    except (KeyboardInterrupt, SystemExit):  # of SIGINT, SIGTERM and SIGHUP: the way to end a server, and no failure
+        figures = engine.figures()
+        if figures.num_active:
+            console.say(f"ending: {plural(figures.num_active, 'text')} under way, at most {grace_s:g} s more")
+        clock = Timer(grace_s, brake.set)
+        clock.start()
+        try:
+            engine.close(grace_s)
+        finally:
+            clock.cancel()
+
+
+def served_sampling(model: str) -> Sampling:
+    """How tokens are drawn for requests that do not say: as the model suggests, else as OpenAI does, temperature 1.
+
+    A model's own file goes first because chances are tuned for it: what runs at 0.6 by its makers' advice is worse
+    at 1. Raises `UserError` for a suggestion that makes no sense.
+    """
+    suggested = suggested_sampling(model, 0)
+    return Sampling(temperature=1.0) if suggested.is_greedy else suggested
+
+
+def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
+    """The keys in a file, one a line. Raises `UserError` where there is none, or none is given and one is needed."""
+    if file is None:
+        if not is_loopback(host):
+            raise UserError(f"`host` {host} can be reached by others: give --api-key-file, or leave --host out")
+        return ()
+    try:
+        lines = read_small(file).split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the keys in {file} ({reason(error)}): check the path") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
+        raise UserError(f"{file} must hold a key of printable ASCII a line: try head -c 24 /dev/urandom | base64")
+    return keys

@@ -1,0 +1,288 @@
+"""Many callers, one decoder: requests wait in order, and one thread runs the passes that all of their texts share.
+
+Only that thread touches the decoder. Invariant: every request that was taken ends, with its text or with the error that
+ended it; one that fails, or is cancelled, disturbs no other; and a place is given back before the next text gets it.
+"""
+
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation, Run
+from offload.engine.request import Request
+from offload.engine.ticket import Asked, Cancelled, Job, Piece, Ticket
+from offload.errors import RunError, UserError
+from offload.stats import Moved
+
+_RECENT_S = 60.0  # what rates are of
+_MOST_RECENT = 256
+_NOTHING = Moved()
+
+
+class QueueFull(UserError):  # noqa: N818
+    """As many requests wait as may."""
+
+
+class Closing(UserError):  # noqa: N818
+    """The engine takes no more requests."""
+
+
+class PassDone(NamedTuple):
+    """One pass over the weights, for all texts that shared it."""
+
+    ended_s: float  # by the monotonic clock
+    seconds: float
+    num_texts: int
+    num_tokens: int
+    moved: Moved
+
+
+class EngineFigures(NamedTuple):
+    """What an engine has done since it began, and what goes on now."""
+
+    num_active: int = 0
+    num_waiting: int = 0
+    num_done: int = 0  # those below not counted
+    num_cancelled: int = 0
+    num_failed: int = 0
+    num_refused: int = 0  # because too many waited
+    num_prompt_tokens: int = 0  # of requests that were begun
+    num_tokens: int = 0
+    num_passes: int = 0
+    pass_s: float = 0.0
+    waited_s: float = 0.0  # of all requests that were begun, before they were
+    moved: Moved = Moved()  # by all passes
+    recent: tuple[PassDone, ...] = ()  # of the last minute, as far as they are kept
+    pass_began_s: float | None = None  # by the monotonic clock; None while idle
+
+
+class _Active(NamedTuple):
+    job: Job
+    run: Run
+
+
+class Engine:
+    """Serves many callers with one decoder; use it as a context manager or `close` it, before the decoder.
+
+    Any thread may call any method. Nobody else may use the decoder meanwhile.
+
+    Args:
+        decoder: as many texts as it has places are written at a time.
+        max_waiting: requests beyond these are refused while so many wait.
+    """
+
+    def __init__(self, decoder: Decoder, *, max_waiting: int = 64) -> None:
+        if max_waiting < 1:
+            raise UserError(f"`max_waiting` must be 1 or more, got {max_waiting}: one that waits is begun at once")
+        self.decoder, self._max_waiting = decoder, max_waiting
+        self._changed, self._waiting, self._active = threading.Condition(), deque[Job](), list[_Active]()
+        self._is_closing = self._is_over = False
+        self._sums, self._recent = EngineFigures(), deque[PassDone](maxlen=_MOST_RECENT)
+        self._pass_began_s: float | None = None
+        self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return not self._is_closing and self._thread.is_alive()
+
+    @property
+    def most_requests(self) -> int:
+        """That are written or wait at a time."""
+        return self._max_waiting + self.decoder.num_parallel
+
+    def submit(self, request: Request, *, tree: str | None = None, rule: str | None = None) -> Ticket:
+        """Take a request; it is begun once there is a place.
+
+        Raises `UserError` for one that cannot be served at all, `QueueFull` where too many wait, and `Closing`.
+        """
+        self._require_room()  # before its prompt is read, which may take longer
+        request = replace(request, prompt=self.decoder.check(request, tree=tree, rule=rule).prompt_ids)
+        with self._changed:
+            self._require_room()
+            job = Job(Asked(request, tree, rule))
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return Ticket(job)
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Take no more requests, end those that wait, let those under way have so long, then cancel them.
+
+        Returns once the pass under way is over; again it does nothing.
+        """
+        with self._changed:
+            self._is_closing = True
+            waiting = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for job in waiting:
+            self._end(job, error=Closing("the server is closing: ask again later"))
+        self._thread.join(max(0.0, grace_s))
+        with self._changed:
+            self._is_over = True
+            for one in self._active:
+                one.job.cancel()
+        self._thread.join()
+
+    def figures(self) -> EngineFigures:
+        """What was done, and what goes on."""
+        with self._changed:
+            now_s = time.monotonic()
+            recent = tuple(one for one in self._recent if now_s - one.ended_s < _RECENT_S)
+            return self._sums._replace(
+                num_active=len(self._active), num_waiting=self._num_waiting(), recent=recent,
+                pass_began_s=self._pass_began_s,
+            )  # fmt: skip
+
+    def _num_waiting(self) -> int:
+        return sum(not job.is_cancelled for job in self._waiting)
+
+    def _require_room(self) -> None:
+        with self._changed:
+            if not self.is_open:
+                raise Closing("the server is closing: ask again later")
+            if self._num_waiting() + len(self._active) >= self.most_requests:
+                self._add(num_refused=1)
+                raise QueueFull(f"{self._max_waiting} requests wait already: ask again later")
+
+    def _add(self, *, moved: Moved = _NOTHING, **more: float) -> None:
+        with self._changed:
+            sums = {name: getattr(self._sums, name) + value for name, value in more.items()}
+            self._sums = self._sums._replace(moved=self._sums.moved.and_more(moved), **sums)
+
+    # What follows runs in the engine's own thread.
+
+    def _serve(self) -> None:
+        error: BaseException | None = None
+        try:
+            while self._has_work():
+                self._drop_cancelled()
+                self._admit()
+                if self._active:
+                    self._pass()
+        except BaseException as caught:  # of our own making: nobody may be left waiting
+            error = caught
+            raise
+        finally:
+            with self._changed:
+                self._is_closing = True
+                left = list(self._waiting)
+                self._waiting.clear()
+            for one in list(self._active):
+                self._leave(one, error)
+            for job in left:
+                self._end(job, error=error or Closing("the server is closing: ask again later"))
+
+    def _has_work(self) -> bool:
+        """Wait for some; False once there will be none."""
+        with self._changed:
+            while not (self._waiting or self._active or self._is_closing):
+                self._changed.wait()
+            return not self._is_over and bool(self._active or not self._is_closing)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            gone = [job for job in self._waiting if job.is_cancelled]
+            for job in gone:
+                self._waiting.remove(job)
+        for job in gone:
+            self._end(job, error=Cancelled("the request was cancelled before it had begun"))
+        for one in [one for one in self._active if one.job.is_cancelled]:
+            self._leave(one)
+
+    def _admit(self) -> None:
+        """Begin those that wait, in order, while there are places."""
+        while len(self._active) < self.decoder.num_parallel:
+            with self._changed:
+                if not self._waiting:
+                    return
+                job = self._waiting.popleft()
+            request, tree, rule = job.asked
+            try:
+                run = self.decoder.start(request, tree=tree, rule=rule, continues=True)
+            except Exception as error:  # this request's own, whatever it is
+                self._end(job, error=error)
+                continue
+            with self._changed:
+                self._active.append(_Active(job, run))
+            waited_s, num_prompt_tokens = time.monotonic() - job.submitted_s, run.sequence.num_prompt_tokens
+            self._add(waited_s=waited_s, num_prompt_tokens=num_prompt_tokens)
+
+    def _pass(self) -> None:
+        """One pass for all of them: pieces are handed out, and those that it has ended leave."""
+        active, before, began_s = list(self._active), self.decoder.target.moved, time.monotonic()
+        num_texts = sum(one.run.is_writing for one in active)
+        num_before = [len(one.run.sequence.new_ids) for one in active]
+        self._pass_began_s = began_s
+        try:
+            pieces = self._advance(active)
+        except RunError as error:  # the disk, or another rank: it is everybody's
+            for one in [one for one in active if one in self._active]:
+                self._leave(one, error)
+            return
+        finally:
+            self._pass_began_s = None
+        gained = zip(active, num_before, pieces, strict=True)
+        num_tokens = sum(self._hand_out(one, num, text) for one, num, text in gained if text is not None)
+        if num_texts:  # else there was nothing left to write
+            ended_s, moved = time.monotonic(), self.decoder.target.moved.since(before)
+            with self._changed:
+                self._recent.append(PassDone(ended_s, ended_s - began_s, num_texts, num_tokens, moved))
+            self._add(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=ended_s - began_s)
+
+    def _advance(self, active: list[_Active]) -> list[str | None]:
+        """The text that each has gained; None for one that has left with an error of its own."""
+        try:
+            return [*self.decoder.advance([one.run for one in active])]
+        except RunError:
+            raise
+        except Exception as error:
+            if len(active) == 1:
+                self._leave(active[0], error)
+                return [None]
+        return [text for one in active for text in self._advance([one])]  # whose error it was shows alone
+
+    def _hand_out(self, one: _Active, num_before: int, text: str) -> int:
+        sequence = one.run.sequence
+        try:
+            text += (
+                "" if one.run.is_writing else one.run.take()
+            )  # its end is told now, not behind the others' next pass
+        except Exception as error:  # of its text, which a stranger's tokenizer makes
+            self._leave(one, error)
+            return 0
+        token_ids = sequence.new_ids[num_before:]
+        if text or token_ids:
+            one.job.hand_out(Piece(text, token_ids, sequence.logprobs[num_before:], sequence.last_pass))
+        if one.run.is_finished:
+            self._leave(one)
+        return len(token_ids)
+
+    def _leave(self, one: _Active, error: BaseException | None = None) -> None:
+        """Its place is free again before its caller is told."""
+        result = None
+        try:
+            result = None if error else one.run.result()
+        except Exception as failure:  # of its text, which a stranger's tokenizer makes
+            error = failure
+        with self._changed:
+            self._active.remove(one)
+        try:
+            self.decoder.release(one.run)
+        finally:
+            self._end(one.job, result, error)
+
+    def _end(self, job: Job, result: Generation | None = None, error: BaseException | None = None) -> None:
+        outcome = "num_cancelled" if job.is_cancelled else "num_failed" if error else "num_done"
+        self._add(**{outcome: 1})  # type: ignore[arg-type]
+        job.end(result, error)

@@ -1,0 +1,170 @@
+"""`offload serve` from outside: what it refuses before a weight is read, when it answers, and how it ends."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reciting import recited, settings
+from shell import ROOT, process, shell, start
+
+from offload.cli.serving import read_keys, served_sampling
+from offload.config import Sampling
+from offload.errors import UserError
+
+PATIENCE_S = 120
+
+
+@contextmanager
+def served(model: Path, *flags: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A process that answers, and its address; it is ended if the test has not."""
+    running = start("serve", *settings(model), "--port", 0, *flags)
+    try:
+        assert running.stderr is not None
+        lines = list[str]()
+        while not (found := re.search(r"serving \S+ at (http://\S+)/v1", "".join(lines))):
+            lines.append(running.stderr.readline().decode())
+            assert lines[-1], f"it ended: {lines}"
+        yield running, found[1]
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def post(address: str, body: Any) -> Any:
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return json.load(response)
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached by others: give --api-key-file, or leave --host out"),
+        (
+            ["--host", "no.such.host.invalid", "--api-key-file", "KEYS"],
+            "cannot listen on --host 'no.such.host.invalid'",
+        ),
+        (["--port", "70000"], "--port must lie in [0, 65536), got 70000"),
+        (["--max-body", "nothing"], "--max-body must be a size"),
+        (["--api-key-file", "missing"], "cannot read the keys in missing"),
+        (["--api-key-file", "EMPTY"], "must hold a key of printable ASCII a line"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_line(looper: Path, tmp_path: Path, flags: list[str], line: str) -> None:
+    for name, text in (("KEYS", "sesame\n"), ("EMPTY", "\n \n")):
+        (tmp_path / name).write_text(text)
+        flags = [str(tmp_path / name) if flag == name else flag for flag in flags]
+    outcome = shell("serve", "-m", looper, "--port", 0, *flags)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
+    assert line in outcome.err
+
+
+@pytest.mark.usefixtures("_no_weights")
+def test_a_port_that_is_taken(looper: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = shell("serve", "-m", looper, "--port", port)
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use): give another --port" in outcome.err
+
+
+def test_keys_are_lines(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    assert read_keys(tmp_path / "keys", "127.0.0.1") == ("one", "two")
+    for host in ("127.0.0.1", "localhost", "::1", "127.1.2.3"):
+        assert read_keys(None, host) == ()
+    for host in ("0.0.0.0", "::", "192.168.1.2", "localhost.example"):
+        with pytest.raises(UserError, match="api-key-file"):
+            read_keys(None, host)
+
+
+def test_sampling_is_the_models_or_openais(tmp_path: Path) -> None:
+    assert served_sampling(str(tmp_path)) == Sampling(temperature=1.0)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
+    assert served_sampling(str(tmp_path)) == Sampling(temperature=0.6, top_k=20)
+
+
+def test_sigterm_lets_texts_end(looper: Path) -> None:
+    """One is under way, one waits: the first is written to its end, the other is told, and so is who comes later."""
+    with served(looper, "--grace", 60, "--link-limit", "40MB") as (running, address):
+        answers = dict[str, Any]()
+
+        def ask(name: str) -> None:
+            try:
+                answers[name] = post(address, {"prompt": "Say:", "max_tokens": 60, "temperature": 0})
+            except urllib.error.HTTPError as error:
+                answers[name] = (error.code, json.load(error))
+
+        threads = [threading.Thread(target=ask, args=[name]) for name in ("first", "second")]
+        threads[0].start()
+        until_metric(address, "offload_requests_active", 1)
+        threads[1].start()
+        until_metric(address, "offload_requests_waiting", 1)
+        running.send_signal(signal.SIGTERM)
+        threads[1].join()
+        assert answers["second"][0] == 503
+        assert answers["second"][1]["error"]["code"] == "closing"
+        threads[0].join()
+        assert answers["first"]["choices"][0]["text"] == recited(200)[: len(answers["first"]["choices"][0]["text"])]
+        assert answers["first"]["usage"]["completion_tokens"] == 60
+        assert running.wait(PATIENCE_S) == 0
+
+
+def test_without_grace_a_pass_ends_at_its_next_layer(looper: Path) -> None:
+    with served(looper, "--grace", 0, "--link-limit", "1MB") as (running, address):
+        asked = urllib.request.Request(
+            f"{address}/v1/completions",
+            json.dumps({"prompt": "Say:", "max_tokens": 200, "temperature": 0, "stream": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as response:
+            until_metric(address, "offload_requests_active", 1)
+            begun = time.monotonic()
+            running.send_signal(signal.SIGINT)
+            assert b'"code":"closing"' in response.read()
+        assert running.wait(PATIENCE_S) == 0
+        assert time.monotonic() - begun < 30, "and not when 200 tokens are written"
+
+
+def until_metric(address: str, name: str, value: float) -> None:
+    begun = time.monotonic()
+    while True:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=PATIENCE_S) as response:
+            if f"\n{name} {value}\n" in response.read().decode():
+                return
+        assert time.monotonic() - begun < PATIENCE_S
+        time.sleep(0.01)
+
+
+def test_other_commands_do_not_pay_for_the_server(looper: Path) -> None:
+    code = (
+        "import sys; from offload.cli.main import main\n"
+        f"sys.argv = 'offload generate -m {looper} -p Say: -n 1 --quiet --threads 1'.split()\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "found = {'fastapi', 'uvicorn', 'starlette', 'offload.server.app'} & sys.modules.keys()\n"
+        "assert not found, found"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_names_the_flags() -> None:
+    text = process("serve", "--help").out
+    for flag in ("--host", "--port", "--api-key-file", "--queue", "--grace", "--max-body", "--ram", "--tree"):
+        assert flag in text

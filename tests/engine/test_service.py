@@ -1,0 +1,292 @@
+"""Many callers of one decoder: each gets the text that it would get alone, and none waits for one that is gone."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reciting import PROMPT, at_call, failing_reads, open_decoder, recited
+
+import offload
+from offload.config import Sampling
+from offload.engine.decoder import Decoder
+from offload.engine.forest import Forest
+from offload.engine.request import Request
+from offload.engine.service import Closing, Engine, QueueFull
+from offload.engine.text import TextStream
+from offload.engine.ticket import MOST_PIECES, Cancelled, Job, Ticket
+from offload.errors import ReadError, UserError
+
+PATIENCE_S, FOR_EVER = 60, 200
+
+
+def request(num_new: int = 12, **sampling: Any) -> Request:
+    return Request(PROMPT, Sampling(**sampling), num_new)
+
+
+@contextmanager
+def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
+    with open_decoder(model) as decoder, Engine(decoder, **options) as engine:
+        yield engine
+    assert not any(thread.name == "offload-engine" for thread in threading.enumerate())
+
+
+@contextmanager
+def held_passes() -> Iterator[threading.Semaphore]:
+    """A pass takes place for every release."""
+    passes, original = threading.Semaphore(0), Forest.step
+
+    def step(self: Forest, *arguments: Any) -> Any:
+        assert passes.acquire(timeout=PATIENCE_S)
+        return original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forest, "step", step)
+        try:
+            yield passes
+        finally:
+            passes.release(1 << 20)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < PATIENCE_S
+        time.sleep(0.002)
+
+
+def test_each_caller_gets_what_it_would_get_alone(looper: Path) -> None:
+    wishes: list[Any] = [{"temperature": 9.0, "seed": seed} for seed in range(6)]
+    with open_decoder(looper) as decoder:
+        wanted = [decoder.generate(PROMPT, max_new_tokens=12, **wish).token_ids for wish in wishes]
+        assert len(set(map(tuple, wanted))) > 1, "else the test could not tell them apart"
+        with Engine(decoder) as engine, ThreadPoolExecutor(6) as pool:
+            got = list(pool.map(lambda wish: engine.submit(request(**wish)).result(PATIENCE_S).token_ids, wishes))
+            assert got == wanted
+            figures = engine.figures()
+            assert (figures.num_done, figures.num_tokens) == (6, sum(map(len, wanted)))
+            assert (figures.num_active, figures.num_waiting) == (0, 0)
+            assert figures.num_passes == len(figures.recent) > 0
+            assert figures.moved.num_bytes == sum(one.moved.num_bytes for one in figures.recent) > 0
+
+
+def test_texts_share_passes_and_have_the_tokens_that_they_have_alone(looper: Path) -> None:
+    """They come one after the other, and each leaves when it has ended; one is cancelled in between."""
+    wishes: list[Any] = [{"temperature": 9.0, "seed": seed} for seed in range(5)]
+    lengths = [30, 5, 18, 9, 24]
+    with shared_by(looper, 3) as engine:
+        decoder, passes_alone = engine.decoder, list[int]()
+        wanted = []
+        for wish, num in zip(wishes, lengths, strict=True):
+            before = engine.figures().num_passes
+            wanted.append(engine.submit(request(num, **wish)).result(PATIENCE_S).token_ids)
+            passes_alone.append(engine.figures().num_passes - before)
+        before = engine.figures().num_passes
+        goner = engine.submit(request(FOR_EVER))
+        tickets = [engine.submit(request(num, **wish)) for wish, num in zip(wishes, lengths, strict=True)]
+        next(iter(goner))
+        goner.cancel()
+        assert [ticket.result(PATIENCE_S).token_ids for ticket in tickets] == wanted
+        figures = engine.figures()
+        assert figures.num_passes - before < sum(passes_alone), "texts share passes"
+        assert max(one.num_texts for one in figures.recent) == decoder.num_parallel == 3
+
+
+def test_one_of_several_that_fails_leaves_alone(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = TextStream.push
+
+    def failing(stream: TextStream, tokens: Any) -> Any:
+        return _fail() if "!" in stream._stop and len(stream.tokens) > 5 else push(stream, tokens)
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    with shared_by(looper, 3) as engine, held_passes() as passes:
+        wishes = [request(20), replace(request(FOR_EVER), stop="!"), request(20)]
+        tickets = [engine.submit(wish) for wish in wishes]
+        passes.release()  # the first may have been alone in it
+        until(lambda: engine.figures().num_active == 3)
+        passes.release(1 << 20)
+        with pytest.raises(ZeroDivisionError):
+            tickets[1].result(PATIENCE_S)
+        texts = {ticket.result(PATIENCE_S).text for ticket in (tickets[0], tickets[2])}
+        assert texts == {engine.submit(request(20)).result(PATIENCE_S).text}
+
+
+def test_who_has_ended_does_not_wait_for_the_others_next_pass(looper: Path) -> None:
+    with shared_by(looper, 2) as engine, held_passes() as passes:
+        long = engine.submit(request(FOR_EVER), tree="none")
+        until(lambda: engine.figures().pass_began_s is not None)
+        short = engine.submit(request(2), tree="none")
+        passes.release(3)  # one for the first alone
+        assert short.result(PATIENCE_S).finish_reason == "length"
+        assert not long.is_done
+        long.cancel()
+        passes.release(2)
+        long.result(PATIENCE_S)
+
+
+@contextmanager
+def shared_by(model: Path, parallel: int) -> Iterator[Engine]:
+    how: Any = {"ram": "512MiB", "context": 256, "threads": 1, "profile": "none", "tree": "8x3"}
+    with offload.load(model, model, parallel=parallel, **how) as decoder, Engine(decoder) as engine:
+        yield engine
+
+
+def test_pieces_are_the_text_in_order(looper: Path) -> None:
+    with engine_of(looper) as engine:
+        ticket = engine.submit(request(40))
+        pieces = list(ticket)
+        result = ticket.result()
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
+    assert len(pieces) > 3
+    assert all(piece.last_pass is not None for piece in pieces)
+
+
+def test_requests_wait_in_order_and_too_many_are_refused(looper: Path) -> None:
+    with engine_of(looper, max_waiting=2) as engine, held_passes() as passes:
+        tickets = [engine.submit(request(1)) for _ in range(3)]
+        until(lambda: engine.figures().num_active == 1)
+        with pytest.raises(QueueFull, match="2 requests wait already"):
+            engine.submit(request(1))
+        assert engine.figures().num_refused == 1
+        for number in range(3):
+            passes.release()
+            tickets[number].result(PATIENCE_S)
+            assert [ticket.is_done for ticket in tickets] == [True] * (number + 1) + [False] * (2 - number)
+
+
+def test_a_bad_request_is_refused_at_once_and_takes_no_place(looper: Path) -> None:
+    with engine_of(looper) as engine:
+        with pytest.raises(UserError, match="exceed the context"):
+            engine.submit(request(10_000))
+        with pytest.raises(UserError, match="tree"):
+            engine.submit(request(), tree="nonsense")
+        figures = engine.figures()
+        assert (figures.num_active, figures.num_waiting, figures.num_failed) == (0, 0, 0)
+
+
+def test_a_prompt_is_checked_while_another_pass_is_under_way(looper: Path) -> None:
+    with engine_of(looper) as engine, held_passes() as passes:
+        first = engine.submit(request(1))
+        until(lambda: engine.figures().pass_began_s is not None)
+        second = engine.submit(request(1))
+        passes.release(2)
+        assert first.result(PATIENCE_S).token_ids == second.result(PATIENCE_S).token_ids
+
+
+def test_cancelled_ones_leave_at_the_next_pass(looper: Path) -> None:
+    with engine_of(looper) as engine, held_passes() as passes:
+        active, waiting, third = (engine.submit(request(FOR_EVER)) for _ in range(3))
+        until(lambda: engine.figures().num_active == 1)
+        waiting.cancel()
+        assert engine.figures().num_waiting == 1, "its place in the queue is free at once"
+        passes.release()
+        active.cancel()
+        result = active.result(PATIENCE_S)
+        assert (result.finish_reason, recited(300).startswith(result.text)) == ("interrupted", True)
+        with pytest.raises(Cancelled):
+            waiting.result(PATIENCE_S)
+        third.cancel()
+        passes.release(FOR_EVER)
+        third.result(PATIENCE_S)
+        assert engine.figures().num_cancelled == 3
+
+
+def test_a_dropped_ticket_cancels_its_request(looper: Path) -> None:
+    with engine_of(looper) as engine:
+        ticket = engine.submit(request(FOR_EVER))
+        next(iter(ticket))
+        del ticket
+        gc.collect()
+        until(lambda: engine.figures().num_active == 0)
+        assert engine.figures().num_cancelled == 1
+
+
+def test_a_failing_request_disturbs_no_other(looper: Path) -> None:
+    """Its text cannot be made: a stranger's tokenizer fails."""
+    wanted = recited(20)
+    with engine_of(looper) as engine:
+        with at_call(TextStream, "push", 2, _fail), pytest.raises(ZeroDivisionError):
+            engine.submit(request(FOR_EVER)).result(PATIENCE_S)
+        assert engine.submit(request(20)).result(PATIENCE_S).text.startswith(wanted[:10])
+        assert engine.figures().num_failed == 1
+
+
+def test_one_that_cannot_begin_disturbs_no_other(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(looper) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "begin", lambda *_, **__: _fail())
+            with pytest.raises(ZeroDivisionError):
+                engine.submit(request(3)).result(PATIENCE_S)
+        assert engine.submit(request(3)).result(PATIENCE_S).finish_reason == "length"
+
+
+def test_a_disk_that_fails_ends_what_is_under_way(looper: Path) -> None:
+    with engine_of(looper) as engine:
+        with failing_reads(4):
+            ticket = engine.submit(request(FOR_EVER))
+            with pytest.raises(ReadError):
+                list(ticket)
+        assert engine.submit(request(3)).result(PATIENCE_S).finish_reason == "length", "it may have been a moment's"
+
+
+def test_closing_lets_texts_end_within_the_grace(looper: Path) -> None:
+    with open_decoder(looper) as decoder:
+        engine = Engine(decoder)
+        first, second = engine.submit(request(30)), engine.submit(request(30))
+        until(lambda: engine.figures().num_active == 1)
+        engine.close(grace_s=PATIENCE_S)
+        assert first.result().finish_reason == "length"
+        with pytest.raises(Closing):
+            second.result()
+        with pytest.raises(Closing):
+            engine.submit(request())
+        engine.close()
+
+
+def test_closing_without_grace_cancels(looper: Path) -> None:
+    with open_decoder(looper) as decoder:
+        with held_passes() as passes:
+            engine = Engine(decoder)
+            ticket = engine.submit(request(FOR_EVER))
+            until(lambda: engine.figures().pass_began_s is not None)
+            threading.Timer(0.1, passes.release, [1]).start()
+            engine.close()
+        assert ticket.result().finish_reason == "interrupted"
+        assert decoder.generate(PROMPT, max_new_tokens=1).finish_reason == "length", "the decoder is free again"
+
+
+def test_a_slow_reader_gets_fewer_and_longer_pieces(looper: Path) -> None:
+    with engine_of(looper) as engine:
+        ticket = engine.submit(request(FOR_EVER), tree="none")
+        result = ticket.result(PATIENCE_S)
+        pieces = list(ticket)
+    assert len(pieces) == MOST_PIECES < len(result.token_ids)
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert pieces[-1].last_pass is None
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(looper: Path) -> None:
+    with engine_of(looper) as engine:
+        before = num_alive()
+        for _ in range(5):
+            engine.submit(request(2)).result(PATIENCE_S)
+        until(lambda: num_alive() == before)
+        kept = engine.submit(request(2))
+        assert num_alive() == before + 2, "the count can tell"
+        kept.cancel()
+
+
+def num_alive() -> int:
+    gc.collect()
+    return sum(isinstance(one, Job | Ticket) for one in gc.get_objects())
+
+
+def _fail() -> None:
+    raise ZeroDivisionError

@@ -1,0 +1,78 @@
+"""A real server over a real socket for tests, in a thread, and the tokens that its models know."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+import torch
+from reciting import open_decoder
+
+from offload.engine.decoder import Decoder
+from offload.engine.forest import Forest
+from offload.engine.service import Engine
+from offload.server.app import create_app
+from offload.server.listening import Listening, bind
+from offload.server.settings import Settings
+
+MODEL_ID, PATIENCE_S = "reciter", 60.0
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+GREEDY = {"temperature": 0.0}
+
+
+class Served(NamedTuple):
+    """A server that answers, and what it is made of."""
+
+    address: str
+    port: int
+    engine: Engine
+    decoder: Decoder
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+    def is_idle(self) -> bool:
+        figures = self.engine.figures()
+        return (figures.num_active, figures.num_waiting) == (0, 0)
+
+
+@contextmanager
+def serving(model: Path, *, max_waiting: int = 8, **settings: Any) -> Iterator[Served]:
+    said = list[str]()
+    with open_decoder(model) as decoder, Engine(decoder, max_waiting=max_waiting) as engine:
+        app = create_app(engine, Settings(model_id=MODEL_ID, **settings))
+        with Listening(app, bind("127.0.0.1", 0), said.append) as server:
+            yield Served(server.address, server.bound.getsockname()[1], engine, decoder)
+            engine.close()
+    assert not said, f"the server failed: {said}"
+
+
+@pytest.fixture(autouse=True)
+def _afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the one for all tests: servers of modules read while others begin."""
+    monkeypatch.setattr("offload.threads.cores.num_cores", lambda: 1)
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def slow_passes(seconds: float) -> Iterator[None]:
+    """Every pass takes so much longer."""
+    original = Forest.step
+
+    def step(self: Forest, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return original(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forest, "step", step)
+        yield
+
+
+def until(holds: Callable[[], bool]) -> None:
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < PATIENCE_S
+        time.sleep(0.005)

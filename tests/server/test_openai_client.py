@@ -1,0 +1,205 @@
+"""OpenAI's own client against a real server: what it asks for is what it gets, to the letter."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from reciting import CONTEXT, NUM_SAID, SAID, recited
+from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passes, until  # noqa: F401
+
+from offload.config import Sampling
+
+
+@pytest.fixture(scope="module")
+def served(talker: Path) -> Iterator[Served]:
+    with serving(talker) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def endless(looper: Path) -> Iterator[Served]:
+    with serving(looper) as found:
+        yield found
+
+
+def test_it_lists_its_model(served: Served) -> None:
+    (model,) = served.client().models.list()
+    assert model.id == served.client().models.retrieve(MODEL_ID).id == MODEL_ID
+    with pytest.raises(openai.NotFoundError):
+        served.client().models.retrieve("gpt-4")
+
+
+def test_chat(served: Served) -> None:
+    done = served.client().chat.completions.create(model=MODEL_ID, messages=HELLO, **GREEDY)
+    (choice,) = done.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
+    assert done.usage is not None
+    num_prompt = len(served.decoder.encode(HELLO))
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (num_prompt, NUM_SAID + 1)
+    assert done.usage.total_tokens == num_prompt + NUM_SAID + 1
+
+
+@pytest.mark.parametrize("has_usage", [False, True])
+def test_stream(served: Served, has_usage: bool) -> None:
+    options: Any = {"stream_options": {"include_usage": True}} if has_usage else {}
+    chunks = [
+        *served.client().chat.completions.create(model=MODEL_ID, messages=HELLO, stream=True, **GREEDY, **options)
+    ]
+    usages = [chunk.usage for chunk in chunks if chunk.usage]
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert choices[0].delta.role == "assistant"
+    assert "".join(choice.delta.content or "" for choice in choices) == SAID
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+    assert [usage.completion_tokens for usage in usages] == ([NUM_SAID + 1] if has_usage else [])
+    assert len(chunks[-1].choices) == (0 if has_usage else 1)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_length(served: Served, limit: str) -> None:
+    asked: Any = {limit: 3}
+    (choice,) = served.client().chat.completions.create(model=MODEL_ID, messages=HELLO, **asked, **GREEDY).choices
+    assert (choice.message.content, choice.finish_reason) == (" Hello w", "length")
+
+
+@pytest.mark.parametrize("stop", ["ö", ["never said", "ö"]])
+def test_stop(served: Served, stop: Any) -> None:
+    asked: Any = {"model": MODEL_ID, "messages": HELLO, "stop": stop, **GREEDY}
+    (choice,) = served.client().chat.completions.create(**asked).choices
+    assert (choice.message.content, choice.finish_reason) == (" Hello w", "stop")
+    chunks = served.client().chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " Hello w"
+
+
+def test_completions(endless: Served) -> None:
+    asked: Any = {"model": MODEL_ID, "max_tokens": 12, **GREEDY}
+    done = endless.client().completions.create(prompt=["Say:", "Now say:"], n=2, **asked)
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    assert {choice.text for choice in done.choices} == {SAID + ":"}
+    ids = endless.decoder.encode("Say:", raw=True)
+    assert endless.client().completions.create(prompt=ids, **asked).choices[0].text == SAID + ":"
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len("Say:") + len("Now say:"), 48)
+    pieces = endless.client().completions.create(prompt="Say:", stream=True, **asked)
+    assert "".join(choice.text for chunk in pieces for choice in chunk.choices) == SAID + ":"
+
+
+def test_completions_are_short_unless_told(endless: Served) -> None:
+    done = endless.client().completions.create(model=MODEL_ID, prompt="Say:", **GREEDY)
+    assert done.usage is not None and done.usage.completion_tokens == 16
+
+
+def test_choices_and_seeds(endless: Served) -> None:
+    """Each choice is what its own seed draws, alone and beside others, whole and in pieces."""
+    asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12, "temperature": 9.0, "seed": 5}
+    wanted = [endless.client().completions.create(**asked | {"seed": seed}).choices[0].text for seed in (5, 6, 7)]
+    assert len(set(wanted)) == 3
+    assert [choice.text for choice in endless.client().completions.create(**asked, n=3).choices] == wanted
+    pieces = ["", "", ""]
+    for chunk in endless.client().completions.create(**asked, n=3, stream=True):
+        for choice in chunk.choices:
+            pieces[choice.index] += choice.text
+    assert pieces == wanted
+
+
+def test_without_a_seed_any_is_taken(endless: Served) -> None:
+    asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12, "temperature": 9.0}
+    assert len({endless.client().completions.create(**asked).choices[0].text for _ in range(3)}) == 3
+
+
+def test_what_a_request_leaves_out_is_the_servers(looper: Path) -> None:
+    with serving(looper, sampling=Sampling(temperature=9.0, top_k=1)) as served:
+        asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12}
+        assert served.client().completions.create(**asked).choices[0].text == SAID + ":", (
+            "of one token there is no choice"
+        )
+        assert served.client().completions.create(**asked, extra_body={"top_k": 0}).choices[0].text != SAID + ":"
+
+
+def test_biases_and_penalties(endless: Served) -> None:
+    """Ids are those of a run of its own with the same settings, and other than without."""
+    asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 20, **GREEDY}
+    (hel,) = {token for token in range(199) if endless.decoder.tokenizer.decode([token]) == " Hel"}
+    for given in (
+        {"logit_bias": {str(hel): -100}}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0},
+        {"extra_body": {"repeat_penalty": 9.0}}, {"extra_body": {"min_p": 0.9}},
+    ):  # fmt: skip
+        more: Any = given
+        text = endless.client().completions.create(**asked, **more).choices[0].text
+        own: Any = {"logit_bias": {hel: -100.0}} if "logit_bias" in given else given.get("extra_body", given)
+        wanted = endless.engine.submit(_request("Say:", 20, **own)).result().text
+        assert text == wanted
+        if "logit_bias" in given:
+            assert not text.startswith(" Hel")
+
+
+def test_logprobs(served: Served) -> None:
+    """Of every token but the end's, with bytes that put together are the text; streamed they are the same."""
+    asked: Any = {"model": MODEL_ID, "messages": HELLO, "logprobs": True, "top_logprobs": 2, **GREEDY}
+    told = served.client().chat.completions.create(**asked).choices[0].logprobs
+    assert told is not None and told.content is not None
+    assert bytes(byte for one in told.content for byte in one.bytes or ()).decode() == SAID
+    assert len(told.content) == NUM_SAID
+    for one in told.content:
+        assert one.top_logprobs[0].token == one.token
+        assert one.top_logprobs[0].logprob == one.logprob <= 0
+        assert len(one.top_logprobs) == 2
+    chunks = served.client().chat.completions.create(**asked, stream=True)
+    found = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [one for each in found for one in each.content or ()] == told.content
+
+
+def test_logprobs_of_completions(endless: Served) -> None:
+    asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 4, "logprobs": 3, **GREEDY}
+    choice = endless.client().completions.create(**asked).choices[0]
+    assert choice.logprobs is not None and choice.logprobs.tokens is not None
+    assert "".join(choice.logprobs.tokens) == choice.text == " Hello wör"
+    assert choice.logprobs.text_offset == [0, 4, 6, 8]
+    assert [len(top) for top in choice.logprobs.top_logprobs or ()] == [3] * 4
+    assert all(isinstance(number, float) for number in choice.logprobs.token_logprobs or ())
+
+
+def test_a_stream_may_tell_of_passes(endless: Served) -> None:
+    asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 12, "stream": True, **GREEDY}
+    told = [getattr(chunk, "offload", None) for chunk in endless.client().completions.create(**asked)]
+    assert not any(told)
+    extra: Any = {"offload": {"passes": True, "tree": "chain:2"}}
+    told = [getattr(one, "offload", None) for one in endless.client().completions.create(**asked, extra_body=extra)]
+    passes = [one for one in told if one]
+    assert len(passes) > 2
+    assert passes[-1]["parents"] == [-1, 0, 1]
+    assert all(len(one["tokens"]) == len(one["parents"]) for one in passes)
+    assert all(one["num_bytes"] > 0 for one in passes)
+
+
+def test_whoever_goes_is_dropped(endless: Served) -> None:
+    with slow_passes(0.02):
+        before = endless.engine.figures().num_cancelled
+        asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 200, **GREEDY}
+        stream = endless.client().completions.create(**asked, stream=True)
+        first = "".join(next(stream).choices[0].text for _ in range(2))
+        stream.close()
+        assert recited(200).startswith(first)
+        until(endless.is_idle)
+        with pytest.raises(openai.APITimeoutError):
+            endless.client().with_options(timeout=0.2).completions.create(
+                **asked, extra_body={"offload": {"tree": "none"}}
+            )
+        until(endless.is_idle)
+        assert endless.engine.figures().num_cancelled == before + 2
+
+
+def test_prompts_longer_than_the_context(served: Served) -> None:
+    for more in ({}, {"max_tokens": CONTEXT}):
+        messages: Any = HELLO if more else [{"role": "user", "content": "x" * CONTEXT}]
+        with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT} tokens") as caught:
+            served.client().chat.completions.create(model=MODEL_ID, messages=messages, **more)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def _request(prompt: str, num_new: int, **sampling: Any) -> Any:
+    from offload.engine.request import Request
+
+    return Request(prompt, Sampling(**sampling), num_new, raw=True)

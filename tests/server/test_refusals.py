@@ -1,0 +1,246 @@
+"""What is not served, and how a client is told: OpenAI's form, the status that fits, and nothing left behind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from reciting import failing_reads
+from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passes, until  # noqa: F401
+
+from offload.engine.text import TextStream
+from offload.server.app import create_app
+from offload.server.listening import Listening, bind
+from offload.server.settings import Settings
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+KEY = "sesame"
+
+
+@pytest.fixture(scope="module")
+def served(talker: Path) -> Iterator[Served]:
+    with serving(talker) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def locked(talker: Path) -> Iterator[Served]:
+    with serving(talker, api_keys=("another", KEY), max_body_bytes=1000) as found:
+        yield found
+
+
+def ask(served: Served, path: str, body: Any, method: str = "POST", **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx.request(method, served.address + path, content=content, headers=sent, timeout=60)
+
+
+def told(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error in an answer, proved to have OpenAI's form."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"]
+    return error
+
+
+CHAT_BODY = {"messages": HELLO, "max_tokens": 2}
+BAD_CHATS = {
+    "an unknown field": ({"best": 1}, "Unrecognized request argument supplied: best"),
+    "an unknown field within": ({"stream_options": {"x": 1}}, "supplied: stream_options.x"),
+    "an unknown field of a message": ({"messages": [{**HELLO[0], "image": 1}]}, "supplied: messages[0].image"),
+    "no messages": ({"messages": None}, "messages"),
+    "an empty list": ({"messages": []}, "messages"),
+    "a role": ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    "no content": ({"messages": [{"role": "user"}]}, "content of text"),
+    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images and sound are not read"),
+    "a number as text": ({"temperature": "1"}, "temperature"),
+    "a temperature": ({"temperature": -1}, "`temperature` must be 0 or more"),
+    "top-p": ({"top_p": 0}, "`top_p` must lie in (0, 1]"),
+    "a penalty": ({"presence_penalty": 3}, "presence_penalty"),
+    "a bias of no token": ({"logit_bias": {"x": 1}}, "ids of tokens"),
+    "a bias beyond the vocabulary": ({"logit_bias": {"1000000": 1}}, "logit_bias"),
+    "a bias before it": ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    "n": ({"n": 0}, "'n'"),
+    "more than ever fit": ({"n": 50}, "takes 9 texts at a time, got 50"),
+    "an empty stop": ({"stop": [""]}, "`stop` must not be empty"),
+    "stops": ({"stop": ["a"] * 17}, "stop"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "'top_logprobs' goes with 'logprobs'"),
+    "a tree": ({"offload": {"tree": "oak"}}, "tree"),
+    "a rule": ({"offload": {"rule": "golden"}}, "rule"),
+    "a forced tool": ({"tool_choice": "required"}, "tool_choice"),
+    "a format": ({"response_format": {"type": "xml"}}, "response_format"),
+    "a broken call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls"),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "JSON"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_CHATS.values(), ids=BAD_CHATS)
+def test_a_bad_field_is_named(served: Served, change: dict[str, Any], message: str) -> None:
+    error = told(ask(served, CHAT, CHAT_BODY | change), 400)
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert served.is_idle()
+
+
+BAD_BODIES = {
+    "no JSON": (b"{", "must be JSON in UTF-8"),
+    "bad UTF-8": (b'{"messages": "\xff\xfe"}', "must be JSON in UTF-8"),
+    "a list": (b"[]", "the body: Input should be an object"),
+    "nothing": (b"", "must be JSON"),
+    "too deep": (b"[" * 100_000, "must be JSON"),
+    "no number": (b'{"temperature": NaN}', "temperature"),
+    "a long number": (b'{"seed": ' + b"9" * 5000 + b"}", ""),
+}
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_BODIES.values(), ids=BAD_BODIES)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_body_that_is_none(served: Served, path: str, body: bytes, message: str) -> None:
+    assert message in told(ask(served, path, body), 400)["message"]
+
+
+BAD_TEXTS = {
+    "echo": ({"echo": True}, "'echo' is not supported"),
+    "best_of": ({"best_of": 3}, "'best_of' must be equal to 'n'"),
+    "no prompt": ({"prompt": None}, "prompt"),
+    "an empty prompt": ({"prompt": ""}, "the prompt is empty"),
+    "empty prompts": ({"prompt": []}, "it is empty"),
+    "an id too large": ({"prompt": [1, 1 << 40]}, "prompt ids must lie in [0, 199)"),
+    "mixed prompts": ({"prompt": [1, "x"]}, "prompt"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TEXTS.values(), ids=BAD_TEXTS)
+def test_a_bad_prompt_is_named(served: Served, change: dict[str, Any], message: str) -> None:
+    assert message in told(ask(served, TEXT, {"prompt": "x", "max_tokens": 2} | change), 400)["message"]
+
+
+def test_what_changes_nothing_is_named_in_a_header(served: Served) -> None:
+    response = ask(served, CHAT, CHAT_BODY | {"user": "me", "store": False, "service_tier": None})
+    assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "store, user")
+    assert "x-ignored-fields" not in ask(served, CHAT, CHAT_BODY).headers
+
+
+def test_other_models_and_routes(served: Served) -> None:
+    assert told(ask(served, CHAT, CHAT_BODY | {"model": "gpt-4"}), 404)["code"] == "model_not_found"
+    assert ask(served, CHAT, CHAT_BODY | {"model": ""}).status_code == 200
+    assert "Unknown request URL: POST /v1/images" in told(ask(served, "/v1/images", {}), 404)["message"]
+    refused = ask(served, CHAT, b"", "GET")
+    told(refused, 405)
+    assert refused.headers["allow"] == "POST"
+    told(ask(served, CHAT + "/", CHAT_BODY), 404)
+    told(ask(served, CHAT, CHAT_BODY, content_type="text/plain"), 415)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "[::2]"])
+def test_another_name_for_this_machine_is_a_strangers(served: Served, host: str) -> None:
+    assert told(ask(served, CHAT, CHAT_BODY, host=host), 403)["code"] == "wrong_host"
+    assert told(httpx.get(f"{served.address}/health", headers={"host": host}), 403)
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8080"])
+def test_names_of_this_machine(served: Served, host: str) -> None:
+    assert httpx.get(f"{served.address}/health", headers={"host": host}).json() == {"status": "ok"}
+
+
+def test_no_page_of_anothers_may_read(served: Served) -> None:
+    answered = ask(served, CHAT, CHAT_BODY, origin="https://evil.example")
+    asked = ask(served, CHAT, b"", "OPTIONS", origin="https://evil.example", access_control_request_method="POST")
+    assert asked.status_code == 405
+    assert not [name for one in (answered, asked) for name in one.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"authorization": "Bearer sesam"}, {"authorization": "Bearer"}, {"authorization": KEY},
+              {"authorization": f"Basic {KEY}"}, {"authorization": "Bearer \xe4"}],
+)  # fmt: skip
+def test_a_wrong_key(locked: Served, given: dict[str, str]) -> None:
+    sent = {name: value.encode("latin-1") for name, value in given.items()}
+    for path in ("/v1/models", "/metrics", f"/v1/models?api_key={KEY}", "/nowhere"):
+        refused = httpx.get(locked.address + path, headers=sent)
+        assert told(refused, 401)["type"] == "authentication_error"
+        assert refused.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{locked.address}/health").status_code == 200
+
+
+def test_the_right_key(locked: Served) -> None:
+    for key in ("another", KEY):
+        assert locked.client(key).chat.completions.create(model=MODEL_ID, messages=HELLO, max_tokens=2).choices
+    with pytest.raises(openai.AuthenticationError):
+        locked.client("open").models.list()
+
+
+def test_a_body_beyond_the_limit(locked: Served) -> None:
+    messages: Any = [{"role": "user", "content": "x" * 1000}]
+    with pytest.raises(openai.APIStatusError, match="larger than 1000 bytes") as caught:
+        locked.client(KEY).chat.completions.create(model=MODEL_ID, messages=messages)
+    assert caught.value.status_code == 413
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100
+
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    told(httpx.post(locked.address + CHAT, content=chunks(), headers=headers), 413)
+
+
+def test_a_full_queue(looper: Path) -> None:
+    with serving(looper, max_waiting=1) as served, slow_passes(0.02):
+        client = served.client()
+        asked: Any = {"model": MODEL_ID, "prompt": "Say:", "max_tokens": 200, "stream": True, **GREEDY}
+        streams = [client.completions.create(**asked), client.completions.create(**asked)]
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**asked)
+        assert caught.value.code == "queue_full"
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+        until(lambda: served.engine.figures().num_active == 1)
+        with pytest.raises(openai.RateLimitError):  # one has room, two have not: neither is left behind
+            client.completions.create(**asked | {"n": 2, "stream": False})
+        assert served.engine.figures().num_waiting == 1
+        for stream in streams:
+            stream.close()
+        until(served.is_idle)
+
+
+def test_a_disk_that_fails(looper: Path) -> None:
+    with serving(looper) as served:
+        asked = {"prompt": "Say:", "max_tokens": 100, **GREEDY}
+        with failing_reads(4):
+            assert told(ask(served, TEXT, asked), 500)["code"] == "run_failed"
+        with failing_reads(4):
+            lines = ask(served, TEXT, asked | {"stream": True}).text.split("\n\n")
+        assert "run_failed" in lines[-2], "the stream says so and ends"
+        assert not any("[DONE]" in line for line in lines)
+        assert ask(served, TEXT, asked).status_code == 200
+
+
+def test_a_fault_of_ours_tells_nothing_to_strangers(
+    talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("what the client has sent: a secret")
+
+    with serving(talker) as served:
+        monkeypatch.setattr(TextStream, "push", fail)
+        assert "secret" not in json.dumps(told(ask(served, CHAT, CHAT_BODY), 500))
+    line = capsys.readouterr().err
+    assert "ZeroDivisionError at" in line and "fail" in line
+    assert "secret" not in line
+
+
+def test_while_the_model_loads_and_while_the_server_closes(talker: Path) -> None:
+    app = create_app(None, Settings(model_id=MODEL_ID))
+    with Listening(app, bind("127.0.0.1", 0)) as loading:
+        response = httpx.get(f"{loading.address}/health")
+        assert (response.status_code, response.json()) == (503, {"status": "loading"})
+        sent = httpx.post(loading.address + CHAT, json=CHAT_BODY)
+        assert told(sent, 503)["code"] == "loading"
+        assert httpx.get(f"{loading.address}/v1/models").status_code == 200
+    with serving(talker) as served:
+        served.engine.close()
+        assert httpx.get(f"{served.address}/health").json() == {"status": "closing"}
+        assert told(ask(served, CHAT, CHAT_BODY), 503)["code"] == "closing"

@@ -1,0 +1,177 @@
+"""Clients that are no library's: half-closed, slow, cut off, oversized; and what is left of them, which is nothing."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import PATIENCE_S, Served, _afresh, serving, slow_passes, until  # noqa: F401
+
+from offload.server import listening
+
+MANY, TEXT = 200, "/v1/completions"
+ASKED = {"prompt": "Say:", "max_tokens": MANY, "temperature": 0, "stream": True, "offload": {"tree": "none"}}
+
+
+@pytest.fixture(scope="module")
+def served(looper: Path) -> Iterator[Served]:
+    with serving(looper, body_s=0.5, keep_alive_s=0.1) as found:
+        yield found
+
+
+def request_bytes(body: Any, *headers: str, path: str = TEXT) -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    lines += [] if headers else [f"Content-Length: {len(content)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+def connect(served: Served) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE_S)
+
+
+def read_until(client: socket.socket, wanted: bytes) -> bytes:
+    """What comes up to there; less where the server closes first."""
+    got = b""
+    while wanted not in got:
+        more = client.recv(4096)
+        if not more:
+            break
+        got += more
+    return got
+
+
+def read_all(client: socket.socket) -> bytes:
+    try:
+        return read_until(client, b"nothing ends so")
+    except ConnectionResetError:
+        return b""
+
+
+def test_the_first_byte_comes_at_once_and_comments_while_nothing_is_written(served: Served) -> None:
+    """A pass that takes long; behind it one that waits for its place."""
+    with slow_passes(0.5), connect(served) as first, connect(served) as second:
+        for client in (first, second):
+            begun = time.monotonic()
+            client.sendall(request_bytes(ASKED | {"max_tokens": 2}))
+            assert b"200 OK" in read_until(client, b": waiting\n\n")
+            assert time.monotonic() - begun < 1
+        assert b"[DONE]" in read_until(second, b"[DONE]")
+    until(served.is_idle)
+
+
+@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR, None], ids=["half closed", "closed", "reset"])
+@pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
+def test_whoever_hangs_up_is_dropped(served: Served, how: int | None, is_streamed: bool) -> None:
+    before = served.engine.figures()
+    with slow_passes(0.02), connect(served) as client:
+        client.sendall(request_bytes(ASKED | {"stream": is_streamed}))
+        until(lambda: served.engine.figures().num_passes > before.num_passes + 1)
+        if how is None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            client.close()
+        else:
+            client.shutdown(how)
+        until(served.is_idle)
+    after = served.engine.figures()
+    assert after.num_cancelled == before.num_cancelled + 1
+    assert after.num_tokens - before.num_tokens < MANY
+
+
+def test_whoever_hangs_up_while_waiting_is_dropped(served: Served) -> None:
+    with slow_passes(0.02), connect(served) as first:
+        first.sendall(request_bytes(ASKED))
+        read_until(first, b"data: ")
+        with connect(served) as second:
+            second.sendall(request_bytes(ASKED))
+            until(lambda: served.engine.figures().num_waiting == 1)
+        until(lambda: served.engine.figures().num_waiting == 0)
+        assert served.engine.figures().num_active == 1, "the other one goes on"
+    until(served.is_idle)
+
+
+def test_a_body_that_never_ends_and_one_that_never_comes(served: Served) -> None:
+    for sent in (
+        request_bytes(b"{", "Content-Length: 100"),
+        request_bytes(b"5\r\n{    \r\n", "Transfer-Encoding: chunked"),
+    ):
+        with connect(served) as client:
+            client.sendall(sent)
+            assert b"408" in read_all(client).split(b"\r\n")[0]
+
+
+def test_a_body_cut_off_asks_for_nothing(served: Served) -> None:
+    before = served.engine.figures()
+    with connect(served) as client:
+        client.sendall(request_bytes(ASKED)[:-10])
+    time.sleep(0.1)
+    after = served.engine.figures()
+    assert (after.num_passes, after.num_failed) == (before.num_passes, before.num_failed)
+
+
+def test_what_is_no_http(served: Served) -> None:
+    for sent in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / SPDY\r\n\r\n"):
+        with connect(served) as client:
+            client.sendall(sent)
+            assert b"400" in read_all(client).split(b"\r\n")[0]
+    with connect(served) as client:
+        client.sendall(b"x" * 100_000)
+        read_all(client)  # whatever is said, it ends
+
+
+def test_whoever_does_not_read_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text is written meanwhile, and nothing of it is kept for ever."""
+    monkeypatch.setattr(listening, "_READ_S", 0.3)
+    before = served.engine.figures()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", served.port))
+        told = ASKED | {"offload": {"passes": True}, "n": 8, "seed": 1, "temperature": 9.0}  # megabytes of chunks
+        client.sendall(request_bytes(told))
+        until(lambda: served.engine.figures().num_cancelled > before.num_cancelled)
+    until(served.is_idle)
+
+
+def test_whoever_sends_no_request_is_cut_off(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "_REQUEST_S", 0.3)
+    with serving(looper) as served:
+        for sent in (b"", b"POST /v1/models HTTP/1.1\r\nHost:"):
+            with connect(served) as client:
+                client.sendall(sent)
+                assert read_all(client) == b""
+        with connect(served) as client:  # again on a connection that was used before
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert read_until(client, b"ok").startswith(b"HTTP/1.1 200")
+            client.sendall(b"GET /health HT")
+            read_all(client)
+
+
+def test_nothing_is_left_of_clients_that_come_and_go(served: Served) -> None:
+    def go() -> None:
+        for number in range(6):
+            with connect(served) as client:
+                client.sendall(request_bytes(ASKED | {"max_tokens": 5}))
+                if number % 2:
+                    assert b"[DONE]" in read_until(client, b"[DONE]")
+
+    def things() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    go()
+    until(served.is_idle)
+    before = things()
+    for _ in range(3):
+        go()
+    until(lambda: served.is_idle() and things() <= before)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
+def test_the_count_of_open_files_can_tell(served: Served) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with connect(served):
+        assert len(os.listdir("/proc/self/fd")) > before
