@@ -334,15 +334,12 @@ def _predictions(
     known = costs or link_alone(link)
     found = [_predict(case, known, case.plan_without_draft(), chain(0), (1.0, 1.0))]
     if case.files.draft is not None and case.tree.kind != "none":
-        max_nodes = MAX_NODES if case.hardware else most_timed(profile, costs)
-        max_depth = case.plan(1).context - 1
+        max_nodes, max_depth = MAX_NODES if case.hardware else most_timed(profile, costs), case.plan(1).context - 1
         traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
         weighed = known if case.plan(1).has_experts else costs  # rows ask for bytes there, which is what is known
-        num_texts = case.options.parallel
-        most = max(1, max_nodes // num_texts)
-        selector = TreeSelector(case.options.rule, profile, basis, weighed, traffic_of, most, max_depth)
-        selector = replace(selector, usual=usual_for(case.files.draft), num_texts=num_texts)
-        choice = selector.choose(case.tree)
+        num_texts, usual = case.options.parallel, usual_for(case.files.draft)
+        known_of = (profile, basis, weighed, traffic_of, max(1, max_nodes // num_texts), max_depth)
+        choice = TreeSelector(case.options.rule, *known_of, usual=usual, num_texts=num_texts).choose(case.tree)
         tokens, basis = _tokens(case, choice, profile, basis)
         found.append(_predict(case, known, case.plan(num_texts * choice.shape.num_nodes), choice.shape, tokens))
     return tuple(found), basis
@@ -376,9 +373,8 @@ def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: 
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
     if case.tree.kind == "auto_chain":
         label = f"chain:{shape.depth}"
-    num_texts = case.options.parallel
-    step = step_time(costs, case.traffic(plan), shape, num_texts)
-    return Prediction(label, shape, step, (num_texts * tokens[0], num_texts * tokens[1]))
+    num, step = case.options.parallel, step_time(costs, case.traffic(plan), shape, case.options.parallel)
+    return Prediction(label, shape, step, (num * tokens[0], num * tokens[1]))
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:

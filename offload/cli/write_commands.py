@@ -79,9 +79,8 @@ def generate(
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(config or model, own, seed, console.wait)
-        request = Request(
-            asked, sampling, max_tokens, stop, raw, found, is_kept=session is not None, num_logprobs=logprobs,
-            grammar=kept)  # fmt: skip
+        more = {"is_kept": session is not None, "num_logprobs": logprobs, "grammar": kept}
+        request = Request(asked, sampling, max_tokens, stop, raw, found, **more)  # type: ignore[arg-type]
         if many.are_wished:
             write_many(model, draft, options, console, request, many, note=note, as_json=as_json)
             return
