@@ -62,13 +62,14 @@ class Scorer:
         order = sorted(range(len(texts)), key=lambda index: list(texts[index].tokens))
         rows = [list(text.tokens[:-1]) for text in texts]
         branches = _Branches(0)
-        for index in (index for index in order if len(rows[index]) <= self._max_rows):
-            if branches.num_rows + branches.num_new(rows[index]) > self._max_rows:
+        most = self._room_behind(0)
+        for index in (index for index in order if len(rows[index]) <= most):
+            if branches.num_rows + branches.num_new(rows[index]) > most:
                 yield branches
                 branches = _Branches(0)
             branches.add(index, rows[index])
         yield from [branches] if branches.num_rows else []
-        long = [index for index in order if len(rows[index]) > self._max_rows]
+        long = [index for index in order if len(rows[index]) > most]
         yield from self._long_batches(long, rows, [text.first - 1 for text in texts])
 
     def _long_batches(self, order: list[int], rows: list[list[int]], firsts: list[int]) -> Iterator["_Branches"]:
@@ -77,18 +78,22 @@ class Scorer:
         while waiting:
             index = waiting.popleft()
             lo = min(num_shared(held, rows[index]), firsts[index])
-            while len(rows[index]) - lo > self._max_rows:
+            while len(rows[index]) - lo > (most := self._room_behind(lo)):
                 part = _Branches(lo)
-                part.add(index, rows[index][lo : lo + self._max_rows])
+                part.add(index, rows[index][lo : lo + most])
                 yield part
-                lo += self._max_rows
+                lo += most
             held, branches = rows[index][:lo], _Branches(lo)
             branches.add(index, rows[index][lo:])
             while waiting and rows[waiting[0]][:lo] == held and firsts[waiting[0]] >= lo:
-                if branches.num_rows + branches.num_new(rows[waiting[0]][lo:]) > self._max_rows:
+                if branches.num_rows + branches.num_new(rows[waiting[0]][lo:]) > most:
                     break
                 branches.add(waiting[0], rows[waiting.popleft()][lo:])
             yield branches
+
+    def _room_behind(self, num_kept: int) -> int:
+        """Rows of one pass behind so many tokens that the cache has: branches of many texts may outgrow the context."""
+        return min(self._max_rows, self._cache.num_slots - num_kept)
 
     def _pass(self, texts: Sequence[Wanted], batch: "_Branches") -> Iterator[tuple[int, tuple[float, bool]]]:
         self._cache.clear(batch.first)

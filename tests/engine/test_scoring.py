@@ -63,6 +63,21 @@ def test_passes_are_no_larger_than_planned(target: tuple[str, Path]) -> None:
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4) and one[1:] == other[1:]
 
 
+def test_many_ends_of_a_long_beginning_have_room(target: tuple[str, Path]) -> None:
+    """Together they are longer than the context, which is all that a place has beside others."""
+    beginning = [1 + number % 90 for number in range(190)]
+    texts = [([*beginning, number, number, 5], 190) for number in range(1, 90)]
+    with opened(target[1], parallel=2) as decoder:
+        scorer = scoring.Scorer(decoder.target, decoder._pool.borrow().target, 150)
+        scores = scorer.score([scoring.Wanted(*text) for text in texts])
+        alone = decoder.score_texts(texts[40:41])
+    assert (
+        2 < scorer.num_passes < 10
+        and scores[40].logprob == pytest.approx(alone[0].logprob, abs=1e-4)
+        and len({*scores}) > 80
+    )
+
+
 def test_rows_that_see_another_branch_are_caught(target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring._Branches, "sees", lambda own: torch.ones(own.num_rows, own.num_rows).tril().bool())
     with opened(target[1]) as decoder:
@@ -71,8 +86,9 @@ def test_rows_that_see_another_branch_are_caught(target: tuple[str, Path], monke
     assert any(abs(score.logprob - logprob) > 1e-2 for score, (logprob, _) in pairs)
 
 
-@pytest.mark.parametrize(("text", "said"), [(([7, 8], 0), "behind its first"), (([7] * 201, 1), "fit into the context"),
-                                            (([7, 999], 1), "must lie in")])  # fmt: skip
+@pytest.mark.parametrize(("text", "said"), [
+    (([7, 8], 0), "behind its first"), (([7] * 202, 1), "into the context of 200"), (([7, 999], 1), "must lie in"),
+])  # fmt: skip
 def test_texts_that_cannot_be_scored(text: tuple[list[int], int], said: str, target: tuple[str, Path]) -> None:
     with opened(target[1]) as decoder, pytest.raises(offload.UserError, match=said):
         decoder.score_texts([text])
