@@ -72,7 +72,7 @@ def test_many_ends_of_a_long_beginning_have_room(target: tuple[str, Path]) -> No
         scores = scorer.score([scoring.Wanted(*text) for text in texts])
         alone = decoder.score_texts(texts[40:41])
     assert (
-        2 < scorer.num_passes < 10
+        2 < scorer.num_passes < 25
         and scores[40].logprob == pytest.approx(alone[0].logprob, abs=1e-4)
         and len({*scores}) > 80
     )
