@@ -7,6 +7,7 @@ with its nodes shared out evenly, each tree by itself: what competition among th
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -23,7 +24,7 @@ from offload.drafting.base import Drafted, DraftText
 from offload.drafting.guesses import NO_GUESSES
 from offload.drafting.model import ModelDrafter
 from offload.engine.decoder import Decoder
-from offload.engine.generation import Generation
+from offload.engine.generation import Generation, Run
 from offload.engine.many import write_all
 from offload.engine.request import Request
 
@@ -80,11 +81,11 @@ def run_case(setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: i
         ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
         requests = [Request(own, Sampling(), num_new) for own in ids]
         with evenly(decoder.drafter) if case.name == EQUAL else _as_it_is():
-            found, seconds, num_passes = _write(decoder, requests)
-    num_tokens = sum(len(one.token_ids) - one.stats.num_first_tokens for one in found)
+            found, (num_passes, seconds, num_tokens) = write_counted(decoder, requests)
+        is_invariant = decoder.invariance.holds
     row = {
-        **case._asdict(), "tokens_per_s": num_tokens / seconds, "tokens_per_pass": num_tokens / max(1, num_passes),
-        "pass_s": seconds / max(1, num_passes), "num_nodes": found[0].stats.tree_num_nodes,
+        **case._asdict(), "tokens_per_s": num_tokens / seconds, "tokens_per_pass": num_tokens / num_passes,
+        "pass_s": seconds / num_passes, "num_nodes": found[0].stats.tree_num_nodes, "is_invariant": is_invariant,
         "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sum(one.stats.sweep_s for one in found)),
     }  # fmt: skip
     texts = zip(ids, found, strict=True)
@@ -96,22 +97,30 @@ def _as_it_is() -> Iterator[None]:
     yield
 
 
-def _write(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[Generation], float, int]:
-    """All texts, and the seconds and passes behind the first tokens of all that are under way."""
-    found, spent, num_passes, before = dict[int, Generation](), 0.0, 0, perf_counter()
-    is_decoding = False
+class Counted(NamedTuple):
+    """Passes behind the first tokens of all texts, as long as all are under way: what a queue of texts would see."""
 
-    def on_pass(runs: Sequence[Any]) -> None:
-        nonlocal spent, num_passes, before, is_decoding
-        now = perf_counter()
-        if is_decoding:
-            spent, num_passes = spent + now - before, num_passes + 1
-        is_decoding, before = all(run.sequence.new_ids for run in runs), now
+    num_passes: int
+    seconds: float
+    num_tokens: int
+
+
+def write_counted(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[Generation], Counted]:
+    """All texts, and the passes that count."""
+    found, marks = dict[int, Generation](), list[tuple[float, dict[int, int]]]()
+    places = min(decoder.num_parallel, len(requests))
+
+    def on_pass(runs: Sequence[Run]) -> None:
+        news = {id(run): len(run.sequence.new_ids) for run in runs if run.is_writing}
+        marks.append((perf_counter(), news if len(news) == places and all(news.values()) else {}))
 
     for number, outcome in write_all(decoder, requests, on_pass):
         assert isinstance(outcome, Generation), str(outcome)
         found[number] = outcome
-    return [found[number] for number in range(len(requests))], spent, num_passes
+    pairs = [pair for pair in pairwise(marks) if pair[0][1] and pair[0][1].keys() == pair[1][1].keys()]
+    steps = [(after - before, sum(more.values()) - sum(less.values())) for (before, less), (after, more) in pairs]
+    counted = Counted(len(steps), sum(one for one, _ in steps), sum(more for _, more in steps))
+    return [found[number] for number in range(len(requests))], counted
 
 
 Parallel = Annotated[int, typer.Option(metavar="B", min=2, help="texts at a time")]
