@@ -1,5 +1,8 @@
 """The errors that a user can mend: one line each, naming the rule, the value that broke it and the remedy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 TOLD = "every rank has been told"  # a note on an error: rank 0 tells the user, no other needs to
 _MAX_CHARS, _KEPT_CHARS = 560, 260  # of a message, and of its either end where it quotes more
 
@@ -47,6 +50,20 @@ def ensure(holds: bool, rule: str) -> None:
 def reason(error: BaseException) -> str:
     """What a library says is wrong, short enough to stand inside a line of ours."""
     return " ".join(str(error).split())[:160] or type(error).__name__
+
+
+@contextmanager
+def refusing(what: str, remedy: str) -> Iterator[None]:
+    """Raises `UserError` for whatever goes wrong inside.
+
+    What strangers give, files and grammars, fails as programs do, with any exception that lies at hand.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of Rust, which is no `Exception`
+            raise UserError(f"{what} ({reason(error)}): {remedy}") from None
+        raise
 
 
 def _one_line(message: str) -> str:

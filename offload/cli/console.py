@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from offload.calibration.kernel_comparison import Outcome, verdicts
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
-from offload.cli.progress import Phase, Writing, plural
+from offload.cli.progress import ManyTexts, Phase, Progress, Writing, plural
 from offload.config import format_bytes, is_decimal
 from offload.engine.hooks import Hooks
 from offload.memory.plan import MemoryPlan, Tier
@@ -37,7 +37,7 @@ class Console:
     def __init__(self, *, is_quiet: bool, is_verbose: bool = False, sizes_like: str | None = None) -> None:
         self._is_quiet, self._is_verbose, self.is_decimal = is_quiet, is_verbose, is_decimal(sizes_like)
         self._line = LiveLine(is_off=is_quiet)
-        self._shown: Phase | Writing | None = None
+        self._shown: Progress | None = None
 
     def __enter__(self) -> "Console":
         return self
@@ -99,6 +99,10 @@ class Console:
         num_sweeps = plan.num_prompt_sweeps(stats.num_prompt_tokens - stats.num_kept_tokens)
         self._show(Writing(stats, len(plan.layer_bytes), num_sweeps, max_new_tokens))
 
+    def follow_many(self, progress: ManyTexts) -> None:
+        """Texts are about to be written together: the next calls of `layer_done` are of their passes."""
+        self._show(progress)
+
     def layer_done(self) -> None:
         """One more layer has run."""
         if self._shown is not None:
@@ -117,7 +121,7 @@ class Console:
             self._show(shown)
         return shown
 
-    def _show(self, progress: Phase | Writing) -> None:
+    def _show(self, progress: Progress) -> None:
         self._shown = progress
         self._line.show(progress)
 

@@ -35,7 +35,18 @@ Prompt = Annotated[
     str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="the prompt; '-' reads standard input")
 ]
 PromptFile = Annotated[
-    Path | None, typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file")
+    Path | None,
+    typer.Option("--file", "-f", metavar="FILE", help="read the prompt from a UTF-8 file; many of them from a .jsonl"),
+]
+Parallel = Annotated[
+    int, typer.Option(metavar="B", min=1, help="texts that are written at a time, for one pass over the weights")
+]
+Results = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="of many prompts: go on with the results in this file; default: stdout"),
+]
+Samples = Annotated[
+    int, typer.Option(metavar="K", min=1, help="so many texts of a prompt, by seeds that follow --seed")
 ]
 LargestTree = Annotated[
     str | None, typer.Option(metavar="NxD", help="largest tree to time; default: what fits, up to 512x24")
@@ -180,6 +191,16 @@ Greedy = Annotated[bool, typer.Option("--greedy", help="the likeliest token alwa
 Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="end before this string; may be given several times")
 ]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", metavar="FILE", help="write JSON that this schema allows; docs/grammar.md"),
+]
+Regex = Annotated[
+    str | None, typer.Option("--regex", metavar="TEXT", help="write what this regular expression matches as a whole")
+]
+LarkGrammar = Annotated[
+    Path | None, typer.Option("--grammar", metavar="FILE", help="write what these rules in Lark's notation allow")
+]
 Session = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="keep tokens, keys and values there, and go on from there; see docs/flags.md"),
@@ -197,13 +218,16 @@ _FLAG_OF = {
     "config": "--config", "context": "--context", "datastore": "--datastore", "device": "--device",
     "disk_speed": "--disk-speed", "draft": "--draft", "draft_dtype": "--draft-dtype", "dtype": "--dtype",
     "experts": "--experts", "frequency_penalty": "--frequency-penalty",
-    "gpu_memory": "--gpu-mem", "greedy": "--greedy", "hardware": "--hardware",
-    "invariant": "--invariant", "lenience": "--lenience", "link_limit": "--link-limit", "logit_bias": "--logit-bias",
+    "gpu_memory": "--gpu-mem", "grammar": "--grammar", "greedy": "--greedy", "hardware": "--hardware",
+    "invariant": "--invariant", "json_schema": "--json-schema", "lenience": "--lenience",
+    "link_limit": "--link-limit", "logit_bias": "--logit-bias",
     "lookup": "--lookup", "lookup_length": "--lookup-length", "max_new_tokens": "-n", "min_p": "--min-p",
-    "ngram": "--ngram", "num_logprobs": "--logprobs", "out": "--out", "pipeline": "--pipeline",
+    "ngram": "--ngram", "num_logprobs": "--logprobs", "out": "--out", "parallel": "--parallel",
+    "pipeline": "--pipeline",
     "presence_penalty": "--presence-penalty", "profile": "--profile", "ram": "--ram", "ranks": "--ranks",
-    "raw": "--raw", "repeat_penalty": "--repeat-penalty", "rule": "--rule", "seed": "--seed", "session": "--session",
-    "slow_layer_s": "--slow-layer", "stop": "--stop", "system": "--system", "temperature": "--temp",
+    "raw": "--raw", "regex": "--regex", "repeat_penalty": "--repeat-penalty", "rule": "--rule",
+    "samples": "--samples", "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer", "stop": "--stop",
+    "system": "--system", "temperature": "--temp",
     "threads": "--threads", "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p",
     "tree": "--tree", "verify": "--verify",
     "host": "--host", "port": "--port",

@@ -15,7 +15,7 @@ import unicodedata
 from io import UnsupportedOperation
 from typing import TextIO
 
-from offload.cli.progress import Phase, Writing
+from offload.cli.progress import Progress
 
 _TICK_S, _DUMB_S, _FILE_S = 0.25, 5.0, 30.0  # between two lines on a terminal, on one that cannot redraw, in a file
 _LEAVE_ROOM, _UP = "\x1bD\x1b[A", "\x1b[A"  # for one row below, scrolling if need be; the column stays
@@ -34,11 +34,11 @@ class LiveLine:
         self._begins_at_once = is_terminal
         self._lock, self._has_ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._progress: Phase | Writing | None = None
+        self._progress: Progress | None = None
         self._column, self._is_drawn, self._has_wrapped = 0, False, False
         self.num_written = 0
 
-    def show(self, progress: Phase | Writing) -> None:
+    def show(self, progress: Progress) -> None:
         """From now on the line tells of this."""
         if self._is_off:
             return

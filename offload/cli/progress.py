@@ -1,10 +1,15 @@
 """How far something is, as the parts of one line: the most telling first, because a narrow terminal shows no more."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from offload.config import format_bytes
 from offload.stats import Stats
+
+if TYPE_CHECKING:  # it brings torch along
+    from offload.engine.generation import Run
 
 _QUIET_S = 1.0  # what is over sooner needs no clock
 _TELLING_SHARE = 0.02  # of the work, from which on the rest can be foretold
@@ -91,6 +96,64 @@ class Writing:
             return []
         since_s = elapsed_s - self.stats.ttft_s - self.stats.decode_s
         return [f"{duration((self.max_new_tokens - num_done) / rate - max(0.0, since_s))} left"]
+
+
+@dataclass
+class ManyTexts:
+    """Many texts, of which some are written at a time.
+
+    Attributes:
+        num_tokens: new ones, of texts that are finished or under way.
+    """
+
+    num_texts: int
+    layers_per_pass: int
+    num_done: int = 0
+    num_passes: int = 0
+    num_layers: int = 0  # that have run since it began
+    started_s: float = field(default_factory=time.monotonic)
+    _num_finished_tokens: int = 0
+    _under_way: Sequence["Run"] = ()
+
+    def advance(self, runs: Sequence["Run"]) -> None:
+        """A pass over the weights begins for these."""
+        self._under_way, self.num_passes = runs, self.num_passes + bool(runs)
+
+    def finish(self, num_tokens: int) -> None:
+        """One more is finished, with so many new tokens."""
+        self.num_done, self._num_finished_tokens = self.num_done + 1, self._num_finished_tokens + num_tokens
+        self._under_way = [run for run in self._under_way if not run.is_finished]
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_finished_tokens + sum(len(run.sequence.new_ids) for run in self._under_way)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / max(self.elapsed_s, 1e-9)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.num_tokens / max(self.num_passes, 1)
+
+    def parts(self) -> list[str]:
+        """Such as `31 of 128 texts`, `8 under way`, `7.31 tokens/s`, `12:14 left`, `14.1 a pass`, `layer 12 of 80`."""
+        texts, elapsed_s = f"{self.num_done:,} of {plural(self.num_texts, 'text')}", self.elapsed_s
+        layer = f"layer {self.num_layers % self.layers_per_pass} of {self.layers_per_pass}"
+        under_way = f"{len(self._under_way)} under way"
+        if not self.num_tokens:
+            return [texts, under_way, layer]
+        left_s = elapsed_s * (self.num_texts - self.num_done) / self.num_done if self.num_done else 0
+        left = [f"{duration(left_s)} left"] if left_s else []
+        speed = [f"{self.tokens_per_s:.2f} tokens/s", *left, f"{self.tokens_per_pass:.1f} a pass"]
+        return [texts, under_way, *speed, layer]
+
+
+Progress = Phase | Writing | ManyTexts
 
 
 def plural(count: int, noun: str) -> str:

@@ -7,7 +7,9 @@ import typer
 from offload.cli import flags
 from offload.cli.app import app
 from offload.cli.console import Console
+from offload.cli.grammar_choice import own_grammar
 from offload.cli.libraries import libraries
+from offload.cli.many_texts import ManyWishes, write_many
 from offload.cli.prompt_input import read_prompt, with_system
 from offload.cli.rank_process import is_worker
 from offload.cli.sampling_choice import choose_sampling, own_sampling
@@ -24,7 +26,11 @@ from offload.config import require
 
     offload generate -m big --datastore code.store -f main.py    # no draft: what code and the text itself say
 
-    offload generate -m big -d small -f prompt.txt --json > result.json"""
+    offload generate -m big -d small -f prompt.txt --json > result.json
+
+    offload generate -m big -d small -f prompts.jsonl --out results.jsonl    # many prompts; again goes on with them
+
+    offload generate -m big -d small -p "Tell a joke." --temp 0.8 --samples 4"""
 )
 def generate(
     model: flags.Model, draft: flags.Draft = None, config: flags.Config = None,
@@ -33,7 +39,8 @@ def generate(
     temp: flags.OwnTemp = None, top_p: flags.OwnTopP = None, top_k: flags.OwnTopK = None, min_p: flags.OwnMinP = None,
     greedy: flags.Greedy = False, seed: flags.Seed = 0, repeat_penalty: flags.RepeatPenalty = None,
     presence_penalty: flags.PresencePenalty = None, frequency_penalty: flags.FrequencyPenalty = None,
-    logit_bias: flags.LogitBias = None, stop: flags.Stop = None, session: flags.Session = None,
+    logit_bias: flags.LogitBias = None, stop: flags.Stop = None, json_schema: flags.JsonSchema = None,
+    regex: flags.Regex = None, grammar: flags.LarkGrammar = None, session: flags.Session = None,
     device: flags.Device = "auto", gpu_mem: flags.GpuMem = None, ram: flags.Ram = None, context: flags.Context = None,
     dtype: flags.Dtype = "auto", draft_dtype: flags.DraftDtype = None, experts: flags.Experts = "auto",
     tree: flags.Tree = "auto", rule: flags.RuleName = "match", lenience: flags.Lenience = 1.0,
@@ -42,11 +49,12 @@ def generate(
     invariant: flags.Invariant = None, link_limit: flags.LinkLimit = None, ranks: flags.Ranks = None,
     pipeline: flags.Pipeline = None, slow_layer: flags.SlowLayer = 0.0,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
+    samples: flags.Samples = 1, out: flags.Results = None, parallel: flags.Parallel = 1,
     as_json: flags.Json = False, logprobs: flags.Logprobs = None,
     quiet: flags.Quiet = False, verbose: flags.Verbose = False,
 ) -> None:  # fmt: skip
     """Write text with a model larger than memory."""
-    found = found_session(session, ranks)
+    many, found = ManyWishes.of(prompt, file, out, samples, session, system), found_session(session, ranks)
     own = own_sampling(
         {"temperature": temp, "top_p": top_p, "top_k": top_k, "min_p": min_p},
         {"repeat_penalty": repeat_penalty, "presence_penalty": presence_penalty,
@@ -54,25 +62,38 @@ def generate(
         seed, is_greedy=greedy,
     )  # fmt: skip
     require(logprobs is None or as_json, "`num_logprobs` are part of what --json prints", logprobs, "give --json")
-    text = "" if is_worker(ranks) else read_prompt(prompt, file, is_needed=found is None)
+    kept = own_grammar(json_schema, regex, grammar)
+    text = "" if is_worker(ranks) or many.prompts else read_prompt(prompt, file, is_needed=found is None)
     asked = None if is_worker(ranks) else with_system(text, system, raw=raw)
+    from offload.engine.request import Request
     from offload.planning.options import LoadOptions, check_models
 
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
         threads=threads, profile=profile, link_limit=link_limit, invariant=invariant, lookup=lookup,
         lookup_length=lookup_length, ngram=ngram, datastore=datastore, lenience=lenience, ranks=ranks,
-        draft_dtype=draft_dtype, experts=experts, pipeline=pipeline, slow_layer_s=slow_layer)  # fmt: skip
+        draft_dtype=draft_dtype, experts=experts, pipeline=pipeline, slow_layer_s=slow_layer,
+        parallel=parallel)  # fmt: skip
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(config or model, own, seed, console.wait)
+        request = Request(
+            asked,
+            sampling,
+            max_tokens,
+            stop,
+            raw,
+            found,
+            is_kept=session is not None,
+            num_logprobs=logprobs,
+            grammar=kept,
+        )
+        if many.are_wished:
+            write_many(model, draft, options, console, request, many, note=note, as_json=as_json)
+            return
         with libraries(console):
             from offload.cli.text_run import write_text
-            from offload.engine.request import Request
 
-            request = Request(
-                asked, sampling, max_tokens, stop, raw, found, is_kept=session is not None, num_logprobs=logprobs
-            )
             write_text(model, draft, options, console, request, note=note, session=session, as_json=as_json)
 
 

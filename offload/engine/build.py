@@ -31,6 +31,7 @@ from offload.model.encoder_decoder import open_model
 from offload.model.experts import sample_of
 from offload.model.weights import StreamedModel
 from offload.planning.options import LoadOptions
+from offload.sampling.grammars import Grammars
 from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader
 from offload.streaming.source import ByteSource, OpenSource
@@ -49,6 +50,7 @@ class Pair(NamedTuple):
     end_ids: frozenset[int]
     device: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
+    grammars: Grammars  # that texts may be asked to keep
 
     def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, step_s: StepSeconds) -> Drafter:
         """What grows the trees."""
@@ -84,7 +86,8 @@ def open_pair(
         files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s
     )
     resources.callback(store.close)
-    return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes)
+    grammars = Grammars(tokenizer, target.vocab_size, end_ids)
+    return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes, grammars)
 
 
 def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:

@@ -14,29 +14,33 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Unpack, overload
 
 import torch
 
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice
-from offload.config import Sampling, check_lenience, require
+from offload.config import Sampling, check_lenience, require, whole_number
 from offload.drafting.base import Drafter
 from offload.drafting.sources import NO_SOURCES, Sources
 from offload.engine.cache_pool import CachePool
 from offload.engine.forest import Forest
 from offload.engine.generation import Generation, Run, Setup
+from offload.engine.many import in_order
 from offload.engine.request import Prompt, Request, Tool, encode, with_start
 from offload.engine.scoring import Scorer, TextScore, Wanted
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
 from offload.engine.text import TextStream, Tokenizer
 from offload.engine.turn import Turn
+from offload.engine.wishes import Wishes, request_of, samples_of, several_of
 from offload.errors import UserError
 from offload.machine import cpu_name
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.tree_policy import TreeChoice, Trees
+from offload.sampling.grammar import Grammar
+from offload.sampling.grammars import Grammars
 from offload.sampling.sampler import Sampler
 from offload.threads.policy import Mode, ThreadPolicy
 from offload.threads.waiting import ThreadWaiting
@@ -59,6 +63,7 @@ class Settled(NamedTuple):
     end_ids: frozenset[int] = frozenset()  # tokens that end a text
     invariance: Invariance = Invariance()
     sources: Sources = NO_SOURCES
+    grammars: Grammars | None = None
 
 
 class Checked(NamedTuple):
@@ -94,10 +99,11 @@ class Decoder:
         self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
     ) -> None:
         (self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids,
-         self.invariance, self.sources) = settled  # fmt: skip
+         self.invariance, self.sources, grammars) = settled  # fmt: skip
         self._kernels, self.comparisons = choice
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._start = target.vocab_size, target.start
+        self._grammars = grammars or Grammars(self.tokenizer, self._vocab_size, self.end_ids)
         self._turn, self._waiting, self._encoding = Turn(), ThreadWaiting(), threading.Lock()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
@@ -120,16 +126,19 @@ class Decoder:
     def begin(
         self, tokens: abc.Sequence[int], sampling: Sampling, *,
         rule: Rule | None = None, shape: Shape = _ROOT, limits: Limits = _UNLIMITED, keeps: bool = False,
+        grammar: Grammar | None = None,
     ) -> Sequence:  # fmt: skip
         """A new sequence, with the prompt's tokens and the start that some models want, overtakes the one before.
 
         Args:
             rule, shape: those of the decoder, and no tree, where they are left out.
             keeps: the keys and values of all tokens that it shares with the sequence before, but for its last.
+            grammar: that the new text must keep.
         """
         with self._turn.held():
-            rule = rule or self.rule
-            sampler = Sampler(sampling, self._vocab_size, rule.drafting, self._kernels, self.target.send)
+            rule, masks = rule or self.rule, [] if grammar is None else [self._grammars.mask(grammar)]
+            how = (rule.drafting, self._kernels, self.target.send)
+            sampler = Sampler(sampling, self._vocab_size, *how, adjustments=masks)
             begun, has_draft = with_start(tokens, self._start), self._trees.has_draft
             sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)  # an encoder's is no text
             sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
@@ -151,69 +160,54 @@ class Decoder:
         """One step of all of them; see `Forest`."""
         return self._forest.step(sequences)
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, num_samples: Literal[1] = 1, tree: str | None = None, rule: str | None = None,
+        **wishes: Unpack[Wishes],
+    ) -> Generation: ...  # fmt: skip
+
+    @overload
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        repeat_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = (),
-        num_logprobs: int | None = None,
-        stop: str | abc.Sequence[str] | None = None,
-        raw: bool = False,
-        tree: str | None = None,
-        rule: str | None = None,
-    ) -> Generation:
-        """Generate to the end.
+        self, prompt: Prompt | abc.Sequence[Prompt], *, num_samples: int = 1, tree: str | None = None,
+        rule: str | None = None, **wishes: Unpack[Wishes],
+    ) -> list[Generation]: ...  # fmt: skip
+
+    def generate(
+        self, prompt: Prompt | abc.Sequence[Prompt], *, num_samples: int = 1, tree: str | None = None,
+        rule: str | None = None, **wishes: Unpack[Wishes],
+    ) -> Generation | list[Generation]:  # fmt: skip
+        """Generate to the end: one text, or as many at a time as the decoder was loaded for.
 
         Args:
             prompt: text, put into the model's chat template where it has one, the messages of a conversation, such as
-                `[{"role": "user", "content": "Hello"}]`, or token ids.
-            max_new_tokens: at most so many.
-            temperature, top_p, top_k, min_p, seed: see `Sampling`; temperature 0 is greedy.
-            repeat_penalty, presence_penalty, frequency_penalty, logit_bias: see `Sampling`; of greedy text as well.
-            num_logprobs: tell each new token's, and those of so many of the likeliest, in `Generation.logprobs`.
-            stop: strings that end the text; they are not part of it.
-            raw: leave the chat template out.
+                `[{"role": "user", "content": "Hello"}]`, or token ids; or several of these in a list.
+            num_samples: texts of each prompt, with its seed and those behind it; one after another in the result,
+                prompt by prompt. More than one, and several prompts, give a list.
             tree: another tree than the one given to `load`, no larger than that one.
             rule: another rule than the one given to `load`: match, sequoia, specinfer, spectr or topk.
+            wishes: `max_new_tokens`, `temperature` and the others of `Wishes`.
 
         Raises:
             UserError: empty prompt, no room for it, settings out of range, or a decoder that another thread is using.
             ReadError: the disk failed.
         """
-        sampling = Sampling(
-            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, repeat_penalty=repeat_penalty,
-            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
-        )  # fmt: skip
-        request = Request(prompt, sampling, max_new_tokens, stop, raw, num_logprobs=num_logprobs)
+        several = several_of(prompt)
+        if several is None and whole_number(num_samples, "`num_samples`") == 1:
+            with self._turn.held():
+                run = self.start(request_of(prompt, wishes), tree=tree, rule=rule)  # type: ignore[arg-type]
+                for _ in run:
+                    pass
+                return run.result()
+        prompts: abc.Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
+        requests = [one for own in prompts for one in samples_of(request_of(own, wishes), num_samples)]
         with self._turn.held():
-            run = self.start(request, tree=tree, rule=rule)
-            for _ in run:
-                pass
-            return run.result()
+            return in_order(self, requests, tree=tree, rule=rule)
 
     def stream(
-        self, prompt: Prompt, *, max_new_tokens: int = 128,
-        temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, seed: int = 0,
-        repeat_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-        logit_bias: abc.Mapping[int, float] | tuple[tuple[int, float], ...] = (),
-        stop: str | abc.Sequence[str] | None = None, raw: bool = False,
-        tree: str | None = None, rule: str | None = None,
-    ) -> Iterator[str]:  # fmt: skip
-        """Yield pieces of text as they are accepted; the arguments are those of `generate`."""
-        sampling = Sampling(
-            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, repeat_penalty=repeat_penalty,
-            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
-        )  # fmt: skip
-        return iter(self.run(prompt, sampling, max_new_tokens=max_new_tokens, stop=stop, raw=raw, tree=tree, rule=rule))
+        self, prompt: Prompt, *, tree: str | None = None, rule: str | None = None, **wishes: Unpack[Wishes]
+    ) -> Iterator[str]:
+        """Yield pieces of one text as they are accepted; the arguments are those of `generate`."""
+        return iter(self.start(request_of(prompt, wishes), tree=tree, rule=rule))
 
     def run(
         self, prompt: Prompt, sampling: Sampling, *, max_new_tokens: int,
@@ -250,7 +244,10 @@ class Decoder:
         sampling, max_new_tokens = request.sampling, request.max_new_tokens
         prompt_ids, acceptance, choice = self.check(request, tree=tree, rule=rule)
         limits = Limits(max_new_tokens, self.end_ids)
-        sequence = self.begin(prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues)
+        sequence = self.begin(
+            prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues,
+            grammar=request.grammar,
+        )  # fmt: skip
         sequence.follow(choice.chains, lambda num: self._trees.for_run(sampling, acceptance.name, tree, num).shape)
         sequence.stats.num_prompt_tokens, sequence.num_logprobs = len(prompt_ids), request.num_logprobs
         start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
@@ -266,6 +263,8 @@ class Decoder:
         bounds = (self.plan.context, self.plan.has_longest_context)
         with self._encoding:
             prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
+        if request.grammar is not None:
+            self._grammars.mask(request.grammar)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
         return Checked(prompt_ids, acceptance, self._trees.for_run(request.sampling, acceptance.name, tree))

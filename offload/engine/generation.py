@@ -165,7 +165,7 @@ class Run:
         piece, has_stopped = self._text.push(missing[:-1] if is_at_end else missing)
         if has_stopped:
             self.sequence.cut(len(self._text.tokens))
-        if has_stopped or is_at_end:
+        if has_stopped or is_at_end or self.sequence.sampler.is_over:
             self.finish_reason = "stop"
         elif not missing and self.sequence.has_ended:
             self.finish_reason = "length"

@@ -175,7 +175,7 @@ def open_decoder(
         target = team.target(pair.target, stream, plan, kernels=kernels, on_layer=hooks.on_layer, **more)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
-        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources)
+        settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources, pair.grammars)
         drafter = pair.drafter(plan, kernels, sources, trees.step_s)
         return Decoder(target, drafter, settled, resources=resources.pop_all(), notes=pair.notes)
 
@@ -218,6 +218,8 @@ def _check_request(request: Request, pair: Pair, models: Models) -> None:
     target, bounds = pair.target, (models.context, models.has_longest_context)
     if request.prompt is not None:
         request.ids(pair.tokenizer, target.vocab_size, *bounds, start=target.start)
+    if request.grammar is not None:
+        pair.grammars.mask(request.grammar)
     if request.is_kept or request.session is not None:
         require_sessions(target.start)
     if request.session is not None:

@@ -28,6 +28,8 @@ def check_stages(request: Request) -> None:
         raise UserError(f"stages know of no penalties and biases, got {request.sampling.as_dict()}: {remedy}")
     if request.num_logprobs is not None:
         raise UserError(f"stages tell tokens alone, got `num_logprobs` {request.num_logprobs}: {remedy}")
+    if request.grammar is not None:
+        raise UserError(f"stages draw without a grammar, got {request.grammar}: {remedy}")
 
 
 class _Nowhere(NoState):

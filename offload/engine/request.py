@@ -11,6 +11,7 @@ from typing import Any
 from offload.config import Sampling, require, whole_number
 from offload.engine.text import Tokenizer, encode_messages, encode_prompt
 from offload.errors import UserError
+from offload.sampling.grammar import Grammar
 
 Message = Mapping[str, Any]  # role (system, user, assistant, tool) and content; calls of tools beside it
 Tool = Mapping[str, Any]  # a function that a model may call, as OpenAI's protocol describes it
@@ -29,6 +30,7 @@ class Request:
     session: str | os.PathLike[str] | None = None  # a file that is to be loaded then
     is_kept: bool = False  # its text will be kept in such a file
     num_logprobs: int | None = None  # tell each new token's, and those of so many of the likeliest; None tells none
+    grammar: Grammar | None = None  # that the text must keep
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -43,6 +45,8 @@ class Request:
         require(
             isinstance(self.sampling, Sampling), "`sampling` must be a Sampling", f"{self.sampling!r:.80}", "give one"
         )
+        is_grammar = self.grammar is None or isinstance(self.grammar, Grammar)
+        require(is_grammar, "a request's grammar must be a Grammar", f"{self.grammar!r:.80}", "give one")
         require("" not in self.stops, "`stop` must not be empty", "''", "leave it out")
         num_new = whole_number(self.max_new_tokens, "`max_new_tokens`")
         require(num_new >= 0, "`max_new_tokens` must be 0 or more", num_new, "0 writes nothing")

@@ -142,16 +142,17 @@ class Sequence:
     @property
     def has_ended(self) -> bool:
         """Whether nothing more is to be written, as far as tokens tell."""
-        return self.is_at_end_token or len(self.tokens) >= self.num_prompt_tokens + self.limits.max_new_tokens
+        is_whole = len(self.tokens) >= self.num_prompt_tokens + self.limits.max_new_tokens
+        return is_whole or self.is_at_end_token or self.sampler.is_over
 
     def accept(self, tokens: list[int], logprobs: Iterable[TokenLogprob] = ()) -> list[int]:
         """Add newly accepted tokens up to where the text ends; returns those."""
         num_left = self.num_prompt_tokens + self.limits.max_new_tokens - len(self.tokens)
         end = next((index for index, token in enumerate(tokens) if token in self.limits.end_ids), len(tokens))
         counted = tokens[: min(end + 1, num_left)]
+        counted = counted[: self.sampler.accept(counted)]
         self.tokens += counted
         self.logprobs += islice(logprobs, len(counted))
-        self.sampler.accept(counted)
         return counted
 
     def cut(self, num_new: int) -> None:

@@ -1,14 +1,13 @@
 """Between text and tokens: prompts in, pieces of text out as tokens are accepted, stop strings in between."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from offload.checkpoint.safetensors import has_tokenizer, read_json
-from offload.errors import UserError, reason
+from offload.errors import UserError, refusing
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
@@ -26,7 +25,7 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
         return _load_from_gguf(Path(directory))
     if not has_tokenizer(Path(directory)):
         return None
-    with _refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
+    with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     beside = Path(directory) / _PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
@@ -42,7 +41,7 @@ def _load_from_gguf(file: Path) -> Tokenizer:
             f"the tokenizer in {file.name} is read by the package gguf, which is missing: "
             "pip install gguf, or give `config`, the folder or hub id of the original model"
         )
-    with _refusing(f"cannot read the tokenizer in {file.name}", "give `config`, the original model's folder or hub id"):
+    with refusing(f"cannot read the tokenizer in {file.name}", "give `config`, the original model's folder or hub id"):
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
 
 
@@ -51,7 +50,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
     if not prompt:
         raise UserError("the prompt is empty: give some text with -p, -f or on standard input")
     if raw or not tokenizer.chat_template:
-        with _refusing("the model's tokenizer failed", "download its files again"):
+        with refusing("the model's tokenizer failed", "download its files again"):
             return list(tokenizer(prompt)["input_ids"])
     return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with `raw`")
 
@@ -77,7 +76,7 @@ def _in_template(
 ) -> list[int]:
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     has_parts_alone = not _shows_last(tokenizer, messages, messages) and _shows_last(tokenizer, parts, messages)
-    with _refusing("the model's chat template failed", remedy):
+    with refusing("the model's chat template failed", remedy):
         asked = parts if has_parts_alone else messages
         told = {"tools": [*tools]} if tools else {}
         return list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, **told)["input_ids"])
@@ -90,17 +89,6 @@ def _shows_last(tokenizer: Tokenizer, messages: list[dict[str, Any]], texts: lis
     except Exception:  # of any kind: a template is a stranger's program, and fails once more where that is told
         return False
     return texts[-1]["content"].strip() in told
-
-
-@contextmanager
-def _refusing(what: str, remedy: str) -> Iterator[None]:
-    """Files of strangers are programs and fail as programs do, with any exception that lies at hand."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of Rust, which is no `Exception`
-            raise UserError(f"{what} ({reason(error)}): {remedy}") from None
-        raise
 
 
 class TextStream:
@@ -166,5 +154,5 @@ class TextStream:
             return ""
         ids = [*self._context, *tokens]
         # Some tokenizers would drop spaces before punctuation afterwards: the text would change behind what was shown.
-        with _refusing("the model's tokenizer failed", "download its files again"):
+        with refusing("the model's tokenizer failed", "download its files again"):
             return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

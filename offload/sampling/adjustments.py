@@ -32,6 +32,10 @@ class Adjustment(Protocol):
             paths: for every row the tokens behind the accepted ones, down to the row itself; they may be any tokens.
         """
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow, and no token says so: the text ends here."""
+
 
 class Penalties:
     """Biases and penalties of `Sampling`, in this order.
@@ -41,6 +45,8 @@ class Penalties:
     At last a token that is new text `num` times loses num * frequency + (num > 0) * presence, as OpenAI documents it.
     Tokens of the past are few beside the vocabulary, so only theirs are looked at.
     """
+
+    is_over = False
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling

@@ -86,10 +86,19 @@ class Sampler:
         for adjustment in self._adjustments:
             adjustment.begin(prompt_ids)
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these."""
-        for adjustment in self._adjustments:
-            adjustment.accept(tokens)
+    def accept(self, tokens: Sequence[int]) -> int:
+        """The text goes on with these, up to where it is over; returns how many that are."""
+        for count, token in enumerate(tokens if self.is_adjusted else ()):
+            if self.is_over:
+                return count
+            for adjustment in self._adjustments:
+                adjustment.accept([token])
+        return len(tokens)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow the text so far, and the model has no token to say so."""
+        return any(adjustment.is_over for adjustment in self._adjustments)
 
     def cut(self, new_ids: Sequence[int]) -> None:
         """Of the text's own tokens these are left."""

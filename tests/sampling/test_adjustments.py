@@ -90,6 +90,8 @@ def test_without_any_nothing_is_touched() -> None:
 class OneTokenOnly:
     """Another adjustment: only the number of tokens written so far may come."""
 
+    is_over = False
+
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self.num = 0
 

@@ -1,0 +1,175 @@
+"""Many texts at a time: tokens per second over all of them, beside the same texts one after another.
+
+The same prompts are written with every number of places, in turns, because disks drift. A text must have the ids that
+it has alone; where layers are streamed its bits are the same, else it is proved like any other. `equal` is the forest
+with its nodes shared out evenly, each tree by itself: what competition among the texts' candidates gains.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from offload.bench.harness.command import Bench, command, say_link, say_table
+from offload.bench.harness.gate import Written
+from offload.bench.harness.prompts import Prompt, encoded
+from offload.bench.harness.record import Guard, Row
+from offload.bench.harness.setting import PROMPT_TOKENS, Setting
+from offload.config import Sampling
+from offload.drafting.base import Drafted, DraftText
+from offload.drafting.guesses import NO_GUESSES
+from offload.drafting.model import ModelDrafter
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
+from offload.engine.many import write_all
+from offload.engine.request import Request
+
+CONTEXT = 512
+ALONE, FOREST, EQUAL = "alone", "forest", "equal"
+
+
+class Effort(NamedTuple):
+    """How much is measured."""
+
+    rounds: int
+    num_plain: int  # tokens of each text without a tree
+    num_tokens: int  # ... with one
+
+
+FULL, QUICK = Effort(5, 24, 96), Effort(1, 8, 48)
+
+
+class Case(NamedTuple):
+    """One way to write the texts."""
+
+    name: str
+    tree: str
+    parallel: int
+
+
+def cases_of(parallel: int, tree: str) -> list[Case]:
+    """What is compared: without a tree, and with the best of each."""
+    return [
+        Case(ALONE, "none", 1), Case(FOREST, "none", parallel),
+        Case(ALONE, tree, 1), Case(FOREST, tree, parallel), Case(EQUAL, tree, parallel),
+    ]  # fmt: skip
+
+
+@contextmanager
+def evenly(drafter: Any) -> Iterator[None]:
+    """Meanwhile each text's tree grows by itself, within bounds of its own."""
+
+    def grow_all(texts: Sequence[DraftText], guesses: Sequence[Any] = ()) -> list[Drafted]:
+        told = guesses or [NO_GUESSES] * len(texts)
+        return [model.grow(*text, one) for text, one in zip(texts, told, strict=True)]
+
+    model: Any = drafter if isinstance(drafter, ModelDrafter) else drafter._model
+    model.grow_all = grow_all
+    try:
+        yield
+    finally:
+        del model.grow_all
+
+
+def run_case(setting: Setting, case: Case, prompts: Sequence[Prompt], num_new: int, **options: Any) -> tuple[Row, Any]:
+    """Figures of all texts, and the texts; loading and the prompts' passes are left out."""
+    with setting.open(case.tree, parallel=case.parallel, context=CONTEXT, **options) as decoder:
+        ids = [encoded(decoder, prompt, PROMPT_TOKENS) for prompt in prompts]
+        requests = [Request(own, Sampling(), num_new) for own in ids]
+        with evenly(decoder.drafter) if case.name == EQUAL else _as_it_is():
+            found, seconds, num_passes = _write(decoder, requests)
+    num_tokens = sum(len(one.token_ids) - one.stats.num_first_tokens for one in found)
+    row = {
+        **case._asdict(), "tokens_per_s": num_tokens / seconds, "tokens_per_pass": num_tokens / max(1, num_passes),
+        "pass_s": seconds / max(1, num_passes), "num_nodes": found[0].stats.tree_num_nodes,
+        "stall_share": sum(one.stats.stall_s for one in found) / max(1e-9, sum(one.stats.sweep_s for one in found)),
+    }  # fmt: skip
+    texts = zip(ids, found, strict=True)
+    return row, [Written(own, one.token_ids, one.sampling, one.rule, one.is_invariant) for own, one in texts]
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+def _write(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[Generation], float, int]:
+    """All texts, and the seconds and passes behind the first tokens of all that are under way."""
+    found, spent, num_passes, before = dict[int, Generation](), 0.0, 0, perf_counter()
+    is_decoding = False
+
+    def on_pass(runs: Sequence[Any]) -> None:
+        nonlocal spent, num_passes, before, is_decoding
+        now = perf_counter()
+        if is_decoding:
+            spent, num_passes = spent + now - before, num_passes + 1
+        is_decoding, before = all(run.sequence.new_ids for run in runs), now
+
+    for number, outcome in write_all(decoder, requests, on_pass):
+        assert isinstance(outcome, Generation), str(outcome)
+        found[number] = outcome
+    return [found[number] for number in range(len(requests))], spent, num_passes
+
+
+Parallel = Annotated[int, typer.Option(metavar="B", min=2, help="texts at a time")]
+TreeOf = Annotated[str, typer.Option("--tree", metavar="TREE", help="of each text; auto is the best for each case")]
+
+
+@command("many", "model draft size ram device gpu_mem source quick", examples=["offload bench many --quick --size 2GB"])
+def main(bench: Bench, parallel: Parallel = 8, tree: TreeOf = "auto") -> None:
+    """Tokens per second over many texts, written at a time and one after another."""
+    setting, effort = bench.setting(needs_draft=True), QUICK if bench.quick else FULL
+    ceiling, (prompts, names) = say_link(setting), bench.prompts(parallel)
+    rows, written = list[Row](), dict[tuple[str, int], list[Written]]()
+    for number in range(effort.rounds):
+        for case in cases_of(parallel, tree):
+            num_new = effort.num_plain if case.tree == "none" else effort.num_tokens
+            row, texts = run_case(setting, case, prompts, num_new)
+            rows.append(bench.row({**row, "round": number}))
+            for index, text in enumerate(texts):
+                written.setdefault((case.name, index), []).append(text)
+    middle = [_middle([row for row in rows if _case_of(row) == case]) for case in cases_of(parallel, tree)]
+    head = ["texts", "tree", "at a time", "tokens/s", "tokens a pass", "a pass", "waiting"]
+    say_table(head, [_cells(row) for row in middle])
+    proof = setting.prove([text for texts in written.values() for text in texts])
+    bench.finish(
+        rows, settings={**setting.as_dict(), "prompts": names, "parallel": parallel, "tree": tree},
+        ceiling={"bytes_per_s": ceiling}, guards=guards_of(rows, parallel, tree), proof=proof,
+    )  # fmt: skip
+
+
+def guards_of(rows: Sequence[Row], parallel: int, tree: str) -> dict[str, Guard]:
+    """How many times as many tokens a second, round by round."""
+
+    def ratios(over: Case, under: Case) -> Guard:
+        pairs = zip(_speeds(rows, over), _speeds(rows, under), strict=True)
+        return Guard([one / other for one, other in pairs], "higher")
+
+    none, none_all, alone, forest, equal = cases_of(parallel, tree)
+    return {
+        f"{parallel} texts / one, no tree": ratios(none_all, none),
+        f"{parallel} texts / one, tree {tree}": ratios(forest, alone),
+        "forest / equal trees": ratios(forest, equal),
+    }
+
+
+def _case_of(row: Row) -> Case:
+    return Case(row["name"], row["tree"], row["parallel"])
+
+
+def _speeds(rows: Sequence[Row], case: Case) -> list[float]:
+    return [row["tokens_per_s"] for row in rows if _case_of(row) == case]
+
+
+def _middle(rows: Sequence[Row]) -> Row:
+    return {
+        key: median(row[key] for row in rows) if isinstance(rows[0][key], float) else rows[0][key] for key in rows[0]
+    }
+
+
+def _cells(row: Row) -> list[str]:
+    speed = [f"{row['tokens_per_s']:.2f}", f"{row['tokens_per_pass']:.2f}", f"{row['pass_s']:.3f} s"]
+    return [row["name"], row["tree"], str(row["parallel"]), *speed, f"{100 * row['stall_share']:.0f} %"]

@@ -1,0 +1,135 @@
+"""A file of many prompts, one JSON object a line: checked as a whole before anything is loaded.
+
+Invariant: a task's digest changes with whatever could change its text, and with nothing else.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from offload.cli.prompt_input import decode
+from offload.config import Sampling, require
+from offload.engine.request import Prompt, Request
+from offload.errors import UserError
+
+_DRAWING = tuple(field.name for field in fields(Sampling))
+_FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", *_DRAWING)
+_OF_DRAWN_TEXT = ("top_p", "top_k", "min_p")
+_NOT_OF_THE_TEXT = ("sampling", "session", "is_kept")  # but for what the first of them holds
+_DIGEST_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One text to be written: a prompt of a file, or one of several samples of it."""
+
+    index: int  # of the prompt among those of the file
+    sample: int
+    name: str | int | None  # what the file calls it
+    request: Request
+    digest: str  # of all that its text depends on
+
+
+def read_tasks(file: Path, common: Request, num_samples: int, written_by: str) -> list[Task]:
+    """All of a file; a line's own settings stand in for those of `common`. Raises `UserError` with its number.
+
+    Args:
+        written_by: model and rule, on which texts depend as well.
+    """
+    try:
+        text = decode(file.read_bytes(), str(file)).removeprefix("\ufeff")
+    except OSError as error:
+        raise UserError(f"cannot read prompts from {file} ({error.strerror}): check the path") from None
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    require(bool(lines), f"{file} must hold prompts", "none", 'give lines such as {"prompt": "Hello"}')
+    tasks = list[Task]()
+    for index, (number, line) in enumerate(lines):
+        try:
+            name, request = _request(line, common)
+            tasks += [
+                Task(index, sample, name, one, _digest(one, written_by))
+                for sample, one in enumerate(samples_of(request, num_samples))
+            ]
+        except UserError as error:
+            rule = str(error).replace("`max_new_tokens`", "max_tokens").replace("`", "")
+            raise UserError(f"{file}, line {number}: {rule}") from None
+    return tasks
+
+
+def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
+    """So many texts of one prompt, by seeds that follow each other. Raises `UserError` where they would be the same."""
+    sampling = request.sampling
+    is_varied = num_samples == 1 or not sampling.is_greedy
+    rule = "`samples` of greedy text are all the same: there must be one"
+    require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
+    for sample in range(num_samples):
+        yield replace(request, sampling=replace(sampling, seed=sampling.seed + sample))
+
+
+def _request(line: str, common: Request) -> tuple[str | int | None, Request]:
+    """A line's name and request. Raises `UserError`."""
+    told = _object(line)
+    for key in told:
+        require(key in _FIELDS, f"a field must be one of {', '.join(_FIELDS)}", repr(key), "mend or take it out")
+    name = told.get("id")
+    is_name = name is None or (isinstance(name, str | int) and not isinstance(name, bool))
+    require(is_name, "id must be text or a whole number", f"{name!r:.80}", "mend it")
+    stop = told.get("stop", common.stop)
+    is_text = stop is None or isinstance(stop, str | list | tuple)
+    require(is_text, "stop must be text or a list of texts", f"{stop!r:.80}", "mend it")
+    request = replace(
+        common, prompt=_prompt(told, raw=common.raw), sampling=_sampling(told, common.sampling), stop=stop,
+        max_new_tokens=told.get("max_tokens", common.max_new_tokens),
+    )  # fmt: skip
+    request.check()
+    return name, request
+
+
+def _object(line: str) -> dict[str, Any]:
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"a line must be JSON, this one is not ({error!s:.80}): mend it") from None
+    require(isinstance(told, dict), "a line must be a JSON object", f"{line:.80}", 'such as {"prompt": "Hello"}')
+    return {key: value for key, value in told.items() if value is not None}
+
+
+def _prompt(told: Mapping[str, Any], *, raw: bool) -> Prompt:
+    given = [key for key in ("prompt", "messages") if key in told]
+    require(len(given) == 1, "a line must have one of prompt and messages", " and ".join(given) or "neither", "mend it")
+    value: Any = told[given[0]]
+    if given == ["prompt"]:
+        is_text = isinstance(value, str) and value != ""
+        require(is_text, "prompt must be text, and not empty", f"{value!r:.80}", "give some")
+    else:
+        are_messages = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+        remedy = 'such as [{"role": "user", "content": "Hello"}]'
+        require(are_messages, "messages must be a list of objects", f"{value!r:.80}", remedy)
+        require(not raw, "messages need the chat template", "raw", "leave raw out, or give prompt")
+    return value
+
+
+def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
+    """Of the line, and where it says nothing of the command."""
+    own = {key: told[key] for key in _DRAWING if key in told}
+    if isinstance(biases := own.get("logit_bias"), dict):  # JSON's keys are text
+        own["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in biases.items()}
+    sampling = replace(common, **own)
+    useless = [key for key in _OF_DRAWN_TEXT if key in own]
+    rule = "top_p, top_k and min_p choose among tokens that are drawn: there must be a temperature"
+    require(not (sampling.is_greedy and useless), rule, ", ".join(useless), "give one as well")
+    return sampling
+
+
+def _digest(request: Request, written_by: str) -> str:
+    """Of what is set otherwise than usual, so that settings of later versions change none that does without."""
+    unset = asdict(Sampling())
+    told = {key: value for key, value in asdict(request.sampling).items() if value != unset[key]}
+    told |= {"prompt": request.prompt, "stop": request.stops}
+    others = [field for field in fields(Request) if field.name not in (*told, *_NOT_OF_THE_TEXT)]
+    told |= {one.name: value for one in others if (value := getattr(request, one.name)) != one.default}
+    whole = json.dumps([written_by, told], sort_keys=True, default=asdict)
+    return hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST_CHARS]

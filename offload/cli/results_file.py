@@ -1,0 +1,120 @@
+"""Results of many prompts as lines of JSON: on stdout, or in a file that a later run goes on with.
+
+Invariant: a file holds whole lines but for the last one, which a kill may have cut; the next run takes that half away.
+What a whole line tells is never written again.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from offload.cli.batch_file import Task
+from offload.errors import RunError, UserError, ensure
+
+_BEGINNING = b'{"index": '
+_OTHER = "name another file, or take that line out to have it written anew"
+
+
+class Results:
+    """Where results go.
+
+    Attributes:
+        name: for the user; empty for stdout.
+        done: (index, sample) of what was there already.
+        num_failed: of all that is there.
+    """
+
+    def __init__(self, name: str, write: Callable[[str], None]) -> None:
+        self.name, self._write = name, write
+        self.done, self.num_failed = set[tuple[int, int]](), 0
+
+    def add(self, task: Task, result: dict[str, Any]) -> None:
+        """Write one line, whole. Raises `RunError` where it cannot be written."""
+        self.num_failed += "error" in result
+        line = {"index": task.index, "sample": task.sample, "id": task.name, **result, "request": task.digest}
+        self._write(json.dumps(line) + "\n")
+
+    def find(self, lines: Sequence[bytes], tasks: Sequence[Task]) -> None:
+        """Note what is done already. Raises `UserError` where a line is of other tasks."""
+        digests = {(task.index, task.sample): task.digest for task in tasks}
+        for number, line in enumerate(lines, start=1):
+            key, digest, has_failed = self._told(line, number)
+            if key in self.done:
+                raise UserError(f"{self.name}, line {number} tells of index {key[0]} once more: {_OTHER}")
+            if digests.get(key) != digest:
+                what = f"{self.name}, line {number} is of another prompt, model or settings than index {key[0]} has now"
+                raise UserError(f"{what}: {_OTHER}")
+            self.done.add(key)
+            self.num_failed += has_failed
+
+    def _told(self, line: bytes, number: int) -> tuple[tuple[int, int], str, bool]:
+        try:
+            told = json.loads(line)
+            ensure(isinstance(told, dict), "an object is wanted")
+            key, digest = (told.get("index"), told.get("sample")), told.get("request")
+            ensure(all(isinstance(one, int) for one in key) and isinstance(digest, str), "fields are missing")
+        except (ValueError, RecursionError):
+            raise UserError(f"{self.name}, line {number} is no result of offload: name another file") from None
+        return key, digest, "error" in told
+
+
+@contextmanager
+def open_results(
+    path: Path | None, tasks: Sequence[Task], prompts: Path, to_stdout: Callable[[str], None]
+) -> Iterator[Results]:
+    """The file gone on with, or stdout for no path and `-`.
+
+    Raises `UserError` for a file that is of other tasks, is written to by another process, or cannot be written.
+    """
+    if path is None or str(path) == "-":
+        yield Results("", to_stdout)
+        return
+    if path.exists() and path.samefile(prompts):
+        raise UserError(f"`out` must be another file than that of the prompts, got {path}: name another one")
+    with _opened(path) as file:
+        results, whole = Results(str(path), lambda line: _append(file, line, path)), _whole_lines(file, path)
+        results.find(whole, tasks)
+        file.truncate(sum(map(len, whole)))
+        yield results
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """To read and append, by one process at a time. Raises `UserError`."""
+    try:
+        opened = path.open("a+b", buffering=0)
+    except OSError as error:
+        raise UserError(f"cannot write results to {path} ({error.strerror}): name another file") from None
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process writes to {path}: wait for it, or name another file") from None
+        yield file
+
+
+def _whole_lines(file: BinaryIO, path: Path) -> list[bytes]:
+    """All but a last one that was cut short. Raises `UserError` where that is nothing of ours."""
+    file.seek(0)
+    lines = file.read().splitlines(keepends=True)
+    if not lines or lines[-1].endswith(b"\n"):
+        return lines
+    cut = lines.pop()
+    size = min(len(cut), len(_BEGINNING))
+    if cut[:size] != _BEGINNING[:size]:
+        raise UserError(f"{path}, line {len(lines) + 1} is no result of offload: name another file")
+    return lines
+
+
+def _append(file: BinaryIO, line: str, path: Path) -> None:
+    left = memoryview(line.encode())
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError as error:
+        what = f"cannot write to {path} ({error.strerror or os.strerror(error.errno or 0)})"
+        raise RunError(f"{what}: what is in it is whole, make room and the same command goes on") from None

@@ -1,0 +1,237 @@
+"""The model `offload` of EleutherAI's lm-eval: tasks are scored and written by as few passes as memory allows.
+
+    python -m offload.integrations.lm_eval run --model offload --model_args pretrained=big,draft=small --tasks ...
+
+Invariant: texts are cut into tokens, windows and stop strings as lm-eval's own `hf` does, so that results are its own.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from inspect import signature
+from typing import Any, NoReturn
+
+from offload.config import Sampling, require
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
+from offload.engine.load import load
+from offload.engine.many import write_all
+from offload.engine.request import Request
+from offload.errors import RunError, UserError
+
+try:
+    from lm_eval import utils
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        has_bos_prefix,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise UserError(f"this runs inside of lm-eval, and {error.name} is missing: pip install 'offload[eval]'") from None
+
+Tokens = tuple[Any, list[int], list[int]]  # what a request is known by, a context, and what is scored behind it
+
+_TEXTS_PER_CALL = 4096  # scored between two results that are kept, where lm-eval keeps any
+_ANY_DEVICE = "cuda:0"
+_OURS = {"repetition_penalty": "repeat_penalty"}  # settings that are called differently here
+_SETTINGS = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", *_OURS}
+
+
+@register_model("offload")
+class OffloadLM(TemplateLM):
+    """A decoder as lm-eval takes models.
+
+    Attributes:
+        decoder: that writes and scores.
+    """
+
+    def __init__(
+        self, pretrained: str | Decoder, *, batch_size: int | str = 1, max_batch_size: int | None = None,
+        device: str | None = None, add_bos_token: bool | None = None, prefix_token_id: int | None = None,
+        seed: int = 0, **load_args: Any,
+    ) -> None:  # fmt: skip
+        """Load a model, or take one that is loaded. Raises `UserError`.
+
+        Args:
+            batch_size: texts that are written at a time, where `parallel` is not given.
+            max_batch_size: not asked for: memory is planned.
+            device: as lm-eval names it, which says `cuda:0` on any machine unless told otherwise.
+            add_bos_token: whether texts begin with that token; None leaves it to the tokenizer.
+            prefix_token_id: stands for an empty context; default: the token that begins texts, or ends them.
+            seed: of text that is drawn; the next ones are those of its repetitions.
+            load_args: of `offload.load`.
+        """
+        super().__init__()
+        self.decoder = (
+            pretrained if isinstance(pretrained, Decoder) else _load(pretrained, device, batch_size, load_args)
+        )
+        if self.decoder.tokenizer is None or self.decoder.target.start:
+            raise UserError("lm-eval takes models with a tokenizer and without an encoder: name another one")
+        self.tokenizer, self._add_bos, self._seed = self.decoder.tokenizer, add_bos_token, seed
+        self._prefix = prefix_token_id
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands for an empty context."""
+        if self._prefix is not None:
+            return self._prefix
+        begins = self.tokenizer.bos_token_id
+        return int(self.eot_token_id if begins is None else begins)
+
+    @property
+    def max_length(self) -> int:
+        """Positions that there is room for."""
+        return self.decoder.plan.context
+
+    @property
+    def max_gen_toks(self) -> int:
+        return 256
+
+    @property
+    def batch_size(self) -> int:
+        return self.decoder.num_parallel
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text; without its system prompt where the template knows none."""
+        from jinja2.exceptions import TemplateError
+
+        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        how["continue_final_message"] = not add_generation_prompt
+        try:
+            return str(self.tokenizer.apply_chat_template(chat_history, **how))
+        except TemplateError:
+            others = [message for message in chat_history if message["role"] != "system"]
+            return str(self.tokenizer.apply_chat_template(others, **how))
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids, with the token that begins texts unless the string brings it."""
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        if add_special_tokens is None:
+            add_special_tokens = False if has_bos_prefix(string, prefix) else self._add_bos
+        how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **how))
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Tokens], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """For each the log-probability of what is behind its context, and whether it is what greedy decoding writes."""
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        order = sorted(range(len(requests)), key=lambda number: _by_length(requests[number]))  # alike ones side by side
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+            for begin in range(0, len(order), _TEXTS_PER_CALL):
+                numbers = order[begin : begin + _TEXTS_PER_CALL]
+                scores = self.decoder.score_texts([self._window(requests[number]) for number in numbers])
+                for number, score in zip(numbers, scores, strict=True):
+                    answers[number], name = (score.logprob, score.is_greedy), requests[number][0]
+                    if name is not None:
+                        self.cache_hook.add_partial("loglikelihood", name, answers[number])
+                bar.update(len(numbers))
+        return answers
+
+    def _window(self, request: Tokens) -> tuple[list[int], int]:
+        """As much of a text as there is room for, of which the last token is no input; where the scored part begins."""
+        _, context, scored = request
+        rule = f"what is scored must have between 1 and {self.max_length} tokens"
+        require(0 < len(scored) <= self.max_length, rule, len(scored), "raise `context`, or leave the task out")
+        ids = (context + scored)[-(self.max_length + 1) :]
+        return ids, len(ids) - len(scored)
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of each text the log-probability of all its tokens; longer ones than the context go window by window."""
+        windows, owners = list[Tokens](), list[int]()
+        for number, request in enumerate(requests):
+            for context, scored in self._rolling(request.args[0]):
+                windows.append((None, context, scored))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            sums[owner] += logprob
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (request.args[0],), total)
+        return sums
+
+    def _rolling(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        how = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
+        return map(utils.make_disjoint_window, utils.get_rolling_token_windows(self.tok_encode(text), **how))
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to their stop strings, as many at a time as the decoder has places for."""
+        texts, seen = [""] * len(requests), Counter[str]()
+        wanted, untils = list[Request](), list[list[str]]()
+        for request in requests:
+            context, settings = request.args
+            one, until = self._request(context, settings, repetition=seen[repr(request.args)])
+            seen[repr(request.args)] += 1
+            wanted.append(one)
+            untils.append(until)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+            for number, outcome in write_all(self.decoder, wanted):
+                if not isinstance(outcome, Generation):
+                    raise outcome
+                # As `hf` does: without what comes before, and cut where any of the strings begins.
+                text = self.tokenizer.decode(outcome.token_ids, skip_special_tokens=True)
+                texts[number] = postprocess_generated_text(text, untils[number], None)
+                self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
+                bar.update(1)
+        return texts
+
+    def _request(self, context: str, settings: dict[str, Any], *, repetition: int) -> tuple[Request, list[str]]:
+        """What to write, and the strings that end it, that of the end token included. Raises `UserError`."""
+        told: dict[str, Any] = {**normalize_gen_kwargs(settings, self.max_gen_toks)}
+        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
+        until = handle_stop_sequences(told.pop("until"), eos=eos)
+        num_new, is_drawn = told.pop("max_gen_toks"), told.pop("do_sample")
+        for name, value in told.items():
+            rule = f"generation_kwargs must be of {', '.join(sorted(_SETTINGS))}"
+            require(name in _SETTINGS, rule, f"{name}={value!r}", "leave it out")
+        drawing = {_OURS.get(name, name): value for name, value in told.items()}
+        sampling = Sampling(**drawing | ({} if is_drawn else {"temperature": 0.0}), seed=self._seed + repetition)
+        num_kept = self.max_length - num_new
+        rule = f"max_gen_toks must be less than the context of {self.max_length}"
+        require(num_kept > 0, rule, num_new, "raise `context`, or lower it by --gen_kwargs")
+        ids = self.tok_encode(context)[-num_kept:] or [self.prefix_token_id]
+        return Request(ids, sampling, num_new, [stop for stop in until if stop not in ("", eos)]), until
+
+
+def _by_length(request: Tokens) -> tuple[int, list[int]]:
+    ids = request[1] + request[2]
+    return -len(ids), ids
+
+
+def _load(model: str, device: str | None, batch_size: int | str, load_args: dict[str, Any]) -> Decoder:
+    """Raises `UserError`."""
+    known = signature(load).parameters
+    for name, value in load_args.items():
+        require(name in known, f"model_args must be of {', '.join(known)}", f"{name}={value!r}", "leave it out")
+    given: dict[str, Any] = {} if device in (None, _ANY_DEVICE) else {"device": device}
+    if "parallel" in known and str(batch_size).isdecimal():
+        given["parallel"] = int(batch_size)
+    return load(model, **given | load_args)
+
+
+def main() -> NoReturn:
+    """lm-eval's own command line, where `--model offload` is known. Leaves by `sys.exit`."""
+    try:
+        cli_evaluate()
+    except (UserError, RunError) as error:
+        print(f"offload: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

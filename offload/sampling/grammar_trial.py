@@ -1,0 +1,31 @@
+"""Compile a grammar that a stranger has written, in a process of its own: `python -P grammar_trial.py < grammar`.
+
+The compiler recurses along references without a bound of its own: a chain of some thousands ends the process that it
+runs in. Here it has half the stack that a thread has elsewhere, and a bound on time and memory. Prints what is wrong,
+in JSON, null if nothing is. Invariant: nothing of the package is imported, so that it takes a tenth of a second.
+"""
+
+import json
+import sys
+
+_STACK_BYTES = 4 << 20  # a thread has 8 MiB
+_MEMORY_BYTES = 4 << 30
+
+
+def main() -> None:
+    """Read a grammar as llguidance takes it from standard input."""
+    from llguidance import LLMatcher
+
+    if sys.platform != "win32":
+        import resource
+
+        limits = {resource.RLIMIT_STACK: _STACK_BYTES, resource.RLIMIT_AS: _MEMORY_BYTES, resource.RLIMIT_CORE: 0}
+        for what, most in limits.items():
+            hard = resource.getrlimit(what)[1]
+            resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(sys.stdin.read())
+    print(json.dumps(messages[0] if is_wrong else None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""`generate` for many texts: files of prompts, results that a later run goes on with, samples of one prompt."""
+
+import fcntl
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from reciting import CONTEXT, NUM_SAID, PROMPT, SAID, at_sweep, failing_reads, interrupt, open_decoder, settings
+from shell import Outcome, shell
+
+from offload.cli.batch_file import read_tasks
+from offload.cli.progress import ManyTexts
+from offload.config import Sampling
+from offload.engine.request import Request
+from offload.errors import UserError
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Write:
+    """Writes a file of prompts from objects, or lines as they are."""
+
+    def write(*lines: object) -> Path:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+        return path
+
+    return write
+
+
+def generate(model: Path, *arguments: object) -> Outcome:
+    return shell("generate", *settings(model), *arguments)
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# Results
+
+
+def test_every_prompt_gives_a_line_with_its_own_settings(ender: Path, prompts: Write) -> None:
+    file = prompts(
+        {"prompt": PROMPT, "id": "whole"},
+        "",
+        {"prompt": PROMPT, "max_tokens": 2, "id": 7},
+        {"prompt": PROMPT, "stop": "w"},
+    )
+    outcome = generate(ender, "-f", file)
+    whole, short, stopped = sorted(objects(outcome.out), key=lambda line: line["index"])
+    assert outcome.code == 0 and "3 of 3 texts" in outcome.err and "tokens/s over all" in outcome.err
+    assert (whole["id"], whole["text"], whole["finish_reason"]) == ("whole", SAID, "stop")
+    assert whole["tokens"] == {"prompt": len(PROMPT), "new": NUM_SAID + 1} and len(whole["token_ids"]) == NUM_SAID + 1
+    assert (short["id"], short["text"], short["finish_reason"]) == (7, " Hello", "length")
+    assert (stopped["id"], stopped["text"], stopped["sample"]) == (None, " Hello ", 0)
+    assert whole["seed"] == 0 and whole["sampling"]["temperature"] == 0 and "seed" not in whole["sampling"]
+
+
+def test_messages_are_put_into_the_template(talker: Path, prompts: Write) -> None:
+    file = prompts({"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": "Hi"})
+    one, other = objects(generate(talker, "-f", file, "--out", "-").out)
+    assert one["text"] == other["text"] and one["tokens"] == other["tokens"], "a prompt is a question of the user"
+
+
+def test_samples_of_a_file_follow_its_seeds(ender: Path, prompts: Write) -> None:
+    file = prompts({"prompt": PROMPT, "seed": 5, "temperature": 1e-3}, {"prompt": PROMPT})
+    lines = objects(generate(ender, "-f", file, "--samples", 2, "--temp", 0.001, "--seed", 8).out)
+    keys = [(line["index"], line["sample"], line["seed"]) for line in lines]
+    assert sorted(keys) == [(0, 0, 5), (0, 1, 6), (1, 0, 8), (1, 1, 9)]
+
+
+def test_texts_side_by_side_are_those_of_one_after_the_other(ender: Path, prompts: Write) -> None:
+    drawn = [{"prompt": "x" * count + PROMPT, "temperature": 4.0, "seed": count, "max_tokens": 9} for count in range(5)]
+    file = prompts(*drawn, {"prompt": PROMPT})
+    alone, together = (generate(ender, "-f", file, "--parallel", parallel, "--ram", "1GiB") for parallel in (1, 3))
+    in_order = [sorted(objects(outcome.out), key=lambda line: line["index"]) for outcome in (alone, together)]
+    assert in_order[0] == in_order[1] and len({line["text"] for line in in_order[0]}) > 3
+    rates = [float(outcome.err.split(" a pass")[0].split()[-1]) for outcome in (alone, together)]
+    assert rates[1] > 1.5 * rates[0], "tokens of several texts come by one pass"
+
+
+def test_a_prompt_that_is_too_long_fails_alone(ender: Path, prompts: Write, tmp_path: Path) -> None:
+    file, out = prompts({"prompt": PROMPT * CONTEXT, "id": "long"}, {"prompt": PROMPT}), tmp_path / "out"
+    outcome = generate(ender, "-f", file, "--out", out)
+    long, short = objects(out.read_text())
+    assert outcome.code == 1 and "1 of 2 texts could not be written" in outcome.err.splitlines()[-1]
+    assert "exceed the context" in long["error"] and long["id"] == "long" and "text" not in long
+    assert short["text"] == SAID
+    again = generate(ender, "-f", file, "--out", out)
+    assert again.code == 1 and again.err.splitlines()[-1] == outcome.err.splitlines()[-1], "the file still lacks it"
+
+
+# Going on
+
+
+def test_what_is_written_is_not_repeated(ender: Path, prompts: Write, tmp_path: Path) -> None:
+    file, out = prompts(*({"prompt": PROMPT, "max_tokens": count} for count in (3, 5, 8))), tmp_path / "out"
+    assert generate(ender, "-f", file, "--out", out).code == 0
+    whole = out.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    with _counted_runs() as counted:
+        assert generate(ender, "-f", file, "--out", out).code == 0 and counted == []
+        for kept in (lines[0] + lines[1], lines[0] + lines[1] + lines[2][:30], lines[0] + lines[1] + lines[2][:4]):
+            out.write_bytes(kept)
+            counted.clear()
+            outcome = generate(ender, "-f", file, "--out", out)
+            assert outcome.code == 0 and "2 of 3 texts already" in outcome.err
+            assert out.read_bytes() == whole and len(counted) == 1
+
+
+def test_interrupted_it_keeps_what_is_finished(looper: Path, prompts: Write, tmp_path: Path) -> None:
+    file, out = prompts(*({"prompt": PROMPT, "max_tokens": 1} for _ in range(6))), tmp_path / "out"
+    with at_sweep(4, interrupt), patch("offload.engine.decoder.Decoder.num_parallel", 1):
+        outcome = generate(looper, "-f", file, "--out", out)
+    assert outcome.code == 130 and "3 of 6 texts" in outcome.err
+    assert [line["index"] for line in objects(out.read_text())] == [0, 1, 2]
+    assert generate(looper, "-f", file, "--out", out).code == 0
+    assert sorted(line["index"] for line in objects(out.read_text())) == [*range(6)]
+
+
+def test_a_disk_that_fails_keeps_what_is_finished(looper: Path, prompts: Write, tmp_path: Path) -> None:
+    file, out = prompts({"prompt": PROMPT, "max_tokens": 1}, {"prompt": PROMPT, "max_tokens": 200}), tmp_path / "out"
+    with failing_reads(60):
+        outcome = generate(looper, "-f", file, "--out", out)
+    assert outcome.code == 1 and [line["index"] for line in objects(out.read_text())] == [0]
+
+
+@pytest.mark.parametrize(
+    "change", [["-n", 4], ["--temp", 0.5], ["--seed", 3], ["--raw"], ["--stop", "x"], ["--rule", "topk"]]
+)
+def test_changed_settings_are_refused(
+    ender: Path, prompts: Write, tmp_path: Path, change: Sequence[object], _no_weights: None
+) -> None:
+    file, out = prompts({"prompt": PROMPT}), tmp_path / "out"
+    line = {
+        "index": 0,
+        "sample": 0,
+        "text": "",
+        "request": read_tasks(file, Request(), 1, "ender auto match 1")[0].digest,
+    }
+    out.write_text(json.dumps(line) + "\n")
+    outcome = generate(ender, "-f", file, "--out", out, *change)
+    assert outcome.code == 2 and "line 1 is of another prompt, model or settings than index 0" in outcome.err
+    assert objects(out.read_text()) == [line], "it stays as it is"
+
+
+@pytest.mark.parametrize("written, refusal", [
+    ("Dear diary", "line 1 is no result"), ("{}\n", "line 1 is no result"), ("[1]\n", "line 1 is no result"),
+    ('{"index": 9, "sample": 0, "request": "x"}\n', "another prompt"),
+])  # fmt: skip
+def test_files_of_something_else_stay_as_they_are(
+    ender: Path, prompts: Write, tmp_path: Path, written: str, refusal: str, _no_weights: None
+) -> None:
+    out = tmp_path / "out"
+    out.write_text(written)
+    outcome = generate(ender, "-f", prompts({"prompt": PROMPT}), "--out", out)
+    assert outcome.code == 2 and refusal in outcome.err and out.read_text() == written
+
+
+def test_one_process_writes_to_a_file(ender: Path, prompts: Write, tmp_path: Path, _no_weights: None) -> None:
+    file, out = prompts({"prompt": PROMPT}), tmp_path / "out"
+    with out.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        outcome = generate(ender, "-f", file, "--out", out)
+    assert outcome.code == 2 and "another process writes to" in outcome.err
+    assert "another file than that of the prompts" in generate(ender, "-f", file, "--out", file).err
+    assert "cannot write results to" in generate(ender, "-f", file, "--out", tmp_path).err
+
+
+def test_digests_follow_what_a_text_depends_on(prompts: Write) -> None:
+    def digest(line: dict[str, object], common: Request, by: str = "model") -> str:
+        return read_tasks(prompts(line), common, 1, by)[0].digest
+
+    usual, common = {"prompt": PROMPT}, Request(sampling=Sampling(temperature=1.0))
+    others = [
+        digest({"prompt": PROMPT + " "}, common), digest({**usual, "max_tokens": 5}, common), digest(usual, Request()),
+        digest({**usual, "temperature": 0.5}, common), digest({**usual, "seed": 1}, common),
+        digest({**usual, "stop": ["a"]}, common), digest(usual, common, "other"), digest(usual, Request(raw=True)),
+    ]  # fmt: skip
+    assert len({digest(usual, common), *others}) == len(others) + 1
+    assert digest({**usual, "id": "x", "temperature": 1}, common) == digest(usual, common)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("line, refusal", [
+    ({"text": PROMPT}, "'text'"),
+    ({"prompt": PROMPT, "messages": []}, "one of prompt and messages"),
+    ({"id": 3}, "one of prompt and messages"),
+    ({"prompt": ""}, "not empty"),
+    ({"prompt": [1, 2]}, "must be text"),
+    ({"messages": []}, "list of objects"),
+    ({"messages": ["Hello"]}, "list of objects"),
+    ({"prompt": PROMPT, "max_tokens": -1}, "max_tokens must be 0 or more"),
+    ({"prompt": PROMPT, "max_tokens": "9"}, "whole number"),
+    ({"prompt": PROMPT, "temperature": "hot"}, "temperature must be a number"),
+    ({"prompt": PROMPT, "top_p": 0.5}, "there must be a temperature"),
+    ({"prompt": PROMPT, "stop": {"a": 1}}, "stop must be text"),
+    ({"prompt": PROMPT, "stop": [3]}, "stop must be text"),
+    ({"prompt": PROMPT, "id": 1.5}, "id must be"),
+    ({"prompt": PROMPT, "seed": -1}, "seed must lie"),
+    ("[1]", "must be a JSON object"), ("{", "must be JSON"), ("[" * 100_000, "must be JSON"),
+])  # fmt: skip
+def test_bad_lines_are_named(ender: Path, prompts: Write, line: object, refusal: str, _no_weights: None) -> None:
+    file = prompts({"prompt": PROMPT}, line)
+    outcome = generate(ender, "-f", file)
+    assert outcome.code == 2 and outcome.out == ""
+    assert f"{file}, line 2: " in outcome.err and refusal in outcome.err and ": " in outcome.err.split(refusal)[1]
+
+
+def test_bad_wishes_are_refused(ender: Path, prompts: Write, tmp_path: Path, _no_weights: None) -> None:
+    file, session = prompts({"prompt": PROMPT}), ("--session", tmp_path / "kept")
+    cases: list[tuple[Sequence[object], str]] = [
+        (["-f", file, "-p", "x"], "exclude each other"),
+        (["-p", "x", "--out", tmp_path / "out"], "--out is for results of many prompts"),
+        (["-f", file, *session], "--session keeps one text"),
+        (["-p", "x", "--samples", 2, *session], "--session keeps one text"),
+        (["-p", "x", "--samples", 2], "--samples of greedy text are all the same"),
+        (["-f", file, "--samples", 2], "line 1: samples of greedy text"),
+        (["-f", file.with_name("none.jsonl")], "cannot read prompts"),
+        (["-p", "x", "--samples", 0], "--samples"),
+    ]
+    for arguments, refusal in cases:
+        outcome = generate(ender, *arguments)
+        assert outcome.code == 2 and refusal in outcome.err, arguments
+    file.write_bytes(b'{"prompt": "\xff"}\n')
+    assert "must be UTF-8" in generate(ender, "-f", file).err
+    file.write_text("\n\n")
+    assert "must hold prompts" in generate(ender, "-f", file).err
+
+
+# Samples of one prompt
+
+
+def test_samples_are_texts_of_the_seeds_that_follow(ender: Path) -> None:
+    wishes = ("-p", PROMPT, "--samples", 3, "--temp", 5, "--seed", 4, "-n", 6)
+    listed = json.loads(generate(ender, *wishes, "--json").out)
+    assert [(one["sample"], one["seed"]) for one in listed] == [(0, 4), (1, 5), (2, 6)]
+    with open_decoder(ender) as decoder:
+        alone = [decoder.generate(PROMPT, temperature=5, seed=seed, max_new_tokens=6) for seed in (4, 5, 6)]
+    assert [one["token_ids"] for one in listed] == [one.token_ids for one in alone]
+    assert len({one.text for one in alone}) > 1, "or nothing would tell them apart"
+    printed = generate(ender, *wishes).out
+    for index, one in enumerate(alone):
+        assert f"--- sample {index}, seed {4 + index}\n{one.text}\n" in printed
+
+
+# The line meanwhile
+
+
+def test_the_line_tells_of_all_texts() -> None:
+    progress = ManyTexts(4, 10)
+    assert progress.parts() == ["0 of 4 texts", "0 under way", "layer 0 of 10"]
+    progress.advance([])
+    progress.finish(30)
+    progress.started_s -= 10
+    progress.num_layers = 13
+    texts, under_way, speed, left, _, layer = progress.parts()
+    assert (texts, under_way, speed, left, layer) == (
+        "1 of 4 texts",
+        "0 under way",
+        "3.00 tokens/s",
+        "30 s left",
+        "layer 3 of 10",
+    )
+
+
+class _counted_runs(list[object]):  # noqa: N801  a context manager
+    """The requests that a decoder has begun."""
+
+    def __enter__(self) -> "_counted_runs":
+        from offload.engine.decoder import Decoder
+
+        start = Decoder.start
+
+        def counted(decoder: Decoder, request: Request, **how: Any) -> Any:
+            self.append(request)
+            return start(decoder, request, **how)
+
+        self._patch = patch.object(Decoder, "start", counted)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def test_tasks_are_not_read_without_their_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="check the path"):
+        read_tasks(tmp_path / "no.jsonl", Request(), 1, "")

@@ -1,0 +1,281 @@
+"""Texts that keep a grammar: whole and valid, the same with every tree, and those of transformers with llguidance."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import FAMILIES, save_pair, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+import offload
+from offload.config import Sampling
+from offload.drafting.draft_model import Draft
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
+from offload.engine.request import Request
+from offload.errors import UserError
+from offload.sampling.grammar import Grammar, find_grammar
+from offload.sampling.grammar_mask import GrammarMask
+from offload.sampling.logits import AdjustedRows, Rows
+from offload.sampling.sampler import Sampler
+from offload.tree.token_tree import TokenTree
+
+llguidance = pytest.importorskip("llguidance")
+
+PAIR = Path(offload.__file__).parent / "demo_pair"
+PROMPT, NUM_NEW = "Describe a person as JSON: ", 80
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": "[ \\n]{0,2}"},
+}
+TREES = ["none", "16x4", "dynamic:32x6", "chain:4"]
+DRAWN = {"greedy": Sampling(), "warm": Sampling(temperature=1.0, seed=3), "top-p": Sampling(temperature=1.3, top_p=0.7)}
+GRAMMARS = {
+    "schema": find_grammar(json_schema=SCHEMA),
+    "object": Grammar("json_object"),
+    "regex": find_grammar(regex=r"(def [a-z]{2,9}\(\):\n    return [0-9]+\n){2}"),
+    "lark": find_grammar(grammar='start: "[" pair ("," pair)* "]"\npair: /[a-z]+/ "=" /[0-9]{1,3}/'),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[Decoder]:
+    with offload.load(
+        PAIR / "target", PAIR / "draft", "1GiB", "32x6", context=200, dtype="float32", threads=1, profile="none",
+        rule="sequoia", lookup=False,
+    ) as decoder:  # fmt: skip
+        yield decoder
+
+
+def written(
+    decoder: Decoder, grammar: Grammar | None, sampling: Sampling = DRAWN["greedy"], *, tree: str = "none",
+    rule: str = "match", num_new: int = NUM_NEW, prompt: Any = PROMPT,
+) -> Generation:  # fmt: skip
+    run = decoder.start(Request(prompt, sampling, num_new, grammar=grammar), tree=tree, rule=rule)
+    for _ in run:
+        pass
+    return run.result()
+
+
+def require_person(text: str) -> None:
+    person = json.loads(text)
+    assert [*person] == ["name", "age", "tags"] and len(person["name"]) <= 12 and 0 <= person["age"] <= 99
+    assert len(person["tags"]) <= 2 and {*person["tags"]} <= {"red", "blue"}
+
+
+@pytest.mark.parametrize("rule", ["match", "topk"])
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_the_text_is_valid_and_the_same_with_every_tree(decoder: Decoder, drawn: str, rule: str) -> None:
+    alone = written(decoder, GRAMMARS["schema"], DRAWN[drawn])
+    assert alone.finish_reason == "stop"
+    require_person(alone.text)
+    for tree in TREES[1:]:
+        result = written(decoder, GRAMMARS["schema"], DRAWN[drawn], tree=tree, rule=rule)
+        assert (result.token_ids, result.text) == (alone.token_ids, alone.text), tree
+        assert result.stats.num_sweeps < 0.8 * alone.stats.num_sweeps
+
+
+@pytest.mark.parametrize("rule", ["sequoia", "specinfer", "spectr"])
+def test_rules_with_ratio_tests_keep_it(decoder: Decoder, rule: str) -> None:
+    alone = written(decoder, GRAMMARS["schema"])
+    for tree in ("16x4", "chain:4"):
+        assert written(decoder, GRAMMARS["schema"], tree=tree, rule=rule).token_ids == alone.token_ids
+        for seed in range(2):
+            how = Sampling(temperature=1.5, seed=seed)
+            require_person(written(decoder, GRAMMARS["schema"], how, tree=tree, rule=rule).text)
+
+
+class Keeping(LogitsProcessor):
+    """llguidance as its own examples use it: a matcher follows the text, one token at a time."""
+
+    def __init__(self, source: str, num_prompt: int) -> None:
+        from llguidance.hf import from_tokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+        self._matcher, self._num_seen = llguidance.LLMatcher(from_tokenizer(tokenizer, 4096), source), num_prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for token in input_ids[0, self._num_seen :].tolist():
+            assert self._matcher.consume_token(token)
+        self._num_seen = input_ids.shape[1]
+        bias_V = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: scores.shape[1]]
+        return scores.masked_fill(bias_V == 0, -torch.inf)
+
+
+def by_transformers(decoder: Decoder, grammar: Grammar) -> list[int]:
+    matcher = llguidance.LLMatcher
+    source = {
+        "json_schema": matcher.grammar_from_json_schema,
+        "json_object": lambda _: matcher.grammar_from_json_schema({"type": "object"}),
+        "regex": matcher.grammar_from_regex,
+        "lark": matcher.grammar_from_lark,
+    }[grammar.kind](grammar.text)
+    ids_1T = torch.tensor([decoder.encode(PROMPT)])
+    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+    out_1T = model.generate(
+        ids_1T, do_sample=False, max_new_tokens=NUM_NEW, attention_mask=torch.ones_like(ids_1T),
+        logits_processor=LogitsProcessorList([Keeping(source, ids_1T.shape[1])]),
+    )  # fmt: skip
+    return out_1T[0, ids_1T.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_greedy_text_is_that_of_transformers_with_llguidance(decoder: Decoder, name: str) -> None:
+    grammar = GRAMMARS[name]
+    assert grammar is not None
+    wanted = by_transformers(decoder, grammar)
+    assert len(wanted) > 1
+    for tree in TREES:
+        assert written(decoder, grammar, tree=tree).token_ids == wanted, tree
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Random models without a token for their end; a draft that is often right."""
+    pair = save_pair(FAMILIES["llama"](), tmp_path_factory.mktemp("tiny"), noise=0.03)
+    for folder in pair:
+        save_tokenizer(folder, ["ab", "bc"])
+    return pair
+
+
+@pytest.fixture(scope="module")
+def tiny_decoder(tiny: tuple[Path, Path]) -> Iterator[Decoder]:
+    with offload.load(
+        *tiny, "1GiB", "16x4", context=64, dtype="float32", threads=1, profile="none", rule="sequoia", lookup=False
+    ) as decoder:
+        yield decoder
+
+
+WARM = 4.0  # so that every text is drawn now and then
+
+
+@pytest.fixture(scope="module")
+def law(tiny: tuple[Path, Path]) -> dict[str, float]:
+    """Of the texts that `[abc]{2}` allows: by the target's own chances, token after token."""
+    tokenizer, model = AutoTokenizer.from_pretrained(tiny[0]), AutoModelForCausalLM.from_pretrained(tiny[0])
+    law: dict[str, float] = {}
+
+    def follow(text: str, ids: list[int], chance: float) -> None:
+        if len(text) == 2:
+            law[text] = law.get(text, 0.0) + chance
+            return
+        pieces = [piece for piece in ("a", "b", "c", "ab", "bc") if len(text + piece) <= 2]
+        tokens = tokenizer.convert_tokens_to_ids(pieces)
+        with torch.no_grad():
+            share = (model(torch.tensor([ids])).logits[0, -1, tokens] / WARM).softmax(0).tolist()
+        for token, piece, part in zip(tokens, pieces, share, strict=True):
+            follow(text + piece, [*ids, token], chance * part)
+
+    follow("", tokenizer(PROMPT)["input_ids"], 1.0)
+    return law
+
+
+def chi_square(counts: Counter[str], law: dict[str, float], num_drawn: int) -> float:
+    return sum((counts[text] - num_drawn * chance) ** 2 / (num_drawn * chance) for text, chance in law.items())
+
+
+@pytest.mark.parametrize("rule", ["match", "sequoia", "specinfer", "spectr"])
+def test_drawn_texts_have_the_masked_targets_law(tiny_decoder: Decoder, law: dict[str, float], rule: str) -> None:
+    """Chi-square over all texts that a regex allows, 8 degrees of freedom: 26.1 has a p-value of 0.001."""
+    counts, num_drawn = Counter[str](), 160
+    grammar = find_grammar(regex="[abc]{2}")
+    for seed in range(num_drawn):
+        how = Sampling(temperature=WARM, seed=seed)
+        counts[written(tiny_decoder, grammar, how, tree="8x2", rule=rule, num_new=3).text] += 1
+    assert {*counts} <= {*law} and len(law) == 9 and sum(law.values()) == pytest.approx(1)
+    assert min(law.values()) * num_drawn > 2
+    assert chi_square(counts, law, num_drawn) < 26.1
+    assert chi_square(counts, dict.fromkeys(law, 1 / 9), num_drawn) > 26.1, "a control: they are not equally likely"
+
+
+def mask_the_target_alone(patch: pytest.MonkeyPatch) -> None:
+    adjusted = Sampler.adjusted
+
+    def adjusted_rows(self: Sampler, tree: TokenTree, logits: Rows) -> Rows:
+        return AdjustedRows(logits, lambda node, row_V: adjusted(self, row_V[None], [tree.path(node)])[0])
+
+    patch.setattr(Sampler, "adjusted_rows", adjusted_rows)
+    patch.setattr(Sampler, "adjusted", lambda self, logits_TV, paths: logits_TV)
+
+
+def test_a_grammar_makes_guesses_better_and_a_draft_without_it_worse(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, prompts = "dynamic:32x6", [PROMPT, "def main():\n", "import os\n\n# The person\n"]
+
+    def tokens_per_sweep(grammar: Grammar | None) -> float:
+        results = [written(decoder, grammar, tree=tree, prompt=prompt) for prompt in prompts]
+        return sum(len(one.token_ids) for one in results) / sum(one.stats.num_sweeps for one in results)
+
+    with_it, without = tokens_per_sweep(GRAMMARS["schema"]), tokens_per_sweep(None)
+    mask_the_target_alone(monkeypatch)
+    of_target_alone = tokens_per_sweep(GRAMMARS["schema"])
+    assert with_it >= without
+    assert with_it > 1.2 * of_target_alone
+
+
+def test_a_mask_that_forgets_the_path_shows(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    adjust = GrammarMask.adjust
+    monkeypatch.setattr(
+        GrammarMask, "adjust", lambda self, logits_TV, paths: adjust(self, logits_TV, [()] * len(paths))
+    )
+    with pytest.raises((UserError, AssertionError)):
+        require_person(written(decoder, GRAMMARS["schema"], tree="16x4").text)
+
+
+def test_arguments_of_generate_and_stream(decoder: Decoder) -> None:
+    assert decoder.generate(PROMPT, regex="[0-9]{3}").text.isdigit()
+    require_person("".join(decoder.stream(PROMPT, json_schema=json.dumps(SCHEMA))))
+    assert decoder.generate(PROMPT, grammar='start: "yes" | "no"').text in ("yes", "no")
+    with pytest.raises(UserError, match="one grammar at most"):
+        decoder.generate(PROMPT, regex="a", grammar="b")
+    with pytest.raises(UserError, match="`regex` cannot be compiled"):
+        decoder.stream(PROMPT, regex="(")
+
+
+def test_an_answer_may_be_cut_short_and_a_stop_string_ends_it(decoder: Decoder) -> None:
+    assert written(decoder, GRAMMARS["schema"], num_new=5).finish_reason == "length"
+    run = decoder.start(Request(PROMPT, stop='"age"', grammar=GRAMMARS["schema"]))
+    for _ in run:
+        pass
+    assert run.result().finish_reason == "stop" and '"age"' not in run.result().text
+
+
+def test_bad_grammars_are_refused_before_weights_are_read(_no_weights: None) -> None:
+    request = Request(PROMPT, grammar=Grammar("regex", "("))
+    with pytest.raises(UserError, match="`regex` cannot be compiled"):
+        offload.load(PAIR / "target", context=256, ram="1GiB", request=request, profile="none")
+
+
+@pytest.mark.parametrize("tree", ["none", "8x3", "dynamic:16x4"])
+def test_a_model_without_an_end_stops_where_nothing_may_follow(tiny_decoder: Decoder, tree: str) -> None:
+    result = written(tiny_decoder, Grammar("regex", "[abc]{7}"), tree=tree, num_new=20)
+    assert result.finish_reason == "stop" and len(result.text) == 7 and {*result.text} <= {*"abc"}
+    assert written(tiny_decoder, Grammar("regex", "[abc]+"), tree=tree, num_new=20).finish_reason == "length"
+
+
+@pytest.mark.parametrize("rule", ["match", "topk", "sequoia", "specinfer", "spectr"])
+def test_a_draft_that_knows_no_allowed_token(tiny_decoder: Decoder, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """Its rows are cut so that letters are beyond its vocabulary: they come as those of a narrower draft do."""
+    wide, grammar = Draft._as_wide_as_target, Grammar("regex", "[xyz]{9}")
+    monkeypatch.setattr(Draft, "_as_wide_as_target", lambda self, logits_WV: wide(self, logits_WV[:, :40]))
+    repeats = rule in ("match", "topk")
+    for how in (Sampling(), Sampling(temperature=1.0, seed=1)):
+        alone = written(tiny_decoder, grammar, how, num_new=20, rule=rule)
+        for tree in ["8x3", "dynamic:16x4"] if repeats else ["8x3"]:
+            result = written(tiny_decoder, grammar, how, tree=tree, num_new=20, rule=rule)
+            assert {*result.text} <= {*"xyz"} and len(result.text) == 9
+            if repeats or how.is_greedy:
+                assert result.token_ids == alone.token_ids

@@ -1,0 +1,236 @@
+"""`--model offload` of lm-eval: what it says equals what `--model hf` says of the same weights, by far fewer passes."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import offload
+from offload.engine.decoder import Decoder
+from offload.errors import UserError
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'offload[eval]'")
+
+PAIR = Path(offload.__file__).parent / "demo_pair"
+TOLERANCE = 1e-4  # of log-probabilities in float32
+LONG = "".join(f"def number_{count}(self):\n    return {count * 37} + self.first\n\n" for count in range(90))
+CHOICES = [
+    {"question": question, "choices": choices, "answer": 0}
+    for question, choices in [
+        ("import os\nimport", [" sys", " re, sys", " and not", " the"]),
+        ("class Thing:\n    def __init__(", ["self", "self, name", "cls", ")"]),
+        ("for index in", [" range(10):", " enumerate(lines):", " is", "("]),
+        ("try:\n    pass\nexcept ", ["ValueError", "OSError as error:", "def", "try"]),
+        ("", ["def run(self):", "import", "x"]),
+        ("return not ", ["None", " None", "self.done", "return"]),
+    ]
+]
+PREFIXES = ["def main():\n", "import sys\n\nclass ", "    for line in ", "if __name__ ==", "return self."]
+TEXTS = ["def f(x):\n    return x + 1\n", "import re\n", LONG]
+
+
+@pytest.fixture(scope="module")
+def ours(theirs: Any) -> Iterator[Any]:
+    from offload.integrations.lm_eval import OffloadLM
+
+    def score_texts(self: Decoder, texts: Any) -> list[Any]:
+        found = []
+        for ids, begin in texts:
+            with torch.no_grad():
+                logits = theirs.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)[begin - 1 :]
+            wanted = torch.tensor(ids[begin:])
+            chances = logits.gather(1, wanted[:, None])
+            found.append(
+                SimpleNamespace(logprob=float(chances.sum()), is_greedy=bool((logits.argmax(-1) == wanted).all()))
+            )
+        return found
+
+    with (
+        patch.object(Decoder, "score_texts", score_texts, create=True),
+        offload.load(PAIR / "target", PAIR / "draft", dtype="float32", threads=1) as decoder,
+    ):
+        yield OffloadLM(decoder)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+    return HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(PAIR / "target"), batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of three small tasks, with their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    choice = {"output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}"}
+    write = {"output_type": "generate_until", "doc_to_text": "{{prefix}}", "doc_to_target": "{{wanted}}"}
+    write |= {"generation_kwargs": {"until": ["\n\n", "("], "max_gen_toks": 24, "do_sample": False}}
+    roll = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    for name, task, docs, metrics in [
+        ("small_choice", choice | {"doc_to_target": "answer"}, CHOICES, ["acc", "acc_norm"]),
+        ("small_write", write, [{"prefix": one, "wanted": "self"} for one in PREFIXES], ["exact_match"]),
+        ("small_text", roll, [{"text": text} for text in TEXTS], ["word_perplexity", "bits_per_byte"]),
+    ]:
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+        whole = {
+            "task": name, "dataset_path": "json", "test_split": "test", **task,
+            "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
+            "metric_list": [{"metric": metric} for metric in metrics],
+        }  # fmt: skip
+        (folder / f"{name}.yaml").write_text(json.dumps(whole))  # JSON is YAML
+    return folder
+
+
+def results(model: Any, tasks: Path, *names: str) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    found: dict[str, Any] = lm_eval.simple_evaluate(
+        model=model, tasks=[*names], task_manager=manager, bootstrap_iters=0, log_samples=True, verbosity="ERROR"
+    )
+    return found
+
+
+def answers(found: dict[str, Any], task: str) -> list[Any]:
+    return [answer for sample in found["samples"][task] for answer in sample["resps"]]
+
+
+def test_tasks_give_what_hf_gives(ours: Any, theirs: Any, tasks: Path) -> None:
+    names = ("small_choice", "small_write", "small_text")
+    one, other = results(ours, tasks, *names), results(theirs, tasks, *names)
+    for task in names:
+        own, wanted = one["results"][task], other["results"][task]
+        assert own.keys() == wanted.keys()
+        numbers = [name for name, value in wanted.items() if isinstance(value, float) and "stderr" not in name]
+        assert numbers and all(own[name] == pytest.approx(wanted[name], rel=TOLERANCE) for name in numbers)
+    for (own,), (wanted,) in zip(answers(one, "small_choice"), answers(other, "small_choice"), strict=True):
+        assert float(own[0]) == pytest.approx(float(wanted[0]), abs=TOLERANCE) and str(own[1]) == str(wanted[1])
+    assert answers(one, "small_write") == answers(other, "small_write")
+    for (own,), (wanted,) in zip(answers(one, "small_text"), answers(other, "small_text"), strict=True):
+        assert float(own) == pytest.approx(float(wanted), rel=TOLERANCE)
+
+
+def request(*arguments: Any) -> Any:
+    """As lm-eval gives them to a model."""
+    return SimpleNamespace(args=arguments)
+
+
+def planted_window(self: Any, request: Any) -> tuple[list[int], int]:
+    _, context, scored = request
+    ids = (context + scored)[-self.max_length :]  # one token less than there is room for
+    return ids, len(ids) - len(scored)
+
+
+def test_a_window_that_is_too_short_is_seen(ours: Any, theirs: Any) -> None:
+    pairs = [request(LONG, "return None"), request(LONG[:80], "return None")]
+    wanted = theirs.loglikelihood(pairs, disable_tqdm=True)
+    found = ours.loglikelihood(pairs, disable_tqdm=True)
+    for (own, own_greedy), (other, other_greedy) in zip(found, wanted, strict=True):
+        assert own == pytest.approx(other, abs=TOLERANCE) and own_greedy == other_greedy
+    with patch.object(type(ours), "_window", planted_window):
+        long, short = ours.loglikelihood(pairs, disable_tqdm=True)
+    assert abs(long[0] - wanted[0][0]) > 10 * TOLERANCE and short == found[1]
+
+
+@pytest.mark.parametrize(
+    "context", [LONG, "import", "a  ", "<|endoftext|>def f("], ids=["long", "short", "spaces", "bos"]
+)
+def test_texts_are_cut_into_tokens_as_hf_does(ours: Any, theirs: Any, context: str) -> None:
+    assert ours.tok_encode(context) == theirs.tok_encode(context)
+    assert ours._encode_pair(context, " x = 1") == theirs._encode_pair(context, " x = 1")
+    settings = {"until": ["\n"], "max_gen_toks": 12}
+    own, other = (
+        model.generate_until([request(context, dict(settings))], disable_tqdm=True) for model in (ours, theirs)
+    )
+    assert own == other
+
+
+def test_the_token_that_begins_texts_is_added_where_it_is_wanted(ours: Any) -> None:
+    from offload.integrations.lm_eval import OffloadLM
+
+    other = OffloadLM(ours.decoder, add_bos_token=True, prefix_token_id=5)
+    assert ours.prefix_token_id == ours.tokenizer.bos_token_id == 0 and other.prefix_token_id == 5
+    (pair,) = other._rolling("import sys")
+    assert pair[0] == [5] and other.tokenizer.decode(pair[1]) == "import sys"
+
+
+def test_chats_are_put_into_the_template(ours: Any, theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    strict = "{% for m in messages %}" + refusing + "[{{ m.content }}]{% endfor %}"
+    for model in (ours, theirs):
+        monkeypatch.setattr(model.tokenizer, "chat_template", strict)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat) == "[Hi]"
+    assert ours.chat_template(True) == strict and ours.tokenizer_name
+
+
+def test_repetitions_are_drawn_anew_and_settings_reach_the_sampler(ours: Any) -> None:
+    asked: dict[str, Any] = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.5, "top_k": 50}
+    texts = ours.generate_until([request("import", dict(asked)) for _ in range(3)], disable_tqdm=True)
+    alone = [
+        ours.decoder.generate("import", raw=True, max_new_tokens=8, temperature=1.5, top_k=50, seed=seed).text
+        for seed in range(3)
+    ]
+    assert texts == alone and len({*texts}) > 1
+    one, until = ours._request("x", {"until": "END", "repetition_penalty": 1.2, "max_gen_toks": 3}, repetition=0)
+    assert one.sampling.is_greedy and one.sampling.repeat_penalty == 1.2 and one.stops == ("END",)
+    assert until == ["END", "<|endoftext|>"]
+
+
+@pytest.mark.parametrize("settings, refusal", [
+    ({"num_beams": 4}, "num_beams=4"), ({"max_gen_toks": 5000}, "less than the context"),
+])  # fmt: skip
+def test_settings_that_nothing_heeds_are_refused(ours: Any, settings: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(UserError, match=refusal):
+        ours.generate_until([request("import", {"until": ["x"], **settings})], disable_tqdm=True)
+
+
+def test_what_is_scored_must_have_room(ours: Any) -> None:
+    with pytest.raises(UserError, match="between 1 and 1024 tokens"):
+        ours.loglikelihood([request("import", LONG)], disable_tqdm=True)
+
+
+@pytest.fixture
+def _own_tasks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thousands that lm-eval brings take half a minute to look through."""
+    from lm_eval.tasks import TaskManager
+
+    begin = TaskManager.__init__
+    monkeypatch.setattr(TaskManager, "__init__", lambda self, **how: begin(self, **how | {"include_defaults": False}))
+
+
+@pytest.mark.usefixtures("_own_tasks_alone")
+def test_bad_arguments_are_one_line(monkeypatch: pytest.MonkeyPatch, tasks: Path, capsys: Any) -> None:
+    from offload.integrations.lm_eval import main
+
+    common = ["lm-eval", "run", "--tasks", "small_choice", "--include_path", str(tasks), "--model", "offload"]
+    for model_args, refusal in [("pretrained=nowhere", "nowhere"), (f"pretrained={PAIR / 'target'},rum=1GiB", "rum=")]:
+        monkeypatch.setattr(sys, "argv", [*common, "--model_args", model_args])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert left.value.code == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith("offload: ") and refusal in line
+
+
+@pytest.mark.usefixtures("_own_tasks_alone")
+def test_its_command_line_knows_the_model(monkeypatch: pytest.MonkeyPatch, tasks: Path, capsys: Any) -> None:
+    from offload.integrations.lm_eval import main
+
+    model_args = f"pretrained={PAIR / 'target'},draft={PAIR / 'draft'},threads=1,dtype=float32"
+    asked = ["--tasks", "small_write", "--include_path", str(tasks), "--limit", "2"]
+    command = ["lm-eval", "run", "--model", "offload", "--model_args", model_args, *asked]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0 and "small_write" in capsys.readouterr().out
