@@ -28,10 +28,8 @@ def short_files(path: PurePosixPath, source: str) -> Iterator[str]:
 
 
 def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
-    """Of a command the body counts: its parameters are its flags, a line for each."""
     for function in functions(source):
-        begins = function.body[0].lineno if "command" in decorators(function) else function.lineno
-        num_lines = (function.end_lineno or begins) - begins + 1
+        num_lines = (function.end_lineno or function.lineno) - function.lineno + 1
         if num_lines > MAX_FUNCTION_LINES:
             yield f"{path}:{function.lineno} {function.name} has {num_lines} lines, at most {MAX_FUNCTION_LINES}"
 
@@ -39,12 +37,14 @@ def short_functions(path: PurePosixPath, source: str) -> Iterator[str]:
 def few_parameters(path: PurePosixPath, source: str) -> Iterator[str]:
     """The parameters of a command are its flags, and a program may have many; a kernel takes its sizes one by one.
 
-    So may what a user calls from Python: its arguments are named one by one where it is called.
+    So may what a user calls from Python: its arguments are named one by one where it is called; and `plan_memory`,
+    which takes the fields of a `Room`.
     """
     for function in functions(source):
         positional = [a.arg for a in function.args.posonlyargs + function.args.args if a.arg not in ("self", "cls")]
         num_in_all = len(positional) + len(function.args.kwonlyargs)
         is_called_by_users = path.parts[:2] == ("offload", "engine") and function.name in ("load", "generate", "stream")
+        is_called_by_users |= function.name == "plan_memory"
         if is_called_by_users or decorators(function) & {"command", "callback", "compiled", "jit"}:
             continue
         if len(positional) > MAX_POSITIONAL or num_in_all > MAX_PARAMETERS:
@@ -144,7 +144,6 @@ def planted(rule: Rule, path: str, source: str, case: str = "") -> object:
 PLANTED = [
     planted(short_files, "offload/a.py", "x = 1\n" * 400),
     planted(short_functions, "offload/a.py", "def f():\n" + "    x = 1\n" * 60),
-    planted(short_functions, "offload/a.py", "@app.command()\ndef f():\n" + "    x = 1\n" * 61, "command"),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, f, g): ...", "positional"),
     planted(few_parameters, "offload/a.py", "def f(*, a, b, c, d, e, f, g, h, i): ...", "keyword_only"),
     planted(few_parameters, "offload/a.py", "def f(a, b, c, d, e, *, f, g, h, i): ...", "in_all"),

@@ -208,7 +208,7 @@ def estimate(
     room = with_experts(room, files, num_nodes=None if tree.is_chosen else tree.num_nodes)
     case = _Case(files, options, tree, machine, device, room, tokens_per_sweep, disk_bytes_per_s)
     _check(case)
-    plan = case.plan(tree.num_nodes)  # refuses before the link is measured
+    plan = case.plan(options.parallel * tree.num_nodes)  # refuses before the link is measured
     profile, basis = _profile(case)
     case, link = case._replace(routing=routing_in(profile)), _link(case)
     costs = _costs(case, profile, link)
@@ -218,7 +218,7 @@ def estimate(
     if link is not None and not is_unknown and (costs or plan.is_streamed):
         predictions, basis = _predictions(case, costs, link, profile, basis)
         if tree.kind != "auto_chain":  # which has room for longer chains than its first
-            plan = case.plan(predictions[-1].shape.num_nodes)
+            plan = case.plan(options.parallel * predictions[-1].shape.num_nodes)
     is_measured = link is not None and machine is None and disk_bytes_per_s is None
     notes = (*([_NO_COSTS] if is_unknown else []), *dtype_notes, *_notes(case, link, plan))
     packing = packing_of(files, room, plan.num_nodes, machine, link) if has_packing else None
@@ -334,15 +334,14 @@ def _predictions(
     known = costs or link_alone(link)
     found = [_predict(case, known, case.plan_without_draft(), chain(0), (1.0, 1.0))]
     if case.files.draft is not None and case.tree.kind != "none":
-        max_nodes = MAX_NODES if case.hardware else most_timed(profile, costs)
-        max_depth = case.plan(1).context - 1
+        max_nodes, max_depth = MAX_NODES if case.hardware else most_timed(profile, costs), case.plan(1).context - 1
         traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
         weighed = known if case.plan(1).has_experts else costs  # rows ask for bytes there, which is what is known
-        selector = TreeSelector(case.options.rule, profile, basis, weighed, traffic_of, max_nodes, max_depth)
-        selector = replace(selector, usual=usual_for(case.files.draft))
-        choice = selector.choose(case.tree)
+        num_texts, usual = case.options.parallel, usual_for(case.files.draft)
+        known_of = (profile, basis, weighed, traffic_of, max(1, max_nodes // num_texts), max_depth)
+        choice = TreeSelector(case.options.rule, *known_of, usual=usual, num_texts=num_texts).choose(case.tree)
         tokens, basis = _tokens(case, choice, profile, basis)
-        found.append(_predict(case, known, case.plan(choice.shape.num_nodes), choice.shape, tokens))
+        found.append(_predict(case, known, case.plan(num_texts * choice.shape.num_nodes), choice.shape, tokens))
     return tuple(found), basis
 
 
@@ -374,7 +373,8 @@ def _predict(case: _Case, costs: Costs, plan: MemoryPlan, shape: Shape, tokens: 
     label = label_of(shape) if case.tree.kind == "auto" or shape.num_nodes == 1 else case.tree.label
     if case.tree.kind == "auto_chain":
         label = f"chain:{shape.depth}"
-    return Prediction(label, shape, step_time(costs, case.traffic(plan), shape), tokens)
+    num, step = case.options.parallel, step_time(costs, case.traffic(plan), shape, case.options.parallel)
+    return Prediction(label, shape, step, (num * tokens[0], num * tokens[1]))
 
 
 def _notes(case: _Case, link: float | None, plan: MemoryPlan) -> tuple[str, ...]:

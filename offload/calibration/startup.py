@@ -16,9 +16,8 @@ import torch
 from offload.calibration.link import LOCAL_BYTES_PER_S, link_bytes_per_s
 from offload.calibration.quick import MAX_TIMED_NODES, draft_curve, sweep_curve
 from offload.checkpoint.safetensors import compute_dtype_name
-from offload.config import Sampling, drafting_of
+from offload.config import Sampling, drafting_of, require
 from offload.drafting.model import ModelDrafter
-from offload.errors import UserError
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.planner import Files
 from offload.model.weights import StreamedModel
@@ -135,11 +134,11 @@ def _profile_finder(files: Files, options: LoadOptions, room: Room, device: str)
     def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
         if files.draft is None or options.has_no_profile:
             return None, "no profile is wanted"
-        machine, named = Machine.here(compute_dtype_name(files.target, options.dtype), device), options.profile
         if what := unprofiled(sampling):
-            if named is not None:
-                raise UserError(f"no profile holds for a run with {what}, got `profile` {named}: leave one of them out")
-            return None, f"no profile holds for a run with {what}"
+            none = f"no profile holds for a run with {what}"
+            require(options.profile is None, none, f"`profile` {options.profile}", "leave one of them out")
+            return None, none
+        machine, named = Machine.here(compute_dtype_name(files.target, options.dtype), device), options.profile
         identity = Identity.of(files.target, files.draft, sampling, rule, machine)
         if named is not None:
             return read_profile(Path(named), identity).of_experts(experts, is_named=True), str(named)

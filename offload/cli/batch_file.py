@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from offload.cli.prompt_input import decode
+from offload.cli.prompt_input import decode, with_system
 from offload.config import Sampling, require
 from offload.engine.request import Prompt, Request
 from offload.errors import UserError
 
 _DRAWING = tuple(field.name for field in fields(Sampling))
-_FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", *_DRAWING)
+_FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", "logprobs", *_DRAWING)
 _OF_DRAWN_TEXT = ("top_p", "top_k", "min_p")
 _NOT_OF_THE_TEXT = ("sampling", "session", "is_kept")  # but for what the first of them holds
 _DIGEST_CHARS = 16
@@ -33,11 +33,12 @@ class Task:
     digest: str  # of all that its text depends on
 
 
-def read_tasks(file: Path, common: Request, num_samples: int, written_by: str) -> list[Task]:
+def read_tasks(file: Path, common: Request, num_samples: int, written_by: str, system: str | None = None) -> list[Task]:
     """All of a file; a line's own settings stand in for those of `common`. Raises `UserError` with its number.
 
     Args:
         written_by: model and rule, on which texts depend as well.
+        system: what the model is told before a prompt; messages say that for themselves.
     """
     try:
         text = decode(file.read_bytes(), str(file)).removeprefix("\ufeff")
@@ -48,13 +49,18 @@ def read_tasks(file: Path, common: Request, num_samples: int, written_by: str) -
     tasks = list[Task]()
     for index, (number, line) in enumerate(lines):
         try:
-            name, request = _request(line, common)
+            name, request = _request(line, common, system)
             tasks += [
                 Task(index, sample, name, one, _digest(one, written_by))
                 for sample, one in enumerate(samples_of(request, num_samples))
             ]
         except UserError as error:
-            rule = str(error).replace("`max_new_tokens`", "max_tokens").replace("`", "")
+            rule = (
+                str(error)
+                .replace("`max_new_tokens`", "max_tokens")
+                .replace("num_logprobs", "logprobs")
+                .replace("`", "")
+            )
             raise UserError(f"{file}, line {number}: {rule}") from None
     return tasks
 
@@ -69,7 +75,7 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
         yield replace(request, sampling=replace(sampling, seed=sampling.seed + sample))
 
 
-def _request(line: str, common: Request) -> tuple[str | int | None, Request]:
+def _request(line: str, common: Request, system: str | None) -> tuple[str | int | None, Request]:
     """A line's name and request. Raises `UserError`."""
     told = _object(line)
     for key in told:
@@ -81,8 +87,9 @@ def _request(line: str, common: Request) -> tuple[str | int | None, Request]:
     is_text = stop is None or isinstance(stop, str | list | tuple)
     require(is_text, "stop must be text or a list of texts", f"{stop!r:.80}", "mend it")
     request = replace(
-        common, prompt=_prompt(told, raw=common.raw), sampling=_sampling(told, common.sampling), stop=stop,
+        common, prompt=_prompt(told, system, raw=common.raw), sampling=_sampling(told, common.sampling), stop=stop,
         max_new_tokens=told.get("max_tokens", common.max_new_tokens),
+        num_logprobs=told.get("logprobs", common.num_logprobs),
     )  # fmt: skip
     request.check()
     return name, request
@@ -97,18 +104,18 @@ def _object(line: str) -> dict[str, Any]:
     return {key: value for key, value in told.items() if value is not None}
 
 
-def _prompt(told: Mapping[str, Any], *, raw: bool) -> Prompt:
+def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt | None:
     given = [key for key in ("prompt", "messages") if key in told]
     require(len(given) == 1, "a line must have one of prompt and messages", " and ".join(given) or "neither", "mend it")
     value: Any = told[given[0]]
     if given == ["prompt"]:
         is_text = isinstance(value, str) and value != ""
         require(is_text, "prompt must be text, and not empty", f"{value!r:.80}", "give some")
-    else:
-        are_messages = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
-        remedy = 'such as [{"role": "user", "content": "Hello"}]'
-        require(are_messages, "messages must be a list of objects", f"{value!r:.80}", remedy)
-        require(not raw, "messages need the chat template", "raw", "leave raw out, or give prompt")
+        return with_system(value, system, raw=raw)
+    are_messages = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    remedy = 'such as [{"role": "user", "content": "Hello"}]'
+    require(are_messages, "messages must be a list of objects", f"{value!r:.80}", remedy)
+    require(not raw, "messages need the chat template", "raw", "leave raw out, or give prompt")
     return value
 
 

@@ -106,5 +106,6 @@ def _result(outcome: Generation | UserError) -> dict[str, object]:
         "seed": sampling.pop("seed"),
         "sampling": sampling,
         "tokens": {"prompt": outcome.stats.num_prompt_tokens, "new": len(outcome.token_ids)},
+        **({} if outcome.logprobs is None else {"logprobs": [one._asdict() for one in outcome.logprobs]}),
         **({} if outcome.is_exact else {"lenience": outcome.lenience}),
     }

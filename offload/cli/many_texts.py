@@ -24,6 +24,7 @@ class ManyWishes(NamedTuple):
     prompts: Path | None  # a file of many
     out: Path | None
     num_samples: int
+    system: str | None  # told before every prompt
 
     @classmethod
     def of(
@@ -39,9 +40,7 @@ class ManyWishes(NamedTuple):
         is_one = prompts is None and num_samples == 1
         rule, got = "`session` keeps one text", "many prompts" if prompts else f"`samples` {num_samples}"
         require(is_one or session is None, rule, got, "leave one of them out")
-        rule, remedy = "`system` is told before one prompt", 'give each line its own, as "messages"'
-        require(prompts is None or system is None, rule, "many prompts", remedy)
-        return cls(prompts, out, num_samples)
+        return cls(prompts, out, num_samples, system)
 
     @property
     def are_wished(self) -> bool:
@@ -64,7 +63,7 @@ def write_many(
             write_samples(Loading(model, draft, options, note), console, requests, as_json=as_json)
         return
     written_by = f"{Path(model).absolute().name} {options.dtype} {options.rule} {options.lenience:g}"
-    tasks = read_tasks(many.prompts, common, many.num_samples, written_by)
+    tasks = read_tasks(many.prompts, common, many.num_samples, written_by, many.system)
     with open_results(many.out, tasks, many.prompts, console.text) as results, libraries(console):
         from offload.cli.batch_run import Loading, write_batch
 

@@ -43,6 +43,7 @@ def plan(
     dtype: flags.Dtype = "auto",
     draft_dtype: flags.DraftDtype = None,
     experts: flags.Experts = "auto",
+    parallel: flags.Parallel = 1,
     tree: flags.Tree = "auto",
     rule: flags.RuleName = "match",
     hardware: _Hardware = None,
@@ -68,7 +69,7 @@ def plan(
         _require_no_machine(hardware=hardware, ram=ram, gpu_memory=gpu_mem, disk_speed=disk_speed, device=device)
     options = LoadOptions(
         config=config, device=device, gpu_memory=gpu_mem, ram=ram, dtype=dtype, context=context, tree=tree, rule=rule,
-        profile=profile, draft_dtype=draft_dtype, experts=experts)  # fmt: skip
+        profile=profile, draft_dtype=draft_dtype, experts=experts, parallel=parallel)  # fmt: skip
     with Console(is_quiet=as_json, sizes_like=ram) as console, ExitStack() as resources:
         if any(is_built(name) for name in (model, draft) if name and copy_bits(name) is None):
             resources.enter_context(libraries(console))

@@ -63,7 +63,8 @@ def _headline(found: "Estimate") -> str:
     other = "".join(f" ({_range_words(one)} {how})" for how, one in others.items() if one is not best)
     alone = " without a draft" if others and best is plain else ""
     least = "at least " if found.is_link_alone else ""
-    return f"It runs: {least}{_range_words(best)} seconds per token{alone}{other}."
+    texts = f" over {found.plan.parallel} texts" if found.plan.parallel > 1 else ""
+    return f"It runs: {least}{_range_words(best)} seconds per token{texts}{alone}{other}."
 
 
 def _range_words(one: "Prediction") -> str:
@@ -190,7 +191,7 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
         ("embeddings and head" if plan.gpu_bytes is None else "norms and head", plan.rest_bytes),
         ("draft with its cache", plan.draft_bytes),
         ("distributions of the draft's guesses", plan.distribution_bytes),
-        (f"keys and values, {plan.context} positions", plan.kv_bytes),
+        (f"keys and values, {_positions_words(plan)}", plan.kv_bytes),
         (f"activations, {plan.num_nodes} tree nodes", plan.activation_bytes),
     ]
     if plan.gpu_bytes is None:
@@ -206,6 +207,10 @@ def plan_picture(plan: MemoryPlan, *, is_decimal: bool) -> str:
     ]
     device = _picture([*computing, ("driver and its libraries", plan.gpu_runtime_bytes)], plan.gpu_bytes, is_decimal)
     return f"on the GPU\n{device}\non the host\n{_picture(feeding, plan.ram_bytes, is_decimal)}"
+
+
+def _positions_words(plan: MemoryPlan) -> str:
+    return f"{plan.context} positions" if plan.parallel == 1 else f"{plan.parallel} x {plan.context} positions"
 
 
 def _picture(rows: Sequence[tuple[str, int]], budget_bytes: int, is_decimal: bool) -> str:

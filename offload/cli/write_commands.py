@@ -49,8 +49,8 @@ def generate(
     invariant: flags.Invariant = None, link_limit: flags.LinkLimit = None, ranks: flags.Ranks = None,
     pipeline: flags.Pipeline = None, slow_layer: flags.SlowLayer = 0.0,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
-    samples: flags.Samples = 1, out: flags.Results = None, parallel: flags.Parallel = 1,
     as_json: flags.Json = False, logprobs: flags.Logprobs = None,
+    samples: flags.Samples = 1, out: flags.Results = None, parallel: flags.Parallel = 1,
     quiet: flags.Quiet = False, verbose: flags.Verbose = False,
 ) -> None:  # fmt: skip
     """Write text with a model larger than memory."""
@@ -61,10 +61,12 @@ def generate(
          "frequency_penalty": frequency_penalty, "logit_bias": logit_bias},
         seed, is_greedy=greedy,
     )  # fmt: skip
-    require(logprobs is None or as_json, "`num_logprobs` are part of what --json prints", logprobs, "give --json")
     kept = own_grammar(json_schema, regex, grammar)
-    text = "" if is_worker(ranks) or many.prompts else read_prompt(prompt, file, is_needed=found is None)
-    asked = None if is_worker(ranks) else with_system(text, system, raw=raw)
+    is_told = logprobs is None or as_json or many.prompts is not None
+    require(is_told, "`num_logprobs` are part of what --json prints", logprobs, "give --json")
+    is_elsewhere = is_worker(ranks) or many.prompts is not None
+    text = "" if is_elsewhere else read_prompt(prompt, file, is_needed=found is None)
+    asked = None if is_elsewhere else with_system(text, system, raw=raw)
     from offload.engine.request import Request
     from offload.planning.options import LoadOptions, check_models
 
@@ -77,17 +79,8 @@ def generate(
     check_models(model, draft, options)
     with Console(is_quiet=quiet or as_json or is_worker(ranks), is_verbose=verbose, sizes_like=ram) as console:
         sampling, note = choose_sampling(config or model, own, seed, console.wait)
-        request = Request(
-            asked,
-            sampling,
-            max_tokens,
-            stop,
-            raw,
-            found,
-            is_kept=session is not None,
-            num_logprobs=logprobs,
-            grammar=kept,
-        )
+        more = {"is_kept": session is not None, "num_logprobs": logprobs, "grammar": kept}
+        request = Request(asked, sampling, max_tokens, stop, raw, found, **more)  # type: ignore[arg-type]
         if many.are_wished:
             write_many(model, draft, options, console, request, many, note=note, as_json=as_json)
             return

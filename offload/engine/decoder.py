@@ -267,6 +267,8 @@ class Decoder:
             self._grammars.mask(request.grammar)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
+        if request.grammar is not None:
+            self._grammars.mask(request.grammar)
         return Checked(prompt_ids, acceptance, self._trees.for_run(request.sampling, acceptance.name, tree))
 
     def advance(self, runs: abc.Sequence[Run]) -> list[str]:
@@ -293,7 +295,8 @@ class Decoder:
         `UserError` for a text that is longer than the context, or has nothing before what counts.
         """
         wanted = [Wanted(encode(self.tokenizer, tokens, self._vocab_size), first) for tokens, first in texts]
-        most, rule = max((len(tokens) for tokens, _ in wanted), default=0), "a text must fit into the context"
+        most = max((len(tokens) - 1 for tokens, _ in wanted), default=0)  # nothing is asked of the last one
+        rule = "a text must fit, but for its last token, into the context"
         require(most <= self.plan.context, f"{rule} of {self.plan.context} tokens", most, "raise `context`")
         require(not self._start, "models with an encoder score no texts", "one", "choose another model")
         with self._turn.stepping():

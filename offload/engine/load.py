@@ -61,12 +61,10 @@ def load(
     tree: str = "auto",
     rule: str = "match",
     *, config: str | os.PathLike[str] | None = None, lenience: float = 1.0,
-    device: str | Device = "auto",
-    gpu_memory: str | int | None = None,
+    device: str | Device = "auto", gpu_memory: str | int | None = None,
     dtype: str = "auto", draft_dtype: str | None = None,
     context: int | None = None, threads: int | None = None,
-    request: Request | None = None,
-    profile: str | os.PathLike[str] | None = None,
+    request: Request | None = None, profile: str | os.PathLike[str] | None = None,
     link_limit: str | int | None = None,
     invariant: bool | None = None,
     lookup: bool | None = None, lookup_length: str = "1:16", experts: str = "auto",
@@ -92,7 +90,7 @@ def load(
         invariant: give every token the same bits whatever tree, draft or prompt it comes with; default: where layers
             are streamed, since the arithmetic then waits for the link anyway. See `Decoder.invariance`.
         lookup, lookup_length, ngram, datastore: guesses without a model, see `LoadOptions.looks_up`, docs/lookup.md.
-        parallel: texts that may be written at a time, for which a pass over the weights is made once.
+        parallel: texts that may be written at a time, by one pass over the weights for all of them.
         ranks, pipeline: share the target among the processes that torchrun has started, see docs/ranks.md. On rank 0
             this returns; any other serves until that decoder is closed, and then raises `SystemExit`.
         experts: of a mixture `demand` reads the experts that a pass needs, `layers` all of them with their layers.

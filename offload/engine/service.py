@@ -222,10 +222,9 @@ class Engine:
             self._add(waited_s=waited_s, num_prompt_tokens=num_prompt_tokens)
 
     def _is_coming(self, prompt: object) -> bool:
-        return any(
-            one.job.asked.request.prompt == prompt and one.run.is_writing and not one.run.sequence.new_ids
-            for one in self._active
-        )
+        """Whether texts with this prompt are taking it in, and none has it yet."""
+        alike = [one.run for one in self._active if one.job.asked.request.prompt == prompt]
+        return bool(alike) and not any(run.sequence.new_ids for run in alike)
 
     def _pass(self) -> None:
         """One pass for all of them: pieces are handed out, and those that it has ended leave."""

@@ -156,12 +156,12 @@ class MemoryPlan:
     @property
     def cache_slots(self) -> int:
         """S: committed positions of a text, and the rows of the largest sweep, which may all be of it."""
-        return self.context + self.num_nodes + self.max_prompt_rows
+        return num_slots(self.context, self.num_nodes, self.max_prompt_rows, self.parallel)
 
     @property
     def draft_slots(self) -> int:
         """The same of the draft, whose growth runs rows that no tree takes."""
-        return self.context + most_rows(self.num_nodes) + self.max_prompt_rows
+        return num_slots(self.context, most_rows(self.num_nodes), self.max_prompt_rows, self.parallel)
 
     @property
     def _computing_bytes(self) -> int:
@@ -228,11 +228,16 @@ def num_passing(num_slots: int, slot_bytes: int) -> int:
     return max(MIN_EXPERTS, min(MIN_EXPERTS + -(-_AHEAD_BYTES // slot_bytes), num_slots // 4))
 
 
+def num_slots(context: int, num_nodes: int, prompt_rows: int, parallel: int) -> int:
+    """Positions and rows of one text's cache; of several, of which each has one, prompts lie within their contexts."""
+    return context + num_nodes + (prompt_rows if parallel == 1 else 0)
+
+
 def draft_bytes(draft: ModelShape, context: int, num_nodes: int, *, is_gpu: bool, parallel: int = 1) -> int:
     """Of a draft that stays whole; on a GPU captured graphs keep activations of their own beside those of prompts."""
     source_tokens = context if draft.encoder_bytes else 0
-    num_slots = source_tokens + context + most_rows(num_nodes) + MAX_PROMPT_ROWS
-    kv_bytes = parallel * draft.kv_bytes_per_token * num_slots
+    slots = source_tokens + num_slots(context, most_rows(num_nodes), MAX_PROMPT_ROWS, parallel)
+    kv_bytes = parallel * draft.kv_bytes_per_token * slots
     weights_bytes = draft.num_bytes + draft.cast_bytes * len((*draft.layer_bytes, *draft.encoder_bytes))
     weights_bytes += draft.scratch_bytes
     if draft.shares_rest:  # but for a table that the target keeps on the host

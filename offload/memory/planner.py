@@ -32,6 +32,7 @@ from offload.memory.plan import (
     distribution_bytes,
     draft_bytes,
     noise_bytes,
+    num_slots,
 )
 
 RUNTIME_BYTES = 112 << 20  # code that runs for the first time, tokenizer, scratch of the matrix library: measured
@@ -188,7 +189,9 @@ def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, s
         "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
         "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions and draft else 0,
-        "kv_bytes": parallel * target.kv_bytes_per_token * (source_tokens + context + num_nodes + rows),
+        "kv_bytes": parallel
+        * target.kv_bytes_per_token
+        * (source_tokens + num_slots(context, num_nodes, rows, parallel)),
         "activation_bytes": PATH_SCRATCH_BYTES
         + activation_bytes(target, rows + num_nodes, num_logits, context)
         + target.cast_bytes

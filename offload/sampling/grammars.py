@@ -41,7 +41,7 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, frozenset(end_ids)
         self._vocabulary: Any = None  # an `LLTokenizer`
         self._compiled: dict[Grammar, Any] = {}  # of `LLMatcher` at their start
-        self._lock = threading.Lock()  # requests are checked by other threads than the one that writes
+        self._lock = threading.Lock()  # requests are checked while others are being written
 
     def mask(self, grammar: Grammar) -> GrammarMask:
         """What keeps one text within a grammar. Raises `UserError` for one that nothing can be written by."""

@@ -25,6 +25,7 @@ from offload.server.guard import Guard, answer
 from offload.server.logprobs import TokenNames
 from offload.server.metrics import MEDIA_TYPE, metrics_text
 from offload.server.orders import order_chat, order_completion
+from offload.server.page import page_route
 from offload.server.protocol import AnyBody, Body, ChatBody, CompletionBody, parse
 from offload.server.refusal import Refusal, loading, no_such_model, refusal_of
 from offload.server.settings import Settings
@@ -41,6 +42,7 @@ def create_app(engine: Engine | None, settings: Settings) -> FastAPI:
     app.add_exception_handler(HTTPException, _no_route)
     for path, method, route in _ROUTES:
         app.add_api_route(path, _answering(route), methods=[method], response_model=None)
+    app.add_api_route("/", page_route(), methods=["GET", "HEAD"], response_model=None)  # while a model loads, too
     return app
 
 

@@ -67,6 +67,16 @@ def test_messages_are_put_into_the_template(talker: Path, prompts: Write) -> Non
     assert one["text"] == other["text"] and one["tokens"] == other["tokens"], "a prompt is a question of the user"
 
 
+def test_lines_have_what_flags_have(talker: Path, ender: Path, prompts: Write) -> None:
+    told, chat = "Be brief.", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    asked, spoken = objects(generate(talker, "-f", prompts({"prompt": "Hi"}, {"messages": chat}), "--system", told).out)
+    assert asked["tokens"] == spoken["tokens"], "the system prompt stands before prompts"
+    file = prompts({"prompt": PROMPT, "logprobs": 2, "max_tokens": 1}, {"prompt": PROMPT, "logit_bias": {"0": -50.0}})
+    first, biased = objects(generate(ender, "-f", file, "-n", 3).out)
+    assert [len(one["top"]) for one in first["logprobs"]] == [2] and "logprobs" not in biased
+    assert biased["sampling"]["logit_bias"] == [[0, -50.0]]
+
+
 def test_samples_of_a_file_follow_its_seeds(ender: Path, prompts: Write) -> None:
     file = prompts({"prompt": PROMPT, "seed": 5, "temperature": 1e-3}, {"prompt": PROMPT})
     lines = objects(generate(ender, "-f", file, "--samples", 2, "--temp", 0.001, "--seed", 8).out)
@@ -201,6 +211,8 @@ def test_digests_follow_what_a_text_depends_on(prompts: Write) -> None:
     ({"prompt": PROMPT, "max_tokens": "9"}, "whole number"),
     ({"prompt": PROMPT, "temperature": "hot"}, "temperature must be a number"),
     ({"prompt": PROMPT, "top_p": 0.5}, "there must be a temperature"),
+    ({"prompt": PROMPT, "logit_bias": {"x": 1}}, "must be a whole number"),
+    ({"prompt": PROMPT, "logprobs": -1}, "logprobs must be 0 or more"),
     ({"prompt": PROMPT, "stop": {"a": 1}}, "stop must be text"),
     ({"prompt": PROMPT, "stop": [3]}, "stop must be text"),
     ({"prompt": PROMPT, "id": 1.5}, "id must be"),

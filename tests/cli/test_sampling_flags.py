@@ -13,7 +13,6 @@ from offload.config import Sampling
 from offload.engine.pipeline import check_stages
 from offload.engine.request import Request
 from offload.errors import UserError
-from offload.planning.profile import unprofiled
 
 FLAGS = {
     "temperature": ("--temp", 2), "min_p": ("--min-p", 0.1), "repeat_penalty": ("--repeat-penalty", 1.4),
@@ -110,17 +109,3 @@ def test_stages_refuse_what_they_cannot_do(wrong: dict[str, Any]) -> None:
     check_stages(Request("x", Sampling(temperature=1, min_p=0.5)))
     with pytest.raises(UserError, match="use `ranks` shards"):
         check_stages(Request("x", **wrong))
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (Sampling(temperature=1, top_k=5), ""),
-        (Sampling(min_p=0.2), ""),
-        (Sampling(temperature=1, min_p=0.2), "min-p"),
-        (Sampling(presence_penalty=1), "penalties or biases"),
-    ],
-    ids=str,
-)
-def test_no_profile_holds_for_what_none_knows(how: Sampling, words: str) -> None:
-    assert unprofiled(how) == words

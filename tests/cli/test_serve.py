@@ -166,5 +166,5 @@ def test_other_commands_do_not_pay_for_the_server(looper: Path) -> None:
 
 def test_help_names_the_flags() -> None:
     text = process("serve", "--help").out
-    for flag in ("--host", "--port", "--api-key-file", "--parallel", "--queue", "--grace", "--max-body", "--ram", "--tree"):
+    for flag in ("--host", "--port", "--api-key-file", "--parallel", "--queue", "--grace", "--max-body", "--ram"):
         assert flag in text

@@ -1,0 +1,60 @@
+"""The chat page, and the headers under which a browser runs its one script and nothing else.
+
+Why hashes: they need no state between answers, and a page that was changed by accident does not run half. Invariant:
+the bytes that are sent are those that were hashed, and the page has one style and one script, without an address.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+_FILE = Path(__file__).with_name("page.html")
+
+
+class Page(NamedTuple):
+    """What is answered at `/`."""
+
+    body: bytes  # HTML in UTF-8
+    headers: dict[str, str]
+
+
+def read_page(path: Path = _FILE) -> Page:
+    """The page with the headers that go with it. Raises `ValueError` for a page of several scripts or styles."""
+    text = path.read_text(encoding="utf-8")  # lines end in \n then, which is what a browser hashes
+    script, style = (f"'sha256-{_hash_of(text, tag)}'" for tag in ("script", "style"))
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    )
+    headers = {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Page(text.encode(), headers)
+
+
+def page_route() -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """What answers `/`; the page is read now and once."""
+    page = read_page()
+
+    async def send(request: Request) -> Response:
+        return Response(page.body, headers=page.headers)
+
+    return send
+
+
+def _hash_of(text: str, tag: str) -> str:
+    """SHA-256 in base64 of the only element of that name, which must have no attributes."""
+    bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    if len(bodies) != 1 or text.count(f"<{tag}") != 1:
+        raise ValueError(f"the page must have one <{tag}> without attributes, found {text.count(f'<{tag}')}")
+    return base64.b64encode(hashlib.sha256(bodies[0].encode()).digest()).decode()

@@ -1,0 +1,48 @@
+"""Fixtures of tests that look at the chat page: one browser for all of them, a new profile for each."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from headless import Chromium, find_chromium
+from stub_server import Stub, running_stub
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[object]:
+    """A headless Chromium under Playwright; tests are skipped with the reason where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = find_chromium()
+    if not isinstance(found, Chromium):
+        pytest.skip(found)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found.executable, env=found.environment)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    """A server that serves the page and answers from a script."""
+    with running_stub() as server:
+        yield server
+
+
+@pytest.fixture
+def heard() -> list[str]:
+    """What went wrong in the page: errors, and what its headers have refused."""
+    return []
+
+
+@pytest.fixture
+def page(chromium: Any, stub: Stub, heard: list[str]) -> Iterator[Any]:
+    """The page, just opened; nothing may go wrong in it that a test does not take note of."""
+    context = chromium.new_context(viewport={"width": 1300, "height": 800})
+    context.set_default_timeout(15_000)
+    page = context.new_page()
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.on("console", lambda message: heard.append(message.text) if "Content Security" in message.text else None)
+    page.goto(stub.address)
+    yield page
+    context.close()
+    assert heard == []

@@ -1,0 +1,103 @@
+"""The chat page as a file, without a browser: what it may not hold, what its fields must have, how it is hashed."""
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import offload.server.page
+from offload.server.page import read_page
+
+FILE = Path(offload.server.page.__file__).with_name("page.html")
+MARKUP = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(|new Function|srcdoc"
+
+
+class Elements(HTMLParser):
+    """All start tags, each with its attributes and the labels around it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None], bool]] = []
+        self._open_labels = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._open_labels += tag == "label"
+        self.found.append((tag, dict(attrs), self._open_labels > 0))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open_labels -= tag == "label"
+
+
+def breaches(text: str) -> list[str]:
+    """What a page of one file that people can use with a keyboard and a screen reader may not have."""
+    elements = Elements(text).found
+    ids = [attributes["id"] for _, attributes, _ in elements if "id" in attributes]
+    targets = {attributes.get("for") for tag, attributes, _ in elements if tag == "label"}
+    found = [f"id {name} twice" for name in {*ids} if ids.count(name) > 1]
+    for tag, attributes, is_labelled in elements:
+        if tag in ("input", "textarea", "select") and not (is_labelled or attributes.get("id") in targets):
+            found.append(f"{tag} without a label")
+        address = attributes.get("src") or attributes.get("href") or ""
+        if address and not address.startswith("data:"):
+            found.append(f"{tag} from {address}")
+        found += [f"{name} in {tag}" for name in attributes if name == "style" or name.startswith("on")]
+        if tag == "canvas" and not attributes.get("role"):
+            found.append("canvas without a role")
+    found += [
+        f"address {address}" for address in re.findall(r"https?://[^\s'\"]+", text) if "w3.org/2000/svg" not in address
+    ]
+    return found + re.findall(MARKUP, text)
+
+
+def test_the_page_keeps_the_rules() -> None:
+    text = FILE.read_text(encoding="utf-8")
+    assert breaches(text) == []
+    script = text[text.index("<script>") :]
+    ids = set(re.findall(r' id="([\w-]+)"', text))
+    assert set(re.findall(r"\$\(\"([\w-]+)\"\)", script)) <= ids
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        '<p id="log">',
+        "<input id=x>",
+        '<script src="x.js"></script>',
+        '<link href="https://example.org/a.css">',
+        '<p style="color: red">',
+        '<p onclick="f()">',
+        "<canvas id=y></canvas>",
+        "<!-- https://example.org -->",
+        "<!-- node.innerHTML = text -->",
+    ],
+)
+def test_a_breach_is_found(planted: str) -> None:
+    assert breaches(FILE.read_text(encoding="utf-8").replace("</body>", f"{planted}</body>"))
+
+
+def test_hashes_are_those_of_what_is_sent() -> None:
+    page = read_page()
+    text = page.body.decode()
+    for tag, source in (("script", "script-src"), ("style", "style-src")):
+        inside = text[text.index(f"<{tag}>") + len(tag) + 2 : text.index(f"</{tag}>")]
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{source} 'sha256-{digest}'" in page.headers["Content-Security-Policy"]
+
+
+def test_lines_may_end_as_on_windows(tmp_path: Path) -> None:
+    """A browser hashes what it has read, and it reads one kind of ends."""
+    copy = tmp_path / "page.html"
+    copy.write_bytes(FILE.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_page(copy) == read_page()
+
+
+@pytest.mark.parametrize("more", ["<script>f()</script>", "<script src=x></script>", "<style>p {}</style>"])
+def test_a_second_script_or_style_is_refused(tmp_path: Path, more: str) -> None:
+    copy = tmp_path / "page.html"
+    copy.write_text(FILE.read_text(encoding="utf-8").replace("</body>", f"{more}</body>"), encoding="utf-8")
+    with pytest.raises(ValueError, match="without attributes, found 2"):
+        read_page(copy)
