@@ -263,6 +263,8 @@ class Decoder:
         bounds = (self.plan.context, self.plan.has_longest_context)
         with self._encoding:
             prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
+        if request.grammar is not None:
+            self._grammars.mask(request.grammar)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
         if request.grammar is not None:

@@ -201,10 +201,13 @@ class Engine:
             self._leave(one)
 
     def _admit(self) -> None:
-        """Begin those that wait, in order, while there are places."""
+        """Begin those that wait, in order, while there are places.
+
+        A prompt that another text is just taking in waits until it is there, and takes it over.
+        """
         while len(self._active) < self.decoder.num_parallel:
             with self._changed:
-                if not self._waiting:
+                if not self._waiting or self._is_coming(self._waiting[0].asked.request.prompt):
                     return
                 job = self._waiting.popleft()
             request, tree, rule = job.asked
@@ -217,6 +220,11 @@ class Engine:
                 self._active.append(_Active(job, run))
             waited_s, num_prompt_tokens = time.monotonic() - job.submitted_s, run.sequence.num_prompt_tokens
             self._add(waited_s=waited_s, num_prompt_tokens=num_prompt_tokens)
+
+    def _is_coming(self, prompt: object) -> bool:
+        """Whether texts with this prompt are taking it in, and none has it yet."""
+        alike = [one.run for one in self._active if one.job.asked.request.prompt == prompt]
+        return bool(alike) and not any(run.sequence.new_ids for run in alike)
 
     def _pass(self) -> None:
         """One pass for all of them: pieces are handed out, and those that it has ended leave."""

@@ -46,12 +46,14 @@ class Grammars:
     def mask(self, grammar: Grammar) -> GrammarMask:
         """What keeps one text within a grammar. Raises `UserError` for one that nothing can be written by."""
         with self._lock:
-            if grammar not in self._compiled:
-                matcher = self._compile(grammar)
+            matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = self._compile(grammar)  # which takes time that no text should wait for
+            with self._lock:
                 while len(self._compiled) >= _MOST_KEPT:
                     del self._compiled[next(iter(self._compiled))]
                 self._compiled[grammar] = matcher
-            return GrammarMask(self._compiled[grammar].deep_copy, self._allowed, self._end_ids, str(grammar))
+        return GrammarMask(matcher.deep_copy, self._allowed, self._end_ids, str(grammar))
 
     def _compile(self, grammar: Grammar) -> Any:
         vocabulary = self._read_vocabulary()

@@ -3,11 +3,13 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from offload.config import Sampling
 from offload.engine.request import Request
 from offload.engine.service import Engine
 from offload.engine.ticket import Ticket
+from offload.sampling.grammar import Grammar
 from offload.server.protocol import Body, ChatBody, CompletionBody
 from offload.server.refusal import Refusal, too_long
 from offload.server.settings import Settings
@@ -17,16 +19,24 @@ _LEGACY_TOKENS = 16  # of /v1/completions, where a body does not say
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty")
 
 
+class Wanted(NamedTuple):
+    """What chat and plain completions say each in their own words."""
+
+    num_new: int | None  # None is as many as there is room for
+    num_logprobs: int | None
+    grammar: Grammar | None = None
+
+
 def order_chat(engine: Engine, settings: Settings, body: ChatBody) -> list[Ticket]:
     """One ticket for each choice. Raises `Refusal` and `UserError`; then no request is left behind."""
     _require_few(engine, body)
-    body.require_free_text()
+    grammar = body.grammar
     ids = engine.decoder.encode(body.told, tools=body.tools_told)
     num_new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "'top_logprobs' goes with 'logprobs': set that to true", param="top_logprobs")
-    return _order(engine, settings, body, [ids], num_new, num_logprobs)
+    return _order(engine, settings, body, [ids], Wanted(num_new, num_logprobs, grammar))
 
 
 def order_completion(engine: Engine, settings: Settings, body: CompletionBody) -> list[Ticket]:
@@ -34,7 +44,7 @@ def order_completion(engine: Engine, settings: Settings, body: CompletionBody) -
     _require_few(engine, body)
     prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
     num_new = _LEGACY_TOKENS if body.max_tokens is None else body.max_tokens
-    return _order(engine, settings, body, prompts, num_new, body.logprobs)
+    return _order(engine, settings, body, prompts, Wanted(num_new, body.logprobs))
 
 
 def _require_few(engine: Engine, body: Body) -> None:
@@ -45,16 +55,15 @@ def _require_few(engine: Engine, body: Body) -> None:
 
 
 def _order(
-    engine: Engine, settings: Settings, body: Body, prompts: Sequence[list[int]], num_new: int | None,
-    num_logprobs: int | None,
-) -> list[Ticket]:  # fmt: skip
+    engine: Engine, settings: Settings, body: Body, prompts: Sequence[list[int]], wanted: Wanted
+) -> list[Ticket]:
     sampling, tickets = _sampling(settings, body), list[Ticket]()
     try:
         for ids in prompts:
             for index in range(body.num_choices):
                 own = replace(sampling, seed=(sampling.seed + index) & _LARGEST_SEED)
-                room = _room(engine, ids, num_new)
-                request = Request(ids, own, room, body.stop or None, num_logprobs=num_logprobs)
+                room, (_, num_logprobs, grammar) = _room(engine, ids, wanted.num_new), wanted
+                request = Request(ids, own, room, body.stop or None, num_logprobs=num_logprobs, grammar=grammar)
                 ticket = engine.submit(request, tree=body.extension.tree, rule=body.extension.rule)
                 tickets.append(ticket)
     except Exception:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from offload.sampling.grammar import Grammar, find_grammar
 from offload.server.refusal import Refusal
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -132,11 +133,19 @@ class ChatBody(Body):
         """Messages as chat templates take them. Raises `Refusal`."""
         return [_told(index, message) for index, message in enumerate(self.messages)]
 
-    def require_free_text(self) -> None:
-        """Raises `Refusal` for a format that is no text."""
-        if self.response_format not in (None, {"type": "text"}):
-            message = "Invalid value for 'response_format': this server knows {'type': 'text'} alone"
-            raise Refusal(400, message, param="response_format")
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must keep. Raises `Refusal` for a format that is none, `UserError` for a schema that is."""
+        wished = self.response_format or {"type": "text"}
+        if wished == {"type": "text"}:
+            return None
+        if wished == {"type": "json_object"}:
+            return Grammar("json_object")
+        described = wished.get("json_schema")
+        if wished.get("type") != "json_schema" or not isinstance(described, dict) or "schema" not in described:
+            rule = "it must be text, json_object, or json_schema with a 'schema'"
+            raise Refusal(400, f"Invalid value for 'response_format': {rule}", param="response_format")
+        return find_grammar(json_schema=described["schema"])
 
     @property
     def tools_told(self) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ PATIENCE_S = 120
 @contextmanager
 def served(model: Path, *flags: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A process that answers, and its address; it is ended if the test has not."""
-    running = start("serve", *settings(model), "--port", 0, *flags)
+    running = start("serve", *settings(model), "--parallel", 1, "--port", 0, *flags)
     try:
         assert running.stderr is not None
         lines = list[str]()
@@ -166,5 +166,5 @@ def test_other_commands_do_not_pay_for_the_server(looper: Path) -> None:
 
 def test_help_names_the_flags() -> None:
     text = process("serve", "--help").out
-    for flag in ("--host", "--port", "--api-key-file", "--queue", "--grace", "--max-body", "--ram", "--tree"):
+    for flag in ("--host", "--port", "--api-key-file", "--parallel", "--queue", "--grace", "--max-body", "--ram"):
         assert flag in text

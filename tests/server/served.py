@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +30,11 @@ class Served(NamedTuple):
     port: int
     engine: Engine
     decoder: Decoder
+    clients: ExitStack
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+        own = openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+        return self.clients.enter_context(own)
 
     def is_idle(self) -> bool:
         figures = self.engine.figures()
@@ -40,12 +42,12 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(model: Path, *, max_waiting: int = 8, **settings: Any) -> Iterator[Served]:
-    said = list[str]()
-    with open_decoder(model) as decoder, Engine(decoder, max_waiting=max_waiting) as engine:
+def serving(model: Path | Decoder, *, max_waiting: int = 8, **settings: Any) -> Iterator[Served]:
+    said, opened = list[str](), open_decoder(model) if isinstance(model, Path) else model
+    with opened as decoder, Engine(decoder, max_waiting=max_waiting) as engine:
         app = create_app(engine, Settings(model_id=MODEL_ID, **settings))
-        with Listening(app, bind("127.0.0.1", 0), said.append) as server:
-            yield Served(server.address, server.bound.getsockname()[1], engine, decoder)
+        with Listening(app, bind("127.0.0.1", 0), said.append) as server, ExitStack() as clients:
+            yield Served(server.address, server.bound.getsockname()[1], engine, decoder, clients)
             engine.close()
     assert not said, f"the server failed: {said}"
 
