@@ -30,6 +30,7 @@ from offload.engine.request import Request
 
 CONTEXT = 512
 ALONE, FOREST, EQUAL = "alone", "forest", "equal"
+COMPARED = "dynamic:12x11"  # of a forest and of trees by themselves, which must have as many nodes
 
 
 class Effort(NamedTuple):
@@ -55,7 +56,8 @@ def cases_of(parallel: int, tree: str) -> list[Case]:
     """What is compared: without a tree, and with the best of each."""
     return [
         Case(ALONE, "none", 1), Case(FOREST, "none", parallel),
-        Case(ALONE, tree, 1), Case(FOREST, tree, parallel), Case(EQUAL, tree, parallel),
+        Case(ALONE, tree, 1), Case(FOREST, tree, parallel),
+        Case(FOREST, COMPARED, parallel), Case(EQUAL, COMPARED, parallel),
     ]  # fmt: skip
 
 
@@ -157,10 +159,10 @@ def guards_of(rows: Sequence[Row], parallel: int, tree: str) -> dict[str, Guard]
         pairs = zip(_speeds(rows, over), _speeds(rows, under), strict=True)
         return Guard([one / other for one, other in pairs], "higher")
 
-    none, none_all, alone, forest, equal = cases_of(parallel, tree)
+    none, none_all, alone, best, forest, equal = cases_of(parallel, tree)
     return {
         f"{parallel} texts / one, no tree": ratios(none_all, none),
-        f"{parallel} texts / one, tree {tree}": ratios(forest, alone),
+        f"{parallel} texts / one, tree {tree}": ratios(best, alone),
         "forest / equal trees": ratios(forest, equal),
     }
 

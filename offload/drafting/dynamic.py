@@ -8,8 +8,10 @@ runs the best candidates that could still have a child among the N best, as long
 that are far less likely than its best wait, so that a draft that is sure is followed deep. Of the N best a sweep gets
 those that are worth their rows.
 
-Trees of several texts are one forest: all candidates compete for its N nodes by their chances, whatever text they are
-of, so that the gain of one more node is the same in every tree; and each pass runs the best of all texts together.
+Trees of several texts are one forest: all candidates compete for its N nodes, and each pass runs the best of all
+texts together. A node counts by its f over what its text is expected to gain at all, so that the sum of log tokens is largest.
+Plain f would give a text that is sure all it can use, and one that is not waits the longer for it: a text has to get
+through its hard places too, and with them over all fewer tokens came from the same passes.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain their parents.
 
@@ -125,13 +127,32 @@ class _Best:
 
     def cut(self, num_nodes: int) -> None:
         """Keep so many of the best, the roots being among them."""
-        order = np.argsort(-self.candidates["log_f"], kind="stable")  # stable: a tie goes to the parent
-        self.candidates = self.candidates[np.sort(order[: num_nodes - self._depth_R.size])]
+        self.candidates = self.candidates[np.sort(self._order()[: num_nodes - self._depth_R.size])]
+
+    def _order(self) -> NDArray[np.int64]:
+        """Of candidates, the best first; a tie goes to the parent."""
+        log_f_C = self.candidates["log_f"]
+        if self._depth_R.size == 1:
+            return np.argsort(-log_f_C, kind="stable")
+        gain_C = np.zeros(log_f_C.size)
+        for text in range(self._depth_R.size):
+            own = np.flatnonzero(self.candidates["text"] == text)
+            own = own[np.argsort(-log_f_C[own], kind="stable")]
+            expected = np.cumsum([1.0, *np.exp(log_f_C[own])])
+            gain_C[own] = np.log(expected[1:] / expected[:-1])
+        return np.argsort(-gain_C, kind="stable")
+
+    def _weights(self) -> NDArray[np.float64]:
+        """Of candidates: log f, less that of the tokens that their text is expected to gain."""
+        f_C, text_C = np.exp(self.candidates["log_f"]), self.candidates["text"]
+        if self._depth_R.size == 1:
+            return self.candidates["log_f"]
+        return self.candidates["log_f"] - np.log1p(np.bincount(text_C, f_C, self._depth_R.size))[text_C]
 
     @property
     def chances(self) -> NDArray[np.float64]:
-        """Of each to be accepted, falling."""
-        return np.sort(np.exp(self.candidates["log_f"]))[::-1]
+        """Of each to be accepted, the best first."""
+        return np.exp(self.candidates["log_f"][self._order()])
 
     @property
     def expected(self) -> float:
@@ -146,7 +167,7 @@ class _Best:
 
     def pick(self, first_row: int) -> Candidates:
         """The best that are worth running in one pass; they are given the rows from `first_row` on, text by text."""
-        log_f_C, is_full = self.candidates["log_f"], self.candidates.size == self._bounds.num_nodes - self._depth_R.size
+        log_f_C, is_full = self._weights(), self.candidates.size == self._bounds.num_nodes - self._depth_R.size
         is_open_C = self.candidates["row"] == _NOT_RUN
         is_open_C &= self.candidates["depth"] < self._depth_R[self.candidates["text"]]
         if is_full:
