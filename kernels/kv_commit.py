@@ -54,7 +54,7 @@ def kv_commit_kernel(buffers: Sequence[Tensor], length: int, row_A: Tensor) -> N
     )
 
 
-@lru_cache(maxsize=4)  # a cache keeps its buffers, and a copy to the device may wait behind layers
+@lru_cache(maxsize=512)  # a text keeps its buffers in both models, and a copy to the device may wait behind layers
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(pointers, dtype=torch.int64).to(device)
 

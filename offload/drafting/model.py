@@ -3,7 +3,6 @@
 Both ways share one model and one cache, so that trees of both kinds may alternate.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from offload.config import Drafting, Sampling
 from offload.drafting.base import Drafted, DraftText
+from offload.drafting.by_kind import ByKind
 from offload.drafting.confidence import Sharpness
 from offload.drafting.draft_model import Draft
 from offload.drafting.dynamic import Mixture, Plot, grow_best, grow_forest
@@ -36,8 +36,8 @@ class ModelDrafter:
         new_worth: Callable[[], Worth] = Worth,
     ) -> None:  # fmt: skip
         self.model, self._vocab_size, self._num_slots, self._gather = model, vocab_size, num_slots, kernels.kv_commit
-        self._sharpness: defaultdict[_Kind, Sharpness] = defaultdict(Sharpness)
-        self._worth: defaultdict[_Kind, Worth] = defaultdict(new_worth)
+        self._sharpness = ByKind[_Kind, Sharpness](Sharpness)
+        self._worth = ByKind[_Kind, Worth](new_worth)
 
     def new_state(self) -> KVCache:
         """An empty cache."""

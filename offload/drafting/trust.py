@@ -8,12 +8,12 @@ need not ask. It shapes later trees, never what is emitted.
 """
 
 from bisect import bisect_right
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
 
 from offload.config import Sampling
+from offload.drafting.by_kind import ByKind
 from offload.sampling.sampler import Sampler
 
 _GRID = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.93, 0.97, 0.99])
@@ -56,7 +56,7 @@ class Trusts:
     """One for every kind of sampling: what is certain at temperature 0 is not at 1."""
 
     def __init__(self) -> None:
-        self._known: defaultdict[Sampling, Trust] = defaultdict(Trust)
+        self._known = ByKind[Sampling, Trust](Trust)
 
     def of(self, sampler: Sampler) -> Trust:
         """Of texts that are drawn like this."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Several
 from offload.engine.sequence import Caches, Sequence
 from offload.errors import UserError
 
-_LEAST_COPIED = 16  # tokens: computing fewer once more takes no longer
+LEAST_COPIED = 16  # tokens: computing fewer once more takes no longer
 
 
 class _Place:
@@ -111,7 +111,7 @@ class CachePool:
         """Tokens that a place holds once it has taken over what another text, such as one being written, holds more."""
         others = [(min(self._num_to_keep(one, tokens), one.caches.target.length), one) for one in self._places]
         num_shared, other = max(others, key=lambda pair: pair[0])
-        if other is place or num_shared < num_kept + _LEAST_COPIED:
+        if other is place or num_shared < num_kept + LEAST_COPIED:
             return num_kept
         place.take_back()
         place.fill(tokens[:num_shared])

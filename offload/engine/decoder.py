@@ -243,6 +243,8 @@ class Decoder:
         """
         sampling, max_new_tokens = request.sampling, request.max_new_tokens
         prompt_ids, acceptance, choice = self.check(request, tree=tree, rule=rule)
+        start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
+        text = TextStream(self.tokenizer, start_ids, request.stops)  # before a place is taken: it may fail
         limits = Limits(max_new_tokens, self.end_ids)
         sequence = self.begin(
             prompt_ids, sampling, rule=acceptance, shape=choice.shape, limits=limits, keeps=continues,
@@ -250,8 +252,6 @@ class Decoder:
         )  # fmt: skip
         sequence.follow(choice.chains, lambda num: self._trees.for_run(sampling, acceptance.name, tree, num).shape)
         sequence.stats.num_prompt_tokens, sequence.num_logprobs = len(prompt_ids), request.num_logprobs
-        start_ids = self._start or prompt_ids  # no text goes on that an encoder reads
-        text = TextStream(self.tokenizer, start_ids, request.stops)
         setup = Setup(self.plan, choice, self.comparisons, self.invariance, acceptance.lenience)
         return Run(self.step, self._turn, sequence, text, setup)
 
@@ -263,8 +263,6 @@ class Decoder:
         bounds = (self.plan.context, self.plan.has_longest_context)
         with self._encoding:
             prompt_ids = request.ids(self.tokenizer, self._vocab_size, *bounds, start=self._start)
-        if request.grammar is not None:
-            self._grammars.mask(request.grammar)
         acceptance = self.rule if rule is None else self._other_rule(rule)
         check_lenience(acceptance.lenience, acceptance.name, request.sampling)
         if request.grammar is not None:
@@ -277,11 +275,14 @@ class Decoder:
         Raises `UserError` where one was overtaken, the decoder closed, or another thread is using it.
         """
         with self._turn.held():
-            writing = [run.sequence for run in runs if run.is_writing]
-            if writing:
-                with self._turn.stepping():
-                    self._pass(writing)
+            self.sweep(runs)
             return [run.take() for run in runs]
+
+    def sweep(self, runs: abc.Sequence[Run]) -> None:
+        """The same pass; what each has gained is there to `take`. Raises what `advance` raises."""
+        with self._turn.stepping():
+            if writing := [run.sequence for run in runs if run.is_writing]:
+                self._pass(writing)
 
     def release(self, run: Run) -> None:
         """Let others have its keys and values; it writes nothing more. Again it does nothing."""

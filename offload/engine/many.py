@@ -4,13 +4,14 @@ Invariant: what one request gives does not depend on the others; one that cannot
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
+from offload.engine.cache_pool import LEAST_COPIED
 from offload.engine.generation import Generation, Run
 from offload.engine.request import Request
-from offload.errors import UserError
+from offload.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from offload.engine.decoder import Decoder
@@ -20,7 +21,7 @@ class Finished(NamedTuple):
     """What has become of one request."""
 
     number: int  # among those that were given, from 0
-    outcome: Generation | UserError  # the error where it could not begin
+    outcome: Generation | UserError  # the error where it could not begin, or not go on
 
 
 def write_all(
@@ -37,7 +38,10 @@ def write_all(
     waiting, under_way = deque(range(len(requests))), dict[int, Run]()
     try:
         while waiting or under_way:
-            while waiting and len(under_way) < decoder.num_parallel and not _is_coming(waiting[0], requests, under_way):
+            while waiting and len(under_way) < decoder.num_parallel:
+                texts = [(requests[number].prompt, run) for number, run in under_way.items()]
+                if is_coming(requests[waiting[0]].prompt, texts):
+                    break
                 number = waiting.popleft()
                 try:
                     under_way[number] = decoder.start(requests[number], tree=tree, rule=rule, continues=True)
@@ -45,13 +49,14 @@ def write_all(
                     yield Finished(number, error)
             if not under_way:
                 continue
-            on_pass([*under_way.values()])
-            decoder.advance([*under_way.values()])
-            for number in [number for number, run in under_way.items() if run.is_finished]:
-                run = under_way.pop(number)
-                result = run.result()
-                decoder.release(run)
-                yield Finished(number, result)
+            numbers, runs = [*under_way], [*under_way.values()]
+            on_pass(runs)
+            errors = sweep_each(decoder, runs)
+            for number, run, failure in zip(numbers, runs, errors, strict=True):
+                outcome = _outcome(run, failure)
+                if outcome is not None:
+                    decoder.release(under_way.pop(number))
+                    yield Finished(number, outcome)
     finally:
         for run in under_way.values():
             decoder.release(run)
@@ -70,8 +75,32 @@ def in_order(
     return [found[number] for number in range(len(requests))]
 
 
-def _is_coming(number: int, requests: Sequence[Request], under_way: Mapping[int, Run]) -> bool:
-    """Whether a text with the same prompt has not taken it in yet."""
-    prompt = requests[number].prompt
-    return any(requests[other].prompt == prompt and not run.sequence.new_ids and run.is_writing
-               for other, run in under_way.items())  # fmt: skip
+def sweep_each(decoder: "Decoder", runs: Sequence[Run]) -> list[Exception | None]:
+    """`Decoder.sweep` for all, and where that fails for each: whose error it was shows alone. Raises `RunError`."""
+    try:
+        decoder.sweep(runs)
+    except RunError:  # the disk, or another rank: it is everybody's
+        raise
+    except Exception as error:
+        return [error] if len(runs) == 1 else [one for run in runs for one in sweep_each(decoder, [run])]
+    return [None] * len(runs)
+
+
+def is_coming(prompt: object, texts: Iterable[tuple[object, Run]]) -> bool:
+    """Whether some of these texts, given with their prompts, take in this very one, to be copied, and none has it."""
+    alike = [run.sequence for other, run in texts if other == prompt]
+    is_worth_it = any(text.num_prompt_tokens > LEAST_COPIED for text in alike)
+    return is_worth_it and not any(text.new_ids for text in alike)
+
+
+def _outcome(run: Run, error: Exception | None) -> Generation | UserError | None:
+    """What has become of a run by a pass; None where it goes on. Raises an error that is no user's."""
+    try:
+        if error is not None:
+            raise error
+        run.take()
+        if not run.is_writing:
+            run.take()  # its end is told now, not behind the others' next pass
+        return run.result() if run.is_finished else None
+    except UserError as failure:
+        return failure

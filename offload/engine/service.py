@@ -7,11 +7,13 @@ ended it; one that fails, or is cancelled, disturbs no other; and a place is giv
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 from offload.engine.decoder import Decoder
 from offload.engine.generation import Generation, Run
+from offload.engine.many import is_coming, sweep_each
 from offload.engine.request import Request
 from offload.engine.ticket import Asked, Cancelled, Job, Piece, Ticket
 from offload.errors import RunError, UserError
@@ -206,8 +208,9 @@ class Engine:
         A prompt that another text is just taking in waits until it is there, and takes it over.
         """
         while len(self._active) < self.decoder.num_parallel:
+            texts = [(one.job.asked.request.prompt, one.run) for one in self._active]
             with self._changed:
-                if not self._waiting or self._is_coming(self._waiting[0].asked.request.prompt):
+                if not self._waiting or is_coming(self._waiting[0].asked.request.prompt, texts):
                     return
                 job = self._waiting.popleft()
             request, tree, rule = job.asked
@@ -221,11 +224,6 @@ class Engine:
             waited_s, num_prompt_tokens = time.monotonic() - job.submitted_s, run.sequence.num_prompt_tokens
             self._add(waited_s=waited_s, num_prompt_tokens=num_prompt_tokens)
 
-    def _is_coming(self, prompt: object) -> bool:
-        """Whether texts with this prompt are taking it in, and none has it yet."""
-        alike = [one.run for one in self._active if one.job.asked.request.prompt == prompt]
-        return bool(alike) and not any(run.sequence.new_ids for run in alike)
-
     def _pass(self) -> None:
         """One pass for all of them: pieces are handed out, and those that it has ended leave."""
         active, before, began_s = list(self._active), self.decoder.target.moved, time.monotonic()
@@ -233,41 +231,30 @@ class Engine:
         num_before = [len(one.run.sequence.new_ids) for one in active]
         self._pass_began_s = began_s
         try:
-            pieces = self._advance(active)
-        except RunError as error:  # the disk, or another rank: it is everybody's
-            for one in [one for one in active if one in self._active]:
+            errors = sweep_each(self.decoder, [one.run for one in active])
+        except RunError as error:
+            for one in active:
                 self._leave(one, error)
             return
         finally:
             self._pass_began_s = None
-        gained = zip(active, num_before, pieces, strict=True)
-        num_tokens = sum(self._hand_out(one, num, text) for one, num, text in gained if text is not None)
+        gained = zip(active, num_before, errors, strict=True)
+        num_tokens = sum(self._hand_out(one, num, error) for one, num, error in gained)
         if num_texts:  # else there was nothing left to write
             ended_s, moved = time.monotonic(), self.decoder.target.moved.since(before)
             with self._changed:
                 self._recent.append(PassDone(ended_s, ended_s - began_s, num_texts, num_tokens, moved))
             self._add(moved=moved, num_passes=1, num_tokens=num_tokens, pass_s=ended_s - began_s)
 
-    def _advance(self, active: list[_Active]) -> list[str | None]:
-        """The text that each has gained; None for one that has left with an error of its own."""
-        try:
-            return [*self.decoder.advance([one.run for one in active])]
-        except RunError:
-            raise
-        except Exception as error:
-            if len(active) == 1:
-                self._leave(active[0], error)
-                return [None]
-        return [text for one in active for text in self._advance([one])]  # whose error it was shows alone
-
-    def _hand_out(self, one: _Active, num_before: int, text: str) -> int:
+    def _hand_out(self, one: _Active, num_before: int, error: Exception | None) -> int:
         sequence = one.run.sequence
         try:
-            text += (
-                "" if one.run.is_writing else one.run.take()
-            )  # its end is told now, not behind the others' next pass
-        except Exception as error:  # of its text, which a stranger's tokenizer makes
-            self._leave(one, error)
+            if error is not None:
+                raise error
+            text = one.run.take()
+            text += "" if one.run.is_writing else one.run.take()  # its end is told now, not behind the next pass
+        except Exception as failure:  # of its own: of a grammar, or of its text, which a stranger's tokenizer makes
+            self._leave(one, failure)
             return 0
         token_ids = sequence.new_ids[num_before:]
         if text or token_ids:
@@ -285,10 +272,9 @@ class Engine:
             error = failure
         with self._changed:
             self._active.remove(one)
-        try:
+        with suppress(UserError):  # of a decoder that was closed too early, which has no places any more
             self.decoder.release(one.run)
-        finally:
-            self._end(one.job, result, error)
+        self._end(one.job, result, error)
 
     def _end(self, job: Job, result: Generation | None = None, error: BaseException | None = None) -> None:
         outcome = "num_cancelled" if job.is_cancelled else "num_failed" if error else "num_done"

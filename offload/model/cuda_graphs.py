@@ -28,6 +28,7 @@ Record = Callable[[Work], Work]  # runs the work at least once; what it returns 
 
 WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _EXTENT_STEP = 1024  # slots: attending to a few more than there are costs less than another recording
+_PATIENCE = 32  # passes of another text in a row, until it gets the recordings: to make them takes as long as many
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class Graphs:
         assert not model.experts, "what a pass asks for while it runs cannot be recorded"
         self._model, self._open_recorder = model, open_recorder
         self._cache: KVCache | None = None
+        self._next: tuple[KVCache, int] | None = None  # which other one was asked for last, and how often in a row
         self._record: Record | None = None
         self._logits_WV: Tensor | None = None  # of the pass that was replayed last; as wide as the widest
         self._recordings: dict[tuple[int, int], _Recording] = {}
@@ -53,10 +55,9 @@ class Graphs:
     def __call__(
         self, token_T: Tensor, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache, num_logits: int
     ) -> Tensor | None:
-        """See `StreamedModel.forward`; declines more rows than the largest width."""
-        if cache is not self._cache:
-            cache.fix()
-            self._cache, self._recordings, self._record = cache, {}, self._open_recorder()
+        """See `StreamedModel.forward`; declines more rows than the largest width, and texts that take turns."""
+        if not self._turn_to(cache):
+            return None
         num_rows, num_uncommitted = ancestor_TU.shape
         width = next((width for width in WIDTHS if width >= num_rows), None)
         if width is None:
@@ -69,6 +70,19 @@ class Graphs:
         self._recordings[width, extent] = recording
         assert self._logits_WV is not None, "a recording that has run has logits"
         return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
+
+    def _turn_to(self, cache: KVCache) -> bool:
+        """Whether this cache has the recordings; of texts side by side one that is alone for a while gets them."""
+        if cache is self._cache:
+            self._next = None
+            return True
+        cache.fix()
+        num_asked = self._next[1] + 1 if self._next and self._next[0] is cache else 1
+        if self._cache is not None and self._cache.is_beside(cache) and num_asked < _PATIENCE:
+            self._next = cache, num_asked
+            return False
+        self._cache, self._next, self._recordings, self._record = cache, None, {}, self._open_recorder()
+        return True
 
     def _run(self, recording: _Recording, cache: KVCache, extent: int) -> None:
         if recording.replay is not None:

@@ -120,6 +120,7 @@ class KVCache(Cache):
         """Let empty caches of one size share their buffers; see `JointCache`."""
         first = caches[0]
         buffers, num_layers = _Buffers(len(caches), first.num_slots), len(first._slot_layers)
+        buffers.is_fixed = first._buffers.is_fixed
         for text, cache in enumerate(caches):
             assert cache.num_slots == first.num_slots and not cache._buffers.of_layer, "new ones, all alike"
             cache._lie_in(buffers, text, num_layers)

@@ -175,7 +175,10 @@ class StreamedModel(BoundModel):
 
     def new_cache(self, num_slots: int, gather: Callable[..., None] = kv_commit_reference) -> KVCache:
         """An empty one, for one text."""
-        return KVCache(self.num_layers, num_slots, gather, self.send)
+        cache = KVCache(self.num_layers, num_slots, gather, self.send)
+        if self._replay is not None:
+            cache.fix()  # now: its first pass may be one that is not replayed
+        return cache
 
     def take_in(self, tokens: Sequence[int], cache: KVCache, begin: Callable[[], None] = lambda: None) -> None:
         """Let `cache` have what an encoder makes of the text's prompt; other models have none, and read it in passes.
@@ -207,7 +210,10 @@ class StreamedModel(BoundModel):
             return
         if not attention.takes_paths(self.meta_model):
             raise UserError(f"`parallel` must be 1 for {self.meta_model.config.model_type} models: leave it out")
-        self._by_path = rows
+        self._by_path, self._replay = (
+            rows,
+            None,
+        )  # a recording has masks, which do not say what this family's scores need
 
     def close(self) -> None:
         """See `BoundModel`."""

@@ -7,13 +7,13 @@ Invariant: every GROW gets one TREE, and what is told is the tree's best, in the
 tree was run ahead changes how soon.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from offload.config import Sampling
+from offload.drafting.by_kind import ByKind
 from offload.drafting.confidence import Sharpness
 from offload.ranks.draft_tree import DraftTree, Told
 from offload.ranks.messages import Channel, Kind, Message
@@ -65,7 +65,7 @@ class _Service:
 
     def __init__(self, transport: Transport, tree: DraftTree, vocab_size: int, head: int) -> None:
         self._transport, self._tree, self._vocab_size, self._head = transport, tree, vocab_size, head
-        self._sharpness: defaultdict[Sampling, Sharpness] = defaultdict(Sharpness)
+        self._sharpness = ByKind[Sampling, Sharpness](Sharpness)
         self._asked: _Asked | None = None
 
     def take(self, message: Message) -> None:

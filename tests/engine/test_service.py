@@ -117,6 +117,40 @@ def test_one_of_several_that_fails_leaves_alone(looper: Path, monkeypatch: pytes
         assert texts == {engine.submit(request(20)).result(PATIENCE_S).text}
 
 
+def test_what_others_have_gained_by_the_pass_of_one_that_fails_is_handed_out(
+    looper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever came before it in the pass has its piece already; so have those behind it."""
+    push = TextStream.push
+
+    def failing(stream: TextStream, tokens: Any) -> Any:
+        return _fail() if "!" in stream._stop and len(stream.tokens) > 5 else push(stream, tokens)
+
+    monkeypatch.setattr(TextStream, "push", failing)
+    with shared_by(looper, 3) as engine, held_passes() as passes:
+        tickets = [engine.submit(wish) for wish in (request(40), replace(request(FOR_EVER), stop="!"), request(40))]
+        passes.release(1 << 20)
+        for ticket in (tickets[0], tickets[2]):
+            pieces = list(ticket)
+            assert "".join(piece.text for piece in pieces) == ticket.result().text
+            assert [token for piece in pieces for token in piece.token_ids] == ticket.result().token_ids
+
+
+def test_a_decoder_that_is_closed_too_early_leaves_nobody_waiting(looper: Path) -> None:
+    with shared_by(looper, 2) as engine, held_passes() as passes:
+        tickets = [engine.submit(request(FOR_EVER), tree="none") for _ in range(4)]
+        until(lambda: engine.figures().pass_began_s is not None)
+        passes.release(3)
+        until(lambda: engine.figures().num_active == 2 and engine.figures().num_passes == 3)
+        closing = threading.Thread(target=engine.decoder.close)
+        closing.start()
+        passes.release(1 << 20)
+        for ticket in tickets:
+            with pytest.raises(UserError, match=r"was closed|another thread|closing"):
+                ticket.result(PATIENCE_S)
+        closing.join()
+
+
 def test_who_has_ended_does_not_wait_for_the_others_next_pass(looper: Path) -> None:
     with shared_by(looper, 2) as engine, held_passes() as passes:
         long = engine.submit(request(FOR_EVER), tree="none")

@@ -14,7 +14,9 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import cuda_graphs as graphed
 from offload.model.cuda_graphs import Graphs, Work
+from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
+from offload.model.parts import Part
 from offload.model.weights import StreamedModel
 from offload.tree.spec import parse_tree
 from offload.tree.token_tree import ancestors
@@ -69,6 +71,46 @@ def test_padded_passes_give_the_same_logits(family: str, tmp_path: Path, monkeyp
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
     assert 3 < calls.num_recorded < len(wanted) - 1, "a shape is recorded once; the prompt is wider than any of them"
+
+
+def causal(num_rows: int) -> torch.Tensor:
+    return torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+
+
+def grown(model: StreamedModel, cache: KVCache) -> torch.Tensor:
+    """A pass of one row behind what there is, which nobody keeps."""
+    return model.forward(torch.tensor([9]), torch.tensor([cache.length]), causal(1), cache)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_texts_that_have_shared_a_pass_go_on_alone(family: str, tmp_path: Path) -> None:
+    plain, replayed, _ = models(family, tmp_path)
+    found = []
+    for model in (plain, replayed):
+        model.share_passes(InvariantRows((1,)))
+        lent = [model.new_cache(40) for _ in range(2)]
+        KVCache.side_by_side(lent)
+        prompts = [torch.arange(5, 5 + length) for length in (11, 3)]
+        pairs = zip(prompts, lent, strict=True)
+        model.forward_parts([Part(ids, torch.arange(len(ids)), causal(len(ids)), cache) for ids, cache in pairs])
+        for ids, cache in zip(prompts, lent, strict=True):
+            cache.commit(range(len(ids)))
+        found.append([grown(model, cache) for cache in lent])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_texts_that_take_turns_are_not_recorded_at_every_turn(tmp_path: Path) -> None:
+    """A recording takes as long as many passes; a text that is alone for long gets its own all the same."""
+    plain, replayed, calls = models("llama", tmp_path)
+    lent, alone = [replayed.new_cache(40) for _ in range(3)], plain.new_cache(40)
+    KVCache.side_by_side(lent)
+    for _ in range(20):
+        assert all(torch.allclose(grown(replayed, cache), grown(plain, alone), atol=2e-5) for cache in lent)
+    assert calls.num_recorded == 1
+    for _ in range(100):
+        grown(replayed, lent[1])
+    assert calls.num_recorded == 2
 
 
 def test_a_full_cache_has_room_for_padding(tmp_path: Path) -> None:
