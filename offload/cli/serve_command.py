@@ -41,7 +41,7 @@ def serve(
         int, typer.Option(metavar="Q", min=1, help="requests that may wait; more are refused with 429")
     ] = 64,
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="for texts under way when the server is ended")
+        float, typer.Option(metavar="SECONDS", min=0, max=86_400, help="for texts under way when the server is ended")
     ] = 30.0,
     max_body: Annotated[str, typer.Option(metavar="SIZE", help="largest body of a request")] = "4MiB",
     device: flags.Device = "auto",

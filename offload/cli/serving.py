@@ -101,8 +101,11 @@ def read_keys(file: Path | None, host: str) -> tuple[str, ...]:
     try:
         lines = read_small(file).split("\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the keys in {file} ({reason(error)}): check the path") from None
+        why = error.strerror if isinstance(error, OSError) else reason(error)
+        raise UserError(f"cannot read the keys in {file} ({why}): check the path") from None
     keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys or not all(key.isascii() and key.isprintable() for key in keys):
-        raise UserError(f"{file} must hold a key of printable ASCII a line: try head -c 24 /dev/urandom | base64")
+    are_keys = all(key.isascii() and key.isprintable() and " " not in key and key[0] != "#" for key in keys)
+    if not keys or not are_keys:  # a comment, or a line of another file, would let in whoever knows it
+        rule = "must hold a key of printable ASCII a line, without spaces and comments"
+        raise UserError(f"{file} {rule}: try head -c 24 /dev/urandom | base64")
     return keys

@@ -48,7 +48,7 @@ def _load_from_gguf(file: Path) -> Tokenizer:
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:
     """Token ids of a prompt, in the model's chat template where it has one, unless `raw`."""
     if not prompt:
-        raise UserError("the prompt is empty: give some text with -p, -f or on standard input")
+        raise UserError("the prompt is empty: give some text")
     if raw or not tokenizer.chat_template:
         with refusing("the model's tokenizer failed", "download its files again"):
             return list(tokenizer(prompt)["input_ids"])
@@ -65,8 +65,8 @@ def encode_messages(
     """
     if not tokenizer.chat_template:
         raise UserError(
-            "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
-            "or offload generate without `system`"
+            "the model has no chat template, so it cannot tell who speaks: take one made for chat, or give a prompt alone "
+            "(offload generate -p without `system`, /v1/completions)"
         )
     return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn", tools)
 

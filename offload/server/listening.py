@@ -5,6 +5,7 @@ nobody holds a connection for nothing: who sends no request, or does not read an
 """
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -85,9 +86,9 @@ def bind(host: str, port: int) -> socket.socket:
         bound.listen()
     except OSError as error:
         bound.close()
-        raise UserError(
-            f"cannot listen on {host}:{port} ({error.strerror}): give another `port`, or 0 for a free one"
-        ) from None
+        is_ours = error.errno != errno.EADDRNOTAVAIL
+        remedy = "give another `port`, or 0 for a free one" if is_ours else "name an address of this machine as `host`"
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}): {remedy}") from None
     return bound
 
 

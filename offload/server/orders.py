@@ -22,6 +22,7 @@ _DRAWN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequen
 class Wanted(NamedTuple):
     """What chat and plain completions say each in their own words."""
 
+    param: str  # the field that has the prompt
     num_new: int | None  # None is as many as there is room for
     num_logprobs: int | None
     grammar: Grammar | None = None
@@ -36,7 +37,7 @@ def order_chat(engine: Engine, settings: Settings, body: ChatBody) -> list[Ticke
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
         raise Refusal(400, "'top_logprobs' goes with 'logprobs': set that to true", param="top_logprobs")
-    return _order(engine, settings, body, [ids], Wanted(num_new, num_logprobs, grammar))
+    return _order(engine, settings, body, [ids], Wanted("messages", num_new, num_logprobs, grammar))
 
 
 def order_completion(engine: Engine, settings: Settings, body: CompletionBody) -> list[Ticket]:
@@ -44,7 +45,7 @@ def order_completion(engine: Engine, settings: Settings, body: CompletionBody) -
     _require_few(engine, body)
     prompts = [engine.decoder.encode(prompt, raw=True) for prompt in body.prompts]
     num_new = _LEGACY_TOKENS if body.max_tokens is None else body.max_tokens
-    return _order(engine, settings, body, prompts, Wanted(num_new, body.logprobs))
+    return _order(engine, settings, body, prompts, Wanted("prompt", num_new, body.logprobs))
 
 
 def _require_few(engine: Engine, body: Body) -> None:
@@ -62,7 +63,7 @@ def _order(
         for ids in prompts:
             for index in range(body.num_choices):
                 own = replace(sampling, seed=(sampling.seed + index) & _LARGEST_SEED)
-                room, (_, num_logprobs, grammar) = _room(engine, ids, wanted.num_new), wanted
+                room, num_logprobs, grammar = _room(engine, ids, wanted), wanted.num_logprobs, wanted.grammar
                 request = Request(ids, own, room, body.stop or None, num_logprobs=num_logprobs, grammar=grammar)
                 ticket = engine.submit(request, tree=body.extension.tree, rule=body.extension.rule)
                 tickets.append(ticket)
@@ -73,11 +74,11 @@ def _order(
     return tickets
 
 
-def _room(engine: Engine, ids: list[int], num_new: int | None) -> int:
+def _room(engine: Engine, ids: list[int], wanted: Wanted) -> int:
     """New tokens that are wanted, or as many as there is room for."""
-    room = engine.decoder.room(ids)
+    room, num_new = engine.decoder.room(ids), wanted.num_new
     if room < max(1, num_new or 0):
-        raise too_long(len(ids), num_new, engine.decoder.plan.context)
+        raise too_long(len(ids), num_new, engine.decoder.plan.context, wanted.param)
     return room if num_new is None else num_new
 
 

@@ -60,15 +60,15 @@ def no_such_model(model: str, model_id: str) -> Refusal:
     return Refusal(404, message, code="model_not_found", param="model")
 
 
-def too_long(num_prompt: int, num_new: int | None, context: int) -> Refusal:
-    """For prompts that leave no room for what is wanted."""
+def too_long(num_prompt: int, num_new: int | None, context: int, param: str) -> Refusal:
+    """For prompts, in the field `param`, that leave no room for what is wanted."""
     wanted = "" if num_new is None else f" and {num_new} in the completion"
     return Refusal(
         400,
         f"This model's maximum context length is {context} tokens, but you asked for {num_prompt} tokens in the "
-        f"messages{wanted}: shorten the messages or lower `max_tokens`",
+        f"{param}{wanted}: shorten the {param} or lower `max_tokens`",
         code="context_length_exceeded",
-        param="messages",
+        param=param,
     )
 
 

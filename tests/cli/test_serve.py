@@ -62,11 +62,16 @@ def post(address: str, body: Any) -> Any:
         (["--port", "70000"], "--port must lie in [0, 65536), got 70000"),
         (["--max-body", "nothing"], "--max-body must be a size"),
         (["--api-key-file", "missing"], "cannot read the keys in missing"),
+        (["--api-key-file", "missing"], "(No such file or directory): check the path"),
         (["--api-key-file", "EMPTY"], "must hold a key of printable ASCII a line"),
+        (["--api-key-file", "COMMENTED"], "without spaces and comments"),
+        (["--api-key-file", "PROSE"], "without spaces and comments"),
+        (["--host", "192.0.2.1", "--api-key-file", "KEYS"], "name an address of this machine as --host"),
+        (["--grace", "inf"], "Invalid value for '--grace'"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_line(looper: Path, tmp_path: Path, flags: list[str], line: str) -> None:
-    for name, text in (("KEYS", "sesame\n"), ("EMPTY", "\n \n")):
+    for name, text in {"KEYS": "sesame\n", "EMPTY": "\n \n", "COMMENTED": "#mine\nsesame", "PROSE": "open sesame"}.items():
         (tmp_path / name).write_text(text)
         flags = [str(tmp_path / name) if flag == name else flag for flag in flags]
     outcome = shell("serve", "-m", looper, "--port", 0, *flags)
