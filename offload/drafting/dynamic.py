@@ -9,9 +9,9 @@ that are far less likely than its best wait, so that a draft that is sure is fol
 those that are worth their rows.
 
 Trees of several texts are one forest: all candidates compete for its N nodes, and each pass runs the best of all
-texts together. A node counts by its f over what its text is expected to gain at all, so that the sum of log tokens is largest.
-Plain f would give a text that is sure all it can use, and one that is not waits the longer for it: a text has to get
-through its hard places too, and with them over all fewer tokens came from the same passes.
+texts together. A node counts by its f over what its text is expected to gain at all, so that the sum of log tokens is
+largest. Plain f would give a text that is sure all it can use, and one that is not waits the longer for it: a text has
+to get through its hard places too, and over all fewer tokens came from the same passes.
 
 Invariant: f never rises along a path and ties keep the order of finding, so the N best contain their parents.
 
