@@ -247,11 +247,8 @@ class _Rows:
 
     def run_ahead(self, bounds: DynamicShape) -> None:
         """Score the likeliest guesses for all texts in one pass."""
-        most, first, found = (
-            bounds.num_nodes // _AHEAD // len(self._plots),
-            self.num_run,
-            list[tuple[int, Guess, int]](),
-        )
+        most, first = bounds.num_nodes // _AHEAD // len(self._plots), self.num_run
+        found = list[tuple[int, Guess, int]]()
         for text, plot in enumerate(self._plots):
             own = plot.mixture.guesses.best(most, plot.depth - 1, least=1 / bounds.num_nodes)
             rows = [text, *range(first + len(found), first + len(found) + len(own))]  # the root, then they themselves

@@ -1,6 +1,6 @@
 """Places of texts and their memory: what is kept is what was computed, and no pass is larger than planned."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,16 @@ def test_a_copy_that_was_cut_short_is_kept_by_nobody(pair: tuple[Path, Path], mo
         assert [run.sequence.new_ids for run in runs] == [wanted, wanted]
 
 
+def test_who_is_interrupted_takes_no_place_along(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error may be held for long, and with it all that was under way, as a notebook does."""
+    with opened(pair, parallel=2) as decoder:
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder, "_pass", lambda *_: _interrupt())
+            errors = [_held(lambda: decoder.generate([5, 9], max_new_tokens=2)) for _ in range(4)]
+        assert all(isinstance(error, KeyboardInterrupt) for error in errors)
+        assert len(decoder.generate([7], max_new_tokens=2).token_ids) == 2
+
+
 @pytest.mark.parametrize("tree", ["dynamic:12x5", "chain:auto"])
 def test_chains_that_grow_leave_room_for_those_of_others(pair: tuple[Path, Path], tree: str) -> None:
     """Their lengths change as steps go by: what memory was planned for is shared out before."""
@@ -114,6 +124,14 @@ def test_rows_of_a_forest_take_memory_as_they_are_run(pair: tuple[Path, Path], m
         ]
     assert max(own.num_run for own in grown) > 40
     assert all(len(own._position_U) <= 2 * max(32, own.num_run) for own in grown)
+
+
+def _held(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except BaseException as error:
+        return error
+    return None
 
 
 def _interrupt() -> None:
