@@ -87,12 +87,15 @@ class Draft:
 
 
 def catch_up(drafts: Sequence[Draft], texts: Sequence[Sequence[int]]) -> Tensor:
-    """The roots' scores (B, V) of several texts over one model: what is not a long prompt is run in one pass."""
+    """The roots' scores (B, V) of several texts over one model: what does not fit into one pass is run before it."""
     if len(drafts) == 1:
         return drafts[0].catch_up(texts[0])
-    before, roots = list[Part](), list[Part]()
+    before, roots, room = list[Part](), list[Part](), _CHUNK - len(drafts)  # rows beside the roots
     for draft, tokens in zip(drafts, texts, strict=True):
         *long, last = draft._missing(tokens).split(_CHUNK)
+        if len(last) - 1 > room:
+            long, last = [*long, last[:-1]], last[-1:]
+        room -= len(last) - 1
         for chunk in long:
             draft._run_committed(chunk, num_logits=1)
         num_rows = len(last)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from offload.drafting.base import Drafted
 from offload.drafting.children import point_mass_scores
@@ -43,6 +44,7 @@ _NUM_CHILDREN = 32  # that a node may have
 _AHEAD = 4  # one of so many rows may be a guess that is scored before all others
 _LOG_FAR = math.log(16)  # a candidate that much less likely than the best of a pass waits: it may be ousted by then
 _NOT_RUN = -1
+_LEAST_ROOM = 32  # rows that a text has room for at first
 _NO_COSTS = Worth()
 
 # In the order of finding: a parent before its children, siblings by rank.
@@ -88,7 +90,7 @@ def grow_best(
 
 def grow_forest(plots: Sequence[Plot], bounds: DynamicShape, worth: Worth = _NO_COSTS) -> list[Drafted]:
     """One tree for each text, of `bounds.num_nodes` nodes together; each is one deep or more by its plot."""
-    rows, best = _Rows(plots, most_rows(bounds.num_nodes)), _Best(bounds, [plot.depth for plot in plots])
+    rows, best = _Rows(plots), _Best(bounds, [plot.depth for plot in plots])
     picked, expected = rows.roots(), 0.0
     logits_RV = catch_up([plot.draft for plot in plots], [plot.tokens for plot in plots])
     rows.keep(picked, logits_RV, [plot.mixture.guesses.root for plot in plots])
@@ -188,15 +190,16 @@ class _Best:
 class _TextRows:
     """What was run of one text, in the order in which its cache has it; the root is the first."""
 
-    def __init__(self, plot: Plot, capacity: int) -> None:
+    def __init__(self, plot: Plot) -> None:
         self.root, self.num_run = len(plot.tokens) - 1, 1
-        self._position_U = torch.zeros(capacity, dtype=torch.long)
-        self._sees_UU = torch.eye(capacity, dtype=torch.bool)
+        self._position_U = torch.zeros(_LEAST_ROOM, dtype=torch.long)
+        self._sees_UU = torch.eye(_LEAST_ROOM, dtype=torch.bool)
         self.paths: list[tuple[int, ...]] = [()]  # tokens from below the root down to each row
 
     def add(self, picked: Candidates, parents: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Its next rows, as `Draft.run` takes them, which hang from these ones; a parent comes before its children."""
         lo, hi = self.num_run, self.num_run + picked.size
+        self._make_room(hi)
         self._position_U[lo:hi] = torch.from_numpy(self.root + picked["depth"])
         for row, (parent, token) in enumerate(zip(parents, picked["token"].tolist(), strict=True), lo):
             self._sees_UU[row] |= self._sees_UU[parent]
@@ -205,12 +208,19 @@ class _TextRows:
         token_W = torch.from_numpy(picked["token"].copy())
         return token_W, self._position_U[1:hi], self._sees_UU[lo:hi, 1:hi]
 
+    def _make_room(self, num_rows: int) -> None:
+        """Any text may have most rows of a forest, so that room for all in each would be far too much."""
+        num_more = max(num_rows, 2 * len(self._position_U)) - len(self._position_U)
+        if num_rows > len(self._position_U):
+            self._position_U = pad(self._position_U, (0, num_more))
+            self._sees_UU = pad(self._sees_UU, (0, num_more, 0, num_more)).fill_diagonal_(True)
+
 
 class _Rows:
     """What was run, in order, the roots first."""
 
-    def __init__(self, plots: Sequence[Plot], capacity: int) -> None:
-        self._plots, self._texts = plots, [_TextRows(plot, capacity) for plot in plots]
+    def __init__(self, plots: Sequence[Plot]) -> None:
+        self._plots, self._texts = plots, [_TextRows(plot) for plot in plots]
         self.scores, self.places = list[Tensor](), list[Place]()
         self._text_of, self.local = list[int](), list[int]()  # by row: its text, and which of that text's rows it is
         self.widths = list[int]()  # of every pass
@@ -258,11 +268,8 @@ class _Rows:
 
     def run_ahead(self, bounds: DynamicShape) -> None:
         """Score the likeliest guesses for all texts in one pass."""
-        most, first, found = (
-            bounds.num_nodes // _AHEAD // len(self._plots),
-            self.num_run,
-            list[tuple[int, Guess, int]](),
-        )
+        most, first = bounds.num_nodes // _AHEAD // len(self._plots), self.num_run
+        found = list[tuple[int, Guess, int]]()
         for text, plot in enumerate(self._plots):
             own = plot.mixture.guesses.best(most, plot.depth - 1, least=1 / bounds.num_nodes)
             rows = [text, *range(first + len(found), first + len(found) + len(own))]  # the root, then they themselves

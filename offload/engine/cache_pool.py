@@ -109,20 +109,21 @@ class CachePool:
 
     def _copied(self, place: _Place, tokens: list[int], num_kept: int) -> int:
         """Tokens that a place holds once it has taken over what another text, such as one being written, holds more."""
-        others = [(min(self._num_to_keep(one, tokens), one.caches.target.length), one) for one in self._places]
+        others = [(self._num_to_keep(one, tokens), one) for one in self._places]
         num_shared, other = max(others, key=lambda pair: pair[0])
         if other is place or num_shared < num_kept + LEAST_COPIED:
             return num_kept
         place.take_back()
-        place.fill(tokens[:num_shared])
+        place.fill([])  # of a copy that is cut short nothing is kept
         place.caches.copy_from(other.caches, num_shared)
+        place.fill(tokens[:num_shared])
         return num_shared
 
     def _num_to_keep(self, place: _Place, tokens: list[int]) -> int:
-        """Of the tokens but for the last; of another prompt to an encoder none, though it begin alike."""
+        """Of the tokens but for the last, what a place has; nothing of another prompt to an encoder, however alike."""
         num = num_shared(place.tokens, tokens)
         is_other = any(one not in tokens[:num] for one in self._start)
-        return 0 if is_other else min(num, len(tokens) - 1)
+        return 0 if is_other else min(num, len(tokens) - 1, place.caches.target.length)
 
     def release(self, sequence: Sequence) -> None:
         """Its caches may go to others; what they hold stays until then."""

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections import abc
+from collections import abc, deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -195,8 +195,10 @@ class Decoder:
         if several is None and whole_number(num_samples, "`num_samples`") == 1:
             with self._turn.held():
                 run = self.start(request_of(prompt, wishes), tree=tree, rule=rule)  # type: ignore[arg-type]
-                for _ in run:
-                    pass
+                try:
+                    deque(run, maxlen=0)
+                finally:
+                    self._pool.release(run.sequence)
                 return run.result()
         prompts: abc.Sequence[Prompt] = [prompt] if several is None else several  # type: ignore[list-item]
         requests = [one for own in prompts for one in samples_of(request_of(own, wishes), num_samples)]

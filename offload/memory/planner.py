@@ -185,13 +185,12 @@ def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, s
     is_gpu = budgets.gpu_bytes is not None
     source_tokens = context if target.encoder_bytes else 0
     rows, num_logits = min(MAX_PROMPT_ROWS, context), min(num_nodes, MAX_LOGITS_ROWS) if is_gpu else num_nodes
+    kv_slots = source_tokens + num_slots(context, num_nodes, rows, parallel)
     items = {
         "rest_bytes": (target.head_bytes if is_gpu else target.rest_bytes) + target.companion_bytes,
         "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions and draft else 0,
-        "kv_bytes": parallel
-        * target.kv_bytes_per_token
-        * (source_tokens + num_slots(context, num_nodes, rows, parallel)),
+        "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots,
         "activation_bytes": PATH_SCRATCH_BYTES
         + activation_bytes(target, rows + num_nodes, num_logits, context)
         + target.cast_bytes

@@ -211,19 +211,20 @@ class Trees:
         if not self.wish.is_chosen:
             return self.parallel * self.wish.num_nodes
         if not self.has_draft:
-            return self.parallel * self._nodes_to_spare()
+            return self._nodes_to_spare()
         sizes = [size for size in SIZES if size <= AUTO_MAX_NODES]
         if self.wish.kind == "auto_chain":
-            sizes = list(range(1, 2 + min(MAX_CHAIN, (self.context or AUTO_MAX_NODES) - 1)))
+            longest = min(MAX_CHAIN, (self.context or AUTO_MAX_NODES) - 1)
+            sizes = [self.parallel * num_nodes for num_nodes in range(1, 2 + longest)]
         return next((size for size in reversed(sizes) if self.traffic_of(size) is not None), 1)
 
     def _nodes_to_spare(self) -> int:
-        """Of a tree of guesses, which may find none: as many as have room at next to no cost."""
-        alone = self._traffic_of(1)
+        """Of trees of guesses, which may find none: as many as have room at next to no cost."""
+        alone = self._traffic_of(self.parallel)
         if alone is None:
             return 1
         most_bytes = alone.bytes_at(1) * _SPARE_TRAFFIC  # of the same pass: what guesses add is weighed in every step
-        for size in reversed([size for size in SIZES if size <= LOOKUP_NODES]):
+        for size in reversed([self.parallel * size for size in SIZES if size <= LOOKUP_NODES]):
             traffic = self._traffic_of(size)
             if traffic and traffic.bytes_at(1) <= most_bytes and traffic.slots_bytes >= alone.slots_bytes:
                 return size
@@ -232,7 +233,7 @@ class Trees:
     def nodes_to_plan(self, sampling: Sampling, rule: str) -> int:
         """Of the largest trees that runs with these settings will take: of `chain:auto` its longest chain."""
         if self.wish.kind == "auto_chain":
-            return self.parallel * self.most_nodes
+            return self.most_nodes
         return max(num * self.for_run(sampling, rule, num_texts=num).shape.num_nodes for num in {1, self.parallel})
 
     def settle(self, plan: MemoryPlan) -> None:
@@ -266,6 +267,8 @@ class Trees:
         costs = self._costs_of(profile)
         max_nodes = min(self.max_nodes, most_timed(profile, costs) if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
+        if spec.kind == "auto_chain":  # it may grow, whoever else is there by then
+            max_nodes //= self.parallel
         return TreeSelector(
             rule, profile, note, costs, self._traffic_of, max(1, max_nodes // num_texts), max_depth, self.has_draft,
             self.usual, num_texts,
