@@ -20,7 +20,9 @@ _DRAWING = tuple(field.name for field in fields(Sampling))
 _GRAMMARS = ("json_schema", "regex", "grammar")
 _FIELDS = ("id", "prompt", "messages", "max_tokens", "stop", "logprobs", *_GRAMMARS, *_DRAWING)
 _OF_DRAWN_TEXT = ("top_p", "top_k", "min_p")
-_NOT_OF_THE_TEXT = ("sampling", "session", "is_kept")  # but for what the first of them holds
+_NOT_OF_THE_TEXT = ("prompt", "stop", "sampling", "session", "is_kept")  # but for what the first three hold
+_UNSET = [(name, getattr(Sampling(), name)) for name in _DRAWING]
+_OTHERS = [(field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT]
 _DIGEST_CHARS = 16
 
 
@@ -73,7 +75,8 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
     is_varied = num_samples == 1 or not sampling.is_greedy
     rule = "`samples` of greedy text are all the same: there must be one"
     require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
-    for sample in range(num_samples):
+    yield request
+    for sample in range(1, num_samples):
         yield replace(request, sampling=replace(sampling, seed=sampling.seed + sample))
 
 
@@ -125,6 +128,8 @@ def _prompt(told: Mapping[str, Any], system: str | None, *, raw: bool) -> Prompt
 def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
     """Of the line, and where it says nothing of the command."""
     own = {key: told[key] for key in _DRAWING if key in told}
+    if not own:  # of a million lines most, and what was checked needs no check
+        return common
     if isinstance(biases := own.get("logit_bias"), dict):  # JSON's keys are text
         own["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in biases.items()}
     sampling = replace(common, **own)
@@ -136,10 +141,8 @@ def _sampling(told: Mapping[str, Any], common: Sampling) -> Sampling:
 
 def _digest(request: Request, written_by: str) -> str:
     """Of what is set otherwise than usual, so that settings of later versions change none that does without."""
-    unset = asdict(Sampling())
-    told = {key: value for key, value in asdict(request.sampling).items() if value != unset[key]}
+    told = {name: value for name, unset in _UNSET if (value := getattr(request.sampling, name)) != unset}
     told |= {"prompt": request.prompt, "stop": request.stops}
-    others = [field for field in fields(Request) if field.name not in (*told, *_NOT_OF_THE_TEXT)]
-    told |= {one.name: value for one in others if (value := getattr(request, one.name)) != one.default}
+    told |= {name: value for name, unset in _OTHERS if (value := getattr(request, name)) != unset}
     whole = json.dumps([written_by, told], sort_keys=True, default=asdict)
     return hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST_CHARS]

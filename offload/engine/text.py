@@ -65,8 +65,8 @@ def encode_messages(
     """
     if not tokenizer.chat_template:
         raise UserError(
-            "the model has no chat template, so it cannot tell who speaks: take one made for chat, or give a prompt alone "
-            "(offload generate -p without `system`, /v1/completions)"
+            "the model has no chat template, so it cannot tell who speaks: take one made for chat, "
+            "or give a prompt alone (offload generate -p without `system`, /v1/completions)"
         )
     return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn", tools)
 

@@ -49,7 +49,8 @@ class Guard:
         allowed, host = self._settings.allowed_hosts, headers.get("host", "").lower()
         name = host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
         if allowed is not None and name not in allowed:
-            raise Refusal(403, f"this server is not {host[:80] or 'without a name'}: ask for localhost", code="wrong_host")
+            rule = f"this server is not {host:.80}" if host else "a request must name this server"
+            raise Refusal(403, f"{rule}: ask for localhost", code="wrong_host")
 
     def _check_key(self, headers: Mapping[str, str], path: str) -> None:
         if not self._digests or path in _OPEN_PATHS:

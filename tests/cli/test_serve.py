@@ -71,7 +71,12 @@ def post(address: str, body: Any) -> Any:
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_line(looper: Path, tmp_path: Path, flags: list[str], line: str) -> None:
-    for name, text in {"KEYS": "sesame\n", "EMPTY": "\n \n", "COMMENTED": "#mine\nsesame", "PROSE": "open sesame"}.items():
+    for name, text in {
+        "KEYS": "sesame\n",
+        "EMPTY": "\n \n",
+        "COMMENTED": "#mine\nsesame",
+        "PROSE": "open sesame",
+    }.items():
         (tmp_path / name).write_text(text)
         flags = [str(tmp_path / name) if flag == name else flag for flag in flags]
     outcome = shell("serve", "-m", looper, "--port", 0, *flags)

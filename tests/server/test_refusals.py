@@ -1,6 +1,7 @@
 """What is not served, and how a client is told: OpenAI's form, the status that fits, and nothing left behind."""
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ def test_a_body_that_is_none(served: Served, path: str, body: bytes, message: st
     assert message in told(ask(served, path, body), 400)["message"]
 
 
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (TEXT, "prompt")])
+def test_what_is_too_long_is_named(served: Served, path: str, field: str) -> None:
+    long: Any = [{"role": "user", "content": "x" * 9999}] if path == CHAT else "x" * 9999
+    error = told(ask(served, path, {field: long}), 400)
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert f"shorten the {field} or lower `max_tokens`" in error["message"]
+
+
 BAD_TEXTS = {
     "echo": ({"echo": True}, "'echo' is not supported"),
     "best_of": ({"best_of": 3}, "'best_of' must be equal to 'n'"),
@@ -140,6 +149,14 @@ def test_other_models_and_routes(served: Served) -> None:
 def test_another_name_for_this_machine_is_a_strangers(served: Served, host: str) -> None:
     assert told(ask(served, CHAT, CHAT_BODY, host=host), 403)["code"] == "wrong_host"
     assert told(httpx.get(f"{served.address}/health", headers={"host": host}), 403)
+
+
+def test_no_name_is_a_strangers(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.port)) as caller:
+        caller.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        answer = b"".join(iter(lambda: caller.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 403")
+    assert b"a request must name this server: ask for localhost" in answer
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8080"])
