@@ -7,7 +7,7 @@ drift by the hour, so the link is measured in any case. Without a profile the qu
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,7 +130,7 @@ def _link_bytes_per_s(trees: Trees, store: ByteSource) -> float:
 def _profile_finder(files: Files, options: LoadOptions, room: Room, device: str) -> FindProfile:
     experts = room.experts_of(files)
 
-    @cache
+    @lru_cache(maxsize=256)  # a server is asked for any settings
     def find(sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
         if files.draft is None or options.has_no_profile:
             return None, "no profile is wanted"

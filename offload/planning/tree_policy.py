@@ -197,7 +197,7 @@ class Trees:
     usual: Usual = SMALL
     routing: Routing | None = None  # of the texts that this is about, where experts were counted
     parallel: int = 1  # texts that may share a pass
-    _known: dict[tuple[TreeSpec, Sampling, str, int], TreeChoice] = field(default_factory=dict)
+    _known: dict[tuple[TreeSpec, str, str, int], TreeChoice] = field(default_factory=dict)
 
     def check(self, sampling: Sampling, rule: str) -> None:
         """Refuse, before anything is measured, a named tree or profile that cannot serve. Raises `UserError`."""
@@ -247,23 +247,26 @@ class Trees:
         Raises `UserError` where it is too large or too deep.
         """
         spec = self.wish if tree is None else parse_tree(tree)
-        key = (spec, replace(sampling, seed=0), rule, num_texts)
+        profile, note = self._profile(spec, sampling, rule)
+        key = (spec, note, rule, num_texts)  # a note names its profile: without one any sampling has the same tree
         choice = self._known.get(key)
         if choice is None:
-            choice = self._selector(spec, sampling, rule, num_texts).choose(spec)
+            choice = self._selector(spec, profile, note, rule, num_texts).choose(spec)
             self._check(choice.shape, tree)
             if len(self._known) >= _MOST_KNOWN:  # a server is asked for any settings
                 self._known.clear()
             self._known[key] = choice
         return choice
 
-    def _selector(self, spec: TreeSpec, sampling: Sampling, rule: str, num_texts: int) -> TreeSelector:
+    def _profile(self, spec: TreeSpec, sampling: Sampling, rule: str) -> tuple[Profile | None, str]:
         try:
-            profile, note = self.find(sampling, rule)
+            return self.find(sampling, rule)
         except UserError as error:
             if spec.is_chosen or spec.kind == "best":
                 raise
-            profile, note = None, str(error)  # only the prediction rests on it
+            return None, str(error)  # only the prediction rests on it
+
+    def _selector(self, spec: TreeSpec, profile: Profile | None, note: str, rule: str, num_texts: int) -> TreeSelector:
         costs = self._costs_of(profile)
         max_nodes = min(self.max_nodes, most_timed(profile, costs) if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
