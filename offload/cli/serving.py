@@ -78,6 +78,8 @@ def _wait(server: Listening, engine: Engine, console: Console, grace_s: float, b
         clock.start()
         try:
             engine.close(grace_s)
+        except (KeyboardInterrupt, SystemExit):  # again: whoever asks twice has no patience for a pass
+            brake.set()
         finally:
             clock.cancel()
 

@@ -84,7 +84,8 @@ class Engine:
         self._is_closing = self._is_over = False
         self._sums, self._recent = EngineFigures(), deque[PassDone](maxlen=_MOST_RECENT)
         self._pass_began_s: float | None = None
-        self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
+        self._ended = threading.Event()  # `join` that a signal interrupts takes a thread for ended that is not
+        self._thread = threading.Thread(target=self._run, name="offload-engine", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
@@ -96,7 +97,7 @@ class Engine:
     @property
     def is_open(self) -> bool:
         """Whether it takes requests."""
-        return not self._is_closing and self._thread.is_alive()
+        return not self._is_closing and not self._ended.is_set()
 
     @property
     def most_requests(self) -> int:
@@ -129,12 +130,12 @@ class Engine:
             self._changed.notify_all()
         for job in waiting:
             self._end(job, error=Closing("the server is closing: ask again later"))
-        self._thread.join(max(0.0, grace_s))
+        self._ended.wait(max(0.0, grace_s))
         with self._changed:
             self._is_over = True
             for one in self._active:
                 one.job.cancel()
-        self._thread.join()
+        self._ended.wait()
 
     def figures(self) -> EngineFigures:
         """What was done, and what goes on."""
@@ -163,6 +164,12 @@ class Engine:
             self._sums = self._sums._replace(moved=self._sums.moved.and_more(moved), **sums)
 
     # What follows runs in the engine's own thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._ended.set()
 
     def _serve(self) -> None:
         error: BaseException | None = None

@@ -45,6 +45,7 @@ class Listening:
         )  # fmt: skip
         _hear(say)
         self._server = uvicorn.Server(config)
+        self._ended = threading.Event()  # `join` that a signal interrupts takes a thread for ended that is not
         self._thread = threading.Thread(target=self._run, name="offload-server", daemon=True)
         self._error: BaseException | None = None
 
@@ -56,12 +57,12 @@ class Listening:
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join()
+        self._ended.wait()
         self.bound.close()
 
     def wait(self) -> None:
         """Until a signal ends this thread's waiting, or the server fails. Raises what it failed with."""
-        self._thread.join()
+        self._ended.wait()
         if self._error is not None:
             raise self._error
 
@@ -70,6 +71,8 @@ class Listening:
             self._server.run([self.bound])
         except BaseException as error:  # for whoever waits
             self._error = error
+        finally:
+            self._ended.set()
 
 
 def bind(host: str, port: int) -> socket.socket:
