@@ -7,7 +7,6 @@ never lost, though a slow reader gets fewer and longer pieces.
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -103,7 +102,9 @@ class Ticket:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        weakref.finalize(self, job.cancel).atexit = False
+
+    def __del__(self) -> None:  # no `weakref.finalize`, which would keep the job, its error, and what that passed by
+        self._job.cancel()
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "cancelled" if self._job.is_cancelled else "under way"

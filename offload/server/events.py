@@ -1,4 +1,4 @@
-"""Server-sent events: chunks of an answer as they come, a comment when nothing has come for a while, and the end.
+"""Server-sent events: chunks of an answer as they come, comments at once and while there are none, and the end.
 
 Errors that come too late for a status are an event of their own, and then the stream has no `[DONE]`.
 """
@@ -49,6 +49,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, arrivals: Arrivals) -> AsyncIterator[bytes]:
+        yield ALIVE  # at once: a pass takes seconds, and who waits for a place wants to know that it does
         for chunk in self._answer.opening():
             yield _event(chunk)
         try:

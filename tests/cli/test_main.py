@@ -240,14 +240,17 @@ def test_plan_is_the_plan_that_a_run_follows(looper: Path) -> None:
 LISTS_IMPORTS = """
 import sys
 from offload.cli.main import main
+heavy = {"torch", "transformers", "accelerate", "fastapi", "starlette", "uvicorn", "llguidance"}
 try:
     main()
 finally:
-    print(*{name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "accelerate"}, file=sys.stderr)
+    print(*{name.partition(".")[0] for name in sys.modules} & heavy, file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("command", ["--help", "generate --help", "plan --device cpu --json -m", "plan --json -m"])
+@pytest.mark.parametrize(
+    "command", ["--help", "generate --help", "serve --help", "plan --device cpu --json -m", "plan --json -m"]
+)
 def test_commands_that_compute_nothing_import_nothing_heavy(command: str, looper: Path) -> None:
     """Which is what makes them quick, on a busy machine too."""
     if command == "plan --json -m" and has_cuda_driver():

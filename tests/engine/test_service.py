@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,6 +315,18 @@ def test_nothing_is_kept_of_requests_that_have_ended(looper: Path) -> None:
         kept = engine.submit(request(2))
         assert num_alive() == before + 2, "the count can tell"
         kept.cancel()
+
+
+def test_nothing_is_kept_of_requests_that_have_failed(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error knows the calls that it came by, and these the ticket."""
+    with engine_of(looper) as engine:
+        before = num_alive()
+        monkeypatch.setattr(Decoder, "begin", lambda *_, **__: _fail())
+        for _ in range(5):
+            with suppress(ZeroDivisionError):
+                engine.submit(request(2)).result(PATIENCE_S)
+        assert engine.figures().num_failed == 5
+        until(lambda: num_alive() == before)
 
 
 def num_alive() -> int:

@@ -53,15 +53,27 @@ def read_all(client: socket.socket) -> bytes:
         return b""
 
 
-def test_the_first_byte_comes_at_once_and_comments_while_nothing_is_written(served: Served) -> None:
-    """A pass that takes long; behind it one that waits for its place."""
-    with slow_passes(0.5), connect(served) as first, connect(served) as second:
+def test_the_first_event_comes_at_once(looper: Path) -> None:
+    """A pass that takes long; behind it one that waits for its place; long before comments keep a stream alive."""
+    with (
+        serving(looper, keep_alive_s=60) as served,
+        slow_passes(2),
+        connect(served) as first,
+        connect(served) as second,
+    ):
         for client in (first, second):
             begun = time.monotonic()
-            client.sendall(request_bytes(ASKED | {"max_tokens": 2}))
+            client.sendall(request_bytes(ASKED))
             assert b"200 OK" in read_until(client, b": waiting\n\n")
             assert time.monotonic() - begun < 1
-        assert b"[DONE]" in read_until(second, b"[DONE]")
+
+
+def test_comments_come_while_nothing_is_written(served: Served) -> None:
+    with slow_passes(0.5), connect(served) as first, connect(served) as second:
+        for client in (first, second):
+            client.sendall(request_bytes(ASKED | {"max_tokens": 2}))
+        assert read_until(first, b"[DONE]").count(b": waiting\n\n") > 1
+        assert read_until(second, b"[DONE]").count(b": waiting\n\n") > 5
     until(served.is_idle)
 
 
