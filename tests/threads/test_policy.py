@@ -202,12 +202,12 @@ class Alternating(ThreadPolicy):
         self.told.append((num_rows, self.modes(num_rows)))
 
 
-def test_ids_do_not_depend_on_modes_that_change(tmp_path: Path) -> None:
-    pair = save_pair(FAMILIES["llama"](), tmp_path, noise=0.003)
+def test_ids_do_not_depend_on_modes_that_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, policy = save_pair(FAMILIES["llama"](), tmp_path, noise=0.003), Alternating()
     how = {"max_new_tokens": 24, "temperature": 0.8, "seed": 3}
     with offload.load(*pair, "1GiB", "12x3", dtype="float32", context=128, threads=1) as decoder:
         wanted = decoder.generate([5, 6, 7], **how)
-        decoder.threads = policy = Alternating()
+        monkeypatch.setattr(decoder._forest, "_threads", policy)
         got = decoder.generate([5, 6, 7], **how)
     assert got.token_ids == wanted.token_ids
     assert len(policy.told) == got.stats.num_sweeps >= 4, "every step but the prompt's is told"
