@@ -23,6 +23,7 @@ COMMANDS = {  # name: file, what it answers
     "passes": ("latency.passes", "seconds of a forward of target and draft against its rows, beside link and memory"),
     "decode": ("latency.decode", "tokens per second and latencies: prompts x temperatures x trees x rules"),
     "many": ("latency.many", "tokens per second over many texts, at a time and one after another"),
+    "soak": ("soak.soak", "whether anything drifts in hours of texts, chats, cancelled runs and clients"),
     "lookup": ("latency.lookup", "guesses without a model: copies, a datastore, counts; alone and beside a draft"),
     "ranks": ("latency.ranks", "a pass on one, two and three ranks with a link each, and over networks between them"),
     "quantised": ("latency.quantised", "a pass and a token with the same target in bf16, fp8 and int4"),

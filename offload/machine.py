@@ -52,9 +52,9 @@ def peak_rss_bytes(process: int | str = "self") -> int:
     return _kilobytes(f"/proc/{process}/status", "VmHWM:") * 1024
 
 
-def rss_bytes() -> int:
-    """Memory that this process holds now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def rss_bytes(process: int | str = "self") -> int:
+    """Memory that a process holds now."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -1,11 +1,11 @@
 """What a sweep yields against the size of the tree, a table where there is one size only.
 
-And the runs of a pipeline over time, from the moment each is issued to the moment it is back.
+And the runs of a pipeline over time, from the moment each is issued to the moment it is back, and processes over hours.
 
 Invariant: a picture that has left its folder still says which models, which machine and which day it is of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +51,24 @@ def flights_of(rows: Sequence[Row], settings: Row) -> "Figure":
         place.set_ylabel(row["name"], fontsize=8)
     places[-1].set_xlabel("seconds; blue: back with draws, grey: dead, red: cancelled, ticks: tokens")
     return figure
+
+
+def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) -> None:
+    """What processes hold over time: a column for each, a panel for each field of its samples but the time."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in next(iter(samples.values()))[0]._fields if name != "time_s"]
+    figure = Figure(figsize=(9.5, 1.6 * len(names)), dpi=120, layout="constrained")
+    figure.suptitle(_title(settings), fontsize=9)
+    columns = figure.subplots(len(names), len(samples), sharex=True, squeeze=False).T
+    for places, (process, looks) in zip(columns, samples.items(), strict=True):
+        places[0].set_title(process, fontsize=8)
+        places[-1].set_xlabel("minutes")
+        for place, name in zip(places, names, strict=True):
+            place.plot([one.time_s / 60 for one in looks], [getattr(one, name) for one in looks], linewidth=0.8)
+            place.set_ylim(0, None)
+            place.set_ylabel(name, fontsize=7)
+    figure.savefig(path)
 
 
 def _plot_flights(place: "Axes", events: Sequence[Sequence[Any]]) -> None:

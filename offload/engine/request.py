@@ -77,9 +77,6 @@ class Request:
         most = max(dict(self.sampling.logit_bias), default=0)
         rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
         require(most < vocab_size, rule, most, "use this model's tokenizer")
-        biased = max(dict(self.sampling.logit_bias), default=0)
-        rule = f"tokens of `logit_bias` must lie in [0, {vocab_size})"
-        require(biased < vocab_size, rule, biased, "use this model's tokenizer")
         num_new, ids = self.max_new_tokens, encode(tokenizer, self.prompt, vocab_size, raw=self.raw)
         if start:
             _check_source(ids, start, num_new, context)

@@ -1,0 +1,125 @@
+"""Clients of a server: whole answers and streams, some left in the middle, some requests that are refused.
+
+Invariant: what came is told as it came. Whether it is right is found out later, when nothing is measured any more.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from http.client import HTTPConnection, HTTPException
+from random import Random
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+from offload.bench.soak.wishes import Wish
+
+_LEFT_SHARE, _STREAMED_SHARE, _REFUSED_SHARE = 0.25, 0.6, 0.08
+_BUSY_S, _TIMEOUT_S = 0.5, 300.0
+_HEADERS = {"Content-Type": "application/json"}
+_BAD_BODIES = (b"{", b'{"prompt": "x", "nonsense": 1}', b'{"prompt": [999999]}', b'{"prompt": "x", "temperature": -1}')
+
+
+class Answer(NamedTuple):
+    """What a client was given."""
+
+    wish: int
+    text: str
+    is_whole: bool
+
+
+class Clients:
+    """Some clients, each a thread, that ask while `go` lets them; `close` waits for them.
+
+    Attributes:
+        answers: in the order in which they came; `errors` are what no client should see.
+    """
+
+    def __init__(self, port: int, table: Sequence[Wish], num: int, seed: int) -> None:
+        self._port, self._table = port, table
+        self.answers, self.errors = list[Answer](), list[str]()
+        self.num_refused, self._is_over, self._may_ask = 0, Event(), Event()
+        self._idle = [Event() for _ in range(num)]
+        self._threads = [Thread(target=self._ask, args=(Random(f"{seed}/{n}"), self._idle[n])) for n in range(num)]
+        for thread in self._threads:
+            thread.start()
+
+    def go(self) -> None:
+        self._may_ask.set()
+
+    def pause(self) -> None:
+        """Returns when no client has a request under way."""
+        self._may_ask.clear()
+        for idle in self._idle:
+            idle.wait(_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._may_ask.set()
+        for thread in self._threads:
+            thread.join(_TIMEOUT_S)
+
+    def _ask(self, rng: Random, idle: Event) -> None:
+        while not self._is_over.is_set():
+            if not self._may_ask.is_set():
+                idle.set()
+                self._may_ask.wait()
+                idle.clear()
+                continue
+            connection = HTTPConnection("127.0.0.1", self._port, timeout=_TIMEOUT_S)
+            try:
+                self._ask_one(connection, rng)
+            except (OSError, HTTPException, ValueError, LookupError) as error:
+                self.errors.append(repr(error))
+                self._is_over.wait(_BUSY_S)
+            finally:
+                connection.close()
+        idle.set()
+
+    def _ask_one(self, connection: HTTPConnection, rng: Random) -> None:
+        if rng.random() < _REFUSED_SHARE:
+            connection.request("POST", "/v1/completions", rng.choice(_BAD_BODIES), _HEADERS)
+            if (status := connection.getresponse().status) not in (400, 429):
+                self.errors.append(f"a bad body was answered with {status}")
+            return
+        name = rng.randrange(len(self._table))
+        wish, is_streamed = self._table[name], rng.random() < _STREAMED_SHARE
+        path = "/v1/chat/completions" if wish.is_chat else "/v1/completions"
+        connection.request("POST", path, json.dumps({**wish.body, "stream": is_streamed}), _HEADERS)
+        if rng.random() < _LEFT_SHARE and not is_streamed:
+            self._is_over.wait(rng.random())  # and it is gone before it is answered
+            return
+        response = connection.getresponse()
+        if response.status == 429:
+            response.read()
+            self.num_refused += 1
+            self._is_over.wait(_BUSY_S)
+        elif response.status != 200:
+            self.errors.append(f"{response.status}: {response.read(200)!r}")
+        elif is_streamed:
+            self._follow(name, response, rng.randrange(6) if rng.random() < _LEFT_SHARE else None)
+        else:
+            self.answers.append(Answer(name, _said(json.loads(response.read())["choices"][0]), True))
+
+    def _follow(self, name: int, response: Iterable[bytes], most: int | None) -> None:
+        """A stream to its end, or to as many pieces."""
+        text, num_pieces, is_whole = "", 0, False
+        for line in response:
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                is_whole = True
+                break
+            event = json.loads(line[6:])
+            if "error" in event:
+                self.errors.append(f"within a stream: {line!r:.200}")
+                return
+            text, num_pieces = text + "".join(map(_said, event["choices"])), num_pieces + 1
+            if num_pieces == most:
+                break
+        self.answers.append(Answer(name, text, is_whole))
+        if not is_whole and most is None:
+            self.errors.append("a stream ended before its end")
+
+
+def _said(choice: dict[str, Any]) -> str:
+    message = choice.get("message") or choice.get("delta") or choice
+    return message.get("text") or message.get("content") or ""

@@ -1,0 +1,96 @@
+"""A process that opens a model, writes some texts and closes it, in another way each time, until it is told to end.
+
+Runs are broken off, chats and sessions kept and gone on with. It tells each text as a line of JSON; a line `round` says
+that everything is closed, waits for an answer, and that is when it is looked at. Invariant: between rounds it holds
+nothing that it did not hold before the first one.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from offload.bench.soak.wishes import CONTEXT, Wish, wishes
+from offload.engine.chat import Chat
+from offload.engine.decoder import Decoder
+from offload.engine.generation import Generation
+from offload.engine.load import load
+from offload.engine.many import in_order
+from offload.engine.request import Request
+
+TREES = ("none", "chain:4", "chain:auto", "16x4", "dynamic:24x6", "sequences:4x4", "auto")
+RULES = ("match", "match", "topk")
+_LEFT_SHARE = 0.3  # of texts, that are broken off
+
+
+class Order(NamedTuple):
+    """What such a process is told."""
+
+    target: str
+    draft: str
+    ram_bytes: list[int]
+    seed: int
+
+
+def main(order: Order) -> None:
+    rng, table = Random(order.seed), wishes()
+    for number in count():
+        write_some(order, rng, table)
+        gc.collect()
+        print(json.dumps({"round": number}), flush=True)
+        if not sys.stdin.readline():
+            return
+
+
+def write_some(order: Order, rng: Random, table: list[Wish]) -> None:
+    """One life of a decoder."""
+    how: dict[str, Any] = {
+        "tree": rng.choice(TREES), "rule": rng.choice(RULES), "parallel": rng.choice((1, 1, 2, 3)),
+        "lookup": rng.choice((True, None)), "draft_dtype": rng.choice((None, "int8")),
+    }  # fmt: skip
+    if how["tree"] in ("none", "chain:auto"):
+        how["lookup"] = None
+    ram_bytes, names = rng.choice(order.ram_bytes), rng.sample(range(len(table)), 6)
+    with load(order.target, order.draft, ram_bytes, context=CONTEXT, profile="none", **how) as decoder:
+        for name in names[:-2]:
+            write_one(decoder, table[name], name, rng)
+        several = [Request(table[name].ids(decoder), table[name].sampling, table[name].num_new) for name in names[-2:]]
+        for name, result in zip(names[-2:], in_order(decoder, several), strict=True):
+            tell(name, result)
+        if decoder.num_parallel == 1:
+            talk(decoder, rng)
+
+
+def write_one(decoder: Decoder, wish: Wish, name: int, rng: Random) -> None:
+    run = decoder.start(Request(wish.ids(decoder), wish.sampling, wish.num_new), continues=rng.random() < 0.5)
+    most = rng.randrange(4) if rng.random() < _LEFT_SHARE else None
+    for number, _ in enumerate(run):
+        if number == most:
+            break
+    tell(name, run.result())
+    decoder.release(run)
+
+
+def talk(decoder: Decoder, rng: Random) -> None:
+    """A conversation that is kept in a file, gone on with, and left."""
+    with tempfile.TemporaryDirectory(prefix="offload-soak-") as folder:
+        chat, path = Chat(decoder, max_new_tokens=4), Path(folder) / "session"
+        for _ in chat.ask(f"What is {rng.randrange(100)}?"):
+            pass
+        chat.save(path)
+        chat.load(path)
+        for _ in chat.ask("And then?"):
+            break
+
+
+def tell(name: int, result: Generation) -> None:
+    told = {"wish": name, "new_ids": result.token_ids, "rule": result.rule, "is_invariant": result.is_invariant}
+    print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(Order(*json.loads(sys.argv[1])))

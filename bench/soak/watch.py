@@ -1,0 +1,89 @@
+"""A process looked at from outside, time after time, and whether anything of it drifts.
+
+Invariant: it is looked at when nothing is under way in it, so that whatever is there is kept, and not in use.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from offload.machine import rss_bytes
+
+_WARM_UP = 1 / 6  # of a soak: caches fill, libraries are imported when they are first needed
+
+
+class Sample(NamedTuple):
+    """One look."""
+
+    time_s: float
+    rss_bytes: int
+    num_descriptors: int
+    num_threads: int
+    num_files: int  # in the folder for temporary ones
+    cpu_s: float  # that it has used so far
+    num_tokens: int  # that it has written so far
+
+
+def look(process: int, temporary: Path, time_s: float, num_tokens: int) -> Sample:
+    """What a process holds now. Raises `OSError` where it has ended."""
+    folder, ticks = Path(f"/proc/{process}"), os.sysconf("SC_CLK_TCK")
+    user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+    return Sample(
+        time_s, rss_bytes(process), len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")),
+        sum(1 for _ in temporary.rglob("*")), (int(user) + int(system)) / ticks, num_tokens,
+    )  # fmt: skip
+
+
+def settled(samples: Sequence[Sample]) -> Sequence[Sample]:
+    """Those behind the warm-up."""
+    start_s = samples[0].time_s + _WARM_UP * (samples[-1].time_s - samples[0].time_s)
+    return [one for one in samples if one.time_s >= start_s]
+
+
+def drift(samples: Sequence[Sample]) -> float:
+    """By which share resident memory has grown behind the warm-up, along the median slope: no single look moves it."""
+    kept = settled(samples)
+    slopes = [
+        (later.rss_bytes - one.rss_bytes) / (later.time_s - one.time_s)
+        for one, later in combinations(kept, 2)
+        if later.time_s > one.time_s
+    ]
+    middle = median(one.rss_bytes for one in kept)
+    return median(slopes) * (kept[-1].time_s - kept[0].time_s) / middle if slopes else 0.0
+
+
+def growth(samples: Sequence[Sample]) -> dict[str, int]:
+    """By how much counts that should be constant have grown, from the first half behind the warm-up to the second."""
+    kept = settled(samples)
+    half = max(1, len(kept) // 2)
+    names = ("num_descriptors", "num_threads", "num_files")
+    return {name: _most(kept[half:], name) - _most(kept[:half], name) for name in names}
+
+
+def speed_kept(samples: Sequence[Sample]) -> float:
+    """Tokens per second of processor time in the second half over those in the first.
+
+    Neighbours that take turns with a process change the time on the clock far more than they change this.
+    """
+    kept = settled(samples)
+    half = len(kept) // 2
+    return _speed(kept[half:]) / _speed(kept[: half + 1])
+
+
+def speeds(samples: Sequence[Sample]) -> list[float]:
+    """Tokens per second on the clock, between looks."""
+    return [
+        (later.num_tokens - one.num_tokens) / max(1e-9, later.time_s - one.time_s) for one, later in pairwise(samples)
+    ]
+
+
+def _speed(samples: Sequence[Sample]) -> float:
+    first, last = samples[0], samples[-1]
+    return max(1, last.num_tokens - first.num_tokens) / max(1e-9, last.cpu_s - first.cpu_s)
+
+
+def _most(samples: Sequence[Sample], name: str) -> int:
+    return max((getattr(one, name) for one in samples), default=0)
