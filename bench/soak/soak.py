@@ -37,10 +37,11 @@ from offload.errors import RunError
 from offload.memory.planner import Files, least_budget, plan_memory
 
 NUM_CLIENTS, PARALLEL, QUEUE = 5, 3, 3
-_LOOKS, _LEAST_PERIOD_S = 120, 5.0
+_LOOKS, _LEAST_LOOKS, _LEAST_PERIOD_S = 120, 4, 5.0
 _START_S, _END_S = 300.0, 60.0
 _MOST_NODES = 96  # of all trees of a pass
 SERVER, LIBRARY = "server", "library"
+HEAD = ["process", "looks", "memory", "drift", "descriptors", "threads", "files", "tokens/s", "kept"]
 
 
 class Told(NamedTuple):
@@ -111,6 +112,7 @@ class Library:
             return self.process.wait(_END_S)
         finally:
             self.process.kill()
+            self._pipe(self.process.stdout).close()
             self.log.close()
 
     def _finish_round(self) -> None:
@@ -144,7 +146,7 @@ def soak(setting: Setting, model: Path, seconds: float, seed: int, folder: Path,
     samples = dict[str, list[Sample]]({SERVER: [], LIBRARY: []})
     with _both(setting, model, table, seed, folder, order) as (server, library):
         started = time.monotonic()
-        while (passed_s := time.monotonic() - started) < seconds or len(samples[SERVER]) < 4:
+        while (passed_s := time.monotonic() - started) < seconds or len(samples[SERVER]) < _LEAST_LOOKS:
             server.clients.go()
             time.sleep(min(period_s, max(0.0, seconds - passed_s)))
             for name, one in ((SERVER, server), (LIBRARY, library)):
@@ -229,14 +231,8 @@ def main(
             raise RunError(f"{len(soaked.errors)} failures, the first: {soaked.errors[0]}")
         proof = prove(bench, setting, model, soaked)
     rows = [_row(process, samples) for process, samples in soaked.samples.items()]
-    say_table(
-        ["process", "looks", "memory", "drift", "descriptors", "threads", "files", "tokens/s", "kept"],
-        map(_cells, rows),
-    )
-    answers = sum(answer.is_whole for answer in soaked.answers)
-    print(
-        f"{len(soaked.texts)} texts of the library; {answers} whole answers, {len(soaked.answers) - answers} left, {soaked.num_refused} refused"
-    )
+    say_table(HEAD, map(_cells, rows))
+    print(_count(soaked))
     settings = {**setting.as_dict(), "seconds": seconds, "seed": seed}
     if picture is not None:
         draw_hours(soaked.samples, settings, picture)
@@ -255,14 +251,14 @@ def _row(process: str, samples: Sequence[Sample]) -> Row:
 def _cells(row: Row) -> list[str]:
     counts = [f"{row[name]:+d}" for name in ("more_descriptors", "more_threads", "more_files")]
     memory = [f"{row['rss_bytes'] / 2**20:.0f} MiB", f"{100 * row['drift']:+.2f} %"]
-    return [
-        row["process"],
-        str(row["num_looks"]),
-        *memory,
-        *counts,
-        f"{row['tokens_per_s']:.2f}",
-        f"{row['speed_kept']:.3f}",
-    ]
+    speed = [f"{row['tokens_per_s']:.2f}", f"{row['speed_kept']:.3f}"]
+    return [row["process"], str(row["num_looks"]), *memory, *counts, *speed]
+
+
+def _count(soaked: Soaked) -> str:
+    num_whole = sum(answer.is_whole for answer in soaked.answers)
+    answers = f"{num_whole} whole answers, {len(soaked.answers) - num_whole} left, {soaked.num_refused} refused"
+    return f"{len(soaked.texts)} texts of the library; of the server {answers}"
 
 
 def _guards(rows: Sequence[Row]) -> dict[str, Guard]:

@@ -1,0 +1,83 @@
+"""A soak: what drifts is seen and what wavers is not, wrong texts are refused, and a short one from end to end."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shell import shell
+
+from offload.bench.harness import command
+from offload.bench.harness.promises import WrongTokenError
+from offload.bench.soak import soak
+from offload.bench.soak.clients import Answer
+from offload.bench.soak.watch import Sample, drift, growth, look, speed_kept
+from offload.bench.soak.wishes import wishes
+
+MIB = 1 << 20
+
+
+def looks(num: int = 60, *, leak: float = 0.0, start: float = 0.0, **more: Any) -> list[Sample]:
+    """A process of 500 MiB that wavers by 5, grows by `leak` MiB a look, and by `start` at first."""
+    return [
+        one._replace(**{name: kind(n) for name, kind in more.items()})
+        for n in range(num)
+        for mib in [500 + 5 * math.sin(n) + leak * n - start * math.exp(-n)]
+        for one in [Sample(60.0 * n, int(MIB * mib), 9, 4, 0, 30.0 * n, 100 * n)]
+    ]
+
+
+def test_a_leak_is_told_from_what_wavers_and_from_what_is_filled_once() -> None:
+    assert abs(drift(looks())) < 0.005
+    assert abs(drift(looks(start=200))) < 0.005
+    assert drift(looks(leak=0.5)) == pytest.approx(0.5 * 50 / 530, rel=0.2)
+    assert drift(looks(leak=-0.5)) < -0.03
+
+
+def test_what_is_never_closed_is_counted() -> None:
+    assert set(growth(looks()).values()) == {0}
+    assert growth(looks(num_descriptors=lambda n: 9 + n // 20))["num_descriptors"] > 0
+    assert growth(looks(num_threads=lambda n: 4 + (n == 1)))["num_threads"] == 0, "in the warm-up"
+
+
+def test_a_process_that_becomes_slower_is_seen() -> None:
+    assert speed_kept(looks()) == pytest.approx(1)
+    assert speed_kept(looks(cpu_s=lambda n: 30.0 * n * (1 + n / 60))) < 0.8
+    assert speed_kept(looks(time_s=lambda n: 60.0 * n**1.1)) == pytest.approx(1), "neighbours have the cores"
+
+
+def test_a_look_at_this_process(tmp_path: Path) -> None:
+    (tmp_path / "left").write_text("")
+    before = look("self", tmp_path, 0.0, 0)  # type: ignore[arg-type]
+    with (tmp_path / "left").open():
+        after = look("self", tmp_path, 1.0, 0)  # type: ignore[arg-type]
+    assert after.num_descriptors == before.num_descriptors + 1 and after.num_files == 1
+    assert after.cpu_s >= before.cpu_s > 0 and before.rss_bytes > MIB and before.num_threads >= 1
+
+
+def test_wrong_texts_of_a_server_are_refused() -> None:
+    soak.require_right(Answer(0, "abc", True), "abc")
+    soak.require_right(Answer(0, "ab", False), "abc")
+    for wrong in (Answer(0, "ab", True), Answer(0, "b", False), Answer(0, "abcd", False)):
+        with pytest.raises(WrongTokenError):
+            soak.require_right(wrong, "abc")
+
+
+def test_wishes_are_the_same_on_every_call() -> None:
+    assert wishes() == wishes() and len(set(wishes())) > soak.NUM_CLIENTS
+    assert {wish.is_chat for wish in wishes()} == {True, False} == {wish.sampling.is_greedy for wish in wishes()}
+
+
+def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr(soak, "_LEAST_PERIOD_S", 2.0)
+    monkeypatch.setattr(soak, "_LEAST_LOOKS", 3)
+    monkeypatch.setattr(command, "CEILING_BYTES", 20_000_000)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    outcome = shell("bench", "soak", "--hours", "0.001", "--size", "100MB", "--rows", tmp_path / "rows")
+    assert outcome.code == 0, outcome.err
+    result = json.loads(outcome.out.splitlines()[-1])
+    assert [row["process"] for row in result["rows"]] == ["server", "library"]
+    assert result["settings"]["proof"]["num_exact"] > 0 and "gate: " in outcome.out
+    assert len((tmp_path / "rows").read_text().splitlines()) == 2 * result["rows"][0]["num_looks"]
