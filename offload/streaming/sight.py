@@ -17,7 +17,7 @@ from offload.checkpoint.numbers import NOT_FINITE, Form, Top, form_of, is_finite
 from offload.checkpoint.safetensors import INFLATED, Checkpoint
 from offload.errors import ReadError
 
-_ASK = "`offload verify` says how much is damaged"
+_ASK = "offload verify says how much is damaged"
 
 
 class _Watched(NamedTuple):
