@@ -96,9 +96,8 @@ class Decoder:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, settled: Settled, *,
-        resources: ExitStack, notes: list[str] | None = None,
-    ) -> None:  # fmt: skip
+        self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: list[str]
+    ) -> None:
         (self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids,
          self.invariance, self.sources, grammars) = settled  # fmt: skip
         self._kernels, self.comparisons = choice
@@ -116,7 +115,7 @@ class Decoder:
         self._compute_in = partial(_compute_in, self._waiting)  # a method of this would make a cycle
         self._forest = Forest(target, drafter, self.threads, self._compute_in, self._prompt_rows)
         found = [self.plan.num_slots and target.stream.note, target.experts and target.experts.carrier.note]
-        self.notes = [] if notes is None else notes  # the same list, which may grow
+        self.notes = notes  # which the first sweep may add to
         self.notes += dict.fromkeys(note for note in found if note)
 
     def __repr__(self) -> str:
