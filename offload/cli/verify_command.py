@@ -84,5 +84,5 @@ def _compared(report: "Report") -> str:
     found += [f"{report.num_as_before} as in {report.manifest.name}"] if report.num_as_before else []
     written = f"checksums written to {report.manifest}" if report.is_written else ""
     if not found:
-        return f"its numbers are, and there was nothing to compare with; {written}".removesuffix("; ")
+        return f"nothing to compare its bits with; {written}".removesuffix("; ")
     return "; ".join([", ".join(found), *([written] if written else [])])
