@@ -133,8 +133,9 @@ def save_reciter(directory: Path, pieces: Sequence[str | bytes], *, ends: bool =
     model.lm_head.weight.data.zero_()
     model.model.norm.weight.data.fill_(1)
     for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.down_proj.weight.data.zero_()
+        for writer in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            writer.weight.data.zero_()
+            writer.weight.data[0, 0] = 1e-9  # adds nothing; a matrix of zeros would be told of as damage
     for token, follower in pairwise(ids):
         model.lm_head.weight.data[follower] = model.model.embed_tokens.weight.data[token]
     return save(model, directory)

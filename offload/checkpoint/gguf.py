@@ -80,7 +80,8 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     Raises:
         UserError: files that contradict themselves, each other or the config, or that are not read.
     """
-    files = _files_of(file)
+    files = files_of(file)
+    _require_files(files, file)
     headers = [read_gguf_header(path, index) for index, path in enumerate(files)]
     metadata, stored = _joined(files, headers)
     where, kind = files[0].name, metadata.get("general.architecture")
@@ -102,18 +103,21 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     return Checkpoint(files[0], settings, files, tensors, stamps, folder or file.parent, texts or file.parent)
 
 
-def _files_of(file: Path) -> tuple[Path, ...]:
+def files_of(file: Path) -> tuple[Path, ...]:
+    """A file, or all that a model was split into, by their names: they need not be there. Raises `UserError`."""
     match = _SPLIT.fullmatch(file.name)
     if match is None:
         return (file,)
-    files = []
-    for number in range(1, int(match[3]) + 1):
-        files.append(file.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf"))
-        if not os.path.isfile(files[-1]):
-            raise UserError(f"{files[-1].name} is missing beside {file.name}: download all parts into one folder")
+    files = [file.with_name(f"{match[1]}-{n:05}-of-{match[3]}.gguf") for n in range(1, int(match[3]) + 1)]
     if not files:
         raise UserError(f"{file.name}: a model of no parts: give it another name")
     return tuple(files)
+
+
+def _require_files(files: Sequence[Path], file: Path) -> None:
+    for path in files:
+        if not os.path.isfile(path):
+            raise UserError(f"{path.name} is missing beside {file.name}: download all parts into one folder")
 
 
 def _joined(files: Sequence[Path], headers: Sequence[GgufHeader]) -> tuple[Metadata, dict[str, TensorEntry]]:

@@ -30,12 +30,11 @@ from torch import Tensor
 
 from offload.checkpoint.hub import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.safetensors import read_json
+from offload.checkpoint.safetensors import INFLATED, read_json
 from offload.config import format_bytes
 from offload.encoding.registry import PLAIN_OF
 from offload.errors import UserError
 
-MANIFEST_NAME = "inflation.json"
 _FORMAT_VERSION = 1  # raise it when the same parameters come to give other tensors
 _WIDTH_FACTOR, _NORM_DIVISOR = 4, 2  # RMSNorm of a vector padded with zeros is larger by the root of the factor
 _LAYER_BYTES, _EXPERT_BYTES, _SHARD_BYTES, _SEED = 25_000_000, 2_500_000, 1 << 30, 0
@@ -118,7 +117,7 @@ def inflate(source: Path, destination: Path, target_bytes: int, *, progress: Cal
         for path in _companions(source):
             shutil.copyfile(path, folder / path.name)
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        _write_json(folder / MANIFEST_NAME, {"made_from": made_from, "plan": plan._asdict(), "files": files})
+        _write_json(folder / INFLATED, {"made_from": made_from, "plan": plan._asdict(), "files": files})
     return destination
 
 
@@ -322,9 +321,9 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
     """Whether the folder holds this very inflation; False when it is empty. Raises `UserError` for anything else."""
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return False
-    if not (destination / MANIFEST_NAME).is_file():
+    if not (destination / INFLATED).is_file():
         raise UserError(f"{destination} holds something else: choose another folder")
-    manifest = read_json(destination / MANIFEST_NAME)
+    manifest = read_json(destination / INFLATED)
     if manifest.get("made_from") != made_from:
         why = "was inflated from other weights or to other sizes"
         raise UserError(f"{destination} {why}: remove it or choose another")

@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.checkpoint.packed_file import FORMAT, VERSION, Packed, is_plain_name, read_packed
 from offload.checkpoint.parts import opened
-from offload.checkpoint.safetensors import MANIFEST, Checkpoint, read_json
+from offload.checkpoint.safetensors import MANIFEST, SUMS, Checkpoint, read_json
 from offload.checkpoint.small_files import replacing
 from offload.config import format_bytes
 from offload.errors import RunError, UserError
@@ -35,11 +35,11 @@ def made_from(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def others(directory: Path) -> list[Path]:
-    """What lies beside the weights: config, tokenizer, licence; nothing hidden, and no weights of other formats."""
+    """What lies beside the weights: config, tokenizer, licence; nothing hidden, no other weights, no checksums."""
     return [
         path
         for path in sorted(directory.iterdir())
-        if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHTS
+        if path.is_file() and not path.name.startswith(".") and path.suffix not in _WEIGHTS and path.name != SUMS
         and path.stat().st_size <= _LARGEST_COPY_BYTES
     ]  # fmt: skip
 

@@ -30,6 +30,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
 _AGAIN = "download the checkpoint again"
 MANIFEST = "offload_pack.json"  # in folders of `offload pack`
+INFLATED = "inflation.json"  # in folders of `inflate`
+SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
@@ -93,7 +95,8 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     if not os.path.isfile(directory / "config.json"):
         _refuse_other_formats(directory)
     config = read_config(directory / "config.json")
-    shards, weight_map = _find_shards(directory)
+    shards, weight_map = find_shards(directory)
+    _require_files(directory, shards)
     tensors, stamps = dict[str, TensorEntry](), list[Stamp]()
     for index, shard in enumerate(shards):
         entries, stamp = read_header(shard, index)
@@ -322,7 +325,11 @@ def has_weights(directory: Path) -> bool:
     return any(True for pattern in ("*.safetensors*", *_PICKLES, "*.gguf") for _ in directory.glob(pattern))
 
 
-def _find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
+def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
+    """Files of weights, which need not all be there, and which of them has which tensor, where an index says so.
+
+    Raises `UserError` where there are none, or the index makes no sense.
+    """
     if os.path.isfile(directory / "model.safetensors.index.json"):
         weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
         return _indexed_shards(directory, weight_map), weight_map
@@ -362,5 +369,9 @@ def _check_shard_names(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise damaged(f"{directory}: the index names {name!r}, which is not a file beside it", directory)
-        if not os.path.isfile(directory / name):
-            raise damaged(f"{directory}: the index names {name}, which is missing", directory)
+
+
+def _require_files(directory: Path, shards: Iterable[Path]) -> None:
+    for path in shards:
+        if not os.path.isfile(path):
+            raise damaged(f"{directory}: the index names {path.name}, which is missing", directory)

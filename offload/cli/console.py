@@ -49,7 +49,7 @@ class Console:
     @property
     def hooks(self) -> Hooks:
         """What loading tells of its progress, and a decoder of its sweeps."""
-        return Hooks(self.wait, self.bytes_landed, self.count, self.layer_done)
+        return Hooks(self.wait, self.bytes_landed, self.count, self.layer_done, self.say)
 
     def say(self, lines: str) -> None:
         """Lines for the user, above what is under way."""

@@ -11,7 +11,7 @@ import typer
 
 # In the order of --help: each registers its commands.
 from offload.cli import write_commands, measure_commands, demo_command, pack_commands  # noqa: F401  # isort: skip
-from offload.cli import serve_command, datastore_commands, launch_command  # noqa: F401  # isort: skip
+from offload.cli import verify_command, serve_command, datastore_commands, launch_command  # noqa: F401  # isort: skip
 from offload.cli import flags, output, rank_process
 from offload.cli.app import app
 from offload.cli.console import error_line

@@ -33,7 +33,7 @@ class Phase:
         self.done, self.total, self.reached_s = done, total, time.monotonic() - self.started_s
 
     def parts(self) -> list[str]:
-        """Such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`."""
+        """Such as `reading layers: 1.2 of 4.0 GiB`, `12 s left`, `1.5 GiB/s`."""
         elapsed_s = time.monotonic() - self.started_s
         layers = [f"{plural(self.num_layers, 'layer')} run"] if self.num_layers else []
         clock = [duration(elapsed_s)] if elapsed_s >= _QUIET_S else []
@@ -42,7 +42,11 @@ class Phase:
         share, left = self.done / self.total, clock
         if clock and share >= _TELLING_SHARE:
             left = [f"{duration(self.reached_s / share - elapsed_s)} left"]
-        return [f"{self.label}: {self._amount()}", *left, *layers]
+        rate = [self._rate()] if self.is_in_bytes and clock and self.reached_s else []
+        return [f"{self.label}: {self._amount()}", *left, *rate, *layers]
+
+    def _rate(self) -> str:
+        return f"{format_bytes(self.done / self.reached_s, is_decimal=self.is_decimal)}/s"
 
     def _amount(self) -> str:
         if not self.is_in_bytes:

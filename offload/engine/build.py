@@ -20,7 +20,7 @@ from offload.drafting.base import Drafter
 from offload.drafting.registry import DRAFTERS, DrafterKind, Materials
 from offload.drafting.sources import Sources
 from offload.drafting.worth import StepSeconds
-from offload.engine.hooks import Progress
+from offload.engine.hooks import Hooks, Progress
 from offload.engine.text import Tokenizer, load_tokenizer
 from offload.errors import UserError
 from offload.kernels.registry import KernelSet
@@ -34,6 +34,7 @@ from offload.planning.options import LoadOptions
 from offload.sampling.grammars import Grammars
 from offload.streaming.device import Device
 from offload.streaming.disk import DiskReader
+from offload.streaming.sight import Sight
 from offload.streaming.source import ByteSource, OpenSource
 
 _HOST = torch.device("cpu")
@@ -50,6 +51,7 @@ class Pair(NamedTuple):
     end_ids: frozenset[int]
     device: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
+    sights: tuple[Sight, ...]  # of what is read of both
     grammars: Grammars  # that texts may be asked to keep
 
     def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, step_s: StepSeconds) -> Drafter:
@@ -82,12 +84,14 @@ def open_pair(
         draft = open_model(files.draft, options.dtype, place)
         resources.callback(draft.close)
         check_vocabulary(tokenizer, files, target, draft)
+    sights = tuple(Sight(one) for one in files if one is not None)
     store = open_source(
-        files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s
-    )
+        files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s,
+        sight=sights[0],
+    )  # fmt: skip
     resources.callback(store.close)
     grammars = Grammars(tokenizer, target.vocab_size, end_ids)
-    return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes, grammars)
+    return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes, sights, grammars)
 
 
 def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
@@ -107,13 +111,31 @@ def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
     outcomes = _pick_expansion(pair, pair.target, pair.store)
     if draft is not None:
         files = draft.checkpoint
-        with closing(pair.open_source(files.shards, stamps=files.stamps, rate_limit_bytes_per_s=None)) as source:
+        options = {"stamps": files.stamps, "rate_limit_bytes_per_s": None, "sight": pair.sights[1]}
+        with closing(pair.open_source(files.shards, **options)) as source:
             count(draft.read_rest(source.fetch, pair.target))
             outcomes += _pick_expansion(pair, draft, source)
             _fill_layers(draft, source, count)
         note = use_graphs(draft) if draft.place.type == "cuda" else None
         pair.notes.extend([note] if note else [])
     return outcomes
+
+
+def telling(pair: Pair, hooks: Hooks) -> Callable[[], None]:
+    """`on_layer` for a target that, after its first sweep, notes what is odd about the weights of both models."""
+    num_left = pair.target.num_layers
+
+    def on_layer() -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            found = dict.fromkeys(line for sight in pair.sights for line in sight.notes)
+            pair.notes.extend(found)
+            for line in found:
+                hooks.on_note(line)
+        hooks.on_layer()
+
+    return on_layer
 
 
 def _pick_expansion(pair: Pair, model: StreamedModel, store: ByteSource) -> list[Outcome]:
@@ -139,7 +161,7 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
 def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
     """A small model with all its weights in memory."""
     model = open_model(checkpoint, dtype, place)
-    with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps)) as store:
+    with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, sight=Sight(checkpoint))) as store:
         model.read_rest(store.fetch)
         if place == _HOST:
             model.expand_with(choose_expansion(model, store.fetch, None).expansion)

@@ -88,7 +88,7 @@ class Decoder:
         rule: of acceptance, where a run names none.
         plan: where every byte lies.
         end_ids: tokens that end a text.
-        notes: lines for the user about what is not as fast as it could be, or not exact.
+        notes: lines for the user about what is not as fast as it could be, not exact, or odd about weights once seen.
         invariance: whether each token has the same bits whatever tree, draft or prompt it came with.
         sources: of guesses that are no models.
         num_score_passes: over the weights, made by `score_texts`.
@@ -96,7 +96,7 @@ class Decoder:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: abc.Sequence[str] = ()
+        self, target: Target, drafter: Drafter, settled: Settled, *, resources: ExitStack, notes: list[str]
     ) -> None:
         (self.plan, self._models, self._trees, self.rule, self.threads, choice, self.tokenizer, self.end_ids,
          self.invariance, self.sources, grammars) = settled  # fmt: skip
@@ -114,9 +114,9 @@ class Decoder:
         self._pool, self.num_score_passes = CachePool(sets, self._start), 0
         self._compute_in = partial(_compute_in, self._waiting)  # a method of this would make a cycle
         self._forest = Forest(target, drafter, self.threads, self._compute_in, self._prompt_rows)
-        found = [target.stream.note if self.plan.num_slots else None]
-        found.append(target.experts.carrier.note if target.experts else None)
-        self.notes = [*notes, *dict.fromkeys(note for note in found if note)]
+        found = [self.plan.num_slots and target.stream.note, target.experts and target.experts.carrier.note]
+        self.notes = notes  # which the first sweep may add to
+        self.notes += dict.fromkeys(note for note in found if note)
 
     def __repr__(self) -> str:
         state = f"rule={self.rule.name!r}, num_threads={self.num_threads}"

@@ -22,7 +22,7 @@ from offload.calibration.startup import RunSettings, calibrate, pick_threads, tr
 from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
-from offload.engine.build import Pair, counter, open_pair, read_pair
+from offload.engine.build import Pair, counter, open_pair, read_pair, telling
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
@@ -170,7 +170,7 @@ def open_decoder(
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
         more = {"experts": _open_experts(pair, plan, trees, settings, hooks.on_bytes, resources), "device": device}
-        target = team.target(pair.target, stream, plan, kernels=kernels, on_layer=hooks.on_layer, **more)
+        target = team.target(pair.target, stream, plan, kernels=kernels, on_layer=telling(pair, hooks), **more)
         rule, text = find_rule(options.rule, options.lenience), (pair.tokenizer, pair.end_ids)
         pair.notes.extend([*notes, *team.notes, *([] if rule.is_exact else [not_exact_line(rule)])])
         settled = Settled(plan, models, trees, rule, threads, choice, *text, invariance, sources, pair.grammars)

@@ -34,6 +34,7 @@ from offload.ranks.sharding import Sharding, share_layers
 from offload.ranks.transport import Transport
 from offload.stats import RankFigures
 from offload.streaming.layers import Layers, open_layers
+from offload.streaming.sight import Sight
 
 _TYPICAL_NODES = 64
 _TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
@@ -150,7 +151,8 @@ def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
     place = torch.device("cpu") if device is None else device.place
     model = SectionModel(own, layers_alone(own), options.dtype, place, adapt=shards.adapt)
     resources.callback(model.close)
-    store = given.open_source(own.shards, stamps=own.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s)
+    limit = options.limit_bytes_per_s
+    store = given.open_source(own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=Sight(own))
     resources.callback(store.close)
     torch.set_num_threads(options.threads or pick_threads(model, None).start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, device, resources)

@@ -47,6 +47,7 @@ from offload.ranks.messages import Channel
 from offload.ranks.stage import Neighbours, Stage, serve_stage
 from offload.ranks.transport import Transport
 from offload.streaming.layers import open_layers
+from offload.streaming.sight import Sight
 from offload.threads.policy import Mode, Modes, ThreadPolicy
 from offload.tree.spec import TreeSpec
 from offload.verification.rules import find_rule
@@ -247,7 +248,9 @@ def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack)
     model = SectionModel(target, section, given.options.dtype, place, has_host_table=given.device is not None)
     resources.callback(model.close)
     limit = given.options.limit_bytes_per_s
-    store = given.open_source(target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit)
+    store = given.open_source(
+        target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit, sight=Sight(target)
+    )  # fmt: skip
     resources.callback(store.close)
     model.read_rest(store.fetch)
     model.expand_with(choose_expansion(model, store.fetch, given.device).expansion)

@@ -17,6 +17,7 @@ import numpy as np
 from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
 from offload.checkpoint.safetensors import Stamp
 from offload.errors import ReadError
+from offload.streaming.sight import Sight
 from offload.streaming.source import ByteSource, finish
 
 NUM_READERS = 8  # as many requests in flight: a reader that waits for its turn must not leave the disk idle
@@ -37,14 +38,16 @@ def allocate(num_bytes: int) -> np.ndarray:
 class DiskReader(ByteSource):
     """Reads slabs no faster than `rate_limit_bytes_per_s`; `is_direct` says whether with O_DIRECT.
 
-    Raises `ReadError` where files are not those any more that had the `stamps`, if any are given.
+    Raises `ReadError` where files are not those any more that had the `stamps`, if any are given. What is read for the
+    first time `sight` looks at.
     """
 
     def __init__(
-        self, shards: Sequence[Path], *, stamps: Sequence[Stamp] = (), rate_limit_bytes_per_s: float | None = None
-    ) -> None:
+        self, shards: Sequence[Path], *, stamps: Sequence[Stamp] = (), rate_limit_bytes_per_s: float | None = None,
+        sight: Sight | None = None,
+    ) -> None:  # fmt: skip
         self._files, self.is_direct = _open_all(shards)
-        self.paths, self.rate_limit_bytes_per_s = tuple(shards), rate_limit_bytes_per_s
+        self.paths, self.rate_limit_bytes_per_s, self._sight = tuple(shards), rate_limit_bytes_per_s, sight
         self._stamps = [Stamp.of(fd) for fd in self._files]
         self._require_unchanged(stamps)
         self._pool = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="offload-read")
@@ -124,6 +127,8 @@ class DiskReader(ByteSource):
             raise ReadError(f"{self.paths[request.shard].name} was written to while in use: load the model again")
         if not self.is_direct:
             os.posix_fadvise(fd, request.lo, wanted, os.POSIX_FADV_DONTNEED)
+        if self._sight is not None:
+            self._sight.look(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
         with self._count:
             self.bytes_read += done
 

@@ -16,9 +16,8 @@ import torch
 from small_llama import LAYER_BYTES, TARGET_BYTES, inflate, relative_error
 
 from offload.checkpoint import inflate as module
-from offload.checkpoint.inflate import MANIFEST_NAME
 from offload.checkpoint.layout import BLOCK_BYTES
-from offload.checkpoint.safetensors import open_checkpoint, read_header
+from offload.checkpoint.safetensors import INFLATED, open_checkpoint, read_header
 from offload.errors import UserError
 
 
@@ -34,7 +33,7 @@ def test_layers_are_contiguous_runs_in_order(
     monkeypatch.setattr(module, "_SHARD_BYTES", shard_bytes)
     source = small(dtype=torch.bfloat16)
     inflated = inflate(source, tmp_path / "big", TARGET_BYTES)
-    plan = json.loads((inflated / MANIFEST_NAME).read_text())["plan"]
+    plan = json.loads((inflated / INFLATED).read_text())["plan"]
     checkpoint = open_checkpoint(inflated)
     assert checkpoint.num_bytes == plan["total_bytes"]
     assert (len(checkpoint.shards) == 1) == (shard_bytes == 1 << 30)

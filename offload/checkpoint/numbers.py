@@ -1,0 +1,115 @@
+"""What stored numbers show of themselves at a glance: the largest of them, told by bits alone, at the speed of memory.
+
+Among floats of one sign the larger has the larger bits, and what is not finite has the largest. So two maxima of whole
+numbers tell whether a run of weights is finite, whether it is all zero, and how large its numbers are. No torch, whose
+reductions bring threads of their own. Invariant: nothing is written, and no more is read than what is handed in.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from offload.encoding.gguf_blocks import BLOCKS
+from offload.encoding.registry import STORED
+
+MOST, LEAST = 2.0**20, 2.0**-40  # beyond both no trained matrix has its largest number; damage to an exponent has
+NOT_FINITE = "has numbers that are not finite"
+
+_ENDLESS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0 << 48, "F8_E4M3": 0x7F, "F8_E5M2": 0x7C,
+            "F8_E8M0": 0xFF}  # fmt: skip
+_SIGNED = _ENDLESS.keys() - {"F8_E8M0"}
+_SIZED = ("BF16", "F16", "F32", "F64")  # of others scales beside them say how large they are
+_BLOCK_SCALES = {"Q4_1": (0, 4), "Q5_1": (0, 4), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}  # others: (0, 2)
+
+
+class Form(NamedTuple):
+    """How the bytes of a tensor become whole numbers that can be compared."""
+
+    item_bytes: int  # of a number, or of a block, which is looked at as a whole or not at all
+    number_bytes: int
+    endless: int | None  # from these bits on, the sign left out, a number is not finite; None: all are
+    places: tuple[int, int] | None = None  # where a block has its scales; None: there are no blocks
+    dtype: str = "F16"
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether its numbers say how large weights are."""
+        return self.places is None and self.dtype in _SIZED
+
+
+def form_of(dtype: str) -> Form | None:
+    """Of a type that headers name, GGUF's included; None for one that nobody knows."""
+    if dtype in BLOCKS:
+        return Form(BLOCKS[dtype][1], 2, _ENDLESS["F16"], _BLOCK_SCALES.get(dtype, (0, 2)))
+    if dtype not in STORED:
+        return None
+    item_bytes = STORED[dtype].align_bytes
+    return Form(item_bytes, item_bytes, _ENDLESS.get(dtype), dtype=dtype)
+
+
+def top_bits(stored: np.ndarray, form: Form) -> int:
+    """The largest bits, signs left out, among bytes (uint8) that are whole items; 0 where all are zero."""
+    if form.places is not None:
+        stored = np.ascontiguousarray(stored.reshape(-1, form.item_bytes)[:, slice(*form.places)]).ravel()
+    if not len(stored):
+        return 0
+    most = int(stored.view(f"<u{form.number_bytes}").max())
+    if form.dtype not in _SIGNED:
+        return most
+    sign = 1 << (8 * form.number_bytes - 1)
+    return max(most - sign, int(stored.view(f"<i{form.number_bytes}").max()), 0)
+
+
+def is_finite(bits: int, form: Form) -> bool:
+    """Whether numbers of these largest bits are all finite."""
+    return form.endless is None or bits < form.endless
+
+
+def magnitude(bits: int, form: Form) -> float:
+    """The number of these bits, a float."""
+    wide = np.array([bits << 16 if form.dtype == "BF16" else bits], "<u8").view("<u4")[:1]
+    if form.dtype == "F64":
+        return float(np.array([bits], "<u8").view("<f8")[0])
+    return float(wide.view("<f2")[0]) if form.dtype == "F16" else float(wide.view("<f4")[0])
+
+
+class Top(NamedTuple):
+    """A tensor, and the largest of its numbers."""
+
+    name: str
+    file: str
+    is_matrix: bool
+    form: Form
+    bits: int
+
+
+def remarks(tops: list[Top], *, has_zeros: bool) -> list[str]:
+    """What is odd about finite tensors, in a line for each kind of oddness; damage looks so, and nothing trained does.
+
+    Vectors are zero in models that are whole (biases, and norms to which 1 is added): only where others of their kind
+    are not it is odd. With `has_zeros` a checkpoint says that its matrices may be zero.
+    """
+    norms = [one for one in tops if not one.is_matrix and "norm" in one.name]
+    has_norms = any(one.bits for one in norms)
+    zero = [one for one in tops if not one.bits and (one.is_matrix or (has_norms and one in norms))]
+    sized = [(magnitude(one.bits, one.form), one) for one in tops if one.bits and one.form.is_sized]
+    large = [(size, one) for size, one in sized if size > MOST]
+    small = [(size, one) for size, one in sized if size < LEAST and one.is_matrix]
+    lines = [f"all zero: {named(zero)}"] if zero and not has_zeros else []
+    if large:
+        lines.append(f"numbers as large as {max(large)[0]:.1e}, as no model has: {named([one for _, one in large])}")
+    if small:
+        lines.append(f"no number above {max(small)[0]:.1e}, as in no model: {named([one for _, one in small])}")
+    return lines
+
+
+def named(tops: list[Top]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(tops) - 1} more" if len(tops) > 1 else ""
+    return f"{tops[0].name:.200} in {tops[0].file}{more}"
+
+
+def is_matrix(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor multiplies what comes, and is no bias, norm or scale."""
+    return len(shape) > 1 and math.prod(shape[:-1]) > 1

@@ -1,0 +1,88 @@
+"""`offload verify`: is a model what it was, and does it hold numbers?"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from offload.cli import flags
+from offload.cli.app import app
+from offload.cli.console import Console
+from offload.cli.flags import as_flags
+from offload.cli.live_line import fitted
+from offload.cli.progress import plural
+from offload.config import format_bytes
+
+if TYPE_CHECKING:
+    from offload.checkpoint.whole import Damage
+    from offload.streaming.verify import Report
+
+_DAMAGED, _SHOWN = 1, 10
+
+
+@app.command(
+    short_help="Is a model whole?",
+    epilog="""Examples:
+
+    offload verify Llama-3.1-70B
+
+    offload verify meta-llama/Llama-3.1-8B --json
+
+    offload verify /mnt/copy/Llama-3.1-70B --manifest Llama-3.1-70B/offload_sums.json""",
+)
+def verify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="folder, GGUF file, or hub id that was downloaded")],
+    manifest: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="checksums to compare with, or to write; default: beside it")
+    ] = None,
+    as_json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Read all of a model at the speed of the disk: sizes, numbers, checksums of the hub and of an earlier time.
+
+    Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
+    """
+    with Console(is_quiet=quiet or as_json) as console:
+        console.wait("reading headers")
+        from offload.checkpoint.whole import open_whole
+        from offload.streaming.verify import verify as check
+
+        show = partial(console.bytes_landed, label="verifying")
+        report = check(open_whole(model), manifest and manifest.expanduser(), progress=show)
+        console.clear()
+        told = json.dumps(report.as_dict()) if as_json else fitted(as_flags("\n".join(_lines(report))), sys.stdout)
+    print(told)
+    if report.damage:
+        raise typer.Exit(_DAMAGED)
+
+
+def _lines(report: "Report") -> list[str]:
+    """Damage, briefly; what is odd; the verdict."""
+    tensors = [_damage_line(one) for one in report.damage[:_SHOWN]]
+    rest = report.damage[_SHOWN:]
+    if rest:
+        tensors.append(f"and {len(rest):,} more, in {plural(len({one.file for one in rest}), 'file')}: --json has all")
+    speed = f"{format_bytes(report.num_bytes / max(report.elapsed_s, 1e-9))}/s"
+    size = f"{format_bytes(report.num_bytes)} in {plural(report.num_files, 'file')} read at {speed}"
+    if report.damage:
+        files = len({one.file for one in report.damage})
+        return [*tensors, *report.notes, f"{report.path}: DAMAGED in {plural(files, 'file')}; {size}"]
+    return [*report.notes, f"{report.path}: sound; {size}; {_compared(report)}"]
+
+
+def _damage_line(damage: "Damage") -> str:
+    where = f"{damage.file}: {damage.tensor:.200}" if damage.tensor else damage.file
+    return f"{where}: {damage.what}"
+
+
+def _compared(report: "Report") -> str:
+    found = [f"{report.num_as_hub} as the hub has them"] if report.num_as_hub else []
+    found += [f"{report.num_decoded} decoded, with the checksums of packing"] if report.num_decoded else []
+    found += [f"{report.num_as_before} as in {report.manifest.name}"] if report.num_as_before else []
+    written = f"checksums written to {report.manifest}" if report.is_written else ""
+    if not found:
+        return f"nothing to compare its bits with; {written}".removesuffix("; ")
+    return "; ".join([", ".join(found), *([written] if written else [])])

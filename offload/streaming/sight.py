@@ -1,0 +1,92 @@
+"""The first sight of a model's weights: numbers that are not finite stop a run, odd ones are told of.
+
+Readers look at what they have just read, which is still in the processor's cache, and at every part once: a reader
+waits for the disk most of its time, so that nobody waits for it. Invariant: what was found not finite is never handed
+out, however often it is read.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from offload.checkpoint.numbers import NOT_FINITE, Form, Top, form_of, is_finite, is_matrix, remarks, top_bits
+from offload.checkpoint.safetensors import INFLATED, Checkpoint
+from offload.errors import ReadError
+
+_ASK = "offload verify says how much is damaged"
+
+
+class _Watched(NamedTuple):
+    """A tensor in its file."""
+
+    lo: int
+    hi: int
+    name: str
+    form: Form
+    is_matrix: bool
+
+
+class Sight:
+    """Looks at the weights of a checkpoint as they are read, in any thread."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._files, self._has_zeros = [path.name for path in checkpoint.shards], has_zeros(checkpoint.directory)
+        watched: dict[int, list[_Watched]] = defaultdict(list)
+        for name, entry in checkpoint.tensors.items():
+            form = form_of(entry.dtype)
+            if form is not None and entry.num_bytes:
+                matters = is_matrix(entry.shape) or entry.coded is not None
+                watched[entry.shard].append(_Watched(entry.lo, entry.hi, name, form, matters))
+        self._watched = {shard: sorted(own, key=lambda one: one.lo) for shard, own in watched.items()}
+        self._starts = {shard: [one.lo for one in own] for shard, own in self._watched.items()}
+        self._seen, self._tops, self._lock = set[int](), dict[tuple[int, int], tuple[int, int]](), Lock()
+
+    def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
+        """At bytes (uint8) of a file from byte `lo` on. Raises `ReadError` for numbers that are not finite.
+
+        A number, or block of numbers, that goes on outside of them is left out.
+        """
+        part = (shard << 48 | lo) << 32 | len(stored)  # one number: of a large model there are many parts
+        if part in self._seen:
+            return
+        own, hi = self._watched.get(shard, []), lo + len(stored)
+        for index in range(max(0, bisect_right(self._starts.get(shard, []), lo) - 1), len(own)):
+            if own[index].lo >= hi:
+                break
+            self._look_at(shard, index, lo, stored)
+        self._seen.add(part)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is odd about tensors of which all has been seen, for the user."""
+        with self._lock:
+            found = [(self._watched[shard][index], shard, *seen) for (shard, index), seen in self._tops.items()]
+        whole = [
+            Top(one.name, self._files[shard], one.is_matrix, one.form, bits)
+            for one, shard, bits, num_bytes in found
+            if num_bytes >= one.hi - one.lo
+        ]
+        return [f"{line}: {_ASK}" for line in remarks(whole, has_zeros=self._has_zeros)]
+
+    def _look_at(self, shard: int, index: int, lo: int, stored: np.ndarray) -> None:
+        one, item_bytes = self._watched[shard][index], self._watched[shard][index].form.item_bytes
+        first = max(0, -(-(lo - one.lo) // item_bytes)) * item_bytes
+        last = min(lo + len(stored) - one.lo, one.hi - one.lo) // item_bytes * item_bytes
+        if last <= first:
+            return
+        bits = top_bits(stored[one.lo + first - lo : one.lo + last - lo], one.form)
+        if not is_finite(bits, one.form):
+            raise ReadError(f"{self._files[shard]}: {one.name:.200} {NOT_FINITE}: {_ASK}")
+        with self._lock:
+            known, num_bytes = self._tops.get((shard, index), (0, 0))
+            # A block that lies over the ends of two reads is in neither; it counts as seen.
+            self._tops[shard, index] = max(known, bits), num_bytes + last - first + 2 * (item_bytes - 1)
+
+
+def has_zeros(directory: Path) -> bool:
+    """Whether a folder says that `inflate` has written it, which pads matrices with zeros."""
+    return (directory / INFLATED).is_file()

@@ -1,0 +1,57 @@
+"""`offload verify` as a person and a program meet it."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+from flipping import flip, random_place
+from refusals import assert_refused
+from shell import shell
+
+
+def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(sound, tmp_path / "model"))
+    outcome = shell("verify", model)
+    assert outcome.code == 0 and outcome.err == ""
+    assert outcome.out.startswith(f"{model}: sound; ") and "checksums written to " in outcome.out
+    assert "nothing to compare its bits with" in outcome.out
+    outcome = shell("verify", model)
+    assert outcome.code == 0 and outcome.out.endswith("as in offload_sums.json\n") and "written" not in outcome.out
+    paths = sorted(model.glob("*.safetensors"))
+    path, name, at, bit = random_place(random.Random(1), paths)
+    flip(path, at, bit)
+    outcome = shell("verify", model)
+    first, last = outcome.out.splitlines()
+    assert outcome.code == 1 and first.startswith(f"{path.name}: {name}: its bytes are not those of offload_sums.json")
+    assert last.startswith(f"{model}: DAMAGED in 1 file; ")
+    told = json.loads(shell("verify", model, "--json").out)
+    assert told["is_sound"] is False and [one["tensor"] for one in told["damage"]] == [name]
+    flip(path, at, bit)
+    told = json.loads(shell("verify", model, "--json").out)
+    assert told["is_sound"] is True and told["num_as_before"] == len(paths) == told["num_files"]
+    assert told["bytes_per_s"] > 0 and told["manifest"] == str(model / "offload_sums.json")
+
+
+def test_much_damage_is_told_briefly(sound: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(sound, tmp_path / "model"))
+    shell("verify", model)
+    rng, places = random.Random(2), set[tuple[str, str]]()
+    paths = sorted(model.glob("*.safetensors"))
+    while len(places) < 15:
+        path, name, at, bit = random_place(rng, paths)
+        if (path.name, name) not in places:
+            places.add((path.name, name))
+            flip(path, at, bit)
+    outcome = shell("verify", model)
+    assert outcome.code == 1 and len(outcome.out.splitlines()) == 12 and "and 5 more, in " in outcome.out
+    assert len(json.loads(shell("verify", model, "--json").out)["damage"]) == 15
+
+
+def test_what_cannot_be_asked_is_one_line(sound: Path, tmp_path: Path) -> None:
+    assert_refused(shell("verify", tmp_path / "nowhere"), "no model at", "give a folder")
+    assert_refused(shell("verify", "nobody/nothing"), "nobody/nothing", "download it first")
+    (tmp_path / "sums.json").write_text("{}")
+    assert_refused(shell("verify", sound, "--manifest", tmp_path / "sums.json"), "is no manifest", "--manifest")
+    assert (tmp_path / "sums.json").read_text() == "{}"
+    assert not (sound / "offload_sums.json").exists()

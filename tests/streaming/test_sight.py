@@ -1,0 +1,177 @@
+"""Weights are looked at when they are first read: what is not finite ends a run, what is odd is told after a sweep."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import MODELS, write_gguf
+from quantised import save_quantised
+from safetensors.torch import load_file, save_file
+from shell import shell
+from small_llama import inflate, save_small
+from tiny import FAMILIES, build, save, save_pair, streaming_ram
+
+import offload
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.engine.hooks import Hooks
+from offload.engine.load import open_decoder
+from offload.planning.options import LoadOptions
+from offload.streaming import sight as sights
+
+CONTEXT, PROMPT = 64, [5, 9, 2]
+LAYER = "model.layers.2.mlp.down_proj.weight"
+HOW = {"context": CONTEXT, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build(FAMILIES["llama"]()), tmp_path_factory.mktemp("plain"))
+
+
+def changed(source: Path, folder: Path, name: str, change: Callable[[torch.Tensor], object]) -> Path:
+    shutil.copytree(source, folder)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            change(tensors[name])
+            save_file(tensors, path, {"format": "pt"})
+            return folder
+    raise AssertionError(name)
+
+
+def notes_of(model: Path, **how: object) -> tuple[list[str], list[str]]:
+    """Before and after a short text."""
+    with offload.load(model, **{**HOW, **how}) as decoder:  # type: ignore[arg-type]
+        before = list(decoder.notes)
+        decoder.generate(PROMPT, max_new_tokens=3)
+        first = list(decoder.notes)
+        decoder.generate(PROMPT, max_new_tokens=3)
+        assert decoder.notes == first, "told once"
+    return before, [note for note in first if note not in before]
+
+
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("name", [LAYER, "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("how", ["streamed", "resident"])
+def test_numbers_that_are_not_finite_end_a_run_by_name(
+    how: str, name: str, number: float, plain: Path, tmp_path: Path
+) -> None:
+    model = changed(plain, tmp_path / "bad", name, lambda tensor: tensor.view(-1)[-1:].fill_(number))
+    ram = streaming_ram(plain) if how == "streamed" else "1GiB"
+    shard = open_checkpoint(model).shards[open_checkpoint(model).tensors[name].shard]
+    words = rf"^{shard.name}: {re.escape(name)} has numbers that are not finite: offload verify says how much"
+    with pytest.raises(offload.ReadError, match=words), offload.load(model, ram=ram, **HOW) as decoder:
+        for _ in range(2):  # what was refused once is not let through the second time
+            try:
+                decoder.generate(PROMPT, max_new_tokens=2)
+            except offload.ReadError as error:
+                first = error
+        raise first
+
+
+def test_a_draft_is_looked_at_as_well(tmp_path: Path) -> None:
+    target, draft = save_pair(FAMILIES["llama"](), tmp_path)
+    bad = changed(draft, tmp_path / "bad", LAYER, lambda tensor: tensor[0, 0].fill_(torch.nan))
+    with pytest.raises(offload.ReadError, match=f"{LAYER} has numbers that are not finite"):
+        offload.load(target, bad, tree="2x2", **HOW)
+
+
+def test_experts_are_looked_at_as_they_come(tmp_path: Path) -> None:
+    model = save(build(FAMILIES["qwen3-moe"]()), tmp_path / "model")
+    for path in model.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if "layers.3.mlp.experts" in name:
+                tensor.view(-1)[-1] = torch.nan
+        save_file(tensors, path, {"format": "pt"})
+    assert notes_of(save(build(FAMILIES["qwen3-moe"]()), tmp_path / "sound"), experts="demand")[1] == []
+    with pytest.raises(offload.ReadError, match=r"layers\.3\.mlp\.experts.* not finite"):
+        notes_of(model, experts="demand")
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "gptq"])
+def test_words_of_coded_weights(recipe: str, plain: Path, tmp_path: Path) -> None:
+    folder = save_quantised(plain, recipe, tmp_path / recipe).directory
+    assert not notes_of(folder)[1]
+    end = ".weight" if recipe == "fp8-block" else ".qweight"
+    words = next(name for name in load_all(folder) if name == LAYER.removesuffix(".weight") + end)
+    model = changed(folder, tmp_path / "zero", words, lambda tensor: tensor.view(torch.uint8).zero_())
+    assert any(note.startswith(f"all zero: {LAYER}") for note in notes_of(model)[1])
+    if recipe == "fp8-block":
+        model = changed(folder, tmp_path / "nan", words, lambda tensor: tensor.view(torch.uint8)[0, 0].fill_(0xFF))
+        with pytest.raises(offload.ReadError, match="not finite"):
+            notes_of(model)
+
+
+def load_all(folder: Path) -> list[str]:
+    return [name for path in sorted(folder.glob("*.safetensors")) for name in load_file(path)]
+
+
+def test_scales_of_gguf_blocks(tmp_path: Path) -> None:
+    def break_one(name: str, rows: np.ndarray) -> np.ndarray:
+        if name == "blk.1.ffn_up.weight":
+            rows = rows.copy()
+            rows[3, :2] = np.array([0x7E00], "<u2").view(np.uint8)
+        return rows
+
+    assert not notes_of(write_gguf(MODELS["llama"](), tmp_path / "sound.gguf", "Q8_0").path)[1]
+    model = write_gguf(MODELS["llama"](), tmp_path / "bad.gguf", "Q8_0", changed=break_one).path
+    with pytest.raises(offload.ReadError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has numbers that are not"):
+        notes_of(model)
+
+
+@pytest.mark.parametrize("how", ["streamed", "resident"])
+def test_odd_weights_are_told_after_the_first_sweep(how: str, plain: Path, tmp_path: Path) -> None:
+    model = changed(plain, tmp_path / "zero", LAYER, lambda tensor: tensor.zero_())
+    model = changed(model, tmp_path / "both", "model.layers.0.input_layernorm.weight", lambda tensor: tensor.fill_(3e6))
+    heard, ram = list[str](), streaming_ram(plain) if how == "streamed" else "1GiB"
+    before, after = notes_of(model, ram=ram)
+    assert not any("all zero" in note or "as large" in note for note in before)
+    assert [note.split(":")[0] for note in after] == ["all zero", "numbers as large as 3.0e+06, as no model has"]
+    assert LAYER in after[0] and all(note.endswith("offload verify says how much is damaged") for note in after)
+    options = LoadOptions(ram=ram, context=CONTEXT, threads=1)
+    with open_decoder(model, None, options, hooks=Hooks(on_note=heard.append)) as decoder:
+        decoder.generate(PROMPT, max_new_tokens=2)
+    assert heard == after
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sound_models_of_every_family_are_not_remarked_on(family: str, tmp_path: Path) -> None:
+    model = save(build(FAMILIES[family]()), tmp_path / family)
+    assert notes_of(model)[1] == []
+
+
+def test_inflated_models_have_zeros_and_say_so(tmp_path: Path) -> None:
+    folder = inflate(save_small(tmp_path / "small", dtype=torch.bfloat16), tmp_path / "large", 3_000_000)
+    for path in folder.glob("*token*"):
+        path.unlink()  # which are none
+    assert notes_of(folder)[1] == []
+    (folder / "inflation.json").unlink()
+    assert any(note.startswith("all zero") for note in notes_of(folder)[1])
+
+
+def test_every_part_is_looked_at_once(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, counted, real = open_checkpoint(plain), list[int](), sights.top_bits
+    monkeypatch.setattr(sights, "top_bits", lambda stored, form: counted.append(len(stored)) or real(stored, form))
+    with offload.load(plain, ram=streaming_ram(plain), **HOW) as decoder:
+        decoder.generate(PROMPT, max_new_tokens=1)
+        once = sum(counted)
+        decoder.generate(PROMPT, max_new_tokens=4)
+    assert sum(counted) == once and checkpoint.num_bytes <= once < 1.5 * checkpoint.num_bytes
+
+
+def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:
+    model = changed(talker, tmp_path / "odd", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor.zero_())
+    outcome = shell("generate", "-m", model, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
+    assert outcome.code == 0 and "all zero: model.layers.1.mlp.up_proj.weight in model-" in outcome.err
+    outcome = shell("generate", "-m", talker, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
+    assert outcome.code == 0 and "all zero" not in outcome.err
+    bad = changed(
+        talker, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor[0].fill_(torch.inf)
+    )
+    outcome = shell("generate", "-m", bad, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
+    assert outcome.code == 1 and "up_proj.weight has numbers that are not finite: offload verify" in outcome.err

@@ -1,0 +1,392 @@
+"""`verify` finds whatever was damaged, names it, and finds nothing else.
+
+Where a bit lies is read from headers by others' readers, see `flipping.py`.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flipping import extents, flip, random_place
+from gguf_files import MODELS, write_gguf
+from quantised import save_quantised
+from safetensors.torch import load_file, save_file
+from small_llama import inflate, save_small
+from tiny import FAMILIES, build, save
+
+from offload.checkpoint.manifest import read_manifest
+from offload.checkpoint.pack import pack
+from offload.checkpoint.whole import Damage, open_whole
+from offload.errors import UserError
+from offload.streaming import measuring
+from offload.streaming.verify import Report, default_manifest, verify
+
+NUM_FLIPS = 12
+
+
+def ask(model: Path, manifest: Path | None = None) -> Report:
+    return verify(open_whole(str(model)), manifest, progress=lambda done, total: None)
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+def shards_of(folder: Path) -> Path:
+    return save(build(FAMILIES["llama"]()), folder)
+
+
+def mixture(folder: Path) -> Path:
+    return save(build(FAMILIES["qwen3-moe"]()).bfloat16(), folder)
+
+
+def one_file(folder: Path) -> Path:
+    return save(build(FAMILIES["llama-tied"]()).half(), folder, max_shard_size="1GB")
+
+
+def packed(folder: Path) -> Path:
+    source = save(build(FAMILIES["llama"]()).bfloat16(), folder.with_name("source"))
+    return pack(source, folder, progress=silent).folder
+
+
+def quantised(name: str) -> Callable[[Path], Path]:
+    return lambda folder: save_quantised(shards_of(folder.with_name("plain")), name, folder).directory
+
+
+def gguf(kind: str, *, split: bool = False) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        folder.mkdir()
+        return write_gguf(MODELS["llama"](), folder / "m.gguf", kind, max_tensors=9 if split else 0).path
+
+    return make
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {
+    "shards": shards_of, "one file": one_file, "mixture": mixture, "packed": packed, "gptq": quantised("gptq"),
+    "fp8": quantised("fp8-block"), "nf4": quantised("nf4"), "gguf Q4_K": gguf("Q4_K"), "gguf Q8_0": gguf("Q8_0"),
+    "gguf in parts": gguf("F16", split=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_bit_is_named_wherever_it_is(kind: str, tmp_path: Path) -> None:
+    model = KINDS[kind](tmp_path / "model")
+    first, again = ask(model), ask(model)
+    assert not first.damage and not first.notes and first.is_written and first.num_as_before == 0
+    assert not again.damage and not again.is_written and again.num_as_before == again.num_files > 0
+    paths = [file.path for file in open_whole(str(model)).files]
+    assert again.num_bytes == sum(path.stat().st_size for path in paths), "all of it is read"
+    rng = random.Random(f"{kind}/3")
+    for _ in range(NUM_FLIPS):
+        path, name, at, bit = random_place(rng, paths)
+        flip(path, at, bit)
+        found = ask(model)
+        assert [(one.file, one.tensor) for one in found.damage] == [(path.name, name)], f"bit {bit} of byte {at}"
+        assert not found.is_written
+        flip(path, at, bit)
+    assert not ask(model).damage
+
+
+def test_bits_of_headers_and_padding_count(tmp_path: Path) -> None:
+    model = gguf("Q8_0")(tmp_path / "model")
+    assert not ask(model).damage
+    ends = sorted(extents(model).values())
+    at = next(hi for (_, hi), (lo, _) in pairwise(ends) if hi < lo)
+    owner = next(name for name, (_, hi) in extents(model).items() if hi == at)
+    flip(model, at)
+    assert [one.tensor for one in ask(model).damage] == [owner], "padding is of the tensor before it"
+    flip(model, at)
+    folder = shards_of(tmp_path / "shards")
+    assert not ask(folder).damage
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    flip(shard, shard.read_bytes().index(b'"pt"') + 1)
+    (found,) = ask(folder).damage
+    assert found.file == shard.name and not found.tensor and "in its header" in found.what
+
+
+def test_a_packed_model_is_held_against_its_own_checksums_the_first_time(tmp_path: Path) -> None:
+    model = packed(tmp_path / "model")
+    sound = ask(model, tmp_path / "sums.json")
+    assert sound.num_decoded == sound.num_files and sound.num_as_before == 0
+    (tmp_path / "sums.json").unlink()
+    names = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"]
+    for path in model.glob("*.safetensors"):
+        for own, (lo, hi) in extents(path).items():
+            if own.startswith(tuple(names)) and own.endswith("mantissas"):
+                flip(path, (lo + hi) // 2)
+    assert [one.tensor for one in ask(model).damage] == names
+    assert ask(model).damage[0].what == "does not decode to what was packed"
+    assert not default_manifest(open_whole(str(model))).exists()
+
+
+def change(folder: Path, name: str, change_one: Callable[[torch.Tensor], object]) -> Path:
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            change_one(tensors[name])
+            save_file(tensors, path, {"format": "pt"})
+            return path
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_are_damage_the_first_time(number: float, tmp_path: Path) -> None:
+    folder, name = shards_of(tmp_path / "model"), "model.layers.2.mlp.down_proj.weight"
+    path = change(folder, name, lambda tensor: tensor[7].fill_(number))
+    assert ask(folder).damage == [Damage(path.name, name, "has numbers that are not finite")]
+    assert not default_manifest(open_whole(str(folder))).exists(), "nobody should compare with these"
+
+
+def test_what_is_odd_is_a_note(tmp_path: Path) -> None:
+    folder = shards_of(tmp_path / "model")
+    change(folder, "model.layers.0.mlp.up_proj.weight", lambda tensor: tensor.zero_())
+    change(folder, "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor[0].fill_(1e30))
+    report = ask(folder)
+    assert not report.damage and len(report.notes) == 2
+    assert "all zero: model.layers.0.mlp.up_proj.weight in model-" in report.notes[0]
+    assert "1.0e+30, as no model has: model.layers.1.mlp.up_proj.weight in" in report.notes[1]
+
+
+def test_an_inflated_model_may_have_zeros(tmp_path: Path) -> None:
+    small = save_small(tmp_path / "small", dtype=torch.bfloat16)
+    folder = inflate(small, tmp_path / "large", 3_000_000)
+    assert not ask(folder).notes
+    (folder / "inflation.json").unlink()
+    assert any("all zero" in note for note in ask(folder).notes), (
+        "it has zeros, and only its writer's mark excuses them"
+    )
+
+
+def test_tensors_that_no_text_needs_are_read_and_told(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model")
+    path = folder / "model.safetensors"
+    tensors = load_file(path) | {"model.layers.4.mtp.weight": torch.ones(8, 8).half()}
+    save_file(tensors, path, {"format": "pt"})
+    report = ask(folder)
+    assert len(report.notes) == 1 and "no text needs it: 128 B of" in report.notes[0]
+    flip(path, extents(path)["model.layers.4.mtp.weight"][0] + 5)
+    assert [one.tensor for one in ask(folder).damage] == ["model.layers.4.mtp.weight"]
+
+
+def cut(folder: Path, path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def remove(folder: Path, path: Path) -> None:
+    path.unlink()
+
+
+def pipe(folder: Path, path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def move(folder: Path, path: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    told["weight_map"]["model.norm.weight"] = path.name
+    index.write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (cut, "truncated"),
+        (remove, "is missing"),
+        (pipe, "no regular file"),
+        (move, "is not in the file that the index"),
+    ],
+)
+def test_files_that_lack_something_are_damaged(
+    breaks: Callable[[Path, Path], None], words: str, tmp_path: Path
+) -> None:
+    folder = shards_of(tmp_path / "model")
+    path = sorted(folder.glob("*.safetensors"))[0]
+    breaks(folder, path)
+    report = ask(folder)
+    (found,) = report.damage
+    assert found.file == path.name and words in found.what and path.name not in found.what
+    assert report.num_files >= 2 and not report.is_written, "the others are looked at all the same"
+
+
+def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("no model")
+    for model in ("empty", "missing", "a.txt"):
+        with pytest.raises(UserError):
+            ask(tmp_path / model)
+    with pytest.raises(UserError, match="nobody/nothing is neither a folder nor in the hub's cache"):
+        open_whole("nobody/nothing")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_file_that_is_written_to_meanwhile_is_no_damage(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shards_of(tmp_path / "model")
+    path, whole = sorted(folder.glob("*.safetensors"))[1], open_whole(str(folder))
+    if when == "before":
+        os.utime(path, ns=(0, 0))
+    else:
+        monkeypatch.setattr(measuring, "finish", lambda reads: (os.utime(path, ns=(0, 0)), [r.result() for r in reads]))
+    with pytest.raises(UserError, match=f"{path.name} .*changed"):
+        verify(whole, None, progress=silent)
+    assert not default_manifest(whole).exists()
+
+
+def test_a_disk_that_fails_is_damage_of_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shards_of(tmp_path / "model")
+    bad = sorted(folder.glob("*.safetensors"))[1]
+    real = os.preadv
+
+    def preadv(fd: int, *rest: Any) -> int:
+        if os.path.samefile(f"/proc/self/fd/{fd}", bad):
+            raise OSError(5, "Input/output error")
+        return real(fd, *rest)
+
+    whole = open_whole(str(folder))
+    monkeypatch.setattr(os, "preadv", preadv)
+    (found,) = verify(whole, None, progress=silent).damage
+    assert found.file == bad.name and "Input/output error" in found.what
+
+
+def test_a_manifest_of_a_file_written_on_purpose_says_so(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model")
+    ask(folder)
+    change(folder, "model.norm.weight", lambda tensor: tensor.add_(1))
+    (found,) = ask(folder).damage
+    assert found.tensor == "model.norm.weight" and "where that was meant, remove the manifest" in found.what
+    copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    (copy / "offload_sums.json").unlink()
+    ask(copy)
+    times = [path.stat().st_mtime_ns for path in (folder / "model.safetensors", copy / "model.safetensors")]
+    assert times[0] != times[1] and not ask(folder, copy / "offload_sums.json").damage, "a copy is as sound"
+
+
+BREAKS: dict[str, Callable[[str], str]] = {
+    "a sum changed": lambda text: text.replace(json.loads(text)["files"]["model.safetensors"]["header"], "00000000"),
+    "cut": lambda text: text[:-20],
+    "deep": lambda _: "[" * 100_000,
+    "a list": lambda _: "[]",
+    "of others": lambda _: '{"format": "others"}',
+    "other version": lambda text: text.replace('"version": 1', '"version": 2'),
+    "no files": lambda text: json.dumps(json.loads(text) | {"files": 7}),
+    "no sums": lambda _: json.dumps({"format": "offload.sums", "version": 1, "crc32": "f8bc5ec3", "files": {"a": []}}),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_manifest_that_is_none_is_refused_and_stays(broken: str, tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model")
+    manifest = ask(folder).manifest
+    text = BREAKS[broken](manifest.read_text())
+    manifest.write_text(text)
+    with pytest.raises(UserError, match=r"offload_sums\.json"):
+        ask(folder)
+    assert manifest.read_text() == text
+
+
+def test_a_manifest_that_no_one_may_write_is_a_note(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model")
+    report = ask(folder, Path("/proc/nowhere/sums.json"))
+    assert not report.damage and not report.is_written and "cannot write" in report.notes[0]
+
+
+def test_a_pipe_for_a_manifest_does_not_hang(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model")
+    os.mkfifo(tmp_path / "sums.json")
+    with pytest.raises(UserError, match="cannot read"):
+        ask(folder, tmp_path / "sums.json")
+
+
+def note(folder: Path, name: str, etag: str, *, at_s: float) -> None:
+    path = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"0123456789\n{etag}\n{at_s}\n")
+
+
+def test_sums_of_the_hub_beside_a_download_count(tmp_path: Path) -> None:
+    folder = shards_of(tmp_path / "model")
+    paths = sorted(folder.glob("*.safetensors"))
+    later_s = paths[0].stat().st_mtime + 60
+    for path in paths:
+        note(folder, path.name, hashlib.sha256(path.read_bytes()).hexdigest(), at_s=later_s)
+    config = (folder / "config.json").read_bytes()
+    note(folder, "config.json", hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest(), at_s=later_s)
+    flip(paths[0], extents(paths[0])[next(iter(extents(paths[0])))][0])
+    (found,) = ask(folder).damage
+    assert found == Damage(paths[0].name, "", "its bytes are not those of the hub (sha256)"), "without any manifest"
+    flip(paths[0], extents(paths[0])[next(iter(extents(paths[0])))][0])
+    report = ask(folder)
+    assert not report.damage and not report.notes and report.num_as_hub == len(paths)
+    known = read_manifest(report.manifest)
+    assert {own.sha256 for own in known.values()} == {hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    flip(folder / "config.json", 5)
+    assert ask(folder).notes == ["not as the hub has it: config.json"]
+    flip(folder / "config.json", 5)
+    note(folder, paths[0].name, "0" * 64, at_s=paths[0].stat().st_mtime - 60)
+    assert not ask(folder).damage, "it was written to since it was downloaded: the hub's sum is of another"
+
+
+def test_what_the_hub_has_replaces_a_manifest_that_is_out_of_date(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model")
+    ask(folder)
+    path = change(folder, "model.norm.weight", lambda tensor: tensor.add_(1))
+    assert ask(folder).damage
+    note(folder, path.name, hashlib.sha256(path.read_bytes()).hexdigest(), at_s=path.stat().st_mtime + 60)
+    report = ask(folder)
+    assert not report.damage and report.is_written and not ask(folder).is_written
+
+
+def test_the_hubs_cache_is_read_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = one_file(tmp_path / "source"), tmp_path / "hub" / "models--org--name"
+    snapshot = cache / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for path in source.iterdir():
+        blob = cache / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copyfile(path, blob)
+        (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    before = sorted(cache.rglob("*"))
+    report = ask(snapshot)
+    assert not report.damage and report.num_as_hub == 1 and sorted(cache.rglob("*")) == before
+    assert report.manifest == tmp_path / "own" / "offload" / "sums" / "models--org--name-0123456789ab.json"
+    path = snapshot / "model.safetensors"
+    flip(path.resolve(), extents(path)["model.norm.weight"][0])
+    assert [one.tensor for one in ask(snapshot).damage] == ["model.norm.weight"]
+    report.manifest.unlink()
+    assert ask(snapshot).damage == [Damage(path.name, "", "its bytes are not those of the hub (sha256)")]
+
+
+def test_a_packed_folder_takes_no_checksums_of_its_source_along(tmp_path: Path) -> None:
+    source = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "source")
+    assert ask(source).is_written
+    folder = pack(source, tmp_path / "packed", progress=silent).folder
+    assert not (folder / "offload_sums.json").exists() and not ask(folder).notes
+
+
+@pytest.mark.parametrize("num_cores", [1, 3])
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_memory_holds_a_few_parts_of_a_large_file(
+    num_cores: int, is_hashed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "num_cores", lambda: num_cores)
+    path, sizes = tmp_path / "model.safetensors", list[int]()
+    rng = torch.Generator().manual_seed(0)
+    tensors = {f"t{n}": torch.randn(5_000_011, generator=rng) for n in range(4)} | {"e": torch.zeros(0)}
+    save_file(tensors, path)
+    real = measuring.allocate
+    monkeypatch.setattr(measuring, "allocate", lambda size: sizes.append(size) or real(size))
+    (found,) = measuring.measure(open_whole(str(tmp_path)).files, {0} if is_hashed else (), silent)
+    assert sum(sizes) < (num_cores + 5) * (9 << 20) < path.stat().st_size + (30 << 20)
+    assert found.sha256 == (hashlib.sha256(path.read_bytes()).hexdigest() if is_hashed else None)
+    assert not found.failure and [len(own) for own in found.sums] == [8, 0, 24, 24, 24, 24]
