@@ -69,7 +69,7 @@ def _prepare_process(scratch: Path) -> None:
     """Before anything of the program is imported: one thread, no network, no home."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=str(scratch / "hub"), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     os.environ.update(CUDA_VISIBLE_DEVICES="", TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false")
-    for name in [name for name in os.environ if name.startswith("OFFLOAD_")]:
+    for name in [name for name in os.environ if name.startswith(("OFFLOAD_", "XDG_"))]:
         del os.environ[name]
 
 

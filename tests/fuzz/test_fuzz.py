@@ -24,7 +24,7 @@ def test_a_few_cases_of_every_target() -> None:
 
 
 def test_planted_faults_are_found() -> None:
-    run = fuzz("--target", "planted", "--cases", 13, "--wall-s", 8, "--json")
+    run = fuzz("--target", "planted", "--cases", 13, "--wall-s", 5, "--json")
     ends = {name: kind for name, kind, _ in json.loads(run.stdout)}
     wanted = {name: re.sub("-.*", "", name.partition("/")[2]) for name in ends}
     assert run.returncode == 1 and ends == wanted and len(ends) == 13

@@ -56,7 +56,7 @@ def _address_space(folder: Path) -> None:
 
 
 def _resident(folder: Path) -> None:
-    bytes(bytearray(b"x") * (800 << 20))
+    bytearray(b"x") * (800 << 20)
 
 
 def _read_outside(folder: Path) -> None:
