@@ -182,7 +182,9 @@ class _Slot:
             os.setsid()
             self._redirect()
             self._limit(limits)
-            os.environ.update({name: str(self._home) for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TMPDIR")})
+            os.environ.update(
+                {name: str(self._home) for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TMPDIR")}
+            )
             os.chdir(self._home)
             before = set(sys.modules)
             strange = watch_python((self._folder, self._home, *self._said.values()))

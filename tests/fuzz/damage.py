@@ -87,6 +87,20 @@ def text(path: Path, rng: random.Random) -> str:
     return ", ".join(done)
 
 
+def front(size: int, damage: Damage) -> Damage:
+    """The same damage to the first bytes alone, where a header lies."""
+
+    def damage_front(path: Path, rng: random.Random) -> str:
+        raw, part = path.read_bytes(), path.with_name("front.tmp")
+        part.write_bytes(raw[:size])
+        done = damage(part, rng)
+        path.write_bytes(part.read_bytes() + raw[size:])
+        part.unlink()
+        return f"front: {done}"
+
+    return damage_front
+
+
 def special(path: Path, rng: random.Random) -> str:
     """The file is missing, empty, or something else."""
     outside = path.parent

@@ -10,6 +10,7 @@ import struct
 import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 _READS, _WRITES = 0x21, 0x3CE  # inotify: access and open; modify, attributes, close after writing, move, create, delete
@@ -64,17 +65,28 @@ def watch_python(own: tuple[Path, ...]) -> list[str]:
     mine, strange = tuple(map(str, own)), list[str]()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _NEVER:
+        if event in _NEVER and not _is_own_program(event, arguments):
             strange.append(f"{event} {str(arguments)[:120]}")
         elif (event == "open" or event in _CHANGES) and not isinstance(arguments[0], int):
             path = os.path.normpath(os.path.join(_here(), os.fsdecode(arguments[0])))
             is_write = event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
             allowed = (*mine, "/dev/null") if is_write else (*mine, *readable)
-            if not any(path == root or path.startswith(f"{root}/") for root in allowed):
+            is_cache = path.startswith(readable) and "/__pycache__" in path  # Python's and numba's, which unpickles
+            if not is_cache and not any(path == root or path.startswith(f"{root}/") for root in allowed):
                 strange.append(f"{event} {path}{' to write' if is_write else ''}")
 
     sys.addaudithook(hook)
     return strange
+
+
+def _is_own_program(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether it is Python that is started, or numba that reads what it has compiled before."""
+    if event == "subprocess.Popen":
+        return str(arguments[0]) == sys.executable
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "/numba/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _here() -> str:
