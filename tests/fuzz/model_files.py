@@ -1,5 +1,7 @@
 """What targets share that read a model's folder: tiny ones of any kind, and the commands that read them."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,9 @@ import small_t5
 import torch
 from shell import Outcome, shell
 from tiny import VOCAB_SIZE, build, save, save_tokenizer
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from offload.engine.text import load_tokenizer
 
 torch.set_num_threads(1)
 ENOUGH = ("--ram", "512MiB", "--context", "64", "--threads", "1", "--tree", "none", "--profile", "none", "--quiet")
@@ -51,6 +55,46 @@ def save_encoder_decoder(folder: Path) -> None:
 def generate(model: Path) -> Outcome:
     """Four tokens, greedily."""
     return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, "--greedy", *ENOUGH)
+
+
+def generate_alike(model: Path) -> Outcome:
+    """The same, in float32; what is accepted must be what transformers' own model of these files would have written.
+
+    Nothing is compared where transformers does not load them whole, or where rounding would decide.
+    """
+    options = ("--dtype", "float32", "--json")
+    outcome = shell("generate", "-m", model, "-p", "Count: a", "-n", 4, "--greedy", *options, *ENOUGH)
+    if outcome.code == 0 and (reference := _reference(model)) is not None:
+        said, prompt = json.loads(outcome.out), load_tokenizer(model)("Count: a")["input_ids"]
+        ids = said["token_ids"]
+        logits_TV = reference(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
+        behind_T = logits_TV.max(-1).values - logits_TV[range(len(ids)), ids]
+        assert float(behind_T.max()) <= 1e-3 * float(logits_TV.abs().max()), f"{ids}, transformers another: {behind_T}"
+    return outcome
+
+
+def _reference(model: Path) -> Any:
+    """transformers' model, None where it has not all its weights from the files, or fails itself."""
+    if max(map(int, re.findall(r"\d+", (model / "config.json").read_text()[:100_000])), default=0) > 1 << 20:
+        return None  # it may take all memory
+    try:
+        with torch.inference_mode():
+            found, info = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+            found.eval()(torch.tensor([[1, 2]]))
+    except Exception:
+        return None
+    return None if any(info.values()) else torch.inference_mode()(found)
+
+
+def generate_invariant(model: Path) -> Outcome:
+    """Four tokens whose bits do not depend on the tree."""
+    return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, "--greedy", "--invariant", *ENOUGH)
+
+
+def generate_with_draft(folder: Path) -> Outcome:
+    """Four tokens with a static tree of the model in `draft`."""
+    models = ("-m", folder / "target", "-d", folder / "draft")
+    return shell("generate", *models, "-p", "Count: a", "-n", 4, *ENOUGH, "--tree", "4x2")
 
 
 def sample(model: Path) -> Outcome:

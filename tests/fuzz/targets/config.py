@@ -1,11 +1,23 @@
 """config.json of a model of each kind, and generation_config.json: what transformers and our planner make of them."""
 
+import json
+import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from case import Target
-from damage import JSON, json_value, only
-from model_files import generate, plan, sample, save_encoder_decoder, save_files
+from damage import JSON, data, header, json_value, only
+from model_files import (
+    generate,
+    generate_alike,
+    generate_invariant,
+    generate_with_draft,
+    plan,
+    sample,
+    save_encoder_decoder,
+    save_files,
+)
 
 # Those that a config may have and the sound one need not: every one of them is read by somebody.
 _KEYS = ("num_labels", "id2label", "sliding_window", "rope_scaling", "rope_parameters", "rope_parameters.rope_theta",
@@ -40,11 +52,43 @@ def _save_with_wishes(folder: Path) -> None:
     (folder / "generation_config.json").write_text(wishes)
 
 
-_CONFIG = {"config.json": (only(*_KEYS), only(*_KEYS), json_value, *JSON)}
+_ROPES = tuple(f"rope_parameters.{key}" for key in ("rope_type", "rope_theta", "factor", "beta_fast", "beta_slow",
+    "original_max_position_embeddings", "partial_rotary_factor", "attention_factor", "mscale", "mscale_all_dim",
+    "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "truncate", "type"))  # fmt: skip
+_ROPE_KINDS: tuple[dict[str, Any], ...] = (
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+)
+
+
+def _other_rope(path: Path, rng: random.Random) -> str:
+    """Another kind of rotary embedding, with one of its numbers damaged or not."""
+    kind = {"rope_theta": 1e4, "original_max_position_embeddings": 32, **rng.choice(_ROPE_KINDS)}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": kind}))
+    return f"{kind['rope_type']}, {only(*_ROPES)(path, rng) if rng.random() < 0.7 else 'no more'}"
+
+
+def _save_pair(folder: Path) -> None:
+    save_files(folder / "target")
+    save_files(folder / "draft")
+
+
+_CONFIG = {"config.json": (*[only(*_KEYS)] * 4, json_value, *JSON)}
+_DRAFT = {
+    "draft/config.json": _CONFIG["config.json"],
+    "draft/*.safetensors": (header, data),
+    "draft/tokenizer.json": JSON,
+}
+_GENERATION = {"generation_config.json": (*[only(*_GENERATION_KEYS)] * 3, *JSON)}
 TARGETS = [
-    *(Target(f"config/{family}", partial(save_files, family=family), _CONFIG, generate) for family in _FAMILIES),
-    Target("config/t5", save_encoder_decoder, {"config.json": (only(*_T5_KEYS, *_KEYS), *JSON)}, generate),
+    *(Target(f"config/{family}", partial(save_files, family=family), _CONFIG, generate_alike) for family in _FAMILIES),
+    Target("config/t5", save_encoder_decoder, {"config.json": (*[only(*_T5_KEYS, *_KEYS)] * 3, *JSON)}, generate),
     Target("config/plan", partial(save_files, family="qwen3_moe"), _CONFIG, _plan_of_config),
-    Target("config/generation", _save_with_wishes,
-        {"generation_config.json": (only(*_GENERATION_KEYS), only(*_GENERATION_KEYS), *JSON)}, sample),
-]  # fmt: skip
+    Target("config/rope", save_files, {"config.json": (_other_rope,)}, generate_invariant),
+    Target("config/draft", _save_pair, _DRAFT, generate_with_draft),
+    Target("config/generation", _save_with_wishes, _GENERATION, sample),
+]
