@@ -53,8 +53,17 @@ class Case(NamedTuple):
             found = sorted(path for path in folder.glob(pattern) if _is_plain(path))
             if found:
                 path = rng.choice(found)
-                done.append(f"{path.relative_to(folder)}: {rng.choice(self.target.files[pattern])(path, rng)}")
+                done.append(
+                    f"{path.relative_to(folder)}: {_damaged(rng.choice(self.target.files[pattern]), path, rng)}"
+                )
         return "; ".join(done)
+
+
+def _damaged(damage: Damage, path: Path, rng: random.Random) -> str:
+    try:
+        return damage(path, rng)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return "nothing more, too little of it is whole"
 
 
 def _is_plain(path: Path) -> bool:
