@@ -3,6 +3,7 @@
 #   make test    linters, then tests
 #   make test-isa   what computes, as processors with fewer instructions compute it
 #   make check   linters only
+#   make fuzz CASES=10000 SEED=0   damaged files against all that reads them, see tests/fuzz
 #   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own
 #   make clean   remove the virtual environments, caches and builds
 # `make PYTHON=python3.12 test` names another interpreter.
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-isa test-floor check clean
+.PHONY: demo test test-isa fuzz test-floor check clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -35,6 +36,11 @@ test-isa: $(VENV)/.installed-dev
 	  echo "== pytest with $$variant"; \
 	  env $$(echo $$variant | tr , ' ') $(PYTEST) $(NOT_COMPUTED:%=--ignore=tests/%) || failed="$$failed $$variant"; \
 	done; test -z "$$failed" || { echo "failed with$$failed" >&2; exit 1; }
+
+CASES ?= 10000
+SEED ?= 0
+fuzz: $(VENV)/.installed-dev
+	@$(BIN)/python tests/fuzz --cases $(CASES) --seed $(SEED)
 
 check: $(VENV)/.installed-dev
 	@echo "== ruff check"

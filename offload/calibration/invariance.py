@@ -5,7 +5,7 @@ real weights, once with all rows and in parts, and its activation functions are 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,16 +69,19 @@ def _turns_by_length(model: StreamedModel, context: int) -> bool:
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
     names = ("original_max_position_embeddings", "max_position_embeddings")
-    trained = next((length for name in names if (length := getattr(config, name, None))), 0)
-    return any(
-        rope.get("rope_type") in _LENGTH_ROPES and context > (rope.get("original_max_position_embeddings") or trained)
-        for rope in kinds
-    )
+    trained = next((length for name in names if (length := _length(getattr(config, name, None)))), 0)
+    lengths = [_length(rope.get(names[0])) or trained for rope in kinds if rope.get("rope_type") in _LENGTH_ROPES]
+    return any(context > length for length in lengths)
+
+
+def _length(stated: Any) -> int:
+    """0 for what is none: transformers does not look at every length that a config.json may have."""
+    return stated if type(stated) is int else 0
 
 
 def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> InvariantRows:
     """What makes it so from now on. Raises `_DifferError`."""
-    most = getattr(model.meta_model.config, "max_position_embeddings", None) or _NUM_ROWS
+    most = _length(getattr(model.meta_model.config, "max_position_embeddings", None)) or _NUM_ROWS
     generator = torch.Generator().manual_seed(0)
     token_T = torch.randint(model.vocab_size, (min(_NUM_ROWS, most),), generator=generator)
     rows = _CheckedRows(thread_counts)

@@ -25,6 +25,7 @@ _TABLE_NAME = re.compile(rf"\b(embed_tokens|{_PER_LAYER}|embed_in|word_embedding
 _EXPERT = re.compile(r"\.experts\..*")
 _ALL_EXPERTS = ("llama4_text",)  # families whose rows meet every expert, with a weight of 0 where it is not theirs
 _LOOK = "a decoder needs model.layers.0, 1, 2, ..."
+_MAX_SIZE = 1 << 63  # products of such numbers can still be told
 _NEEDED = ("num_hidden_layers", "hidden_size")
 _OPTIONAL = ("vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts", "max_position_embeddings",
@@ -129,10 +130,11 @@ def config_sizes(checkpoint: Checkpoint) -> dict[str, int]:
         if key not in given:
             kind = checkpoint.config.get("model_type", "unknown")
             raise UserError(f"{where}: config.json has no {key} (model type {kind}): {_LOOK}")
-    each = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+    each = {key: value if isinstance(value, list) and key not in _NEEDED else [value] for key, value in given.items()}
     for key, values in each.items():
-        if not all(type(value) is int and value > 0 for value in values):
-            raise UserError(f"{where}: {key} in config.json must be a whole number above 0, got {given[key]!r}: fix it")
+        if not all(type(value) is int and 0 < value < _MAX_SIZE for value in values):
+            rule = f"{key} in config.json must be a whole number above 0 and below 2^63"
+            raise UserError(f"{where}: {rule}, got {given[key]!r:.80}: fix it")
     sizes = {key: max(values) for key, values in each.items()}
     if config.get("model_type") in _ALL_EXPERTS:
         sizes["num_experts_per_tok"] = sizes.get("num_local_experts", 1)

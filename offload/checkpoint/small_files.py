@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 from offload.errors import UserError, reason
 
 _MAX_BYTES = 64 << 20  # the indexes of the largest models take some ten
+_MOST_FOR_LIBRARIES = 256 << 20  # the largest tokenizers take some 40 MiB
+_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -30,6 +32,15 @@ def read_small(path: Path) -> str:
     if len(raw) > _MAX_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES >> 20} MiB", str(path))
     return raw.decode("utf-8")
+
+
+def check_small(folder: Path) -> None:
+    """Raises `UserError` for a small file that is none: libraries read whole what has a name that they know."""
+    for path in folder.iterdir():
+        is_small = path.suffix in _SUFFIXES or path.name.startswith("tokenizer")
+        if is_small and os.path.isfile(path) and os.path.getsize(path) > _MOST_FOR_LIBRARIES:
+            size = f"{os.path.getsize(path) >> 20} MiB, no such file has more than {_MOST_FOR_LIBRARIES >> 20}"
+            raise UserError(f"{folder.name}: {path.name} has {size}: download the model's small files again")
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

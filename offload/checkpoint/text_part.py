@@ -10,6 +10,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 from offload.checkpoint.tensors import TensorEntry
@@ -66,9 +67,13 @@ def text_part(where: str, config: Mapping[str, Any], tensors: Mapping[str, Tenso
 def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
     """The config of a model around a language model, with all sizes of that: files often leave out what is usual.
 
-    Raises `UserError` where it describes no language model.
+    Raises `UserError` where it describes no language model, or names the model's type by something else than a word.
     """
     inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        if not isinstance(part.get("model_type", ""), (str, NoneType)):  # it is looked up in tables
+            what = f"must be a word, got {part['model_type']!r:.80}"
+            raise UserError(f"{where}: model_type in config.json {what}: {_USE}")
     if inner is None or (isinstance(inner, dict) and all(key in inner for key in _SIZES)):
         return config
     kind, rule = config.get("model_type", "unknown"), "text_config in config.json must describe a language model"

@@ -1,5 +1,6 @@
 """The check at load: it says so where no number of rows helps; and what a decoder then promises."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,19 @@ def test_rotary_embeddings_that_depend_on_the_length_are_refused(tmp_path: Path)
     target = save(build(config), tmp_path)
     usual = found(target, context=64)
     assert usual.holds or "length" not in usual.reason
+    refused = found(target, context=65)
+    assert not refused.holds and "length" in refused.reason
+
+
+@pytest.mark.parametrize("stated", ["64", [64], {}, 64.5])
+def test_a_length_that_is_no_number_is_none(stated: object, tmp_path: Path) -> None:
+    """transformers looks at it for other kinds of rotary embeddings alone, and so it comes as it stands."""
+    config = FAMILIES["llama"]()
+    config.max_position_embeddings = 64
+    target = save(build(config), tmp_path)
+    settings = json.loads((target / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": stated}
+    (target / "config.json").write_text(json.dumps({**settings, "rope_parameters": rope}))
     refused = found(target, context=65)
     assert not refused.holds and "length" in refused.reason
 

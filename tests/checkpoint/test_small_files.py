@@ -9,6 +9,7 @@ from refusals import assert_refused, generate
 
 from offload.checkpoint import small_files
 from offload.checkpoint.small_files import read_small
+from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
 from offload.planning.profile import parse_profile
@@ -48,3 +49,12 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
     path.write_bytes(b" " * (1 << 20) + b"3")
     with pytest.raises(OSError, match="it has more than 1 MiB"):
         read_small(path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"])
+def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, broken_file: Path) -> None:
+    """A hole takes no room on the disk, and all memory where it is read."""
+    with open(broken_file / name, "ab") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(UserError, match=rf"{name} has 65536 MiB, no such file has more than 256: download .* again"):
+        load_tokenizer(broken_file)

@@ -270,7 +270,10 @@ def test_fused_projections_leave_the_width_to_the_config() -> None:
         ({"hidden_size": 0}, "config.json has no hidden_size"),
         ({"num_hidden_layers": 23}, "no tensors for layer 22 of 23"),
         ({"num_hidden_layers": 10**12}, "no tensors for layer 22 of 1000000000000"),
-        ({"vocab_size": "many"}, "vocab_size in config.json must be a whole number above 0, got 'many'"),
+        (
+            {"vocab_size": "many"},
+            "vocab_size in config.json must be a whole number above 0 and below 2\\^63, got 'many'",
+        ),
     ],
 )
 def test_configs_that_cannot_be_planned(change: dict[str, Any], message: str) -> None:

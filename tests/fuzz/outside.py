@@ -1,0 +1,96 @@
+"""What a case does beyond its own folder: a hook on Python's opens and calls, and a watched folder beside it.
+
+The hook sees what Python opens by any name; inotify sees what libraries in C and Rust do to the canaries. A link to a
+canary may be followed, as those of the hub's cache are; a name inside a file may not lead there.
+"""
+
+import ctypes
+import os
+import struct
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_READS, _WRITES = 0x21, 0x3CE  # inotify: access and open; modify, attributes, close after writing, move, create, delete
+_EVENT = struct.Struct("iIII")
+_CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.chmod", "os.mkdir", "os.symlink", "os.link")
+_NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "pickle.find_class")
+_SYSTEM = ("/proc", "/sys", "/dev/null", "/dev/urandom", "/dev/zero", "/etc", "/usr", "/lib")
+CANARIES = ("canary.json", "canary.safetensors", "canary.txt")
+
+
+class Outside:
+    """A folder beside the cases that nobody has to do with."""
+
+    def __init__(self, folder: Path) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        folder.mkdir()
+        for name in CANARIES:
+            (folder / name).write_text('{"canary": "nobody may read this"}')
+        self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        watch = self._libc.inotify_add_watch(self._fd, bytes(folder), _READS | _WRITES)
+        if self._fd < 0 or watch < 0:
+            raise OSError(ctypes.get_errno(), "inotify does not work here")
+
+    def seen(self) -> tuple[set[str], set[str]]:
+        """Names of (what was read, what was changed) since the last call."""
+        read, changed = set[str](), set[str]()
+        for mask, name in self._events():
+            (changed if mask & _WRITES else read).add(name)
+        return read, changed
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._fd)
+
+    def _events(self) -> list[tuple[int, str]]:
+        try:
+            raw, events, at = os.read(self._fd, 1 << 16), list[tuple[int, str]](), 0
+        except BlockingIOError:
+            return []
+        while at < len(raw):
+            _, mask, _, num_bytes = _EVENT.unpack_from(raw, at)
+            name = raw[at + _EVENT.size : at + _EVENT.size + num_bytes].rstrip(b"\0").decode()
+            events.append((mask, name))
+            at += _EVENT.size + num_bytes
+        return events
+
+
+def watch_python(own: tuple[Path, ...]) -> list[str]:
+    """From now on note what this process opens, changes or starts elsewhere than in its own folders; for ever."""
+    roots = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *filter(None, sys.path)]
+    readable = tuple(os.path.realpath(root) for root in (*roots, Path(__file__).parents[2])) + _SYSTEM
+    mine, strange = tuple(map(str, own)), list[str]()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _NEVER and not _is_own_program(event, arguments):
+            strange.append(f"{event} {str(arguments)[:120]}")
+        elif (event == "open" or event in _CHANGES) and not isinstance(arguments[0], int):
+            path = os.path.normpath(os.path.join(_here(), os.fsdecode(arguments[0])))
+            is_write = event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            allowed = (*mine, "/dev/null") if is_write else (*mine, *readable)
+            is_cache = path.startswith(readable) and "/__pycache__" in path  # Python's and numba's, which unpickles
+            if not is_cache and not any(path == root or path.startswith(f"{root}/") for root in allowed):
+                strange.append(f"{event} {path}{' to write' if is_write else ''}")
+
+    sys.addaudithook(hook)
+    return strange
+
+
+def _is_own_program(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether it is Python that is started, or numba that reads what it has compiled before."""
+    if event == "subprocess.Popen":
+        return str(arguments[0]) == sys.executable
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "/numba/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "/"

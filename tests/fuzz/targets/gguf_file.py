@@ -1,0 +1,46 @@
+"""GGUF files: their metadata, names, offsets and data, with and without a tokenizer, in one part and in several."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+from case import Target
+from damage import BYTES, cut, flip, front, integer, piece, special
+from gguf_files import MODELS, write_gguf
+from model_files import TEMPLATE, generate, plan
+from tiny import VOCAB_SIZE, save_tokenizer
+
+
+def _save(folder: Path, *, name: str, kind: str, max_tensors: int = 0) -> None:
+    """One layer; 256 columns are the least that Q4_K has."""
+    config = MODELS[name]()
+    config.num_hidden_layers = min(config.num_hidden_layers, 2)
+    tokenizer = save_tokenizer(folder / "plain", chat_template=TEMPLATE)
+    shutil.rmtree(folder / "plain")
+    tokens = [tokenizer.convert_ids_to_tokens(index) for index in range(VOCAB_SIZE)]
+    kinds = [3 if index < 3 else 5 if token.startswith("<unused") else 1 for index, token in enumerate(tokens)]
+    tokens[-1] = "<p"  # which the one merge makes
+    said = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": kinds, "merges": ["< p"]}
+    says = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+    says |= {"tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": tokenizer.chat_template}
+    write_gguf(config, folder / "m.gguf", kind, max_tensors=max_tensors, says=says)
+
+
+def _generate(folder: Path) -> object:
+    return generate(min(folder.glob("m*.gguf"), default=folder / "m.gguf"))
+
+
+def _plan(folder: Path) -> object:
+    return plan(min(folder.glob("m*.gguf"), default=folder / "m.gguf"))
+
+
+_START = tuple(front(2048, one) for one in (flip, integer, integer, piece))
+_HEADER = tuple(front(10_000, one) for one in (flip, flip, integer, piece, cut))
+_FILES = {"*.gguf": (*_START, *_HEADER, *BYTES, special)}
+TARGETS = [
+    Target("gguf_file/qwen3", partial(_save, name="qwen3", kind="Q4_K"), _FILES, _generate),
+    Target("gguf_file/llama", partial(_save, name="llama", kind="Q8_0"), _FILES, _generate),
+    Target("gguf_file/gemma3", partial(_save, name="gemma3", kind="F16"), _FILES, _generate),
+    Target("gguf_file/parts", partial(_save, name="qwen3", kind="Q5_1", max_tensors=9), _FILES, _generate),
+    Target("gguf_file/plan", partial(_save, name="llama", kind="Q6_K"), _FILES, _plan),
+]

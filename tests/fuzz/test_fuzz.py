@@ -1,0 +1,37 @@
+"""A few damaged files of every kind, and faults put in on purpose that the harness must find.
+
+Each run is a process of its own: forking needs one without threads.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NAMES = ("safetensors/index", "config/qwen3_moe", "tokenizer/unigram", "fewer_bits/awq", "gguf_file/llama")
+SECONDS = 300  # of which a quiet machine needs ten
+
+
+def fuzz(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(HERE), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def test_a_few_damaged_files_of_each_kind() -> None:
+    run = fuzz("--seed", 18, "--cases", 20, *(word for name in NAMES for word in ("--target", name)))
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_planted_faults_are_found() -> None:
+    run = fuzz("--target", "planted", "--cases", 13, "--wall-s", 5, "--json")
+    ends = {name: kind for name, kind, _ in json.loads(run.stdout)}
+    wanted = {name: re.sub("-.*", "", name.partition("/")[2]) for name in ends}
+    assert run.returncode == 1 and ends == wanted and len(ends) == 13
+
+
+def test_a_case_depends_on_its_name_alone() -> None:
+    alone = fuzz("--target", "planted/exception", "--index", 3, "--seed", 5).stdout
+    among = fuzz("--target", "planted/exception", "--cases", 4, "--seed", 5, "--json", "--jobs", 1).stdout
+    assert json.loads(among)[3][2] in alone
