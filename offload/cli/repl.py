@@ -19,7 +19,7 @@ from offload.config import Sampling
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.errors import RunError, UserError
+from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.options import LoadOptions
 
@@ -144,7 +144,8 @@ def _kept(chat: Chat, session: Path | None, console: Console) -> Iterator[None]:
 
 def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, console: Console, brake: Brake) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
-    num_shown, failure = 0, None
+    num_shown = 0
+    failure: BaseException | None = None
     assert chat.turn is not None, "one has just begun"
     console.follow(chat.turn, plan, chat.max_new_tokens)
     try:
@@ -153,7 +154,7 @@ def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, co
                 for piece in pieces:
                     num_shown += len(piece)
                     console.text(piece)
-            except (Stopped, RunError, UserError) as error:
+            except BaseException as error:  # whatever it is, but for `Stopped` it is raised again behind the text
                 failure = error
         result = chat.turn.result()
         console.text(result.text[num_shown:] + "\n")

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -199,7 +199,7 @@ def _workspace(path: Path) -> Iterator[Path]:
         raise UserError(f"a new store must have a name of its own, {path} exists: take another, or append to it")
     folder = scratch_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with _removed_unlocked(folder), _locked(folder):
         for leftover in folder.iterdir():
             leftover.unlink()
         try:
@@ -209,6 +209,17 @@ def _workspace(path: Path) -> Iterator[Path]:
             shutil.rmtree(folder)
             raise
         _sync_folder(path.parent)
+
+
+@contextmanager
+def _removed_unlocked(folder: Path) -> Iterator[None]:
+    """A folder just made does not stay where the system refuses its lock; one that is another's does."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):  # it is gone already, or holds something
+            folder.rmdir()
+        raise
 
 
 @contextmanager
