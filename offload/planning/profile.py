@@ -236,7 +236,7 @@ def require_writable(folder: Path) -> None:
     """Find out before hours of measuring whether their result can be kept. Raises `UserError` where it cannot."""
     trial = folder / f".{os.getpid()}"
     write_atomically(trial, "")
-    trial.unlink()
+    trial.unlink(missing_ok=True)  # a program in another container may have the same number
 
 
 def write_atomically(path: Path, text: str) -> None:

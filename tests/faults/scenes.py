@@ -20,6 +20,7 @@ class Scene(NamedTuple):
     Attributes:
         is_timed: what it prints and writes tells times, which differ from run to run.
         stays: names of files that may stay unfinished, since the next run goes on with them.
+        goes_on: the next run goes on with a text where this one has left it.
         visits: of a server, requests as they go over the wire.
     """
 
@@ -28,6 +29,7 @@ class Scene(NamedTuple):
     stdin: str = ""
     is_timed: bool = False
     stays: tuple[str, ...] = ()
+    goes_on: bool = False
     visits: tuple[str, ...] = ()
     port: int = 0
 
@@ -40,12 +42,12 @@ def scenes(root: Path) -> list[Scene]:
     write = ("generate", *pair, "-n", 8, "--greedy")
     say = (*write, "-p", "Say:")
     store = ("datastore", "append", root / "store", root / "more.txt", "-q")
-    port = _free_port()
+    chat, port = ("chat", *pair, "-n", 8), _free_port()
     return [
         Scene("generate", say),
-        Scene("session, new", (*say, "--session", out / "text")),
-        Scene("session, gone on", (*write, "--session", root / "text")),
-        Scene("chat", ("chat", *pair, "-n", 8, "--session", out / "talk"), stdin="Hi\n/stats\nYou\n"),
+        Scene("session, new", (*say, "--session", out / "text"), stays=("out/text",), goes_on=True),
+        Scene("session, gone on", (*write, "--session", root / "text"), stays=("text",), goes_on=True),
+        Scene("chat", (*chat, "--session", out / "talk"), "Hi\n/stats\nYou\n", stays=("out/talk",), goes_on=True),
         Scene("batch", (*write, "-f", root / "prompts.jsonl", "--out", out / "results"), stays=("out/results",)),
         Scene("batch, gone on", (*write, "-f", root / "prompts.jsonl", "--out", root / "half"), stays=("half",)),
         Scene("datastore build", (*_building(root), "--out", out / "store", "-q")),

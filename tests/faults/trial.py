@@ -1,12 +1,13 @@
 """One command under test: how it ends undisturbed, where its calls come from, and how it ends under a fault."""
 
+import errno
 from pathlib import Path
 from typing import NamedTuple
 
-from faults.calls import STOPPED, Fault
+from faults.calls import CALLS, STOPPED, Fault
 from faults.forge import Ended, Forge, restore
 from faults.scenes import Scene
-from faults.verdict import Reference, Verdict, contents, judged
+from faults.verdict import Circumstances, Reference, Verdict, contents, judged
 
 
 class Damage(NamedTuple):
@@ -43,15 +44,17 @@ class Trial:
         """Run under a fault; with a damage it should be the one that stops the command."""
         assert damage is None or fault.value == STOPPED
         meanwhile = [] if damage is None else [damage.how, self._forge.root / damage.file]
-        return self._judged(self._run(fault, at, meanwhile=meanwhile), damage)
+        changed = () if damage is None else (damage.file, str(Path(damage.file).with_name("other")))
+        is_reader_gone = fault.call == CALLS.index("print") and fault.value == errno.EPIPE
+        around = Circumstances(self._before, changed, is_reader_gone)
+        return self._judged(self._run(fault, at, meanwhile=meanwhile), around)
 
     def limit(self, **limits: int) -> tuple[Verdict, Ended]:
         """Run with at most so many `files`, or `file_bytes` in each of them."""
-        return self._judged(self._run(limits=limits))
+        return self._judged(self._run(limits=limits), Circumstances(self._before))
 
-    def _judged(self, ended: Ended, damage: Damage | None = None) -> tuple[Verdict, Ended]:
-        changed = () if damage is None else (damage.file, str(Path(damage.file).with_name("other")))
-        return judged(self._forge, self.scene, self.reference, self._before, ended, changed), ended
+    def _judged(self, ended: Ended, around: Circumstances) -> tuple[Verdict, Ended]:
+        return judged(self._forge, self.scene, self.reference, around, ended), ended
 
     def _run(self, fault: Fault | None = None, at: int = 1, **how: object) -> Ended:
         restore(self._forge.root, self._pristine)

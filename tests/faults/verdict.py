@@ -18,6 +18,19 @@ class Reference(NamedTuple):
     files: dict[str, bytes]
 
 
+class Circumstances(NamedTuple):
+    """What there was before, and what the test has done beside the fault itself.
+
+    Attributes:
+        changed: files that it has damaged.
+        is_reader_gone: nobody reads what is printed, so that an early end is no failure.
+    """
+
+    before: dict[str, bytes]
+    changed: tuple[str, ...] = ()
+    is_reader_gone: bool = False
+
+
 class Verdict(NamedTuple):
     """How it has ended, and what should not have been."""
 
@@ -32,22 +45,18 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
-def judged(
-    forge: Forge, scene: Scene, reference: Reference, before: dict[str, bytes], ended: Ended, changed: tuple[str, ...]
-) -> Verdict:
-    """Whether that end may be; the next run is tried where files are not what they were.
-
-    Args:
-        changed: files that the test has damaged.
-    """
-    after = {name: data for name, data in contents(forge.root).items() if name not in changed}
-    wanted = {name: data for name, data in reference.files.items() if name not in changed}
-    before = {name: data for name, data in before.items() if name not in changed}
-    breaches = [*_of_exit(ended), *_of_text(scene, reference.ended, ended)]
-    if ended.code == 0 and not scene.is_timed:
+def judged(forge: Forge, scene: Scene, reference: Reference, around: Circumstances, ended: Ended) -> Verdict:
+    """Whether that end may be; the next run is tried where files are not what they were."""
+    after, wanted, before = (
+        {name: data for name, data in files.items() if name not in around.changed}
+        for files in (contents(forge.root), reference.files, around.before)
+    )
+    is_whole = ended.code == 0 and not scene.is_timed and not around.is_reader_gone
+    breaches = [*_of_exit(ended), *_of_text(scene, reference.ended, ended, is_whole)]
+    if is_whole:
         breaches += [f"exit 0 without {name}" for name in sorted(wanted) if after.get(name) != wanted[name]]
     breaches += [f"{name}: {what}" for name, what in _of_files(scene, wanted, before, after)]
-    if after != before and after != wanted and not breaches and not changed:
+    if after != before and after != wanted and not breaches and not around.changed:
         breaches += _of_next_run(forge, scene, wanted)
     end = "hung" if ended.is_hung else "survived" if ended.code == 0 else f"exit {ended.code}"
     return Verdict("BREACH" if breaches else end, breaches)
@@ -66,10 +75,10 @@ def _of_exit(ended: Ended) -> list[str]:
     return breaches
 
 
-def _of_text(scene: Scene, wanted: Ended, ended: Ended) -> list[str]:
+def _of_text(scene: Scene, wanted: Ended, ended: Ended, is_whole: bool) -> list[str]:
     if scene.is_timed:
         return []
-    if ended.code == 0:
+    if is_whole:
         return [] if ended.out == wanted.out else [f"exit 0 with another text: {ended.out!r}"]
     said = ended.out.rstrip("\n\ufffd")
     return [] if wanted.out.startswith(said) else [f"text that never was: {ended.out!r}"]
@@ -97,5 +106,5 @@ def _of_next_run(forge: Forge, scene: Scene, wanted: dict[str, bytes]) -> list[s
     ended = forge.run(scene.argv, stdin=scene.stdin, visits=scene.visits, port=scene.port)
     if ended.code != 0:
         return [f"the next run ends with {ended.code}: {ended.err[-300:]!r}"]
-    is_same = scene.is_timed or contents(forge.root) == wanted
+    is_same = scene.is_timed or scene.goes_on or contents(forge.root) == wanted
     return [] if is_same else ["the next run leaves other files"]
