@@ -2,6 +2,7 @@
 #   make demo    decode with a model larger than its memory budget
 #   make test    linters, then tests
 #   make test-isa   what computes, as processors with fewer instructions compute it
+#   make faults  a fault at every place where a system call is made, in every command (hours); ONLY="--share 0.05" for less
 #   make check   linters only
 #   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own
 #   make clean   remove the virtual environments, caches and builds
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-isa test-floor check clean
+.PHONY: demo test test-isa test-floor faults check clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -35,6 +36,10 @@ test-isa: $(VENV)/.installed-dev
 	  echo "== pytest with $$variant"; \
 	  env $$(echo $$variant | tr , ' ') $(PYTEST) $(NOT_COMPUTED:%=--ignore=tests/%) || failed="$$failed $$variant"; \
 	done; test -z "$$failed" || { echo "failed with$$failed" >&2; exit 1; }
+
+# Each breach is printed with what repeats it alone: make faults ONLY="--scene batch --call write --fault EIO --at 1"
+faults: $(VENV)/.installed-dev
+	@PYTHONPATH=tests:. HF_HUB_OFFLINE=1 $(BIN)/python -m faults $(ONLY)
 
 check: $(VENV)/.installed-dev
 	@echo "== ruff check"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from faults.calls import ANY, CALLS, FAULTS, STOPPED, Fault
-from faults.forge import Forge
-from faults.scenes import prepare, scenes
+from faults.forge import Forge, restore
+from faults.scenes import prepare, prepare_more, scenes
 from faults.trial import Damage, Trial
 from faults.verdict import Verdict
 
@@ -47,11 +47,14 @@ def main() -> int:
     begun, num_breaches = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="faults") as name:
         forge = Forge(Path(name))
-        prepare(forge, Path(name) / "pristine")
+        pristine = Path(name) / "pristine"
+        prepare(forge.root)
+        prepare_more(forge)
+        restore(pristine, forge.root)
         for scene in scenes(forge.root):
             if given.scene and scene.name not in given.scene:
                 continue
-            for row, again, verdict in _struck(Trial(forge, scene, Path(name) / "pristine"), given):
+            for row, again, verdict in _struck(Trial(forge, scene, pristine), given):
                 table[row][scene.name][verdict.end] += 1
                 num_breaches += bool(verdict.breaches)
                 if verdict.breaches:

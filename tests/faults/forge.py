@@ -37,9 +37,10 @@ class Forge:
         self._place.mkdir()
         shim = folder / "shim.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-o", shim, HERE / "shim.c", "-ldl"], check=True)
-        self.environment = {**os.environ, **_SILENT, "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(shim)}
+        environment = {**os.environ, **_SILENT, "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(shim)}
+        environment.pop("TRITON_INTERPRET", None)
         command, pipe = [sys.executable, str(HERE / "warm.py")], subprocess.PIPE
-        self._warm = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=self.environment, text=True, bufsize=1)
+        self._warm = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, bufsize=1)
 
     def run(
         self,
@@ -100,9 +101,11 @@ class Forge:
         return by_call
 
     def close(self) -> None:
-        assert self._warm.stdin is not None
+        """End the warm process."""
+        assert self._warm.stdin is not None and self._warm.stdout is not None
         self._warm.stdin.close()
         self._warm.wait(timeout=30)
+        self._warm.stdout.close()
 
     def _ask(self, what: Mapping[str, Any]) -> Any:
         assert self._warm.stdin is not None and self._warm.stdout is not None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from faults.forge import Forge, restore
+from faults.forge import Forge
 from reciting import PIECES, TEMPLATE, streaming_ram
 from tiny import FAMILIES, build, save, save_reciter, save_tokenizer
 
@@ -47,7 +47,7 @@ def scenes(root: Path) -> list[Scene]:
         Scene("generate", say),
         Scene("session, new", (*say, "--session", out / "text"), stays=("out/text",), goes_on=True),
         Scene("session, gone on", (*write, "--session", root / "text"), stays=("text",), goes_on=True),
-        Scene("chat", (*chat, "--session", out / "talk"), "Hi\n/stats\nYou\n", stays=("out/talk",), goes_on=True),
+        Scene("chat", (*chat, "--session", out / "talk"), "Hi\nYou\n", stays=("out/talk",), goes_on=True),
         Scene("batch", (*write, "-f", root / "prompts.jsonl", "--out", out / "results"), stays=("out/results",)),
         Scene("batch, gone on", (*write, "-f", root / "prompts.jsonl", "--out", root / "half"), stays=("half",)),
         Scene("datastore build", (*_building(root), "--out", out / "store", "-q")),
@@ -65,9 +65,8 @@ def scenes(root: Path) -> list[Scene]:
     ]
 
 
-def prepare(forge: Forge, pristine: Path) -> None:
-    """Models, texts, and what earlier commands have left; `pristine` is a copy of it."""
-    root = forge.root
+def prepare(root: Path) -> None:
+    """Models and texts."""
     for name in ("out", "cache", "config"):
         (root / name).mkdir(parents=True)
     save_reciter(root / "target", PIECES, chat_template=TEMPLATE)
@@ -78,16 +77,20 @@ def prepare(forge: Forge, pristine: Path) -> None:
     (root / "more.txt").write_text(CORPUS[::-1])
     lines = [{"prompt": "Say:"}, {"prompt": "Say", "max_tokens": 2}, {"prompt": "lo"}, {"prompt": "w:"}]
     (root / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def prepare_more(forge: Forge) -> None:
+    """What earlier commands have left: a session, a store, a packed model, and results of which one is cut."""
+    root = forge.root
     found = {scene.name: scene for scene in scenes(root)}
     for name in ("session, new", "batch", "datastore build", "pack"):
         ended = forge.run(found[name].argv)
         assert ended.code == 0, f"{name}: {ended.err}"
-    for made, kept in (("text", "text"), ("store", "store"), ("packed", "packed")):
-        (root / "out" / made).rename(root / kept)
+    for made in ("text", "store", "packed"):
+        (root / "out" / made).rename(root / made)
     results = (root / "out" / "results").read_bytes().splitlines(keepends=True)
     (root / "half").write_bytes(b"".join(results[:2]) + results[2][:20])
     (root / "out" / "results").unlink()
-    restore(pristine, root)
 
 
 def _building(root: Path) -> Sequence[object]:

@@ -52,7 +52,7 @@ def judged(forge: Forge, scene: Scene, reference: Reference, around: Circumstanc
         for files in (contents(forge.root), reference.files, around.before)
     )
     is_whole = ended.code == 0 and not scene.is_timed and not around.is_reader_gone
-    breaches = [*_of_exit(ended), *_of_text(scene, reference.ended, ended, is_whole)]
+    breaches = [*_of_exit(scene, ended), *_of_text(scene, reference.ended, ended, is_whole)]
     if is_whole:
         breaches += [f"exit 0 without {name}" for name in sorted(wanted) if after.get(name) != wanted[name]]
     breaches += [f"{name}: {what}" for name, what in _of_files(scene, wanted, before, after)]
@@ -62,15 +62,16 @@ def judged(forge: Forge, scene: Scene, reference: Reference, around: Circumstanc
     return Verdict("BREACH" if breaches else end, breaches)
 
 
-def _of_exit(ended: Ended) -> list[str]:
+def _of_exit(scene: Scene, ended: Ended) -> list[str]:
     if ended.is_hung:
         return ["it hangs"]
     breaches, lines = [] if ended.code in _ENDED_BY else [f"exit code {ended.code}"], ended.err.splitlines()
     if "Traceback" in ended.err or "Exception ignored" in ended.err:
         breaches.append(f"traceback: {lines[-1]}")
     own = [line for line in lines if not line.startswith("transformers: ")]
-    is_told = len(own) == 1 and own[0].startswith("offload: ") and len(own[0]) <= _MOST_CHARS
-    if (ended.code in (1, 2) and not is_told) or (ended.code == 0 and own):
+    is_told = all(line.startswith("offload: ") and len(line) <= _MOST_CHARS for line in own)
+    num_told = range(9) if scene.stdin else (0,) if ended.code == 0 else (1,)  # a conversation goes on behind an error
+    if ended.code in (0, 1, 2) and not (is_told and len(own) in num_told):
         breaches.append(f"exit {ended.code} with {len(own)} lines: {ended.err[-300:]!r}")
     return breaches
 

@@ -19,7 +19,7 @@ from typing import Any
 
 _LIMITS = {"files": resource.RLIMIT_NOFILE, "file_bytes": resource.RLIMIT_FSIZE, "memory_bytes": resource.RLIMIT_AS}
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ASK_S = 0.005
+_ASK_S, _LOADING = 0.005, b"HTTP/1.1 503"
 NUM_COUNTS = 21  # with the one of all
 
 
@@ -128,14 +128,18 @@ def _visit(case: dict[str, Any], process: int, place: Path) -> int:
 
 
 def _reply(port: int, request: bytes) -> str:
-    """All that is answered; a connection that breaks ends it."""
-    while True:
-        try:
-            connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-            break
-        except OSError:
-            time.sleep(_ASK_S)
+    """All that is answered once the model is loaded; a connection that breaks ends it."""
+    while (received := _asked(port, request)) is None or received.startswith(_LOADING):
+        time.sleep(_ASK_S)
+    return received.decode(errors="replace")
+
+
+def _asked(port: int, request: bytes) -> bytes | None:
     received = b""
+    try:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    except OSError:  # not yet, or not any more
+        return None
     with connection:
         try:
             connection.sendall(request)
@@ -143,7 +147,7 @@ def _reply(port: int, request: bytes) -> str:
                 received += part
         except OSError as error:
             received += f"BROKEN {error}".encode()
-    return received.decode(errors="replace")
+    return received
 
 
 def _watched(case: dict[str, Any], process: int, place: Path) -> dict[str, Any]:
