@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -29,6 +30,8 @@ DAMAGES = tuple(
 LIMITS_OF_FILES = range(5, 45, 4)  # descriptors that a command is allowed
 # Where a share of all runs is asked for: what occurs hundreds of times is tried less often.
 _WEIGHTS = {"stat": 0.3, "any": 0.2, "damage": 0.1}
+MOMENTS, NEVER_S = 3, 300.0  # of each signal
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FILE_BYTES = (1000, 4096, 50_000)
 
 
@@ -70,7 +73,9 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     parser.add_argument("--scene", action="append", help="this command alone; may be given several times")
-    parser.add_argument("--call", action="append", choices=[*CALLS, "any", "damage", "limit"], help="this kind alone")
+    parser.add_argument(
+        "--call", action="append", choices=[*CALLS, "any", "damage", "limit", "moment"], help="this kind alone"
+    )
     parser.add_argument("--fault", action="append", help="this fault alone, such as EIO")
     parser.add_argument("--at", type=int, help="the so-many-th call alone")
     parser.add_argument("--every", action="store_true", help="every call, not only the first from each place")
@@ -89,10 +94,9 @@ def _struck(trial: Trial, given: argparse.Namespace) -> Iterator[Struck]:
             if given.at or chance.random() < given.share * _WEIGHTS.get(call, 1.0):
                 verdict, _ = trial.strike(fault, at)
                 yield Struck(f"{call} {fault.name}", f"--call {call} --fault {fault.name} --at {at}", verdict)
-    if given.call and not {"damage", "limit"} & {*given.call}:
-        return
     yield from _damaged(trial, given, chance)
     yield from _limited(trial, given)
+    yield from _interrupted(trial, given, chance)
 
 
 def _damaged(trial: Trial, given: argparse.Namespace, chance: random.Random) -> Iterator[Struck]:
@@ -104,6 +108,17 @@ def _damaged(trial: Trial, given: argparse.Namespace, chance: random.Random) -> 
             if given.at or chance.random() < given.share * _WEIGHTS["damage"]:
                 verdict, _ = trial.strike(stop, at, damage)
                 yield Struck(f"{damage.how} {damage.file}", f"--call damage --fault {damage.how} --at {at}", verdict)
+
+
+def _interrupted(trial: Trial, given: argparse.Namespace, chance: random.Random) -> Iterator[Struck]:
+    if trial.scene.visits or "moment" not in (given.call or ["moment"]):
+        return
+    duration_s = trial.interrupt(signal.SIGINT, NEVER_S)[1].seconds
+    for number in SIGNALS:
+        for _ in range(MOMENTS):
+            after_s = round(chance.uniform(0, duration_s), 2)
+            verdict, _ = trial.interrupt(number, after_s)
+            yield Struck(f"{number.name} at a moment", f"--call moment # {number.name} after {after_s} s", verdict)
 
 
 def _limited(trial: Trial, given: argparse.Namespace) -> Iterator[Struck]:

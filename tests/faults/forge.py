@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from faults.calls import ANY, Fault
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _SILENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+_PATIENCE_S = 120.0
 
 
 class Ended(NamedTuple):
@@ -67,7 +70,7 @@ class Forge:
                 "fault": [fault.call, at, fault.kind, fault.value, int(fault.is_lasting)] if fault else None,
                 "root": str(self.root),
                 "place": str(self._place),
-                "environment": {"XDG_CACHE_HOME": f"{self.root}/cache", "XDG_CONFIG_HOME": f"{self.root}/config"},
+                "environment": self._own(),
                 "limits": dict(limits or {}),
                 "meanwhile": [*map(str, meanwhile)],
                 "visits": [*visits],
@@ -84,6 +87,19 @@ class Forge:
         return Ended(
             counts=counts and tuple(counts), out=out, err=err, replies=tuple(self._read("replies") or ()), **told
         )
+
+    def interrupt(self, argv: Sequence[object], number: int, after_s: float, *, stdin: str = "") -> Ended:
+        """As a process of its own, which has to import everything, with a signal after so many seconds."""
+        command = [sys.executable, "-m", "offload", *map(str, argv)]
+        environment = {**os.environ, **_SILENT, **self._own(), "PYTHONPATH": str(ROOT)}
+        pipe, begun_s = subprocess.PIPE, time.monotonic()
+        running = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True)
+        try:
+            out, err = running.communicate(stdin, timeout=after_s)
+        except subprocess.TimeoutExpired:
+            running.send_signal(number)
+            out, err = running.communicate(timeout=_PATIENCE_S)
+        return Ended(running.returncode, out, err, time.monotonic() - begun_s, False, 0, None, ())
 
     def sites(self) -> dict[int, list[list[int]]]:
         """Of the run that was recorded last: by kind, the numbers of calls that come from the same place."""
@@ -106,6 +122,9 @@ class Forge:
         self._warm.stdin.close()
         self._warm.wait(timeout=30)
         self._warm.stdout.close()
+
+    def _own(self) -> dict[str, str]:
+        return {"XDG_CACHE_HOME": f"{self.root}/cache", "XDG_CONFIG_HOME": f"{self.root}/config"}
 
     def _ask(self, what: Mapping[str, Any]) -> Any:
         assert self._warm.stdin is not None and self._warm.stdout is not None

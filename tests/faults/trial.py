@@ -53,6 +53,14 @@ class Trial:
         """Run with at most so many `files`, or `file_bytes` in each of them."""
         return self._judged(self._run(limits=limits), Circumstances(self._before))
 
+    def interrupt(self, number: int, after_s: float) -> tuple[Verdict, Ended]:
+        """Send a signal to a process of its own; one that came before Python could hear it has ended that alone."""
+        restore(self._forge.root, self._pristine)
+        ended = self._forge.interrupt(self.scene.argv, number, after_s, stdin=self.scene.stdin)
+        if ended.code == -number and not ended.out + ended.err:
+            ended = ended._replace(code=128 + number)
+        return self._judged(ended, Circumstances(self._before))
+
     def _judged(self, ended: Ended, around: Circumstances) -> tuple[Verdict, Ended]:
         return judged(self._forge, self.scene, self.reference, around, ended), ended
 

@@ -19,7 +19,7 @@ from typing import Any
 
 _LIMITS = {"files": resource.RLIMIT_NOFILE, "file_bytes": resource.RLIMIT_FSIZE, "memory_bytes": resource.RLIMIT_AS}
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ASK_S, _LOADING = 0.005, b"HTTP/1.1 503"
+_ASK_S, _ASK_SERVER_S, _LOADING = 0.005, 0.2, b"HTTP/1.1 503"
 NUM_COUNTS = 21  # with the one of all
 
 
@@ -130,7 +130,7 @@ def _visit(case: dict[str, Any], process: int, place: Path) -> int:
 def _reply(port: int, request: bytes) -> str:
     """All that is answered once the model is loaded; a connection that breaks ends it."""
     while (received := _asked(port, request)) is None or received.startswith(_LOADING):
-        time.sleep(_ASK_S)
+        time.sleep(_ASK_SERVER_S)  # it loads on the same cores
     return received.decode(errors="replace")
 
 
