@@ -26,8 +26,7 @@ class Trial:
 
     def __init__(self, forge: Forge, scene: Scene, pristine: Path) -> None:
         self._forge, self.scene, self._pristine = forge, scene, pristine
-        if not scene.visits:
-            self._run(is_rehearsal=True)
+        self._run(is_rehearsal=True)
         first = self._run(is_recorded=True)
         assert first.code == 0, f"{scene.name} does not run: {first.err}"
         self.sites = forge.sites()

@@ -32,18 +32,16 @@ def main() -> None:
     for line in sys.stdin:
         case = json.loads(line)
         place = Path(case["place"])
-        if case["is_rehearsal"]:
-            answers.write(json.dumps(_rehearse(case, place)) + "\n")
-            continue
-        process = os.fork()
+        process = os.getpid() if case["is_rehearsal"] else os.fork()
         if process == 0:
             _become(case, place, shim)
             return  # as the interpreter ends: what it prints then counts, too
         visitor = _visit(case, process, place) if case["visits"] else 0
-        answers.write(json.dumps(_watched(case, process, place)) + "\n")
+        told = _rehearse(case, place) if case["is_rehearsal"] else _watched(case, process, place)
         if visitor:
             os.kill(visitor, signal.SIGKILL)
             os.waitpid(visitor, 0)
+        answers.write(json.dumps(told) + "\n")
 
 
 def _rehearse(case: dict[str, Any], place: Path) -> int:
