@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ MOMENTS, NEVER_S = 3, 300.0  # of each signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FILE_BYTES = (1000, 4096, 50_000)
 
+Table = defaultdict[str, defaultdict[str, Counter[str]]]
+
 
 class Struck(NamedTuple):
     """One run: the row of the table, what repeats it, and how it ended."""
@@ -44,30 +47,28 @@ class Struck(NamedTuple):
 
 
 def main() -> int:
-    """Exit code 1 where something should not have been."""
-    given = _arguments()
-    table: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    begun, num_breaches = time.monotonic(), 0
-    with tempfile.TemporaryDirectory(prefix="faults") as name:
-        forge = Forge(Path(name))
-        pristine = Path(name) / "pristine"
-        prepare(forge.root)
-        prepare_more(forge)
-        restore(pristine, forge.root)
-        for scene in scenes(forge.root):
-            if given.scene and scene.name not in given.scene:
-                continue
-            for row, again, verdict in _struck(Trial(forge, scene, pristine), given):
-                table[row][scene.name][verdict.end] += 1
-                num_breaches += bool(verdict.breaches)
-                if verdict.breaches:
-                    print(
-                        f"python -m faults --scene {scene.name!r} {again}", *verdict.breaches, sep="\n    ", flush=True
-                    )
-            print(f"{scene.name}: {_told(table, scene.name)}, {time.monotonic() - begun:.0f} s", file=sys.stderr)
-        forge.close()
+    """Exit code 1 where something should not have been; Ctrl-C ends it with the table so far."""
+    given, table = _arguments(), Table(lambda: defaultdict(Counter))
+    with tempfile.TemporaryDirectory(prefix="faults") as name, suppress(KeyboardInterrupt):
+        _fill(table, Path(name), given)
     _print_table(table)
-    return int(num_breaches > 0)
+    return int(any("BREACH" in ends for by_scene in table.values() for ends in by_scene.values()))
+
+
+def _fill(table: Table, folder: Path, given: argparse.Namespace) -> None:
+    forge, pristine, begun_s = Forge(folder), folder / "pristine", time.monotonic()
+    prepare(forge.root)
+    prepare_more(forge)
+    restore(pristine, forge.root)
+    for scene in scenes(forge.root):
+        if given.scene and scene.name not in given.scene:
+            continue
+        for row, again, verdict in _struck(Trial(forge, scene, pristine), given):
+            table[row][scene.name][verdict.end] += 1
+            if verdict.breaches:
+                print(f"--scene {scene.name!r} {again}", *verdict.breaches, sep="\n    ", flush=True)
+        print(f"{scene.name}: {_told(table, scene.name)}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
+    forge.close()
 
 
 def _arguments() -> argparse.Namespace:
@@ -84,6 +85,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _share(given: argparse.Namespace, kind: str) -> float:
+    return given.share * _WEIGHTS.get(kind, 1.0) if given.share < 1 else 1.0
+
+
 def _struck(trial: Trial, given: argparse.Namespace) -> Iterator[Struck]:
     chance = random.Random(f"{given.seed}/{trial.scene.name}")
     for fault in FAULTS:
@@ -91,7 +96,7 @@ def _struck(trial: Trial, given: argparse.Namespace) -> Iterator[Struck]:
         if (given.call and call not in given.call) or (given.fault and fault.name not in given.fault):
             continue
         for at in [given.at] if given.at else trial.numbers(fault, every=given.every):
-            if given.at or chance.random() < given.share * _WEIGHTS.get(call, 1.0):
+            if given.at or chance.random() < _share(given, call):
                 verdict, _ = trial.strike(fault, at)
                 yield Struck(f"{call} {fault.name}", f"--call {call} --fault {fault.name} --at {at}", verdict)
     yield from _damaged(trial, given, chance)
@@ -105,7 +110,7 @@ def _damaged(trial: Trial, given: argparse.Namespace, chance: random.Random) -> 
         if given.fault and damage.how not in given.fault:
             continue
         for at in [given.at] if given.at else trial.numbers(stop):
-            if given.at or chance.random() < given.share * _WEIGHTS["damage"]:
+            if given.at or chance.random() < _share(given, "damage"):
                 verdict, _ = trial.strike(stop, at, damage)
                 yield Struck(f"{damage.how} {damage.file}", f"--call damage --fault {damage.how} --at {at}", verdict)
 
@@ -130,12 +135,12 @@ def _limited(trial: Trial, given: argparse.Namespace) -> Iterator[Struck]:
         yield Struck("files of at most n bytes", f"--call limit # {file_bytes}", trial.limit(file_bytes=file_bytes)[0])
 
 
-def _told(table: dict[str, dict[str, Counter[str]]], scene: str) -> str:
-    ends = sum((by_scene[scene] for by_scene in table.values() if scene in by_scene), Counter())
+def _told(table: Table, scene: str) -> str:
+    ends = sum((by_scene[scene] for by_scene in table.values() if scene in by_scene), Counter[str]())
     return ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
 
 
-def _print_table(table: dict[str, dict[str, Counter[str]]]) -> None:
+def _print_table(table: Table) -> None:
     print("| call and fault | command | ends |\n|---|---|---|")
     for row, by_scene in table.items():
         for scene, ends in by_scene.items():
