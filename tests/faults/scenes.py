@@ -57,7 +57,7 @@ def scenes(root: Path) -> list[Scene]:
         Scene("pack --verify", ("pack", "-m", root / "packed", "--verify", "-q")),
         Scene("unpack", ("unpack", "-m", root / "packed", "--out", out / "back", "-q"), stays=("out/back.unfinished",)),
         Scene("serve", ("serve", *pair, "--parallel", 1, "--port", port), visits=_REQUESTS, port=port, is_timed=True),
-        Scene("tune", ("tune", *_tuning(root)), is_timed=True),
+        Scene("tune", ("tune", *_tuning(root)), is_timed=True, stays=("cache/offload/profiles",)),
         Scene("plan", ("plan", "-m", target, "-d", draft, "--ram", "1GiB", "--device", "cpu"), is_timed=True),
         Scene("demo", ("demo", "--size", "40MB", "-n", 2, "-q"), is_timed=True),
         Scene("generate, packed", ("generate", "-m", root / "packed", *small, "-p", "a", "-n", 3)),
