@@ -2,6 +2,7 @@
 #   make demo    decode with a model larger than its memory budget
 #   make test    linters, then tests
 #   make test-isa   what computes, as processors with fewer instructions compute it
+#   make faults  a fault at every place where a system call is made, in every command (hours); ONLY="--share 0.05" for less
 #   make check   linters only
 #   make fuzz CASES=10000 SEED=0   damaged files against all that reads them, see tests/fuzz
 #   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own
@@ -17,7 +18,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-isa fuzz test-floor check clean
+.PHONY: demo test test-isa fuzz faults test-floor check clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -41,6 +42,10 @@ CASES ?= 10000
 SEED ?= 0
 fuzz: $(VENV)/.installed-dev
 	@$(BIN)/python tests/fuzz --cases $(CASES) --seed $(SEED)
+
+# Each breach is printed with what repeats it alone: make faults ONLY="--scene batch --call write --fault EIO --at 1"
+faults: $(VENV)/.installed-dev
+	@PYTHONPATH=tests:. HF_HUB_OFFLINE=1 $(BIN)/python -m faults $(ONLY)
 
 check: $(VENV)/.installed-dev
 	@echo "== ruff check"

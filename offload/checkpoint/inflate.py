@@ -11,7 +11,6 @@ binary float. Norms of queries and keys keep their width, but meet the same smal
 half as large. Logits therefore equal the small model's up to the order of summation.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -28,6 +27,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from offload.checkpoint.folder_lock import locked_anew
 from offload.checkpoint.hub import layer_shapes
 from offload.checkpoint.layout import BLOCK_BYTES
 from offload.checkpoint.safetensors import INFLATED, read_json
@@ -338,14 +338,7 @@ def _is_finished(destination: Path, made_from: dict[str, Any]) -> bool:
 def _workspace(destination: Path) -> Iterator[Path]:
     """An empty sibling folder, locked: `destination` when the body ends well, removed when it does not."""
     folder = destination.with_name(f".{destination.name}.inflating")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"another process is writing to {folder}: wait for it or choose another folder"
-            raise UserError(message) from None
+    with locked_anew(folder):
         for leftover in folder.iterdir():
             leftover.unlink()
         try:
@@ -354,8 +347,6 @@ def _workspace(destination: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(folder)
             raise
-    finally:
-        os.close(lock)
 
 
 def _check_disk(folder: Path, total_bytes: int) -> None:

@@ -28,7 +28,7 @@ from offload.checkpoint.pack_folder import (
     unfinished,
     write_json,
 )
-from offload.checkpoint.packed_file import FORMAT, Origin, original_parts, read_packed, write_original
+from offload.checkpoint.packed_file import FORMAT, Origin, Packed, original_parts, read_packed, write_original
 from offload.checkpoint.packed_writing import Portion, write_packed
 from offload.checkpoint.packing_forecast import coded_bytes, is_packable, window_of
 from offload.checkpoint.parts import opened
@@ -110,9 +110,17 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
     folder, destination = model.expanduser().resolve(), destination.expanduser().resolve()
     manifest, found = read_manifest(folder), by_source(folder)
     require_apart(folder, destination)
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(f"{destination} exists and is not empty: choose another folder")
-    with unfinished(destination, {**manifest, "unpacks": str(folder)}) as scratch:
+    source = {**manifest, "unpacks": str(folder)}
+    if not is_finished(destination, source):
+        _write_originals(folder, found, destination, source, progress)
+    (destination / MANIFEST).unlink()  # at last: what has none, and is not finished, could not be gone on with
+    return destination
+
+
+def _write_originals(
+    folder: Path, found: Mapping[str, list[Packed]], destination: Path, source: Mapping[str, Any], progress: Progress
+) -> None:
+    with unfinished(destination, source) as scratch:
         needed_bytes = sum(own[0].origin.num_bytes for own in found.values())
         check_disk(scratch, needed_bytes - sum(path.stat().st_size for path in scratch.glob("*.safetensors")))
         count = _Counter(needed_bytes, progress)
@@ -125,8 +133,6 @@ def unpack(model: Path, destination: Path, *, progress: Progress) -> Path:
         for path in others(folder):
             if path.name not in (MANIFEST, _INDEX):
                 shutil.copyfile(path, scratch / (_INDEX if path.name == _SOURCE_INDEX else path.name))
-        (scratch / MANIFEST).unlink()
-    return destination
 
 
 def verify(model: Path, *, progress: Progress) -> Outcome:

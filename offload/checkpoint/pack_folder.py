@@ -4,7 +4,6 @@ A folder is made in `NAME.unfinished` beside it, which stays where the work is i
 made from, and what has its name there is whole. Invariant: the folder itself is whole from its first moment.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.folder_lock import locked_anew
 from offload.checkpoint.packed_file import FORMAT, VERSION, Packed, is_plain_name, read_packed
 from offload.checkpoint.parts import opened
 from offload.checkpoint.safetensors import MANIFEST, SUMS, Checkpoint, read_json
@@ -118,24 +118,16 @@ def require_apart(source: Path, destination: Path) -> None:
 def unfinished(destination: Path, made_from: Mapping[str, Any]) -> Iterator[Path]:
     """A folder beside `destination`, locked, that becomes it when the body ends well; it stays where it does not."""
     folder = destination.with_name(f"{destination.name}.unfinished")
-    with _told(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with opened(folder, os.O_RDONLY) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"another process is writing to {folder}: wait for it, or choose another folder"
-                ) from None
-            for leftover in folder.glob(".*"):
-                leftover.unlink()
-            if any(folder.iterdir()):
-                is_finished(folder, made_from)
-            else:
-                write_json(folder / MANIFEST, made_from)
-            yield folder
-            os.fsync(lock)
-            folder.replace(destination)
+    with _told(folder), locked_anew(folder) as lock:
+        for leftover in folder.glob(".*"):
+            leftover.unlink()
+        if any(folder.iterdir()):
+            is_finished(folder, made_from)
+        else:
+            write_json(folder / MANIFEST, made_from)
+        yield folder
+        os.fsync(lock)
+        folder.replace(destination)
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,8 +57,11 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write instead of this one: whoever reads sees the old one or the new one. Raises `OSError`."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    """A file to write instead of this one: whoever reads sees the old one or the new one. Raises `OSError`.
+
+    Its name is nobody else's: threads share a number of process, and so do programs in containers that share a folder.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         yield scratch
         os.replace(scratch, path)

@@ -16,15 +16,12 @@ from offload.cli import flags, output, rank_process
 from offload.cli.app import app
 from offload.cli.console import error_line
 from offload.cli.live_line import fitted
+from offload.cli.machine_failure import machine_failure
 from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.errors import RankError, RunError, UserError
 from offload.planning.place import Place
 
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
-_NO_DEVICE_MEMORY = (
-    "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
-    "where other programs use the GPU, lower --gpu-mem"
-)
 
 
 def main() -> None:
@@ -55,14 +52,12 @@ def main() -> None:
         _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         output.leave(0)
-    except OSError as error:
-        if not output.is_stuck():
-            raise
-        print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
-        output.leave(EXIT_FAILED)
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
-            _fail(_NO_DEVICE_MEMORY, EXIT_FAILED, place, error)
+        if isinstance(error, OSError) and output.is_stuck():
+            print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
+            output.leave(EXIT_FAILED)
+        if (line := machine_failure(error)) is not None:
+            _fail(line, EXIT_FAILED, place, error)
         if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
             raise
         misread = getattr(error, "ctx", None)  # of the command whose options were not understood

@@ -19,7 +19,7 @@ from offload.config import Sampling
 from offload.engine.chat import Chat
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.errors import RunError, UserError
+from offload.errors import UserError
 from offload.memory.plan import MemoryPlan
 from offload.planning.options import LoadOptions
 
@@ -112,39 +112,51 @@ def _go_on(chat: Chat, wishes: ChatOptions, console: Console) -> None:
 
 def answer_lines(chat: Chat, plan: MemoryPlan, console: Console, brake: Brake, session: Path | None) -> None:
     """Answer question by question until there are no more, or until a command says so."""
-    commands = ChatCommands(chat, plan, console)
+    commands, keeper = ChatCommands(chat, plan, console), _Keeper(chat, session, console)
     with ChatInput(HINT) as entries:
         while True:
             try:
                 entry = entries.read()
                 if entry is None or entry.command in LEAVE:
-                    return
+                    break
                 if not entry.command and not entry.text.strip():
                     continue
-                with _kept(chat, session, console):
+                with keeper.ready():
                     pieces = commands.obey(*entry) if entry.command else chat.ask(entry.text)
                     if pieces is not None:
                         with entries.silent():
                             _answer(chat, pieces, plan, console, brake)
             except UserError as error:
                 print(error_line(str(error)), file=sys.stderr)
+    keeper.keep()  # what failed before, while there was room to say so, ends the program now
 
 
-@contextmanager
-def _kept(chat: Chat, session: Path | None, console: Console) -> Iterator[None]:
-    """Whatever ends it, what it changes in the conversation is written to the session's file."""
-    before = chat.messages
-    try:
-        yield
-    finally:
-        if session is not None and chat.messages != before:
-            with saving(console):
-                chat.save(session)
+class _Keeper:
+    """Writes the conversation to the session's file, if there is one; what could not be written stays to be."""
+
+    def __init__(self, chat: Chat, session: Path | None, console: Console) -> None:
+        self._chat, self._session, self._console, self._kept = chat, session, console, chat.messages
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Whatever ends it, what it changes in the conversation is written."""
+        try:
+            yield
+        finally:
+            self.keep()
+
+    def keep(self) -> None:
+        """Raises `UserError` where it cannot be written."""
+        if self._session is not None and self._chat.messages != self._kept:
+            with saving(self._console):
+                self._chat.save(self._session)
+            self._kept = self._chat.messages
 
 
 def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, console: Console, brake: Brake) -> None:
     """Print the answer as it comes; whatever ends it, what was accepted is printed."""
-    num_shown, failure = 0, None
+    num_shown = 0
+    failure: BaseException | None = None
     assert chat.turn is not None, "one has just begun"
     console.follow(chat.turn, plan, chat.max_new_tokens)
     try:
@@ -153,7 +165,7 @@ def _answer(chat: Chat, pieces: Generator[str, None, None], plan: MemoryPlan, co
                 for piece in pieces:
                     num_shown += len(piece)
                     console.text(piece)
-            except (Stopped, RunError, UserError) as error:
+            except BaseException as error:  # whatever it is, but for `Stopped` it is raised again behind the text
                 failure = error
         result = chat.turn.result()
         console.text(result.text[num_shown:] + "\n")

@@ -9,7 +9,6 @@ from offload.cli.session_file import begun_text, kept_text
 from offload.engine.generation import Generation, Run
 from offload.engine.load import open_decoder
 from offload.engine.request import Request
-from offload.errors import RunError, UserError
 from offload.machine import rss_bytes
 from offload.model.target import Target
 from offload.planning.options import LoadOptions
@@ -50,7 +49,7 @@ def _write_run(run: "Run", console: Console, own_bytes: int, target: Target | No
         for piece in run:
             if target is None:
                 console.text(piece)
-    except (KeyboardInterrupt, RunError, UserError) as error:
+    except BaseException as error:  # whatever it is, it is raised again behind the text
         failure = error
     result = run.result()
     console.text((result.text[console.num_written :] if target is None else _as_json(result, target, failure)) + "\n")

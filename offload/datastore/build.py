@@ -4,7 +4,6 @@ Invariant: whatever ends a build, there is a whole store or none; whatever ends 
 new one. The memory that is taken beside the process's own is 5 bytes for every byte of a chunk's text, and a batch.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.checkpoint.folder_lock import locked, locked_anew
 from offload.config import format_bytes, require
 from offload.datastore.chunk import MAX_TEXT_BYTES, ReversedText, Width, sorted_positions
 from offload.datastore.store import (
@@ -72,7 +72,7 @@ def build(path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on
 def append(path: Path, documents: Iterable[str], coder: Coder, ram_bytes: int, on_phase: OnPhase) -> Store:
     """Add chunks to a store; readers that have it open go on with what it was. Raises what `build` raises."""
     room = chunk_room(ram_bytes, coder)
-    with _refusing_bad_places(path), _locked(path):
+    with _refusing_bad_places(path), _locked_store(path):
         store = read_store(path)
         require_tokenizer(store, coder.vocabulary)
         with _discarding_what_is_not_named(path):
@@ -198,8 +198,7 @@ def _workspace(path: Path) -> Iterator[Path]:
     if not is_free:
         raise UserError(f"a new store must have a name of its own, {path} exists: take another, or append to it")
     folder = scratch_folder(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with locked_anew(folder):
         for leftover in folder.iterdir():
             leftover.unlink()
         try:
@@ -212,20 +211,12 @@ def _workspace(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Against others that write. Raises `UserError` where one does."""
-    try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError):
-        read_store(folder)  # which says what is missing
-        raise
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _locked_store(path: Path) -> Iterator[None]:
+    """Against others that write. Raises `UserError` where one does, or where there is no store."""
+    if not path.is_dir():
+        read_store(path)  # which says what is missing
+    with locked(path):
         yield
-    except BlockingIOError:
-        raise UserError(f"another process is writing to {folder}: wait for it, or take another name") from None
-    finally:
-        os.close(lock)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.config import require
-from offload.errors import UserError
+from offload.errors import ReadError, UserError
 
 MAX_TEXT_BYTES = 2**31 - 1  # positions, also those between tokens that are sorted along, are int32
 _BLOCK = 1 << 16  # positions that are looked at together
@@ -44,6 +44,12 @@ class Chunk(NamedTuple):
     text: bytes | mmap.mmap  # sliced and compared by searches
     tokens_B: NDArray[np.unsignedinteger]  # the same bytes as numbers
     position_M: NDArray[np.int32]  # one for every token of the documents
+    files: tuple[mmap.mmap, ...] = ()  # what it is mapped from
+
+    def require_whole(self) -> None:
+        """Raises `ReadError` where a file was cut since it was mapped: whoever touches what is gone is killed."""
+        if any(file.size() < len(file) for file in self.files):
+            raise ReadError("a file of the datastore was cut short while in use: build it again")
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "Chunk":

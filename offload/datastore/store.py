@@ -162,7 +162,8 @@ def map_chunk(store: Store, index: int) -> Chunk:
     """Raises `UserError` where a file is missing or has another size."""
     entry, files = store.chunks[index], chunk_files(store.path, index)
     text, order = _mapped(files[0], entry.tokens.num_bytes), _mapped(files[1], entry.positions.num_bytes)
-    return Chunk(text, np.frombuffer(text, Width.of(store.vocab_size).dtype), np.frombuffer(order, np.int32))
+    tokens_B, position_M = np.frombuffer(text, Width.of(store.vocab_size).dtype), np.frombuffer(order, np.int32)
+    return Chunk(text, tokens_B, position_M, (text, order))
 
 
 def _checked(folder: Path, content: dict[str, Any]) -> Store:

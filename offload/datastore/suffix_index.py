@@ -58,7 +58,10 @@ class SuffixIndex:
         """The places with the longest end of `context`, of at most `most` tokens; none where fewer than `least` match.
 
         Every match has a token that follows it. With `least` 0 and no match, all places of the corpus are found.
+        Raises `ReadError` where a file was cut.
         """
+        for chunk in self._chunks:
+            chunk.require_whole()
         wanted = self._reversed(context, most)
         if len(wanted) < least * self._width.num_bytes:
             return _NOWHERE

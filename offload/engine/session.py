@@ -68,7 +68,7 @@ class Session(NamedTuple):
 def save_session(
     path: Path, models: Models, pool: CachePool, arithmetic: str, messages: list[dict[str, str]] | None, num_turns: int
 ) -> None:
-    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written.
+    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written, and `ReadError`.
 
     `arithmetic` names what the bits of keys and values depend on beside weights and types; empty where on more.
     """
@@ -76,9 +76,9 @@ def save_session(
     for part, cache in _caches(pool).items():
         for index, pair in cache.states(len(tokens)).items():
             tensors |= {_name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)}
-    told = {"messages": json.dumps(messages), "num_turns": str(num_turns)}
+    told = {**models.identity, "messages": json.dumps(messages), "num_turns": str(num_turns)}
     try:
-        write_tensors(path, {**models.identity, **told, "arithmetic": arithmetic, "format": _FORMAT}, tensors)
+        write_tensors(path, {**told, "arithmetic": arithmetic, "format": _FORMAT}, tensors)
     except OSError as error:
         raise UserError(f"cannot write the session to {path} ({error.strerror}): name another file") from None
 

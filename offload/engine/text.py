@@ -28,11 +28,27 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
         return None
     check_small(Path(directory))
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        config = _config_beside(Path(directory))
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
     beside = Path(directory) / _PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
         tokenizer.chat_template = read_json(beside).get("chat_template")
     return tokenizer
+
+
+def _config_beside(directory: Path) -> Any:
+    """The model's config, or None for one that transformers shall make do without. Raises `OSError`.
+
+    It takes a file that the disk does not give for none, and may choose another class of tokenizer: other ids.
+    """
+    from transformers import AutoConfig
+
+    if not os.path.isfile(directory / "config.json"):
+        return None
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except ValueError:  # of a kind that it does not know
+        return None
 
 
 def _load_from_gguf(file: Path) -> Tokenizer:

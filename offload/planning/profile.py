@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from offload.checkpoint.expert_sizes import ExpertShape
-from offload.checkpoint.safetensors import Checkpoint
+from offload.checkpoint.safetensors import Checkpoint, Stamp
 from offload.checkpoint.small_files import open_regular, read_object, replacing
 from offload.config import Sampling
 from offload.errors import ReadError, UserError, ensure, reason
@@ -160,15 +160,21 @@ class Profile:
 def fingerprint(checkpoint: Checkpoint) -> str:
     """SHA-256 of config.json, all headers of weights, and a few blocks of weights from each shard.
 
-    Raises `ReadError`.
+    Raises `ReadError`, also where a file is not the one any more whose header was read: what is kept under the
+    fingerprint was computed with that one.
     """
+    stamps = dict(zip(checkpoint.shards, checkpoint.stamps, strict=False))
     digest = hashlib.sha256(repr(checkpoint.held).encode() if checkpoint.held else b"")
     config = checkpoint.small_files / "config.json"
     is_derived = checkpoint.beside is not None and not os.path.isfile(config)  # from the header of a GGUF file
     for path in (*([] if is_derived else [config]), *checkpoint.shards):
         try:
             with open_regular(path) as file:
+                if path in stamps and Stamp.of(file.fileno()) != stamps[path]:
+                    raise ReadError(f"{path.name} changed since its header was read: load the model again")
                 digest.update(file.read() if path not in checkpoint.shards else _sampled(path.name, file, checkpoint))
+        except ReadError:
+            raise
         except OSError as error:
             raise ReadError(f"reading {path} failed: {error.strerror}") from error
     return digest.hexdigest()
@@ -236,7 +242,7 @@ def require_writable(folder: Path) -> None:
     """Find out before hours of measuring whether their result can be kept. Raises `UserError` where it cannot."""
     trial = folder / f".{os.getpid()}"
     write_atomically(trial, "")
-    trial.unlink()
+    trial.unlink(missing_ok=True)  # a program in another container may have the same number
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -3,12 +3,14 @@
 Invariant: a folder that is not whole never has the name that was asked for.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from offload.checkpoint import pack as module
 from offload.checkpoint import packed_writing
 from offload.checkpoint.pack import pack, unpack, verify
 from offload.checkpoint.packed_file import read_packed
-from offload.checkpoint.safetensors import open_checkpoint, read_header
+from offload.checkpoint.safetensors import MANIFEST, open_checkpoint, read_header
 from offload.encoding.exponents import Exponents, Window
 from offload.errors import ReadError, UserError
 
@@ -288,12 +290,34 @@ def test_folders_that_are_in_the_way_are_refused(model: Path, tmp_path: Path, bf
     elsewhere = save(build(FAMILIES["llama"]()).bfloat16(), tmp_path / "llama")
     with pytest.raises(UserError, match=r"is made from .*model: choose another folder"):
         pack(elsewhere, packed, progress=silent)
-    with pytest.raises(UserError, match="exists and is not empty"):
+    with pytest.raises(UserError, match="holds something else"):
         unpack(packed, elsewhere, progress=silent)
     with pytest.raises(UserError, match="holds no packed model"):
         unpack(elsewhere, tmp_path / "back", progress=silent)
     shutil.rmtree(elsewhere), shutil.rmtree(packed)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("step", ["replace", "unlink"])
+def test_an_unpacking_that_fails_in_its_last_steps_goes_on(
+    step: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, back = pack(model, tmp_path / "packed", progress=silent).folder, tmp_path / "back"
+    does = getattr(Path, step)
+
+    def refuse(path: Path, *given: Any, **how: Any) -> Any:
+        if path.name == "back.unfinished" or path == back / MANIFEST:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return does(path, *given, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, step, refuse)
+        with pytest.raises((UserError, OSError), match="Input/output error"):
+            unpack(packed, back, progress=silent)
+    assert unpack(packed, back, progress=silent) == back
+    found, wanted = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (back, model))
+    assert found == {name: wanted[name] for name in wanted if name not in (".hidden", "consolidated.pth")}
+    assert not (tmp_path / "back.unfinished").exists()
 
 
 def test_a_disk_that_is_too_small_is_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import signal
+from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from reciting import SAID, TEMPLATE, at_call, at_sweep, interrupt
@@ -177,6 +179,23 @@ def test_an_interrupt_waits_for_the_session_to_be_written(talker: Path, tmp_path
     with at_call(Decoder, "save_session", 1, interrupt):
         assert generate(talker, "-p", "Say:", "-n", 4, "--session", path).code == 130
     assert path.exists()
+
+
+@pytest.mark.parametrize(("number_of_failures", "code"), [(1, 0), (2, 2)])
+def test_a_session_that_could_not_be_written_is_tried_again_at_the_end(
+    number_of_failures: int, code: int, talker: Path, tmp_path: Path
+) -> None:
+    path, save, calls = tmp_path / "talk", Decoder.save_session, count(1)
+
+    def failing(decoder: Decoder, *given: object) -> None:
+        if next(calls) <= number_of_failures:
+            raise UserError("cannot write the session")
+        save(decoder, *given)  # type: ignore[arg-type]
+
+    with patch.object(Decoder, "save_session", failing):
+        told = chat(talker, "Say\n", "--session", path)
+    assert told.code == code and path.exists() is (code == 0) and told.out == SAID + "\n"
+    assert told.err == number_of_failures * "offload: cannot write the session\n"
 
 
 def test_only_a_run_with_a_token_writes_its_session(looper: Path, tmp_path: Path) -> None:

@@ -194,6 +194,15 @@ def test_an_interruption_is_heard_while_a_library_sorts(tmp_path: Path, monkeypa
     release.set()
 
 
+def test_a_lock_that_the_disk_refuses_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+    with monkeypatch.context() as patch:
+        patch.setattr(building.os, "open", failing(os.open, 1, error=error))
+        with pytest.raises(UserError, match=r"cannot write .*store .Input/output error.: nothing of it was kept"):
+            build(tmp_path / "store")
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_a_killed_build_left_is_in_nobodys_way(tmp_path: Path) -> None:
     leftover = tmp_path / ".store.building"
     leftover.mkdir()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from refusals import damaged
 
 from offload.datastore.store import open_datastore, read_store, vocabulary_sha256, vocabulary_size
 from offload.datastore.verify import verify
-from offload.errors import UserError
+from offload.errors import ReadError, UserError
 
 Edit = Callable[[np.ndarray], object]
 
@@ -66,6 +67,15 @@ def test_a_file_of_another_size_is_refused(name: str, cut: Callable[[bytes], byt
     (store / name).write_bytes(cut(raw))
     wanted = f"{store / name} must have {len(raw)} bytes, got {len(cut(raw))}: build it again"
     assert refused(store).startswith(wanted) and refused(store, by_verify=True).startswith(wanted)
+
+
+@pytest.mark.parametrize("name", ["chunk-00000.tokens", "chunk-00000.positions"])
+def test_a_file_that_is_cut_while_it_is_mapped_ends_a_look_up_and_not_the_process(name: str, store: Path) -> None:
+    index = open_datastore(store, VOCABULARY)
+    assert index.longest([97, 98], least=0).count > 0
+    os.truncate(store / name, 0)
+    with pytest.raises(ReadError, match="a file of the datastore was cut short while in use"):
+        index.longest([97, 98], least=0)
 
 
 def test_a_missing_file_is_refused(store: Path) -> None:

@@ -17,7 +17,7 @@ from offload.config import Sampling
 from offload.engine.decoder import Decoder
 from offload.engine.request import Request
 from offload.engine.session import check_session
-from offload.errors import UserError
+from offload.errors import ReadError, UserError
 
 PROMPT = list(range(20, 60))
 NUM_NEW, NUM_FIRST = 24, 9
@@ -129,6 +129,18 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         ):
             decoder.save_session(path)
         assert path.read_bytes() == before and len(list(tmp_path.glob(".*"))) == 0
+
+
+def test_keys_and_values_are_never_said_to_be_of_weights_that_came_later(tmp_path: Path) -> None:
+    """The files are replaced while a text is written: it goes on with those that are open, and is kept as of none."""
+    with open_pair("llama", tmp_path, "8x3") as decoder:
+        decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
+        for shard in sorted(tmp_path.rglob("*.safetensors")):
+            shard.with_name("other").write_bytes(shard.read_bytes())
+            shard.with_name("other").replace(shard)
+        with pytest.raises(ReadError, match=r"\.safetensors changed since its header was read: load the model again"):
+            decoder.save_session(tmp_path / "text.session")
+    assert not (tmp_path / "text.session").exists()
 
 
 def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Pieces of text that never have to be taken back: characters split over tokens, stop strings split over bursts."""
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -237,6 +239,24 @@ def test_a_processor_keeps_its_template_in_a_file_of_its_own(tmp_path: Path) -> 
     (tmp_path / "chat_template.json").write_text("{")
     with pytest.raises(UserError, match=r"chat_template\.json is not valid JSON"):
         load_tokenizer(tmp_path)
+
+
+def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its model type the tokenizer's class is chosen; without one, ids may be others."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    load_tokenizer(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("transformers.configuration_utils.PreTrainedConfig._dict_from_json_file", refuse)
+    with pytest.raises(UserError, match=r"cannot read the tokenizer in .* \(.*Input/output error\)"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert load_tokenizer(tmp_path) is not None, "a folder that has none is read as before"
 
 
 def test_without_a_template_the_prompt_is_taken_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:

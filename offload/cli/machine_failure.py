@@ -1,0 +1,40 @@
+"""What the machine refuses wherever it likes: files, memory, threads. One line each, whoever asked for it.
+
+Where a refusal is expected it has a message of its own; this is what is left, so that none ends in a traceback.
+"""
+
+import errno
+
+_REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "end other programs",
+    errno.ENOSPC: "free some room",
+    errno.EDQUOT: "free some room",
+    errno.ENOMEM: "lower --ram, or end other programs",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), or end other programs",
+}
+_LOOK = "look at the disk, and at who may read and write there"
+_NO_MEMORY = f"memory ran out, more was needed than there is: {_REMEDIES[errno.ENOMEM]}"
+_NO_DEVICE_MEMORY = (
+    "device memory ran out, more was needed than planned: lower --context or take a smaller --tree; "
+    "where other programs use the GPU, lower --gpu-mem"
+)
+# What torch and Python say in a RuntimeError of no class of its own.
+_NO_THREAD = "can't start new thread"
+_TORCH_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+
+def machine_failure(error: BaseException) -> str | None:
+    """The line for an error of the machine, or None for any other."""
+    text = str(error)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, and torch may not be loaded
+        return _NO_DEVICE_MEMORY
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in text for w in _TORCH_NO_MEMORY)):
+        return _NO_MEMORY
+    if isinstance(error, RuntimeError) and _NO_THREAD in text:
+        return f"the system starts no more threads: {_REMEDIES[errno.EAGAIN]}"
+    if isinstance(error, OSError):
+        what = error.strerror or " ".join(text.split()) or type(error).__name__
+        where = f" ({error.filename})" if error.filename else ""
+        return f"the system refused{where}: {what}; {_REMEDIES.get(error.errno or 0, _LOOK)}"
+    return None

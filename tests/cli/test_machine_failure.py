@@ -1,0 +1,71 @@
+"""What the machine refuses at any place: one line, exit 1, and the text that there is."""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from reciting import at_sweep, generate, only_object, recited
+
+from offload.cli.machine_failure import machine_failure
+
+
+def file_refused() -> NoReturn:
+    raise OSError(errno.EIO, "Input/output error", "/some/file")
+
+
+def files_used_up() -> NoReturn:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def memory_used_up() -> NoReturn:
+    raise MemoryError
+
+
+def torch_has_no_memory() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def device_full() -> NoReturn:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+
+
+def threads_used_up() -> NoReturn:
+    raise RuntimeError("can't start new thread")
+
+
+def ended_from_outside() -> NoReturn:
+    raise SystemExit(143)
+
+
+REFUSALS: list[tuple[Callable[[], object], str]] = [
+    (file_refused, "the system refused (/some/file): Input/output error; look at the disk"),
+    (files_used_up, "Too many open files; raise the limit of open files (ulimit -n)"),
+    (memory_used_up, "memory ran out, more was needed than there is: lower --ram"),
+    (torch_has_no_memory, "memory ran out, more was needed than there is: lower --ram"),
+    (device_full, "device memory ran out, more was needed than planned: lower --context"),
+    (threads_used_up, "the system starts no more threads: raise the limit of processes (ulimit -u)"),
+]
+
+
+@pytest.mark.parametrize(("refuse", "words"), REFUSALS)
+def test_a_refusal_in_mid_run_keeps_the_text(refuse: Callable[[], object], words: str, looper: Path) -> None:
+    with at_sweep(4, refuse):
+        outcome = generate(looper, "--json", tree="chain:1")
+    assert outcome.code == 1 and outcome.err.count("\n") == 1 and words in outcome.err
+    result = only_object(outcome.out)
+    assert result["finish_reason"] == "interrupted" and len(result["token_ids"]) == 6
+    assert result["text"].rstrip("\ufffd") == recited(len(result["text"].rstrip("\ufffd")))
+
+
+def test_an_end_from_outside_keeps_the_text(looper: Path) -> None:
+    with at_sweep(4, ended_from_outside):
+        outcome = generate(looper, "--json", tree="chain:1")
+    assert outcome.code == 143 and len(only_object(outcome.out)["token_ids"]) == 6
+
+
+def test_other_errors_are_no_refusals() -> None:
+    assert machine_failure(RuntimeError("shapes cannot be multiplied")) is None
+    assert machine_failure(KeyError("x")) is None

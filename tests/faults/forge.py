@@ -1,0 +1,142 @@
+"""Builds the shim, keeps the warm process, and hands it cases."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from faults.calls import ANY, Fault
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+_SILENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+_PATIENCE_S = 120.0
+
+
+class Ended(NamedTuple):
+    """How a command has ended; a signal that killed it is a negative code."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    is_hung: bool
+    num_stops: int
+    counts: tuple[int, ...] | None  # calls of each kind, and all of them; None where it was killed
+    replies: tuple[str, ...]  # to the requests of the visitor
+
+
+class Forge:
+    """A warm process, and a folder `root` outside of which nothing is counted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self._place = folder / "root", folder / "place"
+        self._place.mkdir()
+        shim = folder / "shim.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-o", shim, HERE / "shim.c", "-ldl"], check=True)
+        environment = {**os.environ, **_SILENT, "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(shim)}
+        environment.pop("TRITON_INTERPRET", None)
+        command, pipe = [sys.executable, str(HERE / "warm.py")], subprocess.PIPE
+        self._warm = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, bufsize=1)
+
+    def run(
+        self,
+        argv: Sequence[object],
+        fault: Fault | None = None,
+        at: int = 1,
+        *,
+        stdin: str = "",
+        limits: Mapping[str, int] | None = None,
+        meanwhile: Sequence[object] = (),
+        visits: Sequence[str] = (),
+        port: int = 0,
+        timeout_s: float = 60.0,
+        is_rehearsal: bool = False,
+        is_recorded: bool = False,
+    ) -> Ended:
+        """A command under a fault at the so-many-th call, or under limits; where it stops, `meanwhile` happens."""
+        for name in ("counts", "replies"):
+            (self._place / name).unlink(missing_ok=True)
+        (self._place / "in").write_text(stdin)
+        told = self._ask(
+            {
+                "argv": [*map(str, argv)],
+                "fault": [fault.call, at, fault.kind, fault.value, int(fault.is_lasting)] if fault else None,
+                "root": str(self.root),
+                "place": str(self._place),
+                "environment": self._own(),
+                "limits": dict(limits or {}),
+                "meanwhile": [*map(str, meanwhile)],
+                "visits": [*visits],
+                "port": port,
+                "timeout_s": timeout_s,
+                "is_rehearsal": is_rehearsal,
+                "is_recorded": is_recorded,
+            }
+        )
+        if is_rehearsal:
+            told = {"code": told, "seconds": 0.0, "is_hung": False, "num_stops": 0}
+        counts = self._read("counts")
+        out, err = ((self._place / name).read_bytes().decode(errors="replace") for name in ("out", "err"))
+        return Ended(
+            counts=counts and tuple(counts), out=out, err=err, replies=tuple(self._read("replies") or ()), **told
+        )
+
+    def interrupt(self, argv: Sequence[object], number: int, after_s: float, *, stdin: str = "") -> Ended:
+        """As a process of its own, which has to import everything, with a signal after so many seconds."""
+        command = [sys.executable, "-m", "offload", *map(str, argv)]
+        environment = {**os.environ, **_SILENT, **self._own(), "PYTHONPATH": str(ROOT)}
+        pipe, begun_s = subprocess.PIPE, time.monotonic()
+        running = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True)
+        try:
+            out, err = running.communicate(stdin, timeout=after_s)
+        except subprocess.TimeoutExpired:
+            running.send_signal(number)
+            out, err = running.communicate(timeout=_PATIENCE_S)
+        return Ended(running.returncode, out, err, time.monotonic() - begun_s, False, 0, None, ())
+
+    def sites(self) -> dict[int, list[list[int]]]:
+        """Of the run that was recorded last: by kind, the numbers of calls that come from the same place."""
+        found: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
+        for entry in (self._place / "calls").read_text(errors="replace").split("@ ")[1:]:
+            head, _, trace = entry.partition("\n")
+            call, number, of_any = map(int, head.split())
+            numbers, all_numbers = found.setdefault((call, trace or str(number)), ([], []))
+            numbers.append(number)
+            all_numbers += [of_any] if of_any else []
+        by_call: dict[int, list[list[int]]] = {}
+        for (call, _), (numbers, all_numbers) in found.items():
+            by_call.setdefault(call, []).append(numbers)
+            by_call.setdefault(ANY, []).append(all_numbers)
+        return by_call
+
+    def close(self) -> None:
+        """End the warm process."""
+        assert self._warm.stdin is not None and self._warm.stdout is not None
+        self._warm.stdin.close()
+        self._warm.wait(timeout=30)
+        self._warm.stdout.close()
+
+    def _own(self) -> dict[str, str]:
+        return {"XDG_CACHE_HOME": f"{self.root}/cache", "XDG_CONFIG_HOME": f"{self.root}/config"}
+
+    def _ask(self, what: Mapping[str, Any]) -> Any:
+        assert self._warm.stdin is not None and self._warm.stdout is not None
+        self._warm.stdin.write(json.dumps(what) + "\n")
+        return json.loads(self._warm.stdout.readline())
+
+    def _read(self, name: str) -> Any:
+        path = self._place / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def restore(root: Path, pristine: Path) -> None:
+    """The folder as it was before anything ran in it; paths and times of files are the same."""
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(pristine, root, symlinks=True)

@@ -1,0 +1,105 @@
+"""A spread of faults in some commands; `make faults` strikes calls of all kinds in all of them.
+
+Why: what fails once in a year of somebody's runs must end as promised, too: with one line and its exit code, the text
+so far, no file half-written, and a next run that works. Invariant: what a verdict looks for shows where it is planted.
+"""
+
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from faults.calls import ANY, CALLS, ERROR, FAULTS, SIGNAL, STOPPED, Fault
+from faults.forge import Ended, Forge, restore
+from faults.scenes import Scene, prepare, scenes
+from faults.trial import Damage, Trial
+from faults.verdict import Circumstances, Reference, contents, judged
+
+NUM_STRIKES = {"session, new": 4, "datastore build": 8}
+STOP = Fault("stop", ANY, SIGNAL, STOPPED)
+has_shim = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None, reason="faults are injected by a shim in C, for Linux"
+)
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trial]]:
+    folder = tmp_path_factory.mktemp("faults")
+    forge = Forge(folder)
+    prepare(forge.root)
+    restore(folder / "pristine", forge.root)
+    yield {one.name: Trial(forge, one, folder / "pristine") for one in scenes(forge.root) if one.name in NUM_STRIKES}
+    forge.close()
+
+
+@has_shim
+@pytest.mark.parametrize("name", NUM_STRIKES)
+def test_faults_end_as_promised(name: str, trials: dict[str, Trial]) -> None:
+    chance, trial = random.Random(name), trials[name]
+    possible = [fault for fault in FAULTS if trial.numbers(fault)]
+    for fault in chance.sample(possible, NUM_STRIKES[name]):
+        at = chance.choice(trial.numbers(fault))
+        verdict, _ = trial.strike(fault, at)
+        call = (*CALLS, "any")[fault.call]
+        assert not verdict.breaches, f"make faults ONLY='--scene {name!r} --call {call} --fault {fault.name} --at {at}'"
+
+
+@has_shim
+def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
+    trial = trials["session, new"]
+    for call in ("open", "rename"):
+        verdict, ended = trial.strike(Fault("EIO", CALLS.index(call), ERROR, 5), 1)
+        assert verdict.end in ("exit 1", "exit 2") and "Input/output error" in ended.err
+    late = trial.numbers(STOP)[-20]
+    assert trial.strike(STOP, late)[1].num_stops == 1
+    verdict, ended = trial.strike(Fault("SIGINT", ANY, SIGNAL, signal.SIGINT), trial.numbers(STOP)[40])
+    assert verdict.end == "exit 130" and not verdict.breaches, verdict
+
+
+@has_shim
+@pytest.mark.parametrize("how", ["cut", "overwrite"])
+def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trials: dict[str, Trial]) -> None:
+    trial, damage = trials["session, new"], Damage(how, "target/model-00003-of-00005.safetensors")
+    numbers = trial.numbers(STOP)
+    ends = [trial.strike(STOP, numbers[len(numbers) * part // 4], damage)[0] for part in (2, 3)]
+    assert not any(verdict.breaches for verdict in ends), ends
+    assert "exit 1" in {verdict.end for verdict in ends}, "none of them came in time to matter"
+
+
+PLANTED: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
+    "traceback: ValueError: no": ({"code": 1, "err": "Traceback (most recent call last):\nValueError: no\n"}, {}),
+    "exit code 3": ({"code": 3}, {}),
+    "exit code -11": ({"code": -11}, {}),
+    "it hangs": ({"code": -9, "is_hung": True}, {}),
+    "exit 1 with 0 lines": ({"code": 1}, {}),
+    "exit 2 with 2 lines": ({"code": 2, "err": "offload: one\noffload: two\n"}, {}),
+    "exit 0 with 1 lines": ({"err": "offload: failed\n"}, {"out": b"whole"}),
+    "exit 0 with another text": ({"out": "Other"}, {"out": b"whole"}),
+    "text that never was": ({"code": 1, "out": "Hex", "err": "offload: failed\n"}, {}),
+    "exit 0 without out": ({}, {}),
+    "out: half-written, 2 of 5 bytes": ({"code": 1, "err": "offload: failed\n"}, {"out": b"wh"}),
+    ".out.12: left behind with 2 bytes": ({"code": 1, "err": "offload: failed\n"}, {".out.12": b"wh"}),
+    "kept: it is gone": ({"code": 1, "err": "offload: failed\n"}, {"kept": b""}),
+}
+
+
+@pytest.mark.parametrize("told", PLANTED)
+def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
+    whole = Ended(0, "Hello", "", 0.1, False, 0, None, ())
+    changes, files = PLANTED[told]
+    (tmp_path / "kept").write_bytes(b"as it was")
+    before = contents(tmp_path)
+    reference = Reference(whole, {**before, "out": b"whole"})
+    for name, data in files.items():
+        if data:
+            (tmp_path / name).write_bytes(data)
+        else:
+            (tmp_path / name).unlink()
+    forge: Any = SimpleNamespace(root=tmp_path)
+    verdict = judged(forge, Scene("some", ()), reference, Circumstances(before), whole._replace(**changes))
+    assert verdict.end == "BREACH" and any(breach.startswith(told) for breach in verdict.breaches), verdict

@@ -1,0 +1,69 @@
+"""One command under test: how it ends undisturbed, where its calls come from, and how it ends under a fault."""
+
+import errno
+from pathlib import Path
+from typing import NamedTuple
+
+from faults.calls import CALLS, STOPPED, Fault
+from faults.forge import Ended, Forge, restore
+from faults.scenes import Scene
+from faults.verdict import Circumstances, Reference, Verdict, contents, judged
+
+
+class Damage(NamedTuple):
+    """What happens to a file below the root while the command is stopped."""
+
+    how: str  # cut, replace, delete or overwrite
+    file: str
+
+
+class Trial:
+    """A scene that is run again and again, on files that are as they were each time.
+
+    Attributes:
+        sites: by kind of call, the numbers of calls that come from the same place in the program.
+    """
+
+    def __init__(self, forge: Forge, scene: Scene, pristine: Path) -> None:
+        self._forge, self.scene, self._pristine = forge, scene, pristine
+        self._run(is_rehearsal=True)
+        first = self._run(is_recorded=True)
+        assert first.code == 0, f"{scene.name} does not run: {first.err}"
+        self.sites = forge.sites()
+        restore(forge.root, pristine)
+        self._before = contents(forge.root)
+        self.reference = Reference(self._run(), contents(forge.root))
+
+    def numbers(self, fault: Fault, *, every: bool = False) -> list[int]:
+        """Calls that the fault could strike: the first from each place, or every one."""
+        sites = self.sites.get(fault.call, [])
+        return sorted(number for site in sites for number in (site if every else site[:1]))
+
+    def strike(self, fault: Fault, at: int, damage: Damage | None = None) -> tuple[Verdict, Ended]:
+        """Run under a fault; with a damage it should be the one that stops the command."""
+        assert damage is None or fault.value == STOPPED
+        meanwhile = [] if damage is None else [damage.how, self._forge.root / damage.file]
+        changed = () if damage is None else (damage.file, str(Path(damage.file).with_name("other")))
+        is_reader_gone = fault.call == CALLS.index("print") and fault.value == errno.EPIPE
+        around = Circumstances(self._before, changed, is_reader_gone)
+        return self._judged(self._run(fault, at, meanwhile=meanwhile), around)
+
+    def limit(self, **limits: int) -> tuple[Verdict, Ended]:
+        """Run with at most so many `files`, or `file_bytes` in each of them."""
+        return self._judged(self._run(limits=limits), Circumstances(self._before))
+
+    def interrupt(self, number: int, after_s: float) -> tuple[Verdict, Ended]:
+        """Send a signal to a process of its own; one that came before Python could hear it has ended that alone."""
+        restore(self._forge.root, self._pristine)
+        ended = self._forge.interrupt(self.scene.argv, number, after_s, stdin=self.scene.stdin)
+        if ended.code == -number and not ended.out + ended.err:
+            ended = ended._replace(code=128 + number)
+        return self._judged(ended, Circumstances(self._before))
+
+    def _judged(self, ended: Ended, around: Circumstances) -> tuple[Verdict, Ended]:
+        return judged(self._forge, self.scene, self.reference, around, ended), ended
+
+    def _run(self, fault: Fault | None = None, at: int = 1, **how: object) -> Ended:
+        restore(self._forge.root, self._pristine)
+        own = {"stdin": self.scene.stdin, "visits": self.scene.visits, "port": self.scene.port}
+        return self._forge.run(self.scene.argv, fault, at, **own, **how)  # type: ignore[arg-type]

@@ -1,0 +1,189 @@
+"""A process that has imported everything, and forks for every case: a command under a fault takes 0.3 s, not 6.
+
+It is started with the shim before the C library (see `forge.py`), reads cases as lines of JSON, and answers each.
+"""
+
+import atexit
+import ctypes
+import gc
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_LIMITS = {"files": resource.RLIMIT_NOFILE, "file_bytes": resource.RLIMIT_FSIZE, "memory_bytes": resource.RLIMIT_AS}
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ASK_S, _ASK_SERVER_S, _LOADING = 0.005, 0.2, b"HTTP/1.1 503"
+NUM_COUNTS = 21  # with the one of all
+
+
+def main() -> None:
+    shim = ctypes.CDLL(None)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    import torch
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        case = json.loads(line)
+        place = Path(case["place"])
+        process = os.getpid() if case["is_rehearsal"] else os.fork()
+        if process == 0:
+            _become(case, place, shim)
+            return  # as the interpreter ends: what it prints then counts, too
+        visitor = _visit(case, process, place) if case["visits"] else 0
+        told = _rehearse(case, place) if case["is_rehearsal"] else _watched(case, process, place)
+        if visitor:
+            os.kill(visitor, signal.SIGKILL)
+            os.waitpid(visitor, 0)
+        answers.write(json.dumps(told) + "\n")
+
+
+def _rehearse(case: dict[str, Any], place: Path) -> int:
+    """Once in this process: afterwards no child has to import, compile or look up what all of them need."""
+    streams, files = (sys.stdin, sys.stdout, sys.stderr), [os.dup(number) for number in range(3)]
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
+    _redirect(place)
+    _begin(case)
+    try:
+        _offload()
+    except SystemExit as leaving:
+        code = leaving.code
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    sys.stdout.flush()
+    for number, saved in enumerate(files):
+        os.dup2(saved, number)
+        os.close(saved)
+    sys.stdin, sys.stdout, sys.stderr = streams
+    gc.collect()
+    gc.freeze()
+    return code
+
+
+def _offload() -> None:
+    from offload.__main__ import main as run
+
+    run()
+
+
+def _become(case: dict[str, Any], place: Path, shim: ctypes.CDLL) -> None:
+    """The command itself, in the child."""
+    os.setpgid(0, 0)
+    _redirect(place)
+    _begin(case)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit.register(_report, place, shim)
+    for name, most in case["limits"].items():
+        resource.setrlimit(_LIMITS[name], (most, most))
+    shim.faults_watch(case["root"].encode())
+    if case["is_recorded"]:
+        shim.faults_record(os.open(place / "calls", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+    if case["fault"]:
+        call, at, kind, value, is_lasting = case["fault"]
+        shim.faults_arm(call, ctypes.c_long(at), kind, ctypes.c_long(value), is_lasting)
+    _offload()
+
+
+def _redirect(place: Path) -> None:
+    """Standard streams are files, in objects like those of a new interpreter."""
+    for number, name in enumerate(("in", "out", "err")):
+        opened = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY, 0o600)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+    errors = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(errors, "utf-8", "backslashreplace", line_buffering=True)
+
+
+def _begin(case: dict[str, Any]) -> None:
+    sys.argv = ["offload", *case["argv"]]
+    os.environ.update(case["environment"])
+
+
+def _report(place: Path, shim: ctypes.CDLL) -> None:
+    """What was counted."""
+    shim.faults_stop()
+    shim.faults_count.restype = ctypes.c_long
+    (place / "counts").write_text(json.dumps([shim.faults_count(call) for call in range(NUM_COUNTS)]))
+
+
+def _visit(case: dict[str, Any], process: int, place: Path) -> int:
+    """A client of the server under test, in a process of its own, that ends the server when it has its answers."""
+    visitor = os.fork()
+    if visitor:
+        return visitor
+    replies = [_reply(case["port"], request.encode()) for request in case["visits"]]
+    (place / "replies").write_text(json.dumps(replies))
+    os.kill(process, signal.SIGTERM)
+    os._exit(0)
+
+
+def _reply(port: int, request: bytes) -> str:
+    """All that is answered once the model is loaded; a connection that breaks ends it."""
+    while (received := _asked(port, request)) is None or received.startswith(_LOADING):
+        time.sleep(_ASK_SERVER_S)  # it loads on the same cores
+    return received.decode(errors="replace")
+
+
+def _asked(port: int, request: bytes) -> bytes | None:
+    received = b""
+    try:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    except OSError:  # not yet, or not any more
+        return None
+    with connection:
+        try:
+            connection.sendall(request)
+            while part := connection.recv(65536):
+                received += part
+        except OSError as error:
+            received += f"BROKEN {error}".encode()
+    return received
+
+
+def _watched(case: dict[str, Any], process: int, place: Path) -> dict[str, Any]:
+    """How the child ends; it goes on when it stops, after what shall happen meanwhile has happened."""
+    begun, num_stops, is_hung = time.monotonic(), 0, False
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
+        if ended and os.WIFSTOPPED(status):
+            num_stops += 1
+            _damage(case["meanwhile"])
+            os.kill(process, signal.SIGCONT)
+        elif ended:
+            break
+        elif not is_hung and time.monotonic() - begun > case["timeout_s"]:
+            is_hung = True
+            os.killpg(process, signal.SIGKILL)
+        time.sleep(_ASK_S)
+    code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+    seconds = round(time.monotonic() - begun, 3)
+    return {"code": code, "seconds": seconds, "is_hung": is_hung, "num_stops": num_stops}
+
+
+def _damage(what: list[str]) -> None:
+    """`cut`, `replace`, `delete` or `overwrite` a file."""
+    if not what:
+        return
+    how, path = what[0], Path(what[1])
+    if how == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "delete":
+        path.unlink()
+    elif how == "replace":
+        path.with_name("other").write_bytes(bytes(path.stat().st_size))
+        path.with_name("other").replace(path)
+    else:
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+
+
+if __name__ == "__main__":
+    main()
