@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from offload.checkpoint.safetensors import has_tokenizer, read_json
+from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, refusing
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -71,24 +72,49 @@ def encode_messages(
     return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn", tools)
 
 
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+    """A conversation as the model's chat template writes it. Raises `TemplateFailed`.
+
+    Args:
+        how: `add_generation_prompt`, `continue_final_message` and `tools`, as `apply_chat_template` takes them.
+    """
+    template = tokenizer.get_chat_template(tools=how.get("tools"))
+    if not isinstance(template, str):
+        raise TemplateFailed(f"it must be text, got {template!r:.80}")
+    said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    return template_process().render(template, said, **{**tokenizer.special_tokens_map, **how})
+
+
 def _in_template(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], remedy: str, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    has_parts_alone = not _shows_last(tokenizer, messages, messages) and _shows_last(tokenizer, parts, messages)
+    told = {"tools": [*tools]} if tools else {}
     with refusing("the model's chat template failed", remedy):
-        asked = parts if has_parts_alone else messages
-        told = {"tools": [*tools]} if tools else {}
-        return list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, **told)["input_ids"])
+        text = _rendered(tokenizer, messages, told)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _shows_last(tokenizer: Tokenizer, messages: list[dict[str, Any]], texts: list[dict[str, Any]]) -> bool:
+def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
     """Templates of some models that also see look for lists of parts, and pass over what is text as if it were none."""
+    last, failure = str(messages[-1]["content"]).strip(), None
     try:
-        told = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception:  # of any kind: a template is a stranger's program, and fails once more where that is told
-        return False
-    return texts[-1]["content"].strip() in told
+        text = render_chat(tokenizer, messages, add_generation_prompt=True, **told)
+    except TemplateExceeded:
+        raise
+    except TemplateFailed as error:
+        text, failure = "", error
+    if failure is None and last in text:
+        return text
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    try:
+        in_parts = render_chat(tokenizer, parts, add_generation_prompt=True, **told)
+    except TemplateFailed:
+        in_parts = ""
+    if in_parts and last in in_parts:
+        return in_parts
+    if failure is not None:
+        raise failure
+    return text
 
 
 class TextStream:
