@@ -27,7 +27,7 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     if not has_tokenizer(Path(directory)):
         return None
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     beside = Path(directory) / _PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
         tokenizer.chat_template = read_json(beside).get("chat_template")
@@ -43,7 +43,8 @@ def _load_from_gguf(file: Path) -> Tokenizer:
             "pip install gguf, or give `config`, the folder or hub id of the original model"
         )
     with refusing(f"cannot read the tokenizer in {file.name}", "give `config`, the original model's folder or hub id"):
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        told = {"gguf_file": file.name, "trust_remote_code": False, "local_files_only": True}
+        return AutoTokenizer.from_pretrained(file.parent, **told)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:
