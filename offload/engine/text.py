@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from offload.checkpoint.safetensors import has_tokenizer, read_json
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
-from offload.errors import UserError, refusing
+from offload.errors import UserError, ensure, refusing
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
@@ -27,11 +27,20 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     if not has_tokenizer(Path(directory)):
         return None
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
+        _check_names(Path(directory))
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     beside = Path(directory) / _PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
         tokenizer.chat_template = read_json(beside).get("chat_template")
     return tokenizer
+
+
+def _check_names(directory: Path) -> None:
+    """Raises `ValueError` for another folder's file in place of tokenizer.json, which transformers would open."""
+    told = directory / "tokenizer_config.json"
+    names = read_json(told).get("fast_tokenizer_files", ()) if os.path.exists(told) else ()
+    for name in names:
+        ensure(isinstance(name, str) and Path(name).name == name, f"{name!r:.80} is no file beside {told.name}")
 
 
 def _load_from_gguf(file: Path) -> Tokenizer:
