@@ -69,9 +69,11 @@ def test_no_answer_is_taken_for_a_page(served: Served, path: str) -> None:
     assert told.headers["content-type"].startswith("text/html") == (path == "/")
 
 
-WAYS_OUT = ["/../../../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "//etc/passwd", "/page.html",
-            "/v1/models/../../../etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd", "/.git/config", "/app.py",
-            "/openapi.json", "/docs", "/redoc", "/static/app.py", "/%00", "/etc/passwd%00.html"]  # fmt: skip
+WAYS_OUT = [
+    "/../../../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "//etc/passwd", "/page.html",
+    "/v1/models/../../../etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd", "/.git/config", "/app.py",
+    "/openapi.json", "/docs", "/redoc", "/static/app.py", "/%00", "/etc/passwd%00.html",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", WAYS_OUT)
