@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from reciting import PROMPT, SAID, open_decoder
-from served import HELLO, serving, slow_passes
+from served import serving, slow_passes
 from shell import ROOT
 from test_structure import sources
 
@@ -122,12 +122,12 @@ def test_requests_outlive_a_sleep(looper: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_stream_over_http_outlives_a_sleep(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client has slept as well: clocks of silence have run out, and nobody was silent."""
-    asked = {"messages": HELLO, "max_tokens": 40, "stream": True, "temperature": 0}
-    with serving(looper) as served, slow_passes(0.02), monkeypatch.context() as patch:
+    asked = {"prompt": PROMPT, "max_tokens": 40, "stream": True, "temperature": 0}
+    with monkeypatch.context() as patch, serving(looper) as served, slow_passes(0.02):  # no clock may go back
         jumps = Jumps(patch)
-        with httpx.stream("POST", f"{served.address}/v1/chat/completions", json=asked, timeout=1e6) as stream:
+        with httpx.stream("POST", f"{served.address}/v1/completions", json=asked, timeout=1e6) as stream:
             lines, seen = stream.iter_lines(), list[str]()
-            while sum('"content":"' in line for line in seen) < 3:  # the first of them is empty
+            while sum('"text":"' in line for line in seen) < 2:
                 seen.append(next(lines))
             jumps.sleep()
             assert "data: [DONE]" in list(lines)
