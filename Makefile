@@ -6,6 +6,8 @@
 #   make check   linters only
 #   make fuzz CASES=10000 SEED=0   damaged files against all that reads them, see tests/fuzz
 #   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own
+#   make audit   known holes in all that is installed, by pip-audit; fails where the advisory database is out of reach
+#   make licences   of what the wheel needs; make sbom   the same as a CycloneDX list in build/sbom.json
 #   make clean   remove the virtual environments, caches and builds
 # `make PYTHON=python3.12 test` names another interpreter.
 
@@ -13,12 +15,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FLOOR := .venv-floor
+AUDIT := .venv-audit# tools that look at the environment from outside
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-isa fuzz faults test-floor check clean
+.PHONY: demo test test-isa fuzz faults test-floor check audit licences sbom clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -64,8 +67,26 @@ test-floor: $(FLOOR)/.installed
 	@echo "== pytest with $$($(FLOOR)/bin/python -V) and the versions of constraints-floor.txt"
 	@$(FLOOR)/bin/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o filterwarnings=default
 
+# What pip-audit ends with is not asked: it ends well where it has audited nothing.
+audit: $(VENV)/.installed-dev $(AUDIT)/.installed
+	@mkdir -p build && rm -f build/audit.json
+	@$(BIN)/python .ci/supply.py pins environment > build/environment.txt
+	@$(AUDIT)/bin/pip-audit -r build/environment.txt --no-deps --disable-pip --progress-spinner off \
+	  -f json -o build/audit.json || true
+	@$(BIN)/python .ci/supply.py judge build/audit.json
+
+licences: $(VENV)/.installed-dev
+	@$(BIN)/python .ci/supply.py licences
+
+sbom: $(VENV)/.installed-dev $(AUDIT)/.installed
+	@mkdir -p build
+	@$(BIN)/python .ci/supply.py pins wheel > build/requirements.txt
+	@$(AUDIT)/bin/python -W ignore -m cyclonedx_py requirements build/requirements.txt --pyproject pyproject.toml --mc-type library \
+	  --output-reproducible --validate -o build/sbom.json
+	@echo "build/sbom.json lists $$(wc -l < build/requirements.txt) packages"
+
 clean:
-	rm -rf $(VENV) $(FLOOR) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
+	rm -rf $(VENV) $(FLOOR) $(AUDIT) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 	find offload kernels bench tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps are newer than what decides their content; a development install serves `make demo` too.
@@ -84,6 +105,11 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip
 	@echo "== installing the oldest versions into $(FLOOR) (once; torch may come as its CUDA build of some 3 GB)"
 	@$(FLOOR)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-floor.txt -e '.[bench,test]' \
 	  || { echo "the oldest versions cannot be installed here, see above: NOT tested with $$($(FLOOR)/bin/python -V)" >&2; exit 1; }
+	@touch $@
+
+$(AUDIT)/.installed: | $(AUDIT)/bin/pip
+	@echo "== installing pip-audit and cyclonedx-bom into $(AUDIT) (once)"
+	@$(AUDIT)/bin/python -m pip install -qq --disable-pip-version-check 'pip-audit>=2.9,<3' 'cyclonedx-bom>=7,<8'
 	@touch $@
 
 %/bin/pip:

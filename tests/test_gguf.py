@@ -18,7 +18,8 @@ from offload.checkpoint.hub import open_headers
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import Coded
 from offload.engine.build import resident_model
-from offload.engine.text import load_tokenizer
+from offload.engine.text import encode_prompt, load_tokenizer
+from offload.errors import UserError
 from offload.memory.planner import plan_memory
 
 TOKEN_T = torch.tensor(prompts()[1])
@@ -157,3 +158,12 @@ def test_without_the_package_one_line_says_what_to_do(talking: Path, monkeypatch
     assert outcome.code == 2 and "pip install gguf, or give --config" in outcome.err and outcome.err.count("\n") == 1
     named = shell("generate", "-m", talking / "m.gguf", "--config", talking / "original", "-p", "a one", *ENOUGH)
     assert named.code == 0, named.err
+
+
+def test_a_chat_template_of_a_file_has_limits_like_any(tmp_path: Path) -> None:
+    says = vocabulary(tmp_path / "original")
+    says["tokenizer.ggml.tokens"][-1] = "<p"
+    says["tokenizer.chat_template"] = "{{ 'x' * (2 * 10 ** 6) }}"
+    write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", "Q4_K", says=says)
+    with pytest.raises(UserError, match=r"the model's chat template failed \(it writes 2000000 characters"):
+        encode_prompt(load_tokenizer(tmp_path / "m.gguf"), "hi")

@@ -62,7 +62,7 @@ def _make(folder: Path, size: Size) -> list[int]:
         num_hidden_layers=size.num_layers, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None,
         num_experts=size.num_experts, num_experts_per_tok=4, moe_intermediate_size=size.hidden_size // 2,
         max_position_embeddings=512,
-    )).eval()  # fmt: skip
+    ), trust_remote_code=False).eval()  # fmt: skip
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.normal_(0, _SPREAD)

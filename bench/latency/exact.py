@@ -12,7 +12,7 @@ from typing import Annotated, cast
 import torch
 import typer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from offload.bench.harness.command import PLACE, Bench, command
@@ -47,10 +47,17 @@ def reference_ids(
     model: Path, prompt: str, place: torch.device, dtype: torch.dtype, num_new: int
 ) -> tuple[list[int], list[int]]:
     """The prompt's ids, and what transformers writes behind them."""
-    ids = AutoTokenizer.from_pretrained(model)(prompt, return_tensors="pt")["input_ids"].to(place)
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(place).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(place)
+    theirs = _reference(model, dtype).to(place)
     out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False)
     return ids[0].tolist(), out[0, ids.shape[1] :].tolist()
+
+
+def _reference(model: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """What transformers makes of a folder, of its weights in safetensors and of no code in it."""
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, trust_remote_code=False, use_safetensors=True)
+    return theirs.eval()
 
 
 def streamed_ids(
@@ -91,7 +98,7 @@ def in_bf16(setting: Setting, prompt: str, place: torch.device, num_new: int) ->
 @torch.inference_mode()
 def next_logits(model: Path, ids: Sequence[int], place: torch.device) -> Tensor:
     """Logits (V,) of transformers in bf16 behind these ids."""
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(place).eval()
+    theirs = _reference(model, torch.bfloat16).to(place)
     return cast(Tensor, theirs(torch.tensor([list(ids)], device=place)).logits[0, -1])
 
 

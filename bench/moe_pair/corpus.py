@@ -25,7 +25,8 @@ def library_ids(*, held_out: bool) -> Tensor:
     learnt = {path for path in root.rglob("*.py") if "site-packages" not in path.parts} - set(kept_back)
     files = sorted(kept_back if held_out else learnt)
     texts = [read_source(path) for path in random.Random(0).sample(files, len(files))]
-    ids = AutoTokenizer.from_pretrained(PAIR / "target")(texts, add_special_tokens=False)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", trust_remote_code=False)
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return torch.tensor([token for document in ids for token in (END_OF_TEXT, *document)])
 
 

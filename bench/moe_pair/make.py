@@ -71,8 +71,8 @@ def moe_pair(screen: Console) -> Path:
 
 def make_pair(work: Path, recipe: Recipe, ids: Tensor, held_out: Tensor, screen: Console) -> None:
     """Train both models in `work`, or go on there, and write `target`, `draft` and `figures.json`."""
-    dense = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
-    draft = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32)
+    dense = LlamaForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32, use_safetensors=True)
+    draft = LlamaForCausalLM.from_pretrained(PAIR / "draft", dtype=torch.float32, use_safetensors=True)
     measured = windows(ids, 2 * _STEP_TOKENS, _TEXT_TOKENS, recipe.seed + _MEASURED)
     target = upcycled(dense, recipe.sizes, measured, recipe.seed)
     target.set_experts_implementation("grouped_mm")

@@ -26,7 +26,8 @@ def accelerate_s(model: Path, device: Device, num_resident: int, *, is_pinned: b
         is_pinned: whether its weights are page-locked for it, which only a device can do.
     """
     with init_empty_weights(include_buffers=False):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).eval()
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        theirs = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.bfloat16).eval()
     layers = theirs.get_decoder().layers
     for part in (theirs.get_input_embeddings(), theirs.get_output_embeddings(), theirs.get_decoder().norm):
         _give(part, _weights(part, device.place))

@@ -21,12 +21,17 @@ class Transformers:
     def __init__(self, order: Order) -> None:
         is_disk = order.options["weights"] == "disk"  # as many layers in memory as the cap leaves room for
         room = {"device_map": "auto", "max_memory": {"cpu": free_bytes(order) - _LAYER_ROOM_BYTES}} if is_disk else {}
-        self._model = AutoModelForCausalLM.from_pretrained(order.target, dtype=torch.bfloat16, **room)
+        how: dict[str, Any] = {"dtype": torch.bfloat16}
+        self._model = AutoModelForCausalLM.from_pretrained(
+            order.target, trust_remote_code=False, use_safetensors=True, **how, **room
+        )
         self._options: dict[str, Any] = {}
         if "lookup" in order.options:
             self._options["prompt_lookup_num_tokens"] = order.options["lookup"]
         if order.options["assistant"] is not None:
-            assistant = AutoModelForCausalLM.from_pretrained(order.draft, dtype=torch.bfloat16)
+            assistant = AutoModelForCausalLM.from_pretrained(
+                order.draft, trust_remote_code=False, use_safetensors=True, **how
+            )
             assistant.generation_config.update(**order.options["assistant"])
             self._options["assistant_model"] = assistant
 

@@ -55,7 +55,9 @@ def recorded_from(model: str, bench: Bench, num_prompts: int) -> tuple[Routing, 
     tokenizer, (prompts, names) = load_tokenizer(model), bench.prompts(num_prompts)
     if tokenizer is None:
         raise UserError(f"{model} has no tokenizer: name a folder with one")
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).eval()
     texts = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
     return recorded(loaded, [text for text in texts if len(text) >= LEAST_TOKENS]), names
 

@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.download import is_hub_id, not_on_the_hub
 from offload.checkpoint.encoder_decoder import has_encoder
-from offload.checkpoint.safetensors import Checkpoint, is_hub_id, not_on_the_hub, read_json
+from offload.checkpoint.safetensors import Checkpoint, read_json
 from offload.config import Sampling
 from offload.errors import UserError
 

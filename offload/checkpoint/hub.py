@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.download import is_hub_id, not_on_the_hub
 from offload.checkpoint.gguf import gguf_file, open_gguf
 from offload.checkpoint.safetensors import (
     Checkpoint,
+    check_shard_names,
     checked_entry,
     has_weights,
-    is_hub_id,
-    not_on_the_hub,
     open_checkpoint,
     read_config,
     weights_of,
@@ -168,6 +168,7 @@ def _on_the_hub(repo: str) -> Checkpoint:
     except unusable as error:
         raise not_on_the_hub(repo, error) from None
     files, tensors = sorted(found.files_metadata), {}
+    check_shard_names(Path(repo), files)
     for index, file in enumerate(files):
         for name, tensor in found.files_metadata[file].tensors.items():
             meta = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": tensor.data_offsets}

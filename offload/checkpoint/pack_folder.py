@@ -14,7 +14,6 @@ from typing import Any
 
 from offload.checkpoint.folder_lock import locked_anew
 from offload.checkpoint.packed_file import FORMAT, VERSION, Packed, is_plain_name, read_packed
-from offload.checkpoint.parts import opened
 from offload.checkpoint.safetensors import MANIFEST, SUMS, Checkpoint, read_json
 from offload.checkpoint.small_files import replacing
 from offload.config import format_bytes

@@ -7,14 +7,14 @@ downstream works with `TensorEntry` values that are known to lie inside their fi
 import json
 import math
 import os
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.coded import with_codings
+from offload.checkpoint.download import download_shards, download_small, is_hub_id
 from offload.checkpoint.held import Held
 from offload.checkpoint.quant_methods import check_method
 from offload.checkpoint.small_files import open_regular, read_object
@@ -32,9 +32,9 @@ _AGAIN = "download the checkpoint again"
 MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 INFLATED = "inflation.json"  # in folders of `inflate`
 SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
+_INDEX, _ANY_SHARD = "model.safetensors.index.json", "*.safetensors"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_SMALL = ["*.json", "*.jinja", "tokenizer*", "*.txt", "*.model"]
 
 
 class Stamp(NamedTuple):
@@ -250,10 +250,10 @@ def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) 
 
 def tokenizer_folder(model: str | os.PathLike[str]) -> Path:
     """Where a model's tokenizer lies; from the hub it is fetched without the weights. Raises `UserError`."""
-    return _resolve(model, _SMALL)
+    return _resolve(model, with_weights=False)
 
 
-def _resolve(model: str | os.PathLike[str], wanted: Sequence[str] = ("*.safetensors", *_SMALL)) -> Path:
+def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         return path
@@ -261,42 +261,15 @@ def _resolve(model: str | os.PathLike[str], wanted: Sequence[str] = ("*.safetens
         raise UserError(f"model must be a directory or a hub id, {path} is a file: give the folder it lies in")
     if not is_hub_id(str(model)):
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
-    return _download(str(model), wanted)
+    small = download_small(str(model))
+    index = small / _INDEX
+    shards = _shard_names(small, read_json(index).get("weight_map")) if os.path.isfile(index) else [_ANY_SHARD]
+    return download_shards(str(model), small, shards) if with_weights else small
 
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether a folder has files that a tokenizer is made of."""
     return any(os.path.isfile(directory / name) for name in _TOKENIZERS)
-
-
-def is_hub_id(model: str) -> bool:
-    """Whether this could name a model on the hub."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not model.startswith(".")
-
-
-def _download(repo: str, wanted: Sequence[str]) -> Path:
-    """The hub's snapshot of `repo`, the wanted files only; resumable, kept in its cache."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(repo, allow_patterns=list(wanted)))
-    except (OSError, HFValidationError) as error:  # the hub's own errors are all OSErrors but for that of a bad name
-        raise not_on_the_hub(repo, error) from None
-
-
-def not_on_the_hub(repo: str, error: Exception) -> UserError:
-    """What to tell the user when the hub's library has failed: a name may be wrong only where the hub has answered."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    network_error = HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes from release to release
-    has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, (network_error, LocalEntryNotFoundError))
-    why = reason(error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else reason(error)
-    if has_answered:
-        return UserError(f"{repo} is neither a directory here nor to be had from the hub ({why}): check the name")
-    return UserError(
-        f"{repo} is no directory here, and the hub is out of reach ({why}): check the network, or give a folder"
-    )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -330,8 +303,8 @@ def find_shards(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
 
     Raises `UserError` where there are none, or the index makes no sense.
     """
-    if os.path.isfile(directory / "model.safetensors.index.json"):
-        weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map")
+    if os.path.isfile(directory / _INDEX):
+        weight_map = read_json(directory / _INDEX).get("weight_map")
         return _indexed_shards(directory, weight_map), weight_map
     shards = sorted(directory.glob("*.safetensors"))
     if os.path.isfile(directory / "model.safetensors"):
@@ -358,14 +331,19 @@ def _refuse_other_formats(directory: Path) -> None:
 
 
 def _indexed_shards(directory: Path, weight_map: Any) -> tuple[Path, ...]:
+    return tuple(directory / name for name in _shard_names(directory, weight_map))
+
+
+def _shard_names(directory: Path, weight_map: Any) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise damaged(f"{directory}: model.safetensors.index.json has no usable weight_map", directory)
+        raise damaged(f"{directory}: {_INDEX} has no usable weight_map", directory)
     names = sorted(set(weight_map.values()))
-    _check_shard_names(directory, names)
-    return tuple(directory / name for name in names)
+    check_shard_names(directory, names)
+    return names
 
 
-def _check_shard_names(directory: Path, names: Iterable[str]) -> None:
+def check_shard_names(directory: Path, names: Iterable[str]) -> None:
+    """Raises `UserError` for names in an index that lead out of its folder, or to other files than safetensors."""
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise damaged(f"{directory}: the index names {name!r}, which is not a file beside it", directory)

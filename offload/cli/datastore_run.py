@@ -15,7 +15,7 @@ from offload.datastore.build import Coder, OnPhase
 from offload.datastore.chunk import Width
 from offload.datastore.corpus import Corpus, Messages, joined
 from offload.datastore.store import Store
-from offload.engine.text import Tokenizer, load_tokenizer
+from offload.engine.text import Tokenizer, load_tokenizer, render_chat
 from offload.errors import UserError, reason
 from offload.machine import peak_rss_bytes
 
@@ -129,6 +129,6 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterator[list[int]]]
 
 def _in_template(tokenizer: Tokenizer, messages: Messages) -> str:
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return render_chat(tokenizer, messages)
     except Exception as error:  # of any kind: a template is a stranger's program
         raise UserError(f"does not fit into the chat template ({reason(error)})") from None

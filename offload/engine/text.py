@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from offload.checkpoint.safetensors import has_tokenizer, read_json
 from offload.checkpoint.small_files import check_small
-from offload.errors import UserError, refusing
+from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
+from offload.errors import UserError, ensure, refusing
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
 _PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see, where tokenizers do not look
@@ -28,8 +29,9 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
         return None
     check_small(Path(directory))
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
-        config = _config_beside(Path(directory))
-        tokenizer = AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
+        _check_names(Path(directory))
+        how = {"trust_remote_code": False, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(directory, config=_config_beside(Path(directory)), **how)
     beside = Path(directory) / _PROCESSOR_TEMPLATE
     if not tokenizer.chat_template and os.path.isfile(beside):
         tokenizer.chat_template = read_json(beside).get("chat_template")
@@ -37,18 +39,27 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
 
 
 def _config_beside(directory: Path) -> Any:
-    """The model's config, or None for one that transformers shall make do without. Raises `OSError`.
+    """What the model's config says of its tokenizer, or None where there is none. Raises `OSError`, `ValueError`.
 
-    It takes a file that the disk does not give for none, and may choose another class of tokenizer: other ids.
+    The library takes a file that the disk does not give for none, and may choose another class of tokenizer: other ids.
     """
     from transformers import AutoConfig
 
     if not os.path.isfile(directory / "config.json"):
         return None
+    told = read_json(directory / "config.json")
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        return AutoConfig.for_model(str(told.get("model_type")), tokenizer_class=told.get("tokenizer_class"))
     except ValueError:  # of a kind that it does not know
         return None
+
+
+def _check_names(directory: Path) -> None:
+    """Raises `ValueError` for another folder's file in place of tokenizer.json, which transformers would open."""
+    told = directory / "tokenizer_config.json"
+    names = read_json(told).get("fast_tokenizer_files", ()) if os.path.exists(told) else ()
+    for name in names:
+        ensure(isinstance(name, str) and Path(name).name == name, f"{name!r:.80} is no file beside {told.name}")
 
 
 def _load_from_gguf(file: Path) -> Tokenizer:
@@ -60,7 +71,8 @@ def _load_from_gguf(file: Path) -> Tokenizer:
             "pip install gguf, or give `config`, the folder or hub id of the original model"
         )
     with refusing(f"cannot read the tokenizer in {file.name}", "give `config`, the original model's folder or hub id"):
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        told = {"gguf_file": file.name, "trust_remote_code": False, "local_files_only": True}
+        return AutoTokenizer.from_pretrained(file.parent, **told)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> list[int]:
@@ -89,24 +101,49 @@ def encode_messages(
     return _in_template(tokenizer, messages, "some know no system prompt, all want user and assistant in turn", tools)
 
 
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> str:
+    """A conversation as the model's chat template writes it. Raises `TemplateFailed`.
+
+    Args:
+        how: `add_generation_prompt`, `continue_final_message` and `tools`, as `apply_chat_template` takes them.
+    """
+    template = tokenizer.get_chat_template(tools=how.get("tools"))
+    if not isinstance(template, str):
+        raise TemplateFailed(f"it must be text, got {template!r:.80}")
+    said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    return template_process().render(template, said, **{**tokenizer.special_tokens_map, **how})
+
+
 def _in_template(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], remedy: str, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    has_parts_alone = not _shows_last(tokenizer, messages, messages) and _shows_last(tokenizer, parts, messages)
+    told = {"tools": [*tools]} if tools else {}
     with refusing("the model's chat template failed", remedy):
-        asked = parts if has_parts_alone else messages
-        told = {"tools": [*tools]} if tools else {}
-        return list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, **told)["input_ids"])
+        text = _rendered(tokenizer, messages, told)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _shows_last(tokenizer: Tokenizer, messages: list[dict[str, Any]], texts: list[dict[str, Any]]) -> bool:
+def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
     """Templates of some models that also see look for lists of parts, and pass over what is text as if it were none."""
+    last, failure = str(messages[-1]["content"]).strip(), None
     try:
-        told = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception:  # of any kind: a template is a stranger's program, and fails once more where that is told
-        return False
-    return texts[-1]["content"].strip() in told
+        text = render_chat(tokenizer, messages, add_generation_prompt=True, **told)
+    except TemplateExceeded:
+        raise
+    except TemplateFailed as error:
+        text, failure = "", error
+    if failure is None and last in text:
+        return text
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    try:
+        in_parts = render_chat(tokenizer, parts, add_generation_prompt=True, **told)
+    except TemplateFailed:
+        in_parts = ""
+    if in_parts and last in in_parts:
+        return in_parts
+    if failure is not None:
+        raise failure
+    return text
 
 
 class TextStream:

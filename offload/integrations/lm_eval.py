@@ -17,6 +17,8 @@ from offload.engine.generation import Generation
 from offload.engine.load import load
 from offload.engine.many import write_all
 from offload.engine.request import Request
+from offload.engine.template_process import TemplateFailed
+from offload.engine.text import render_chat
 from offload.errors import RunError, UserError
 
 try:
@@ -107,15 +109,12 @@ class OffloadLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as text; without its system prompt where the template knows none."""
-        from jinja2.exceptions import TemplateError
-
-        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        how["continue_final_message"] = not add_generation_prompt
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
-            return str(self.tokenizer.apply_chat_template(chat_history, **how))
-        except TemplateError:
+            return render_chat(self.tokenizer, chat_history, **how)
+        except TemplateFailed:
             others = [message for message in chat_history if message["role"] != "system"]
-            return str(self.tokenizer.apply_chat_template(others, **how))
+            return render_chat(self.tokenizer, others, **how)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids, with the token that begins texts unless the string brings it."""

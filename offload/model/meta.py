@@ -152,6 +152,8 @@ _INSEPARABLE = {
 }
 _WRITING = (AutoModelForImageTextToText, AutoModelForMultimodalLM)  # models around a language model, of any senses
 _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+# A checkpoint may name a kernel of the hub there, and transformers would fetch that code and run it.
+_NAMED_CODE = ("_attn_implementation", "_experts_implementation")
 _ONE_AT_A_TIME = threading.Lock()  # accelerate changes how all modules, of whatever thread, are made meanwhile
 _MAX_WINDOW, _MAX_LABELS = 1 << 31, 1 << 20
 _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # of torch and of transformers
@@ -174,6 +176,8 @@ class _EmptyOnMeta(TorchFunctionMode):
 def _instantiate(family: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
     for flag, value in _OUTPUT_FLAGS.items():
         setattr(config, flag, value)
+    for name in _NAMED_CODE:
+        setattr(config, name, None)
     with _ONE_AT_A_TIME, init_empty_weights(), _EmptyOnMeta():
         meta_model = family.from_config(config, dtype=dtype, trust_remote_code=False)
     if meta_model.get_decoder() is meta_model and hasattr(meta_model, "model"):

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from offload.checkpoint.download import is_hub_id
 from offload.checkpoint.hub import open_headers
-from offload.checkpoint.safetensors import is_hub_id
 from offload.config import check_lenience, drafting_of, parse_rate, parse_size, require, whole_number
 from offload.datastore.store import read_store
 from offload.memory.planner import require_dtype, require_experts, require_positions

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 _KEPT = 0.9  # of the time of a token so far, from one step to the next
+_MOST_RISE = 10.0  # times that time: a longer one is no token's, but that of a process that was stopped or has slept
 
 What = Literal["begun", "issued", "cancelled", "drawn", "dead", "emitted"]  # dead: back, without draws
 
@@ -35,5 +36,6 @@ class TokenTime:
         """So many tokens have come at once."""
         if self._last_s is not None:
             token_s = (now_s - self._last_s) / num
-            self.token_s = _KEPT * self.token_s + (1 - _KEPT) * token_s if self.token_s else token_s
+            counted_s = min(token_s, _MOST_RISE * self.token_s)
+            self.token_s = _KEPT * self.token_s + (1 - _KEPT) * counted_s if self.token_s else token_s
         self._last_s = now_s

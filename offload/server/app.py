@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from offload.engine.service import Engine
 from offload.engine.ticket import Ticket
+from offload.errors import RunError
 from offload.server.answer import Answer, ChatAnswer, CompletionAnswer
 from offload.server.arrivals import Arrivals, ClientGone
 from offload.server.events import EventStream
@@ -166,7 +167,9 @@ async def _no_route(request: HttpRequest, error: Exception) -> Response:
 
 def _log(error: BaseException) -> None:
     """Where a fault of ours lies; never what a client has sent, which an error's own words may quote."""
-    if refusal_of(error).code == "internal_error":
+    if isinstance(error, RunError):
+        print(f"offload: a request failed: {error}", file=sys.stderr, flush=True)
+    elif refusal_of(error).code == "internal_error":
         frames = traceback.extract_tb(error.__traceback__)[-3:]
         where = " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames))
         print(f"offload: a request failed: {type(error).__name__} at {where}", file=sys.stderr, flush=True)

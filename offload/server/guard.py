@@ -9,7 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,6 +19,9 @@ from offload.server.settings import Settings
 _OPEN_PATHS = ("/", "/health")  # a page that asks for the key, and what a watchdog asks for
 _MOST_DROPPED = 16  # times what is allowed
 _WITH_BODY = ("POST", "PUT", "PATCH")
+_LOOKING = ("GET", "HEAD", "OPTIONS")
+# Of every answer: what quotes a client or a model is never taken for a page, nor shown inside of another's.
+_MARKS = {"x-content-type-options": "nosniff", "cross-origin-resource-policy": "same-origin"}
 
 
 class Guard:
@@ -33,9 +36,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers, send = Headers(scope=scope), _marked(send)
         try:
             self._check_host(headers)
+            self._check_site(headers, scope["method"])
             self._check_key(headers, scope["path"])
             if scope["method"] in _WITH_BODY:
                 receive = _Replayed(await self._body(receive), receive)
@@ -51,6 +55,13 @@ class Guard:
         if allowed is not None and name not in allowed:
             rule = f"this server is not {host:.80}" if host else "a request must name this server"
             raise Refusal(403, f"{rule}: ask for localhost", code="wrong_host")
+
+    def _check_site(self, headers: Mapping[str, str], method: str) -> None:
+        """A page of another's cannot send JSON without asking first; browsers say besides whose page sends."""
+        if method not in _LOOKING and headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+            raise Refusal(
+                403, "this server takes no requests from pages of others: ask from its own", code="wrong_site"
+            )
 
     def _check_key(self, headers: Mapping[str, str], path: str) -> None:
         if not self._digests or path in _OPEN_PATHS:
@@ -93,6 +104,15 @@ class _Replayed:
             return await self._receive()
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _marked(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(_MARKS)
+        await send(message)
+
+    return sending
 
 
 def answer(refusal: Refusal) -> JSONResponse:

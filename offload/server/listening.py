@@ -102,6 +102,9 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > _MOST_CONNECTIONS:  # each is an open file, of which weights and others need some
+            transport.abort()
+            return
         own = transport.get_extra_info("socket")
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # what was written, and is not fetched, ends with the connection too
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_READ_S * 1e3))
@@ -139,8 +142,13 @@ class _Connection(H11Protocol):
 def _hear(say: Callable[[str], None]) -> None:
     """Its errors as lines of ours, without tracebacks; of bad requests their clients are told."""
     handler, logger = logging.Handler(logging.ERROR), logging.getLogger("uvicorn.error")
-    handler.emit = lambda record: say(f"server: {record.getMessage()}".splitlines()[0])  # type: ignore[method-assign]
+    handler.emit = lambda record: say(f"server: {_first_line(record)}")  # type: ignore[method-assign]
     logger.handlers[:], logger.propagate = [handler], False
+
+
+def _first_line(record: logging.LogRecord) -> str:
+    """As our own errors are: short, and without what would steer a terminal."""
+    return str(UserError(record.getMessage().partition("\n")[0]))
 
 
 def _address(bound: socket.socket) -> str:

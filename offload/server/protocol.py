@@ -19,7 +19,8 @@ _TYPE_NAMES = {"str", "int", "float", "bool", "dict", "json-or-python"}  # in th
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Count = Annotated[int, Field(ge=0, le=1 << 31)]
-Stops = Annotated[list[str], Field(max_length=16)]  # each is looked for in every pass
+Stop = Annotated[str, Field(max_length=1024)]
+Stops = Annotated[list[Stop], Field(max_length=16)]  # each is looked for in every pass
 
 
 class StreamOptions(BaseModel):
@@ -48,7 +49,7 @@ class Body(BaseModel):
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | Stops | None = None
+    stop: Stop | Stops | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -39,8 +39,8 @@ def refusal_of(error: BaseException, figures: EngineFigures | None = None) -> Re
         return closing()
     if isinstance(error, UserError):
         return Refusal(400, str(error).replace("`max_new_tokens`", "`max_tokens`"))
-    if isinstance(error, RunError):
-        return Refusal(500, str(error), code="run_failed")
+    if isinstance(error, RunError):  # whose words name files of this machine
+        return Refusal(500, "the run failed, and the server's log says why", code="run_failed")
     return Refusal(500, "the server failed, and its log says where", code="internal_error")
 
 

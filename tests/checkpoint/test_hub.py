@@ -1,5 +1,6 @@
 """Models that are not here: a hub id costs its headers, a hub out of reach costs one line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPat
 def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def serve(repo: str, allow_patterns: list[str]) -> str:
+    def serve(repo: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append(allow_patterns)
         return str(hub.folder)
 
@@ -96,6 +97,61 @@ def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.Mo
     (patterns,) = asked
     assert any(fnmatch("tokenizer.json", one) for one in patterns)
     assert not any(fnmatch(shard.name, one) for one in patterns for shard in open_checkpoint(hub.folder).shards)
+
+
+REPOSITORY = [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "merges.txt", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "model.safetensors.index.json",
+    "a.safetensors", "b.safetensors", "other.safetensors", "consolidated.safetensors", "consolidated.00.pth",
+    "pytorch_model.bin", "model.pt", "optimizer.pkl", "modeling_evil.py", "tokenizer_evil.py", "tokenizer.bin",
+    "custom_generate/generate.py", "original/params.json", "original/tokenizer.model", "original/x.safetensors",
+    "onnx/m.onnx", "m.gguf", "README.md", "training_args.bin", "1_Pooling/config.json",
+    "original/consolidated.00.pth", "handler.py", "requirements.txt",
+]  # fmt: skip
+NEEDED = set(REPOSITORY[:9]) | {"requirements.txt"}
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the hub's own library makes of the patterns: no pickle, no code, no second form of the weights."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    fetched, folder = list[str](), tmp_path / "c0ffee"
+    folder.mkdir()
+    if is_indexed:
+        index = {"weight_map": {"x": "b.safetensors", "y": "a.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
+        assert revision in (None, "c0ffee"), "one commit"
+        fetched.extend(filter_repo_objects(REPOSITORY, **patterns))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
+    tokenizer_folder("org/model")
+    assert set(fetched) == NEEDED
+    fetched.clear()
+    with pytest.raises(UserError, match=r"no config.json"):
+        open_checkpoint("org/model")
+    shards = {"a.safetensors", "b.safetensors"} | (set() if is_indexed else {"other.safetensors"})
+    assert set(fetched) == NEEDED | shards and len(fetched) == len(set(fetched))
+
+
+@pytest.mark.parametrize("name", ["../b.safetensors", "/b.safetensors", "x/b.safetensors", "b.bin", "..", "*.py"])
+def test_names_of_an_index_are_checked_before_anything_is_fetched(
+    name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = hub.get_safetensors_metadata("org/model")
+    found.files_metadata[name] = SimpleNamespace(tensors={})
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda repo: found)
+    with pytest.raises(UserError, match="the index names"):
+        headers.open_headers("org/model")
+    (hub.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    asked = list[Any]()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **how: asked.append(how) or str(hub.folder))
+    with pytest.raises(UserError, match="the index names"):
+        open_checkpoint("org/model")
+    assert len(asked) == 1, "small files alone"
 
 
 def test_only_what_is_not_here_is_said_to_be_downloaded(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

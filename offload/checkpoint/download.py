@@ -1,0 +1,60 @@
+"""What is fetched from the hub: small files by what they are called, then the shards that the index names, and no more.
+
+Repositories hold the same weights in other forms beside, and code. Invariant: no pickle and no program is ever asked
+for, nothing in folders but chat templates, and all of a model comes from one commit.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.errors import UserError, reason
+
+_SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
+_IN_FOLDERS = tuple(f"*/{one}" for one in ("*.json", "tokenizer*", "*.txt", "*.model", "*.safetensors"))
+_NEVER = (*_IN_FOLDERS, "consolidated*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether this could name a model on the hub."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not model.startswith(".")
+
+
+def download_small(repo: str) -> Path:
+    """A folder with all that a model has beside its weights; kept in the hub's cache. Raises `UserError`."""
+    return _snapshot(repo, _SMALL)
+
+
+def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
+    """The same folder, once these files of weights have come, too; what has come before is not fetched again.
+
+    Args:
+        small: of `download_small`, whose name is that of the commit.
+    """
+    return _snapshot(repo, names, revision=small.name)
+
+
+def _snapshot(repo: str, wanted: Sequence[str], **options: Any) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = snapshot_download(repo, allow_patterns=list(wanted), ignore_patterns=list(_NEVER), **options)
+    except (OSError, HFValidationError) as error:  # the hub's own errors are all OSErrors but for that of a bad name
+        raise not_on_the_hub(repo, error) from None
+    return Path(found)
+
+
+def not_on_the_hub(repo: str, error: Exception) -> UserError:
+    """What to tell the user when the hub's library has failed: a name may be wrong only where the hub has answered."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    network_error = HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes from release to release
+    has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, (network_error, LocalEntryNotFoundError))
+    why = reason(error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else reason(error)
+    if has_answered:
+        return UserError(f"{repo} is neither a directory here nor to be had from the hub ({why}): check the name")
+    return UserError(
+        f"{repo} is no directory here, and the hub is out of reach ({why}): check the network, or give a folder"
+    )

@@ -1,0 +1,253 @@
+"""Chat templates are programs of strangers: what they may compute, take and write is limited, however they come."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import save_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from offload.engine import template_process as rendering
+from offload.engine.template_process import TemplateExceeded, TemplateFailed, TemplateProcess
+from offload.engine.text import encode_messages, encode_prompt, load_tokenizer, render_chat
+from offload.errors import UserError
+
+SAID = [{"role": "user", "content": "hi"}]
+SPINS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+PLENTY_S = 30.0  # for what is limited to less than a second of processor time
+
+COMPUTES = {
+    "nested loops": SPINS,
+    "one power, in C": "{% set n = 9 %}{{ n ** (n ** n) }}",
+    "one power, as the template is compiled": "{{ 9 ** (9 ** 9) }}",
+    "a filter that sorts": "{{ (['ab', 'b'] * 10 ** 7) | sort | length }}",
+    "a filter that joins": "{% set n = ['x'] * 10 ** 7 %}{% for i in range(99999) %}{% set y = n | join %}{% endfor %}",
+    "texts of no meaning": "{{ lipsum(n=99999) }}",
+}
+TAKES = {
+    "a text by multiplication": "{{ 'x' * 10 ** 10 }}",
+    "a text by replacing": "{{ ('x' * 10 ** 7).replace('x', 'x' * 10 ** 4) }}",
+    "a text by joining": "{{ (['x' * 10 ** 6] * 10 ** 5) | join }}",
+    "a number of many digits": "{{ '%0999999999d' % 1 }}",
+    "a field of great width": "{{ '{:>99999999999}'.format(1) }}",
+}
+REFUSED = {
+    "a range of a thousand millions": ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+    "a macro that calls itself": ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "recursion"),
+    "an expression nested deep": ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "recursion"),
+    "classes of values": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "globals of functions": ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe"),
+    "a file": ("{% include '/etc/passwd' %}", "no loader"),
+    "what is changed": ("{{ messages.append(1) }}", "unsafe"),
+}
+
+
+@pytest.fixture
+def renderer(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateProcess]:
+    """One of its own, that gives a template a second at most."""
+    monkeypatch.setattr(rendering, "_CPU_S", 0)
+    own = TemplateProcess()
+    monkeypatch.setattr(rendering, "_process_of", lambda pid: own)
+    yield own
+    own.end()
+
+
+@pytest.mark.parametrize("case", COMPUTES)
+def test_what_never_ends_is_ended(case: str, renderer: TemplateProcess) -> None:
+    began = time.monotonic()
+    with pytest.raises(TemplateExceeded, match=r"computes for more than|of memory"):
+        renderer.render(COMPUTES[case], SAID)
+    assert time.monotonic() - began < PLENTY_S
+    assert renderer._process is None and renderer.render("{{ messages[0].content }}", SAID) == "hi", "and goes on"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no other system limits addresses")
+@pytest.mark.parametrize("case", TAKES)
+def test_what_takes_too_much_memory_is_refused(case: str, renderer: TemplateProcess) -> None:
+    with pytest.raises(TemplateExceeded, match=r"more than 512 MiB of memory|computes for more"):
+        renderer.render(TAKES[case], SAID)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_sandbox_refuses(case: str, renderer: TemplateProcess) -> None:
+    template, why = REFUSED[case]
+    with pytest.raises(TemplateFailed, match=why):
+        renderer.render(template, SAID)
+    assert renderer.render("{{ messages | length }}", SAID) == "1"
+
+
+def test_output_is_limited_by_what_was_told(renderer: TemplateProcess) -> None:
+    """Repeating what was said is what templates are for, however long it is."""
+    with pytest.raises(TemplateExceeded, match=r"writes 2000000 characters, at most 1048\d\d\d may be"):
+        renderer.render("{{ 'x' * (2 * 10 ** 6) }}", SAID)
+    long = "wörd " * 400_000
+    assert renderer.render("<{{ messages[0].content }}>", [{"role": "user", "content": long}]) == f"<{long}>"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_what_does_not_answer_is_ended(renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits where it computes nothing: stopped, or for a disk."""
+    renderer.render("", SAID)
+    assert renderer._process is not None
+    os.kill(renderer._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(rendering, "_WAIT_S", 0.2)
+    with pytest.raises(TemplateExceeded, match="does not answer"):
+        renderer.render("{{ messages[0].content }}", SAID)
+    monkeypatch.undo()
+    assert renderer.render("{{ messages[0].content }}", SAID) == "hi"
+
+
+def test_a_process_that_has_died_is_replaced(renderer: TemplateProcess) -> None:
+    renderer.render("", SAID)
+    assert renderer._process is not None
+    renderer._process.kill()
+    renderer._process.wait()
+    assert renderer.render("{{ messages[0].content }}", SAID) == "hi"
+
+
+def test_an_interrupted_request_leaves_no_answer_behind(
+    renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control-C between a request and its answer: the next one must not be given it."""
+    renderer.render("", SAID)
+
+    def interrupted(*_: Any) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(rendering, "_line", interrupted)
+        renderer.render("another's", SAID)
+    assert renderer.render("{{ messages[0].content }}", SAID) == "hi"
+
+
+def test_threads_are_given_their_own_answers(renderer: TemplateProcess) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        told = pool.map(lambda n: renderer.render("{{ messages[0].content }}", [{"content": str(n)}]), range(50))
+        assert list(told) == [str(n) for n in range(50)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_who_forks_has_a_process_of_its_own() -> None:
+    ours = rendering.template_process()
+    assert ours is rendering.template_process() and rendering._process_of(os.getpid() + 1) is not ours
+    ours.render("", SAID)
+    assert ours._process is not None
+    rendering._stop(os.getpid() + 1, ours._process)  # as a fork of this process would, as it ends
+    assert ours._process.poll() is None, "whose process it is not"
+    ours.end()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
+def test_nothing_is_left_behind_that_computes(renderer: TemplateProcess, tmp_path: Path) -> None:
+    """Neither a thread nor a process, and where this process is killed the kernel ends what it has asked for."""
+    num_threads = threading.active_count()
+    renderer.render("", SAID)
+    assert renderer._process is not None
+    pid = renderer._process.pid
+    with pytest.raises(TemplateExceeded):
+        renderer.render(SPINS, SAID)
+    assert threading.active_count() == num_threads and not Path(f"/proc/{pid}").exists()
+    code = (
+        "from offload.engine import template_process as rendering\n"
+        "rendering._CPU_S, own = 0, rendering.template_process()\n"
+        f"own.render('', [])\nprint(own._process.pid, flush=True)\nown.render({SPINS!r}, [])"
+    )
+    asking = os.pipe()
+    to = [(os.POSIX_SPAWN_DUP2, asking[1], 1)]
+    parent = os.posix_spawn(sys.executable, [sys.executable, "-c", code], dict(os.environ), file_actions=to)
+    worker = int(os.read(asking[0], 100))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    began = time.monotonic()
+    while Path(f"/proc/{worker}").exists() and "Z" not in Path(f"/proc/{worker}/stat").read_text().split()[2]:
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
+    for end in asking:
+        os.close(end)
+
+
+TEMPLATES = {
+    "plain": "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}",
+    "tools": "{{ tools | tojson(indent=2) }}{{ messages[-1].content }}",
+    "keywords": "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% endfor %}",
+    "state": "{% set n = namespace(k=0) %}{% for m in messages %}{% set n.k = n.k + 1 %}{{ n.k }}"
+    "{{ m.reasoning_content }}{% endfor %}{{ strftime_now('%Y') }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_written_is_what_transformers_writes(name: str, tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path, chat_template=TEMPLATES[name])
+    said = [{"role": "user", "content": "é hi", "name": None}, {"role": "assistant", "content": "x", "thinking": "why"}]
+    for how in ({}, {"add_generation_prompt": True}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
+        theirs = tokenizer.apply_chat_template(said, tokenize=False, **how)
+        assert render_chat(tokenizer, said, **how) == theirs
+    ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+    assert encode_messages(tokenizer, said) == list(ids)
+
+
+def _in_config(folder: Path, template: str) -> PreTrainedTokenizerFast:
+    save_tokenizer(folder, chat_template=template)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    return load_tokenizer(folder)
+
+
+def _in_file(folder: Path, template: str) -> PreTrainedTokenizerFast:
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(folder)
+
+
+def _of_processor(folder: Path, template: str) -> PreTrainedTokenizerFast:
+    save_tokenizer(folder)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    return load_tokenizer(folder)
+
+
+def _additional(folder: Path, template: str) -> PreTrainedTokenizerFast:
+    """Beside a sound one; it is taken where tools are told of."""
+    save_tokenizer(folder, chat_template="{{ messages[0].content }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(template)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("way", [_in_config, _in_file, _of_processor, _additional])
+def test_limits_hold_whatever_way_a_template_comes(way: Any, renderer: TemplateProcess, tmp_path: Path) -> None:
+    tokenizer = way(tmp_path, "{{ 'x' * (2 * 10 ** 6) }}")
+    with pytest.raises(UserError, match=r"^the model's chat template failed \(it writes 2000000 characters, .*\): "):
+        encode_messages(tokenizer, SAID, [{"type": "function", "function": {"name": "f"}}])
+    if way is not _additional:
+        with pytest.raises(UserError, match="leave it out with `raw`"):
+            encode_prompt(tokenizer, "hi")
+
+
+def test_what_is_no_template_is_refused(renderer: TemplateProcess, tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    for odd in (5, ["x"], {"other": "x"}, {"default": 5}):
+        tokenizer.chat_template = odd
+        with pytest.raises(UserError, match="the model's chat template failed"):
+            encode_prompt(tokenizer, "hi")
+
+
+def test_no_template_is_rendered_anywhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """transformers' own way runs it in this process, where nothing limits it."""
+    tokenizer = save_tokenizer(tmp_path, chat_template=TEMPLATES["plain"])
+    monkeypatch.setattr("transformers.utils.chat_template_utils._compile_jinja_template", None)
+    with contextlib.suppress(TypeError):
+        tokenizer.apply_chat_template(SAID)
+        raise AssertionError("the control must fail")
+    assert tokenizer.decode(encode_prompt(tokenizer, "hi")).endswith("<user>hi<bot>")

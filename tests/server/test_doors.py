@@ -1,0 +1,227 @@
+"""Who stands before the server: pages of others, clients without number, names that lead elsewhere, ears at the log."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from reciting import failing_reads
+from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, until  # noqa: F401
+
+from offload.server import listening
+from offload.server.guard import Guard
+from offload.server.settings import Settings
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ASKED = {"messages": HELLO, "max_tokens": 2}
+KEY = "sesame-open-yourself"
+
+
+@pytest.fixture(scope="module")
+def served(talker: Path) -> Iterator[Served]:
+    with serving(talker) as found:
+        yield found
+
+
+def send(served: Served, raw: bytes) -> bytes:
+    """What comes back for these bytes until the server hangs up or is silent."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as caller:
+        caller.sendall(raw)
+        found = b""
+        try:
+            while b"\r\n\r\n" not in found and (part := caller.recv(4096)):
+                found += part
+        except ConnectionError:
+            pass
+        return found
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "nonsense"])
+def test_pages_of_others_may_not_ask(served: Served, site: str) -> None:
+    """Not even where a browser would let their JSON through; of its own page, and of no browser, it is told apart."""
+    refused = httpx.post(served.address + CHAT, json=ASKED, headers={"sec-fetch-site": site})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "wrong_site")
+    assert httpx.get(served.address + "/", headers={"sec-fetch-site": site}).status_code == 200, "a link leads here"
+
+
+@pytest.mark.parametrize("headers", [{}, {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}])
+def test_its_own_page_and_programs_may(served: Served, headers: dict[str, str]) -> None:
+    assert httpx.post(served.address + CHAT, json=ASKED, headers=headers, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_what_pages_may_send_unasked_is_no_request(served: Served, kind: str) -> None:
+    """Forms, and what scripts send without a preflight: these three types alone."""
+    told = httpx.post(served.address + CHAT, content=json.dumps(ASKED), headers={"content-type": kind})
+    assert told.status_code == 415
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/", "/nowhere/<script>", "/v1/models/<b>x"])
+def test_no_answer_is_taken_for_a_page(served: Served, path: str) -> None:
+    told = httpx.get(served.address + path)
+    assert told.headers["x-content-type-options"] == "nosniff"
+    assert told.headers["cross-origin-resource-policy"] == "same-origin"
+    assert told.headers["content-type"].startswith("text/html") == (path == "/")
+
+
+WAYS_OUT = [
+    "/../../../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "//etc/passwd", "/page.html",
+    "/v1/models/../../../etc/passwd", "/v1/models/..%2f..%2fetc%2fpasswd", "/.git/config", "/app.py",
+    "/openapi.json", "/docs", "/redoc", "/static/app.py", "/%00", "/etc/passwd%00.html",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", WAYS_OUT)
+def test_no_path_leads_to_a_file(served: Served, path: str) -> None:
+    """Sent as it stands: clients would tidy it."""
+    told = send(served, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    assert told.startswith(b"HTTP/1.1 404") and b"root:" not in told
+
+
+HEADS = {
+    "one long header": b"X-Long: " + b"x" * 200_000 + b"\r\n",
+    "many headers": b"".join(b"X-%d: y\r\n" % number for number in range(20_000)),
+    "a long path": b"",
+    "two hosts": b"Host: evil.example\r\n",
+    "two lengths": b"Content-Length: 5\r\nContent-Length: 6\r\n",
+    "a folded line": b"X-A: b\r\n c\x00d\r\n",
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_limited_and_strict(served: Served, name: str) -> None:
+    path = b"/" + b"a" * 200_000 if name == "a long path" else b"/health"
+    told = send(served, b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + HEADS[name] + b"\r\n")
+    assert not told or told.startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+    assert httpx.get(served.address + "/health").status_code == 200
+
+
+def test_connections_are_limited(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that never ask: they would take the open files that weights are read by."""
+    monkeypatch.setattr(listening, "_MOST_CONNECTIONS", 8)
+    with serving(talker) as served:
+        idle = [socket.create_connection(("127.0.0.1", served.port), timeout=20) for _ in range(30)]
+        try:
+            time.sleep(0.2)
+            num_cut = 0
+            for one in idle:
+                one.setblocking(False)
+                try:
+                    num_cut += one.recv(1) == b""
+                except BlockingIOError:
+                    pass
+                except ConnectionError:
+                    num_cut += 1
+            assert num_cut == 22
+        finally:
+            for one in idle:
+                one.close()
+
+        def is_served() -> bool:
+            try:
+                return httpx.get(served.address + "/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        until(is_served)
+
+
+def test_keys_are_compared_whole_and_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, whichever fits: time tells neither how much of a key was right nor which one it was."""
+    import hmac
+
+    compared = list[tuple[int, int]]()
+    compare = hmac.compare_digest
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
+    guard = Guard(None, Settings(model_id="m", api_keys=("a", KEY, "c")))  # type: ignore[arg-type]
+    for given in ("a", KEY, "", "x" * 5000):
+        compared.clear()
+        try:
+            guard._check_key({"authorization": f"Bearer {given}"}, "/v1/models")
+        except Exception as error:
+            assert given not in ("a", KEY) and KEY not in str(error)
+        assert compared == [(32, 32)] * 3
+
+
+def test_answers_name_no_files_and_the_log_does(looper: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fault of the disk is told by its kind: where models lie is nobody's business."""
+    with serving(looper) as served:
+        for stream in (False, True):
+            with failing_reads(4):
+                told = httpx.post(served.address + TEXT, timeout=60, json={
+                    "prompt": "Say:", "max_tokens": 100, "stream": stream, **GREEDY})  # fmt: skip
+            assert "run_failed" in told.text
+            assert str(looper) not in told.text and "safetensors" not in told.text and "Errno" not in told.text
+    assert "offload: a request failed: " in capsys.readouterr().err
+
+
+def test_a_key_is_never_told(talker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(talker, api_keys=(KEY,)) as served:
+        right, wrong = ({"authorization": f"Bearer {key}"} for key in (KEY, KEY[:-1]))
+        answers = [httpx.get(served.address + path, headers=headers) for headers in (right, wrong)
+                   for path in ("/", "/health", "/v1/models", "/metrics", "/nowhere", "/v1/models/x")]  # fmt: skip
+        answers.append(httpx.post(served.address + CHAT, json={"messages": 1}, headers=right))
+    assert not any(KEY[:-1] in one.text or KEY[:-1] in str(one.headers) for one in answers)
+    assert KEY[:-1] not in "".join(capsys.readouterr())
+
+
+def test_the_log_takes_no_lines_of_others(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither lines nor what steers a terminal, by whatever a client may write."""
+    said = list[str]()
+    logger = logging.getLogger("uvicorn.error")
+    before = logger.handlers[:]
+    try:
+        listening._hear(said.append)
+        logger.error("bad \x1b[2J\x07request %s", "x\roffload: all is well")
+        logger.error("one\ntwo")
+    finally:
+        logger.handlers[:] = before
+    assert said == ["server: bad \\x1b[2J\\x07request x\\roffload: all is well", "server: one"]
+    bad = ["GET /%0a%1b[2J HTTP/1.1\r\nHost: localhost", "G\x1bET / HTTP/1.1\r\nHost: localhost",
+           "GET / HTTP/1.1\r\nHost: \x1b[2J"]  # fmt: skip
+    for head in bad:
+        send(served, f"{head}\r\nConnection: close\r\n\r\n".encode())
+    httpx.post(served.address + CHAT, json=ASKED | {"model": "\x1b[2J\noffload: all is well"})
+    assert capsys.readouterr().err == ""
+
+
+TEMPLATES: dict[str, Any] = {"chat_template": "{{ 1 }}", "chat_template_kwargs": {"a": 1}, "documents": [{}],
+                             "add_generation_prompt": False, "continue_final_message": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_request_brings_a_template(served: Served, name: str) -> None:
+    told = httpx.post(served.address + CHAT, json=ASKED | {name: TEMPLATES[name]})
+    assert told.status_code == 400 and f"Unrecognized request argument supplied: {name}" in told.text
+
+
+@pytest.mark.parametrize("stop", ["x" * 2000, ["y", "x" * 2000]])
+def test_a_stop_string_is_short(served: Served, stop: Any) -> None:
+    """Every pass looks for the beginnings of each in all of the text."""
+    told = httpx.post(served.address + CHAT, json=ASKED | {"stop": stop})
+    assert told.status_code == 400 and told.json()["error"]["param"].startswith("stop")
+
+
+def test_a_template_that_spins_ends_its_request_alone(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offload.engine import template_process as rendering
+
+    own = rendering.TemplateProcess()
+    monkeypatch.setattr(rendering, "_process_of", lambda pid: own)
+    monkeypatch.setattr(rendering, "_CPU_S", 0)
+    with serving(talker) as served:
+        sound = served.decoder.tokenizer.chat_template
+        served.decoder.tokenizer.chat_template = (
+            "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}"
+        )
+        told = httpx.post(served.address + CHAT, json=ASKED, timeout=60)
+        assert told.status_code == 400 and "computes for more than" in told.text
+        served.decoder.tokenizer.chat_template = sound
+        assert httpx.post(served.address + CHAT, json=ASKED, timeout=60).json()["model"] == MODEL_ID
+    own.end()

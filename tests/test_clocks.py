@@ -1,0 +1,219 @@
+"""Clocks: what measures or limits time asks the monotonic one, and a pause of hours between two looks breaks nothing.
+
+The wall clock is set by people and by servers of time, forwards and back. A laptop's sleep, or SIGSTOP, is time that
+passes between two lines. Both are simulated: in Python by other functions, in all of a process by a library that is
+loaded before libc's.
+"""
+
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import httpx
+import pytest
+from reciting import PROMPT, SAID, open_decoder
+from served import serving, slow_passes
+from shell import ROOT
+from test_structure import sources
+
+from offload.engine.service import Engine
+from offload.ranks.timings import TokenTime
+from offload.threads.policy import Mode, Modes, ThreadPolicy, thread_ladder
+
+HOURS_S, YEARS_S = 5 * 3600.0, 20 * 365 * 86400.0
+
+WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "ctime", "asctime", "strftime",
+        "fromtimestamp", "st_atime", "st_mtime", "st_ctime", "st_mtime_ns", "getmtime", "getctime"}  # fmt: skip
+TOLD = {
+    ("offload/server/answer.py", "time"): "`created` of an answer, in OpenAI's protocol",
+    ("offload/server/app.py", "time"): "`created` of the model's card",
+    ("offload/tuning/tune.py", "now"): "when a profile was written, for people",
+    ("offload/checkpoint/safetensors.py", "st_mtime_ns"): "compared for equality alone: whether a file is the same",
+    ("bench/harness/record.py", "now"): "when a figure was taken, for people",
+    ("bench/harness/picture.py", "now"): "the date under a picture",
+    ("bench/peers/run.py", "st_mtime_ns"): "compared for equality alone",
+}
+
+
+def looks_at_the_wall(source: str) -> Iterator[tuple[int, str]]:
+    """Uses of the wall clock and of files' times; `time.monotonic` and `perf_counter` are none."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in WALL:
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr.startswith(("st_", "get")) or owner in ("time", "datetime", "date"):
+                yield node.lineno, node.attr
+        if isinstance(node, ast.ImportFrom) and node.module == "time":
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in WALL)
+
+
+def test_the_wall_clock_is_for_people() -> None:
+    found = [(str(path), line, what) for path, source in sources() for line, what in looks_at_the_wall(source)]
+    wrong = [f"{path}:{line} {what}: take time.monotonic" for path, line, what in found if (path, what) not in TOLD]
+    assert not wrong, "\n" + "\n".join(wrong)
+    assert TOLD.keys() == {(path, what) for path, _, what in found}
+
+
+@pytest.mark.parametrize("source", ["time.time()", "from time import time", "datetime.now(UTC)", "os.stat(p).st_mtime",
+                                    "started = time.time_ns()", "os.path.getmtime(p)"])  # fmt: skip
+def test_a_look_at_the_wall_is_found(source: str) -> None:
+    assert PurePosixPath("a.py") and list(looks_at_the_wall(source))
+
+
+class Jumps:
+    """Clocks that jump: the wall's by years, back and forth, at every look; the monotonic ones by hours, when told."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, every: int = 0) -> None:
+        self._pause_s, self._every, self._num_looks = 0.0, every, 0
+        for name in ("time", "time_ns"):
+            patch.setattr(time, name, self._wall(getattr(time, name), 1 if name == "time" else 10**9))
+        for name in ("monotonic", "perf_counter"):
+            patch.setattr(time, name, self._steady(getattr(time, name)))
+
+    def sleep(self) -> None:
+        """Hours go by."""
+        self._pause_s += HOURS_S
+
+    def _wall(self, real: Callable[[], Any], unit: int) -> Callable[[], Any]:
+        return lambda: real() + random.choice([-1, 0, 1]) * type(real())(YEARS_S) * unit
+
+    def _steady(self, real: Callable[[], float]) -> Callable[[], float]:
+        def told() -> float:
+            self._num_looks += 1
+            if self._every and self._num_looks % self._every == 0:
+                self.sleep()
+            return real() + self._pause_s
+
+        return told
+
+
+def test_a_text_is_the_same_whatever_clocks_do(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours pass at every seventh look, in the midst of steps, and figures stay numbers that make sense."""
+    with open_decoder(talker) as decoder:
+        wanted = decoder.generate(PROMPT, max_new_tokens=40)
+        with monkeypatch.context() as patch:
+            Jumps(patch, every=7)
+            found = decoder.generate(PROMPT, max_new_tokens=40)
+    assert found.token_ids == wanted.token_ids
+    assert 0 < found.stats.num_sweeps == wanted.stats.num_sweeps
+
+
+def test_requests_outlive_a_sleep(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is written and one that waits; none is taken for late, and figures of the last minute are just old."""
+    with open_decoder(looper) as decoder, Engine(decoder, max_waiting=4) as engine:
+        from offload.engine.request import Request
+
+        with slow_passes(0.01), monkeypatch.context() as patch:
+            jumps = Jumps(patch)
+            tickets = [engine.submit(Request(PROMPT, max_new_tokens=30)) for _ in range(2)]
+            next(iter(tickets[0]))
+            jumps.sleep()
+            assert [len(ticket.result().token_ids) for ticket in tickets] == [30, 30]
+            jumps.sleep()
+            figures = engine.figures()
+        assert figures.num_done == 2 and not figures.recent
+
+
+def test_a_stream_over_http_outlives_a_sleep(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has slept as well: clocks of silence have run out, and nobody was silent."""
+    asked = {"prompt": PROMPT, "max_tokens": 40, "stream": True, "temperature": 0}
+    with monkeypatch.context() as patch, serving(looper) as served, slow_passes(0.02):  # no clock may go back
+        jumps = Jumps(patch)
+        with httpx.stream("POST", f"{served.address}/v1/completions", json=asked, timeout=1e6) as stream:
+            lines, seen = stream.iter_lines(), list[str]()
+            while sum('"text":"' in line for line in seen) < 2:
+                seen.append(next(lines))
+            jumps.sleep()
+            assert "data: [DONE]" in list(lines)
+        jumps.sleep()
+        assert httpx.get(f"{served.address}/health", timeout=1e6).status_code == 200
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thread_counts_are_chosen_as_well(seed: int) -> None:
+    """Four threads are best; now and then a step takes hours, also while another count is tried."""
+    rng, policy = random.Random(seed), ThreadPolicy(thread_ladder(8), Modes(Mode(8), Mode(8)))
+    used = list[int]()
+    for _ in range(600):
+        count = policy.modes(16).sweep.num_threads
+        used.append(count)
+        step_s = {1: 4.0, 2: 2.0, 4: 1.0, 7: 1.4, 8: 1.5}[count] + (HOURS_S if rng.random() < 0.02 else 0.0)
+        policy.took(16, draft_s=step_s, sweep_s=step_s)
+    assert used[-300:].count(4) > 200
+
+
+def test_the_time_of_a_token_forgets_a_sleep_at_once() -> None:
+    """Else guesses of a pipeline would be priced by it for sixty tokens."""
+    lately, now_s = TokenTime(), 0.0
+    for step in range(40):
+        now_s += 0.1 + (HOURS_S if step == 20 else 0.0)
+        lately.emitted(1, now_s)
+        assert 0.0 <= lately.token_s < 0.2
+    for _ in range(40):  # what is slower for good is believed
+        now_s += 1.0
+        lately.emitted(1, now_s)
+    assert lately.token_s > 0.8
+
+
+SHIM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/time.h>
+#include <time.h>
+static long jump(void) { static unsigned n; return ((long)(__sync_fetch_and_add(&n, 1) % 3) - 1) * 630720000L; }
+int clock_gettime(clockid_t clock, struct timespec *at) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = real(clock, at);
+    if (clock == CLOCK_REALTIME && !failed) at->tv_sec += jump();
+    return failed;
+}
+int gettimeofday(struct timeval *restrict at, void *restrict zone) {
+    struct timespec now;
+    (void)zone;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec, at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of a process whose wall clock jumps by twenty years at every look, for C and C++ as well."""
+    compiler = shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("needs a compiler of C, and Linux")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "clocks.c").write_text(SHIM)
+    made = folder / "clocks.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", made, folder / "clocks.c", "-ldl"], check=True)
+    return {**os.environ, "LD_PRELOAD": str(made), "PYTHONPATH": str(ROOT)}
+
+
+def test_the_shim_can_tell(shim: dict[str, str]) -> None:
+    code = "import time; print(sorted({round((time.time() - time.time()) / 630720000) for _ in range(9)}))"
+    told = subprocess.run([sys.executable, "-c", code], env=shim, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() in ("[-1, 2]", "[-1, 1, 2]", "[-2, -1, 1, 2]", "[-2, 1]")
+
+
+@pytest.mark.parametrize("ranks", [[], ["launch", "-n", "2", "--"]], ids=["one process", "two ranks"])
+def test_a_wall_clock_that_jumps_by_years(ranks: list[str], shim: dict[str, str], talker: Path) -> None:
+    """All libraries beneath see it: the ranks meet, exchange and part, and the text is the same."""
+    few = ["-m", str(talker), "--ram", "1GiB", "--context", "128", "--threads", "1", "-n", "12", "-p", "Hello"]
+    command = [sys.executable, "-m", "offload", *ranks, "generate", *few, "-q"]
+    told = subprocess.run(command, env=shim, capture_output=True, text=True, timeout=200)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.strip() == "".join(str(piece) for piece in SAID).strip()
