@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from offload.checkpoint.config_counts import check_counts, check_types
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError, reason
 
@@ -68,12 +69,14 @@ def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
 
     Raises `UserError` where it describes no language model.
     """
+    check_types(where, config)
     inner = config.get("text_config")
     if inner is None or (isinstance(inner, dict) and all(key in inner for key in _SIZES)):
         return config
     kind, rule = config.get("model_type", "unknown"), "text_config in config.json must describe a language model"
     if not isinstance(inner, dict) or not inner:
         raise UserError(f"{where}: {rule} (model type {kind}), got {inner!r:.80}: {_USE}")
+    check_counts(where, config)
     from transformers import CONFIG_MAPPING  # which takes seconds, so only where it has to say something
 
     try:

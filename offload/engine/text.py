@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from offload.checkpoint.safetensors import has_tokenizer, read_json
+from offload.checkpoint.tokenizer_files import check_tokenizer_files
 from offload.errors import UserError, refusing
 
 _REPLACEMENT = "\ufffd"  # what an incomplete UTF-8 sequence decodes to
@@ -25,6 +26,7 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
         return _load_from_gguf(Path(directory))
     if not has_tokenizer(Path(directory)):
         return None
+    check_tokenizer_files(Path(directory))
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     beside = Path(directory) / _PROCESSOR_TEMPLATE

@@ -11,9 +11,10 @@ from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offload.config import Sampling
+from offload.config import MOST_SAMPLES, Sampling, whole_number
 from offload.engine.request import Request
 from offload.engine.text import TextStream, encode_messages, encode_prompt, load_tokenizer
+from offload.engine.wishes import samples_of
 from offload.errors import UserError
 from offload.sampling.sampler import Sampler
 
@@ -193,6 +194,19 @@ def test_whole_numbers_of_other_libraries_are_taken_and_others_refused() -> None
             Sampling(**wrong)
     with pytest.raises(UserError, match=r"`max_new_tokens` must be a whole number, got 2\.5"):
         Request([1, 2], max_new_tokens=2.5).ids(None, 10, 512)  # type: ignore[arg-type]
+
+
+def test_a_truth_is_a_number_to_every_library() -> None:
+    """Torch takes no `True` where it wants one."""
+    assert type(whole_number(True, "it")) is int
+    with pytest.raises(UserError, match="`stop` must be text"):
+        Request([1, 2], stop=torch.tensor(1)).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [0, MOST_SAMPLES + 1, 2**70])
+def test_samples_without_end_are_refused(number: int) -> None:
+    with pytest.raises(UserError, match="`num_samples` must lie in 1 to"):
+        next(samples_of(Request([1, 2]), number))
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
