@@ -14,6 +14,7 @@ from offload.errors import RunError, UserError
 
 SOUND = -1  # the index of the case that is not damaged
 MAX_LINE_CHARS = 640  # of what an error says, a prefix of the command line's included
+_MOST_BYTES = 1 << 28  # of a file that is damaged
 Damage = Callable[[Path, random.Random], str]  # of one file; returns what it did
 RESULT, REFUSED, FAILED = "result", "refused", "failed"  # what may be
 ENDS = (RESULT, REFUSED, FAILED)
@@ -49,7 +50,7 @@ class Case(NamedTuple):
         rng, done = random.Random(self.name), list[str]()
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             pattern = rng.choice(sorted(self.target.files))
-            found = sorted(path for path in folder.glob(pattern) if path.is_file() and not path.is_symlink())
+            found = sorted(path for path in folder.glob(pattern) if _is_readable(path))
             if found:
                 path = rng.choice(found)
                 done.append(f"{path.relative_to(folder)}: {rng.choice(self.target.files[pattern])(path, rng)}")
@@ -66,6 +67,11 @@ class End(NamedTuple):
     @property
     def is_finding(self) -> bool:
         return self.kind not in ENDS
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether a file can be damaged once more: a hole that a damage has made is larger than memory."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size < _MOST_BYTES
 
 
 def end_of(run: Callable[[Path], Any], folder: Path, traceback: Callable[[], str]) -> End:
