@@ -14,7 +14,7 @@ from offload.errors import RunError, UserError
 
 SOUND = -1  # the index of the case that is not damaged
 MAX_LINE_CHARS = 640  # of what an error says, a prefix of the command line's included
-_MOST_BYTES = 1 << 28  # of a file that is damaged
+_MOST_BYTES = 64 << 20
 Damage = Callable[[Path, random.Random], str]  # of one file; returns what it did
 RESULT, REFUSED, FAILED = "result", "refused", "failed"  # what may be
 ENDS = (RESULT, REFUSED, FAILED)
@@ -50,11 +50,25 @@ class Case(NamedTuple):
         rng, done = random.Random(self.name), list[str]()
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             pattern = rng.choice(sorted(self.target.files))
-            found = sorted(path for path in folder.glob(pattern) if _is_readable(path))
+            found = sorted(path for path in folder.glob(pattern) if _is_plain(path))
             if found:
                 path = rng.choice(found)
-                done.append(f"{path.relative_to(folder)}: {rng.choice(self.target.files[pattern])(path, rng)}")
+                done.append(
+                    f"{path.relative_to(folder)}: {_damaged(rng.choice(self.target.files[pattern]), path, rng)}"
+                )
         return "; ".join(done)
+
+
+def _damaged(damage: Damage, path: Path, rng: random.Random) -> str:
+    try:
+        return damage(path, rng)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return "nothing more, too little of it is whole"
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether it can be damaged once more: it is no link, and no damage has made it huge."""
+    return path.is_file() and not path.is_symlink() and path.stat().st_size < _MOST_BYTES
 
 
 class End(NamedTuple):
@@ -67,11 +81,6 @@ class End(NamedTuple):
     @property
     def is_finding(self) -> bool:
         return self.kind not in ENDS
-
-
-def _is_readable(path: Path) -> bool:
-    """Whether a file can be damaged once more: a hole that a damage has made is larger than memory."""
-    return path.is_file() and not path.is_symlink() and path.stat().st_size < _MOST_BYTES
 
 
 def end_of(run: Callable[[Path], Any], folder: Path, traceback: Callable[[], str]) -> End:

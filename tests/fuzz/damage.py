@@ -1,5 +1,6 @@
 """Damage to one file: its bytes, its JSON, or the file itself. All of it is drawn from the `Random` that is given."""
 
+import copy
 import json
 import os
 import random
@@ -17,6 +18,12 @@ ESCAPES = ("../outside/canary.json", "../outside/canary.safetensors", "../../out
 STRINGS = ("", " ", "\n", "a\nb\x1b[31m\x07c", "\ud800", "é" * 300, "x" * 100_000, "\u202e",
     "%s%n", "{{ x }}", "0", "-1",
     "1e999", "nan", "true", "null", "float32", "torch.float16", "Llama", "llama", "../x", "\0", *ESCAPES)  # fmt: skip
+PLAUSIBLE = (1, 2, 3, 4, 6, 16, 24, 64, 0.5, 2.0, True, False, None, "linear", "default", "dynamic", "yarn", "llama3",
+    "longrope", "proportional", "mrope", "silu", "gelu", "relu", "gelu_pytorch_tanh", "float16", "bfloat16", "float64",
+    "int8", "eager", "sdpa", "flash_attention_2", "full_attention", "sliding_attention", "chunked_attention", "sparse",
+    ["full_attention", "sliding_attention"], ["sliding_attention"] * 2, [1, 0], [0, 1], {"rope_type": "linear"},
+    {"rope_type": "yarn", "factor": 4.0}, {"full_attention": {"rope_type": "default"}}, "LlamaForCausalLM", "gemma2",
+    "mistral", "qwen3", "phi3", "t5", "group", "channel", "block", "tensor", "int", "float", [16, 16])  # fmt: skip
 _HUGE = 10**30
 
 
@@ -180,7 +187,7 @@ def strange(rng: random.Random, usual: Any = None) -> Any:
         lambda: rng.choice((0.0, -0.5, 1.5, 1e-300, 1e300, float("nan"), float("inf"), -float("inf"), 1e-45)),
         lambda: rng.choice(([], {}, [[]], [None], {"a": 1}, [1, 2, 3], ["x"], {"": {}}, [0] * 10_000)),
         lambda: _nested(rng), lambda: rng.choice((_HUGE, -_HUGE, 10**400, 12345678901)),
-        lambda: str(usual), lambda: [usual],
+        lambda: str(usual), lambda: [usual], *[lambda: copy.deepcopy(rng.choice(PLAUSIBLE))] * 6,
     ]  # fmt: skip
     if type(usual) is int and abs(usual) < 2**64 and rng.random() < 0.6:  # more is no float
         return rng.choice(

@@ -31,4 +31,4 @@ def _generate(folder: Path) -> object:
 
 _FILES = {"model/config.json": (only(_QC, *_KEYS), only(*_KEYS), *JSON), "model/*.safetensors": (header, header, data,
     *BYTES)}  # fmt: skip
-TARGETS = [Target(f"quantised/{format}", partial(_save, format=format), _FILES, _generate) for format in _FORMATS]
+TARGETS = [Target(f"fewer_bits/{format}", partial(_save, format=format), _FILES, _generate) for format in _FORMATS]
