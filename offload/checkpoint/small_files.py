@@ -38,7 +38,9 @@ def read_given(path: Path, most_bytes: int | None = None) -> bytes:
     found = os.fstat(fd)
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode) or os.isatty(fd)):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is neither a file nor a pipe", str(path))
+        is_folder = stat.S_ISDIR(found.st_mode)
+        why = os.strerror(errno.EISDIR) if is_folder else "it is neither a file nor a pipe"
+        raise OSError(errno.EISDIR if is_folder else errno.EINVAL, why, str(path))
     os.set_blocking(fd, True)
     with os.fdopen(fd, "rb") as file:
         return read_all_of(file, most_bytes, found.st_size)
