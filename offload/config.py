@@ -24,6 +24,7 @@ from offload.errors import UserError
 
 NOISE_POSITIONS = 32  # whose noise a sampler keeps: a step needs one for every level of its tree
 MOST_PENALTY = 100  # logits are about as large, and scores must stay finite
+MOST_SAMPLES = 100_000  # of a prompt: each is held until all are written
 LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow, and all large ones would be equal
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 EXPERTS = ("auto", "demand", "layers")  # how routed experts come: one by one as passes need them, or with their layers
@@ -178,7 +179,7 @@ def format_bytes(num_bytes: float, *, is_decimal: bool = False) -> str:
 def whole_number(value: object, what: str) -> int:
     """`value` as an int of Python, whichever library's it is. Raises `UserError` where it is no whole number."""
     try:
-        return index(value)  # type: ignore[arg-type]
+        return int(index(value))  # type: ignore[arg-type]  # True is 1, and libraries ask for the difference
     except TypeError:
         raise UserError(f"{what} must be a whole number, got {value!r:.80}: round it") from None
 

@@ -74,12 +74,12 @@ def read_packed(path: Path) -> Packed:
     try:
         own = {name: tuple(entries.pop(name + suffix) for suffix in (*WORDS, CODE)) for name in coded}
         sums = {name: _numbers(text) for name, text in json.loads(notes["crc32"]).items()}
-        origin = _origin(notes["origin"])
+        origin, header = _origin(notes["origin"]), notes.get("source_header", "").encode()
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: its header lacks what unpacking needs ({error}): {DAMAGED}") from None
     if sums.keys() != {*entries, *own}:
         raise UserError(f"{path}: its header has checksums of other tensors: {DAMAGED}")
-    return Packed(path, origin, notes.get("source_header", "").encode(), entries, own, sums)
+    return Packed(path, origin, header, entries, own, sums)
 
 
 def original_parts(packed: Packed) -> Iterator[tuple[str, int, np.ndarray]]:

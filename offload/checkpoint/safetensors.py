@@ -20,11 +20,13 @@ from offload.checkpoint.quant_methods import check_method
 from offload.checkpoint.small_files import open_regular, read_object
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
+from offload.config import require
 from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
 from offload.errors import UserError, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
+_MAX_TENSORS = 1 << 18  # of a model; the largest have 200,000, and a million take a minute to look at
 _MAX_NAME_CHARS = 1024  # patterns that names are told by take up to the square of it
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"
@@ -101,6 +103,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     for index, shard in enumerate(shards):
         entries, stamp = read_header(shard, index)
         stamps.append(stamp)
+        _require_few(directory.name, len(tensors) + len(entries))
         for name, entry in entries.items():
             if weight_map is None or weight_map.get(name) == shard.name:
                 tensors[name] = entry
@@ -162,15 +165,20 @@ def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dic
     """What a header says of a file of so many bytes. Raises `UserError` where it contradicts itself, or the file."""
     data_lo = 8 + len(raw)
     found, _ = _parse_json(path, raw)
+    _require_few(path.name, len(found))
     entries = {name: checked_entry(path, name, meta, shard, data_lo) for name, meta in found.items()}
     check_extents(path, entries, file_bytes)
+    _check_holes(path, entries, data_lo, file_bytes)
     return entries
+
+
+def _require_few(where: str, num_tensors: int) -> None:
+    require(num_tensors <= _MAX_TENSORS, f"{where} must have at most {_MAX_TENSORS} tensors", num_tensors, _AGAIN)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """What a file says of itself. Raises `UserError` where its header cannot be read."""
-    _, metadata = _parse_json(path, read_raw_header(path)[0])
-    return {key: value for key, value in metadata.items() if isinstance(value, str)}
+    return _parse_json(path, read_raw_header(path)[0])[1]
 
 
 def _raw_header(path: Path) -> tuple[bytes, Stamp]:
@@ -198,16 +206,18 @@ def unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"cannot read {path} ({error.strerror}): check that it is a file and yours to read")
 
 
-def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parse_json(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     """Tensors, and what the file says of itself."""
     try:
-        header = json.loads(raw, object_pairs_hook=_unique_keys)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise damaged(f"{path.name}: its header is not valid JSON ({reason(error)})", path.parent) from None
     if not isinstance(header, dict):
         raise damaged(f"{path.name}: its header is a JSON {type(header).__name__}, not an object", path.parent)
-    metadata = header.pop("__metadata__", None)
-    return header, metadata if isinstance(metadata, dict) else {}
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise damaged(f"{path.name}: __metadata__ in its header must be texts by name", path.parent)
+    return header, metadata
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -239,13 +249,27 @@ def checked_entry(path: Path, name: str, meta: Any, shard: int, data_lo: int) ->
 def check_extents(path: Path, entries: dict[str, TensorEntry], file_bytes: int) -> None:
     """Raises `UserError` where tensors leave the file or lie over each other."""
     end, before = 0, ""
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi)):
+    for name, entry in _in_file_order(entries):
         if entry.hi > file_bytes:
             where = f"{name} ends at byte {entry.hi}, the file at {file_bytes}"
             raise damaged(f"{path.name}: {where}: truncated", path.parent)
         if entry.lo < end:
             raise damaged(f"{path.name}: {name} and {before} overlap", path.parent)
         end, before = entry.hi, name
+
+
+def _check_holes(path: Path, entries: dict[str, TensorEntry], data_lo: int, file_bytes: int) -> None:
+    """Raises `UserError` for bytes that are no tensor's, in which other programs may see another file."""
+    end = data_lo
+    for lo, hi in [*((entry.lo, entry.hi) for _, entry in _in_file_order(entries)), (file_bytes, file_bytes)]:
+        if lo != end:
+            raise damaged(f"{path.name}: bytes {end} to {lo} belong to no tensor", path.parent)
+        end = hi
+
+
+def _in_file_order(entries: dict[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
+    """Tensors of one file by where they lie."""
+    return sorted(entries.items(), key=lambda item: (item[1].lo, item[1].hi))
 
 
 def tokenizer_folder(model: str | os.PathLike[str]) -> Path:

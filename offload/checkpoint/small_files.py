@@ -29,10 +29,33 @@ def open_regular(path: Path) -> BinaryIO:
 def read_small(path: Path) -> str:
     """The whole text. Raises `OSError`, also where it is too large, and `ValueError` for other text than UTF-8."""
     with open_regular(path) as file:
-        raw = file.read(_MAX_BYTES + 1)
-    if len(raw) > _MAX_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES >> 20} MiB", str(path))
-    return raw.decode("utf-8")
+        return read_all_of(file).decode("utf-8")
+
+
+def read_given(path: Path, most_bytes: int | None = None) -> bytes:
+    """All of a file that the user has named, which may be a pipe: one that nobody writes to is empty.
+
+    Raises `OSError`, also for what would never end, or is too large.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    found = os.fstat(fd)
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode) or os.isatty(fd)):
+        os.close(fd)
+        is_folder = stat.S_ISDIR(found.st_mode)
+        why = os.strerror(errno.EISDIR) if is_folder else "it is neither a file nor a pipe"
+        raise OSError(errno.EISDIR if is_folder else errno.EINVAL, why, str(path))
+    os.set_blocking(fd, True)
+    with os.fdopen(fd, "rb") as file:
+        return read_all_of(file, most_bytes, found.st_size)
+
+
+def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int = 0) -> bytes:
+    """What is left of a file or pipe, of `known_bytes` at least. Raises `OSError`, also where it is too large."""
+    most_bytes = _MAX_BYTES if most_bytes is None else most_bytes
+    raw = file.read(most_bytes + 1) if known_bytes <= most_bytes else b""
+    if max(len(raw), known_bytes) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB")
+    return raw
 
 
 def check_small(folder: Path) -> None:

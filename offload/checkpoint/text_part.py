@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any, NamedTuple
 
+from offload.checkpoint.config_counts import check_counts, check_types
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UserError, reason
 
@@ -69,6 +70,7 @@ def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
 
     Raises `UserError` where it describes no language model, or names the model's type by something else than a word.
     """
+    check_types(where, config)
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, dict) else {}):
         if not isinstance(part.get("model_type", ""), (str, NoneType)):  # it is looked up in tables
@@ -79,6 +81,7 @@ def with_text_sizes(where: str, config: dict[str, Any]) -> dict[str, Any]:
     kind, rule = config.get("model_type", "unknown"), "text_config in config.json must describe a language model"
     if not isinstance(inner, dict) or not inner:
         raise UserError(f"{where}: {rule} (model type {kind}), got {inner!r:.80}: {_USE}")
+    check_counts(where, config)
     from transformers import CONFIG_MAPPING  # which takes seconds, so only where it has to say something
 
     try:

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.small_files import read_given
 from offload.cli.prompt_input import decode, with_system
-from offload.config import Sampling, require
+from offload.config import MOST_SAMPLES, Sampling, require
 from offload.engine.request import Prompt, Request
 from offload.errors import UserError
 from offload.sampling.grammar import find_grammar
@@ -24,6 +25,7 @@ _NOT_OF_THE_TEXT = ("prompt", "stop", "sampling", "session", "is_kept")  # but f
 _UNSET = [(name, getattr(Sampling(), name)) for name in _DRAWING]
 _OTHERS = [(field.name, field.default) for field in fields(Request) if field.name not in _NOT_OF_THE_TEXT]
 _DIGEST_CHARS = 16
+_MAX_BYTES = 1 << 30  # millions of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ def read_tasks(file: Path, common: Request, num_samples: int, written_by: str, s
         system: what the model is told before a prompt; messages say that for themselves.
     """
     try:
-        text = decode(file.read_bytes(), str(file)).removeprefix("\ufeff")
+        text = decode(read_given(file, _MAX_BYTES), str(file)).removeprefix("\ufeff")
     except OSError as error:
         raise UserError(f"cannot read prompts from {file} ({error.strerror}): check the path") from None
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
@@ -75,6 +77,7 @@ def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
     is_varied = num_samples == 1 or not sampling.is_greedy
     rule = "`samples` of greedy text are all the same: there must be one"
     require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
+    require(num_samples <= MOST_SAMPLES, f"`samples` must be at most {MOST_SAMPLES}", num_samples, "ask for fewer")
     yield request
     for sample in range(1, num_samples):
         yield replace(request, sampling=replace(sampling, seed=sampling.seed + sample))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from offload.checkpoint.small_files import read_given
 from offload.errors import UserError
 from offload.sampling.grammar import Grammar, find_grammar
 
@@ -14,7 +15,7 @@ def own_grammar(json_schema: Path | None, regex: str | None, grammar: Path | Non
 
 def _read(file: Path, name: str) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_given(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"no UTF-8 at byte {error.start}"
         raise UserError(f"`{name}` must be a file that can be read, got {file} ({why}): check the path") from None

@@ -98,5 +98,5 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_small(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:  # among them what is no UTF-8 or no TOML
+    except (OSError, ValueError, RecursionError) as error:  # among them what is no UTF-8 or no TOML
         raise UserError(f"cannot read {path} ({reason(error)}): mend it or move it away") from None

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offload.checkpoint.small_files import read_all_of, read_given
 from offload.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,6 +56,6 @@ def decode(raw: bytes, name: str) -> str:
 def _read_bytes(file: Path | None, name: str) -> bytes:
     try:
         # What ends the line of `echo` is not meant; what a file holds is.
-        return file.read_bytes() if file else sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
+        return read_given(file) if file else read_all_of(sys.stdin.buffer).removesuffix(b"\n").removesuffix(b"\r")
     except OSError as error:
         raise UserError(f"cannot read the prompt from {name} ({error.strerror}): check the path") from None

@@ -7,6 +7,7 @@ What a whole line tells is never written again.
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from offload.cli.batch_file import Task
 from offload.errors import RunError, UserError, ensure
 
 _BEGINNING = b'{"index": '
+_MOST_LINE_BYTES = 64 << 20
 _OTHER = "name another file, or take that line out to have it written anew"
 
 
@@ -90,6 +92,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise UserError(f"cannot write results to {path} ({error.strerror}): name another file") from None
     with opened as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UserError(f"results must be kept in a file, {path} is none: leave `out` out for standard output")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -100,12 +104,17 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _whole_lines(file: BinaryIO, path: Path) -> list[bytes]:
     """All but a last one that was cut short. Raises `UserError` where that is nothing of ours."""
     file.seek(0)
-    lines = file.read().splitlines(keepends=True)
+    with open(file.fileno(), "rb", closefd=False) as reader:
+        lines = list[bytes]()
+        while line := reader.readline(_MOST_LINE_BYTES):
+            lines.append(line)
+            if not line.endswith(b"\n"):  # cut short, or longer than any of ours
+                break
     if not lines or lines[-1].endswith(b"\n"):
         return lines
     cut = lines.pop()
     size = min(len(cut), len(_BEGINNING))
-    if cut[:size] != _BEGINNING[:size]:
+    if cut[:size] != _BEGINNING[:size] or len(cut) == _MOST_LINE_BYTES:
         raise UserError(f"{path}, line {len(lines) + 1} is no result of offload: name another file")
     return lines
 

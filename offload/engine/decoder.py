@@ -27,8 +27,8 @@ from offload.engine.cache_pool import CachePool
 from offload.engine.forest import Forest
 from offload.engine.generation import Generation, Run, Setup
 from offload.engine.many import in_order
-from offload.engine.request import Prompt, Request, Tool, encode, with_start
-from offload.engine.scoring import Scorer, TextScore, Wanted
+from offload.engine.request import Prompt, Request, Tool, encode, whole_numbers, with_start
+from offload.engine.scoring import Scorer, TextScore, Wanted, wanted_of
 from offload.engine.sequence import Caches, Limits, Sequence
 from offload.engine.session import Models, Session, load_session, require_sessions, save_session
 from offload.engine.text import TextStream, Tokenizer
@@ -139,7 +139,7 @@ class Decoder:
             rule, masks = rule or self.rule, [] if grammar is None else [self._grammars.mask(grammar)]
             how = (rule.drafting, self._kernels, self.target.send)
             sampler = Sampler(sampling, self._vocab_size, *how, adjustments=masks)
-            begun, has_draft = with_start(tokens, self._start), self._trees.has_draft
+            begun, has_draft = with_start(whole_numbers(tokens), self._start), self._trees.has_draft
             sampler.begin(begun[begun.index(self._start[0]) :] if self._start else begun)  # an encoder's is no text
             sequence = Sequence(begun, sampler, rule, shape, limits, has_draft=has_draft)
             self._pool.lend(sequence, keeps=keeps)
@@ -297,7 +297,7 @@ class Decoder:
         Texts share passes, `num_score_passes` in all, and those that begin alike the rows of their beginning. Raises
         `UserError` for a text that is longer than the context, or has nothing before what counts.
         """
-        wanted = [Wanted(encode(self.tokenizer, tokens, self._vocab_size), first) for tokens, first in texts]
+        wanted = [Wanted(encode(self.tokenizer, text, self._vocab_size), first) for text, first in wanted_of(texts)]
         most = max((len(tokens) - 1 for tokens, _ in wanted), default=0)  # nothing is asked of the last one
         rule = "a text must fit, but for its last token, into the context"
         require(most <= self.plan.context, f"{rule} of {self.plan.context} tokens", most, "raise `context`")

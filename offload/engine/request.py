@@ -4,7 +4,7 @@ Loading checks the first request before a weight is read, the decoder checks eve
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,10 @@ class Request:
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
-        stops = (self.stop,) if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
+        try:
+            stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        except TypeError:  # also of what only looks as if it could be iterated over
+            stops = (self.stop,)  # type: ignore[assignment]
         require(all(isinstance(one, str) for one in stops), "`stop` must be text", f"{self.stop!r:.80}", "give a str")
         return stops
 
@@ -114,7 +117,7 @@ def encode(
 ) -> list[int]:  # fmt: skip
     """Token ids of a prompt, checked; `tools` are those of a conversation. Raises `UserError`."""
     if not isinstance(prompt, str) and not _are_messages(prompt):
-        ids = _whole_numbers(prompt)
+        ids = whole_numbers(prompt)
     elif tokenizer is None:
         raise UserError(
             "this checkpoint has no tokenizer: put its tokenizer.json beside it, or give token ids from Python"
@@ -133,7 +136,8 @@ def encode(
     return ids
 
 
-def _whole_numbers(prompt: Any) -> list[int]:
+def whole_numbers(prompt: Any) -> list[int]:
+    """Token ids as Python's numbers. Raises `UserError`."""
     try:
         if isinstance(prompt, bytes | bytearray | Mapping | Set):  # of which the numbers are no ids, or in no order
             raise TypeError

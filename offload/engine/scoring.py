@@ -6,12 +6,13 @@ Invariant: a row sees the tokens before it in its own text, and no others.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from offload.config import require
+from offload.config import require, whole_number
 from offload.engine.cache_pool import num_shared
+from offload.errors import UserError
 from offload.model.kv_cache import KVCache
 from offload.model.target import Target
 
@@ -29,6 +30,16 @@ class Wanted(NamedTuple):
 
     tokens: Sequence[int]
     first: int
+
+
+def wanted_of(texts: Any) -> list[tuple[Any, int]]:
+    """Pairs of a text and a number. Raises `UserError` for anything else."""
+    try:
+        return [(text, whole_number(first, "a text's first token")) for text, first in texts]
+    except (TypeError, ValueError):
+        raise UserError(
+            f"texts must be pairs of token ids and a number, got {texts!r:.80}: such as ([5, 7], 1)"
+        ) from None
 
 
 class Scorer:

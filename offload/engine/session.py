@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name
+from offload.checkpoint.safetensors import Checkpoint, compute_dtype_name, read_header
 from offload.checkpoint.sizes import config_sizes, head_dim, model_shape, text_config
 from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensor_file import SUM, data_sum, write_tensors
@@ -200,12 +200,22 @@ def _name(part: str, kind: str, index: int) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with open_regular(path), safe_open(path, framework="pt") as file:
+        with open_regular(path):
+            _require_no_holes(path)
+        with safe_open(path, framework="pt") as file:
             yield file
     except OSError as error:
         raise UserError(f"cannot read the session {path} ({error.strerror or error}): check the path") from None
     except SafetensorError as error:
         raise _broken(path, reason(error)) from None
+
+
+def _require_no_holes(path: Path) -> None:
+    """What is larger than its tensors could be larger than memory, and the library maps all of it."""
+    try:
+        read_header(path)
+    except UserError as error:
+        raise _broken(path, str(error).rpartition(":")[0]) from None
 
 
 def _broken(path: Path, what: str) -> UserError:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from offload.checkpoint.safetensors import has_tokenizer, read_json
 from offload.checkpoint.small_files import check_small
+from offload.checkpoint.tokenizer_files import check_tokenizer_files
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, ensure, refusing
 
@@ -28,6 +29,7 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
     if not has_tokenizer(Path(directory)):
         return None
     check_small(Path(directory))
+    check_tokenizer_files(Path(directory))
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
         _check_names(Path(directory))
         how = {"trust_remote_code": False, "local_files_only": True}

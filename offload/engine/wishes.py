@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
-from offload.config import Sampling, require, whole_number
+from offload.config import MOST_SAMPLES, Sampling, require, whole_number
 from offload.engine.request import Prompt, Request
 from offload.errors import UserError
 from offload.sampling.grammar import find_grammar
@@ -50,7 +50,8 @@ def request_of(prompt: Prompt, wishes: Wishes) -> Request:
 
 def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
     """The same so many times, each with a seed of its own. Raises `UserError`."""
-    require(whole_number(num_samples, "`num_samples`") >= 1, "`num_samples` must be 1 or more", num_samples, "try 1")
+    is_possible = 1 <= whole_number(num_samples, "`num_samples`") <= MOST_SAMPLES
+    require(is_possible, f"`num_samples` must lie in 1 to {MOST_SAMPLES}", num_samples, "try 1")
     for number in range(num_samples):
         yield replace(request, sampling=replace(request.sampling, seed=(request.sampling.seed + number) % 2**63))
 

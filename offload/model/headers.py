@@ -14,7 +14,7 @@ from offload.checkpoint.sizes import config_sizes
 from offload.config import require
 from offload.errors import UserError
 
-_MOST_MODULES, _MOST_NUMBERS = 4096, 1 << 28  # layers or experts to build, and any other size: beyond every model
+_MOST_MODULES, _MOST_NUMBERS = 1024, 1 << 28  # layers or experts to build, and any other size: beyond every model
 
 
 def describe(model: str, source: str | os.PathLike[str] | None = None) -> Checkpoint:

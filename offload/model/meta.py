@@ -25,10 +25,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from offload.checkpoint.config_counts import check_counts
 from offload.checkpoint.encoder_decoder import ENCODER_DECODERS
 from offload.checkpoint.safetensors import Checkpoint, unsupported
 from offload.checkpoint.section import Section
-from offload.config import require
 from offload.errors import UserError, reason
 from offload.kernels.tree_attention import Chunk, Window
 from offload.model import attention
@@ -42,8 +42,7 @@ def build_meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedMo
 
     Raises `UserError` for an unknown architecture, remote code, or a decoder that trees cannot be verified on.
     """
-    num_labels = checkpoint.config.get("num_labels", 0)
-    require(num_labels in range(_MAX_LABELS), "num_labels in config.json must be small", num_labels, "leave it out")
+    check_counts(checkpoint.directory.name, checkpoint.config)
     with _refusing(checkpoint):
         whole = _config(checkpoint.config)
         config = whole.get_text_config(decoder=True)
@@ -155,7 +154,7 @@ _OUTPUT_FLAGS = {"return_dict": True, "output_hidden_states": False, "output_att
 # A checkpoint may name a kernel of the hub there, and transformers would fetch that code and run it.
 _NAMED_CODE = ("_attn_implementation", "_experts_implementation")
 _ONE_AT_A_TIME = threading.Lock()  # accelerate changes how all modules, of whatever thread, are made meanwhile
-_MAX_WINDOW, _MAX_LABELS = 1 << 31, 1 << 20
+_MAX_WINDOW = 1 << 31
 _RANDOM_FILLS = ("normal_", "uniform_", "trunc_normal_", "kaiming_uniform_")  # of torch and of transformers
 
 

@@ -21,6 +21,7 @@ from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.hub import fetch
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.checkpoint.small_files import read_given, read_object
 from offload.config import Sampling, require
 from offload.engine.decoder import Decoder
 from offload.engine.hooks import Counted, Hooks
@@ -60,6 +61,7 @@ SIZES = (512, 384, 256, 192, 128, 64, 32, 16)  # of the largest tree that is tim
 _WRITING_NODES, _WRITING_DEPTH = 64, 16
 _CONTEXT = 512  # positions: a window, or the steps of one round of timing
 _NOBODY = Hooks()
+_MAX_TEXT_BYTES = 1 << 30
 
 
 class Traced(NamedTuple):
@@ -187,7 +189,7 @@ def largest_that_fits(room: Room, files: Files, sizes: Sequence[int]) -> tuple[R
 def read_text(path: Path) -> str:
     """A file to tune with. Raises `UserError` where it is missing, empty or not UTF-8."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_given(path, _MAX_TEXT_BYTES).decode("utf-8")
     except OSError as error:
         raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
     except UnicodeDecodeError as error:
@@ -281,7 +283,7 @@ def _summarise(
 def _unfinished(question: Question) -> list[Traced]:
     """What an interrupted tune of the same question has finished; a file that is not whole counts for nothing."""
     try:
-        windows = json.loads(question.state_path.read_text(encoding="utf-8"))["windows"]
+        windows = read_object(question.state_path, "it is made anew")["windows"]
         traced = [Traced(*window) for window in windows]
         is_sound = all(rank in range(-1, NUM_RANKS) for window in traced for rank in window.ranks)
         is_sound &= all(len(window.bursts_B) == len(question.bounds) for window in traced)

@@ -6,8 +6,9 @@ The line names rule, value and remedy; refusing writes nothing.
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -65,8 +66,18 @@ def edited(name: str, **changes: object) -> Break:
     return edit
 
 
+def inside(seeing: Mapping[str, object] = MappingProxyType({}), **changes: object) -> Break:
+    """A model around a language model with these settings, which leaves the usual ones out."""
+    return config(model_type="gemma3", text_config={"model_type": "gemma3_text", **changes}, vision_config={**seeing})
+
+
 def tokenizer(**changes: object) -> Break:
     return edited("tokenizer_config.json", **changes)
+
+
+def charsmap(encoded: object) -> Break:
+    """What SentencePiece replaces before it cuts a text into tokens."""
+    return edited("tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": encoded})
 
 
 # Rust's way to fail, which Python sees as no `Exception`.
@@ -96,6 +107,14 @@ FOLDERS = [
     case("a window in a list", config(model_type="mistral", sliding_window=[1]), "sliding_window", by_plan=False),
     case("an endless window", config(model_type="mistral", sliding_window=2**64), "sliding_window", by_plan=False),
     case("negative heads", config(num_key_value_heads=-2), "num_key_value_heads"),
+    case(
+        "a kind of model in a list", config(model_type=["llama"]), "model_type in config.json must be text", "['llama']"
+    ),
+    case("a kind of text in a list", inside(model_type=["llama"]), "model_type in config.json must be text"),
+    case("endless layers of text", inside(num_hidden_layers=10**12), "num_hidden_layers", "at most 10000"),
+    case("endless layers of sight", inside({"num_hidden_layers": 10**12}), "num_hidden_layers", "at most 10000"),
+    case("labels without end", config(num_labels=10**12), "num_labels", "at most 10000", by_plan=False),
+    case("labels of sight without end", inside({"num_labels": 10**12}), "num_labels", "at most 10000"),
     case("config of another model", config(intermediate_size=128), "must have shape [128, 64]", by_plan=False),
     case("quantised", config(quantization_config=GPTQ), "says that weights are quantised", "download"),
     case("quantised in its own way", config(quantization_config="int4"), "must be an object", "mend"),
@@ -129,6 +148,9 @@ FOLDERS = [
     case("tokenizer config cut", overwrite("tokenizer_config.json", b"{"), "tokenizer", "again", by_plan=False),
     case("tokenizer's longest text in words", tokenizer(model_max_length="long"), "tokenizer failed", by_plan=False),
     case("tokenizer of another kind", tokenizer(tokenizer_class="BertTokenizer"), "tokenizer failed", by_plan=False),
+    case("a table of 4 GiB", charsmap("/////w=="), "tokenizer", "precompiled_charsmap is cut short", by_plan=False),
+    case("a table that is a number", charsmap(7), "tokenizer", "precompiled_charsmap must be text", by_plan=False),
+    case("labels of a tokenizer", tokenizer(num_labels=10**12), "num_labels", "at most 10000", by_plan=False),
     case("tokenizer that panics", panicking_tokenizer, "tokenizer failed", by_plan=False),
     case("a type that moves the cursor", config(dtype="int8\n\x1b[2J" * 1000), "cannot compute in int8\\n\\x1b"),
     case("tokenizer cut", overwrite("tokenizer.json", b'{"model'), "tokenizer", "again", by_plan=False),

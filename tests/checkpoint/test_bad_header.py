@@ -3,12 +3,13 @@
 Invariant: random damage leads to a refusal or to a load that is consistent, never to a traceback.
 """
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import Break, assert_refused, case, cut_file, damaged, header, join, refuse_folder
+from refusals import Break, assert_refused, case, cut_file, damaged, header, join, refuse_folder, split
 from shell import process
 
 from offload.checkpoint.safetensors import open_checkpoint
@@ -57,6 +58,39 @@ def overlapping(content: dict[str, Any]) -> None:
     content[UP]["data_offsets"] = content[LAST]["data_offsets"]
 
 
+def recoded(encoding: str) -> Break:
+    """The header in another encoding than UTF-8, which Python's JSON would read all the same."""
+
+    def change(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        content, data = split(path.read_bytes())
+        path.write_bytes(join(json.dumps(content).encode(encoding), data))
+
+    return change
+
+
+def with_room(*, before: int = 0, between: int = 0, behind: int = 0) -> Break:
+    """Bytes that are no tensor's: where another file could be hidden."""
+
+    def make(directory: Path) -> None:
+        path = directory / "model.safetensors"
+        content, data = split(path.read_bytes())
+        tensors = [own for name, own in content.items() if name != "__metadata__"]
+        last = max(tensors, key=lambda own: own["data_offsets"])
+        cut = last["data_offsets"][0]
+        for own in tensors:
+            own["data_offsets"] = [at + before + (between if own is last else 0) for at in own["data_offsets"]]
+        whole = bytes(before) + data[:cut] + bytes(between) + data[cut:] + bytes(behind)
+        path.write_bytes(join(json.dumps(content).encode(), whole))
+
+    return make
+
+
+def many_tensors(count: int) -> Break:
+    text = ",".join(f'"x{index}":{{}}' for index in range(count))
+    return lambda directory: (directory / "model.safetensors").write_bytes(join(f"{{{text}}}".encode(), b""))
+
+
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 MALFORMED = ("malformed header entry", "again")
 TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}'
@@ -74,7 +108,17 @@ HEADERS = [
     case("header a list", raw_header(b"[]"), "list, not an object", "again"),
     case("header nested too deep", raw_header(b'{"a":' * 100_000), "not valid JSON", "again"),
     case("header with endless digits", raw_header(b'{"a":' + b"9" * 5000 + b"}"), "not valid JSON", "again"),
-    case("header empty", raw_header(b"{}"), "no tensors for layer 0"),
+    case("header empty", whole_file(join(b"{}", b"")), "no tensors for layer 0"),
+    case("header alone", raw_header(b"{}"), "bytes 10 to 266 belong to no tensor", "again"),
+    case("header in UTF-16", recoded("utf-16-le"), "not valid JSON", "again"),
+    case("header in UTF-32", recoded("utf-32"), "not valid JSON", "again"),
+    case("header behind a mark", recoded("utf-8-sig"), "not valid JSON", "again"),
+    case("notes of numbers", header(lambda content: content.update(__metadata__={"a": 1})), "must be texts by name"),
+    case("notes a list", header(lambda content: content.update(__metadata__=["pt"])), "must be texts by name", "again"),
+    case("room before the tensors", with_room(before=64), "belong to no tensor", "again"),
+    case("room between two tensors", with_room(between=8), "belong to no tensor", "again"),
+    case("room behind the tensors", with_room(behind=64), "belong to no tensor", "again"),
+    case("a million tensors", many_tensors(1 << 20), "at most 262144 tensors, got 1048", "again"),
     case("name twice", raw_header(TWICE), "occurs twice", "again"),
     case("key twice", raw_header(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}'), "twice"),
     case("entry a number", header(lambda content: content.update({NORM: 7})), *MALFORMED),
@@ -95,8 +139,8 @@ HEADERS = [
     case("offsets too narrow", moved(NORM, hi=-4), "of shape [64] and F32 needs 256 bytes, has 252"),
     case("offsets beyond the end", moved(NORM, lo=1 << 40, hi=1 << 40), "ends at byte", "truncated"),
     case("offsets overlap", header(overlapping), UP, LAST, "overlap", "again"),
-    case("tensor missing", header(lambda content: content.pop(UP)), f"tensor {UP} is missing", by_plan=False),
-    case("norm missing", header(lambda content: content.pop(NORM)), f"tensor {NORM} is missing", by_plan=False),
+    case("tensor missing", renamed(UP, "spare"), f"tensor {UP} is missing", by_plan=False),
+    case("norm missing", renamed(NORM, "spare"), f"tensor {NORM} is missing", by_plan=False),
     case("tensor of wrong shape", entry(UP, shape=[64, 96]), UP, "must have shape [96, 64]", "[64, 96]", by_plan=False),
     case("endless name", renamed(UP, "layers." * 30_000), "layers.layers.", "name of 210000 characters", "again"),
     case("scalar", entry(UP, shape=[64 * 96]), UP, "must have shape [96, 64]", "[6144]", by_plan=False),

@@ -68,7 +68,7 @@ def test_expert_without_a_partner_is_refused(tmp_path: Path) -> None:
     save_tokenizer(directory)
     names = open_checkpoint(directory).tensors
     lost = next(name for name in sorted(names) if ".2.w1." in name)
-    header(lambda content: content.pop(lost))(directory)
+    header(lambda content: content.update(spare=content.pop(lost)))(directory)
     assert_refused(generate(directory, "-p", "Count:"), "experts", "download the checkpoint again")
 
 

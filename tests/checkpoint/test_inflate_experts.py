@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from offload.checkpoint import inflate as module
-from offload.checkpoint.inflate import MANIFEST_NAME, plan_inflation
-from offload.checkpoint.safetensors import open_checkpoint, read_header
+from offload.checkpoint.inflate import plan_inflation
+from offload.checkpoint.safetensors import INFLATED, open_checkpoint, read_header
 
 TARGET_BYTES = 8_000_000
 
@@ -76,7 +76,7 @@ def test_real_layers_route_as_before_and_inserted_ones_as_the_nearest(tmp_path: 
 def test_an_expert_lies_in_one_run_of_the_wished_size(tmp_path: Path) -> None:
     source = save_small_moe(tmp_path / "small", dtype=torch.bfloat16)
     inflated = inflate(source, tmp_path / "big", TARGET_BYTES)
-    plan = json.loads((inflated / MANIFEST_NAME).read_text())["plan"]
+    plan = json.loads((inflated / INFLATED).read_text())["plan"]
     assert open_checkpoint(inflated).num_bytes == plan["total_bytes"]
     assert TARGET_BYTES <= plan["total_bytes"] < TARGET_BYTES + plan["layer_bytes"]
     header, _ = read_header(inflated / "model.safetensors")

@@ -1,6 +1,7 @@
 """Files that are none: pipes that nobody writes to, devices without an end, and more than anybody would read."""
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import pytest
 from refusals import assert_refused, generate
 
 from offload.checkpoint import small_files
-from offload.checkpoint.small_files import read_small
+from offload.checkpoint.small_files import read_given, read_small
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
 from offload.planning.profile import parse_profile
+from offload.tuning.tune import read_text
 
 pytestmark = pytest.mark.usefixtures("_no_weights")
 
@@ -23,6 +25,12 @@ def pipe(path: Path) -> None:
 
 def endless(path: Path) -> None:
     path.symlink_to("/dev/zero")
+
+
+def hole(path: Path) -> None:
+    """More than memory, of which nothing lies on the disk."""
+    path.touch()
+    os.truncate(path, 1 << 36)
 
 
 @pytest.mark.parametrize("make", [pipe, endless])
@@ -58,3 +66,60 @@ def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, brok
         file.truncate(1 << 36)
     with pytest.raises(UserError, match=rf"{name} has 65536 MiB, no such file has more than 256: download .* again"):
         load_tokenizer(broken_file)
+
+
+def test_what_the_user_names_may_be_a_pipe(tmp_path: Path) -> None:
+    """As that of `-f <(command)`; one that nobody writes to is empty, and nothing is waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    assert read_given(tmp_path / "pipe") == b""
+    ours, theirs = os.pipe()
+    timer = threading.Timer(0.2, lambda: (os.write(theirs, b"Say:"), os.close(theirs)))
+    timer.start()
+    assert read_given(Path(f"/proc/self/fd/{ours}")) == b"Say:", "it is waited for whoever writes"
+    os.close(ours)
+    timer.join()
+
+
+def test_devices_and_holes_are_not_read(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="neither a file nor a pipe"):
+        read_given(Path("/dev/zero"))
+    (tmp_path / "hole").touch()
+    os.truncate(tmp_path / "hole", 1 << 40)
+    for read in (read_given, read_small):
+        with pytest.raises(OSError, match="it has more than 64 MiB"):
+            read(tmp_path / "hole")
+
+
+FLAGS = {"prompt": "-f", "schema": "--json-schema", "grammar": "--grammar"}
+
+
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize("make", [endless, hole])
+def test_texts_of_the_user_that_never_end_are_refused(
+    flag: str, make: Callable[[Path], None], sound_file: Path, tmp_path: Path
+) -> None:
+    make(tmp_path / "some.txt")
+    given = [] if flag == "-f" else ["-p", "Count:"]
+    assert_refused(generate(sound_file, flag, tmp_path / "some.txt", *given), "some.txt", "check the path")
+
+
+def test_prompts_and_texts_to_tune_with_that_never_end_are_refused(sound_file: Path, tmp_path: Path) -> None:
+    endless(tmp_path / "some.jsonl")
+    outcome = generate(sound_file, "-f", tmp_path / "some.jsonl")
+    assert_refused(outcome, "cannot read prompts", "neither a file nor a pipe")
+    with pytest.raises(UserError, match="neither a file nor a pipe"):
+        read_text(tmp_path / "some.jsonl")
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "/dev/zero"])
+def test_results_go_into_files_alone(place: str, sound_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "some.jsonl").write_text('{"prompt": "Count:"}')
+    outcome = generate(sound_file, "-f", tmp_path / "some.jsonl", "--out", place)
+    assert_refused(outcome, f"results must be kept in a file, {place} is none", "leave --out out")
+
+
+def test_a_hole_is_no_file_of_results(sound_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "some.jsonl").write_text('{"prompt": "Count:"}')
+    hole(tmp_path / "out.jsonl")
+    outcome = generate(sound_file, "-f", tmp_path / "some.jsonl", "--out", tmp_path / "out.jsonl")
+    assert_refused(outcome, "out.jsonl, line 1 is no result of offload", "another file")

@@ -128,3 +128,8 @@ def test_completion_knows_commands_and_flags(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
         assert wanted in process().out.split()
+
+
+def test_a_file_nested_too_deep_is_refused(config: Path) -> None:
+    config.write_text("ram = " + "[" * 50_000)
+    assert_refused(shell("plan"), "cannot read", "config.toml", "mend it or move it away")

@@ -9,6 +9,7 @@ from tiny import FAMILIES, build, save
 import offload
 from offload.engine import scoring
 from offload.engine.decoder import Decoder
+from offload.errors import UserError
 
 BEGINNING = list(range(20, 60))
 TEXTS = [
@@ -92,3 +93,9 @@ def test_rows_that_see_another_branch_are_caught(target: tuple[str, Path], monke
 def test_texts_that_cannot_be_scored(text: tuple[list[int], int], said: str, target: tuple[str, Path]) -> None:
     with opened(target[1]) as decoder, pytest.raises(offload.UserError, match=said):
         decoder.score_texts([text])
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "ab", [5], [[]], [([1, 2], "x")], [([1, 2], 1.5)], [([1, 2], 1, 1)]])
+def test_what_are_no_texts_is_refused(wrong: object) -> None:
+    with pytest.raises(UserError, match="texts must be pairs of token ids and a number"):
+        scoring.wanted_of(wrong)

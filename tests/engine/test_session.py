@@ -212,6 +212,7 @@ def flipped(content: bytes) -> bytes:
         (flipped, "is broken .its checksum does not fit"),
         (lambda content: content[:-1], "is broken"),
         (lambda content: content[:5], "is broken"),
+        (lambda content: content + bytes(64), "is broken .*belong to no tensor"),
         (lambda content: b"", "is broken"),
         (lambda content: b"\x80\x04" + content, "is broken"),
         (reshaped("target.keys.1", lambda _, g, p, k: [1, 2 * g, p, k // 2]), "is broken .target.keys.1 has shape"),

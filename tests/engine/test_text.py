@@ -13,9 +13,10 @@ from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from offload.config import Sampling
+from offload.config import MOST_SAMPLES, Sampling, whole_number
 from offload.engine.request import Request
 from offload.engine.text import TextStream, encode_messages, encode_prompt, load_tokenizer
+from offload.engine.wishes import samples_of
 from offload.errors import UserError
 from offload.sampling.sampler import Sampler
 
@@ -197,6 +198,19 @@ def test_whole_numbers_of_other_libraries_are_taken_and_others_refused() -> None
         Request([1, 2], max_new_tokens=2.5).ids(None, 10, 512)  # type: ignore[arg-type]
 
 
+def test_a_truth_is_a_number_to_every_library() -> None:
+    """Torch takes no `True` where it wants one."""
+    assert type(whole_number(True, "it")) is int
+    with pytest.raises(UserError, match="`stop` must be text"):
+        Request([1, 2], stop=torch.tensor(1)).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [0, MOST_SAMPLES + 1, 2**70])
+def test_samples_without_end_are_refused(number: int) -> None:
+    with pytest.raises(UserError, match="`num_samples` must lie in 1 to"):
+        next(samples_of(Request([1, 2]), number))
+
+
 def test_without_a_tokenizer_there_is_no_text() -> None:
     stream = TextStream(None, [1, 2])
     assert stream.push([3, 4]) == ("", False) and stream.finish() == "" == stream.text
@@ -247,14 +261,17 @@ def test_a_config_that_the_disk_does_not_give_is_not_taken_for_none(
     """By its model type the tokenizer's class is chosen; without one, ids may be others."""
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    load_tokenizer(tmp_path)
+    kind = type(load_tokenizer(tmp_path))
 
     def refuse(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("transformers.configuration_utils.PreTrainedConfig._dict_from_json_file", refuse)
-    with pytest.raises(UserError, match=r"cannot read the tokenizer in .* \(.*Input/output error\)"):
+    assert type(load_tokenizer(tmp_path)) is kind
+    monkeypatch.setattr("offload.checkpoint.safetensors.read_object", refuse)
+    with pytest.raises(UserError, match=r"cannot read .*config\.json \(Input/output error\)"):
         load_tokenizer(tmp_path)
+    monkeypatch.undo()
     (tmp_path / "config.json").unlink()
     assert load_tokenizer(tmp_path) is not None, "a folder that has none is read as before"
 

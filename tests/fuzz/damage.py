@@ -189,7 +189,7 @@ def strange(rng: random.Random, usual: Any = None) -> Any:
         lambda: _nested(rng), lambda: rng.choice((_HUGE, -_HUGE, 10**400, 12345678901)),
         lambda: str(usual), lambda: [usual], *[lambda: copy.deepcopy(rng.choice(PLAUSIBLE))] * 6,
     ]  # fmt: skip
-    if type(usual) is int and rng.random() < 0.6:
+    if type(usual) is int and abs(usual) < 2**64 and rng.random() < 0.6:  # more is no float
         return rng.choice(
             (usual + 1, usual - 1, -usual, usual * 2, usual // 2, usual * 1000, usual + 0.5, 0, usual << 40)
         )

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("safetensors/index", "config/qwen3_moe", "tokenizer/unigram", "fewer_bits/awq", "gguf_file/llama")
+NAMES = (
+    "safetensors/index", "config/qwen3_moe", "tokenizer/unigram", "fewer_bits/awq", "gguf_file/llama",
+    "settings/profile", "texts/lines", "http/chat",
+)  # fmt: skip
 SECONDS = 300  # of which a quiet machine needs ten
 
 
@@ -20,7 +23,7 @@ def fuzz(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_few_damaged_files_of_each_kind() -> None:
-    run = fuzz("--seed", 18, "--cases", 20, *(word for name in NAMES for word in ("--target", name)))
+    run = fuzz("--seed", 18, "--cases", 24, *(word for name in NAMES for word in ("--target", name)))
     assert run.returncode == 0, run.stdout + run.stderr
 
 

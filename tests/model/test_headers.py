@@ -45,8 +45,8 @@ def test_plan_counts_the_parameters_of_a_mixture_as_published(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be a whole number below 4096, got 1000000"),
-        ({"num_local_experts": 10**12}, "num_local_experts must be a whole number below 4096"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be a whole number below 1024, got 1000000"),
+        ({"num_local_experts": 10**12}, "num_local_experts must be a whole number below 1024"),
         ({"head_dim": 10**15}, "head_dim must be a whole number below"),
         ({"hidden_size": "4096"}, "hidden_size in config.json must be a whole number"),
         ({"model_type": "mamba"}, "model type mamba is not supported"),

@@ -1,0 +1,60 @@
+"""What a stranger's tokenizer files may claim that ends a process, or fills its memory, inside of a library.
+
+Rust ends a process that asks for more memory than there is, and Python can catch nothing. Invariant: what passes may
+still be refused by the library, but as an exception.
+"""
+
+import base64
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.config_counts import check_counts, check_types
+from offload.checkpoint.safetensors import read_json
+from offload.checkpoint.small_files import read_small
+from offload.errors import UserError, ensure, reason
+
+_COUNTED = "config.json", "tokenizer_config.json"  # transformers makes configs of what stands there
+_MAY_HAVE_MAP = re.compile(r"Precompiled|\\u00[2-7]")  # also where its letters are written as numbers
+_AGAIN = "download its files again"
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Raises `UserError` for files that must not reach a library."""
+    for path in (directory / name for name in _COUNTED):
+        if os.path.isfile(path):
+            config = read_json(path)
+            check_types(directory.name, config)
+            check_counts(directory.name, config)
+    path = directory / "tokenizer.json"
+    try:
+        text = read_small(path) if os.path.isfile(path) else ""
+        for part in _objects(json.loads(text)) if _MAY_HAVE_MAP.search(text) else ():
+            if part.get("type") == "Precompiled":
+                _check_map(part.get("precompiled_charsmap"))
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): {_AGAIN}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cannot read the tokenizer in {directory} ({reason(error)}): {_AGAIN}") from None
+
+
+def _check_map(encoded: Any) -> None:
+    """A table of so many bytes as its first four say, then texts. Raises `ValueError`."""
+    ensure(isinstance(encoded, str), "precompiled_charsmap must be text")
+    raw = base64.b64decode(encoded)
+    ensure(int.from_bytes(raw[:4], "little") <= max(0, len(raw) - 4), "precompiled_charsmap is cut short")
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects of a JSON value."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            yield part
+            left += part.values()
+        elif isinstance(part, list):
+            left += (one for one in part if isinstance(one, dict | list))

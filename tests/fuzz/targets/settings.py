@@ -1,0 +1,129 @@
+"""What stands in for flags, and what describes machines: profiles, hardware, clusters, config.toml, the environment."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from case import Target
+from damage import JSON, flip, only, other, special, text
+from model_files import ENOUGH, save_files
+from shell import Outcome, shell
+
+from offload.checkpoint.safetensors import open_checkpoint
+from offload.config import Sampling
+from offload.planning.cost_model import Costs, Curve
+from offload.planning.profile import ExpertUses, Identity, Machine, Profile, format_json
+from offload.planning.traces import DynamicYield
+
+_MACHINE = {"name": "mine", "gpu_bytes": "24GiB", "memory_bytes_per_s": "1000GB/s", "flops_per_s": 165e12,
+    "link_bytes_per_s": 25e9, "ram_bytes": "64GiB", "disk_bytes_per_s": "3GB/s", "memory_share": 0.8,
+    "flops_share": 0.6}  # fmt: skip
+_CLUSTER = {
+    "ranks": [{"name": "alpha", "ram": "32GiB", "disk": "3GB/s"}, {"hardware": "rtx4090", "ram": "64GiB"},
+        {"name": "gamma", "ram": 2**34, "disk": 5e9, "flops": 1e12, "memory": 5e10, "flops_share": 0.5}],
+    "network": {"gbit_per_s": 2.5, "latency_us": 80},
+}  # fmt: skip
+_TOML = """model = "model"
+ram = "400MiB"
+context = 64
+threads = 1
+profile = "none"
+[plan]
+disk-speed = "1GB"
+[generate]
+tree = "none"
+logit-bias = ["5:1.5"]
+temp = 0.5
+"""
+_HOSTILE_TOML = ("[" * 5000, "a = " + "[" * 5000, "ram = nan", "ram = inf", "context = 1979-05-27T07:32:00Z",
+    "model = [\"a\"]", "[generate.ram]\nx = 1", "context = 99999999999999999999999", "context = -1", "ram = [[[]]]",
+    "tree = [1, [2]]", "quiet = \"maybe\"", "seed = 0x7fffffffffffffffff", "[generate]\nfile = \"/etc/passwd\"",
+    "[[generate]]\nram = 1",
+    "threads = 1e400", "a.b.c = 1", "ranks = \"x\"", "logit-bias = [[1]]", "help = true")  # fmt: skip
+_PROFILE_KEYS = ("schema", "identity", "identity.machine", "identity.target", "target_name", "created", "num_tokens",
+    "acceptance", "standard_error", "smoothing", "num_threads", "costs", "costs.compute_s", "costs.draft_step_s",
+    "costs.verify_s", "costs.link_bytes_per_s", "costs.friction", "grown", "traces", "expert_uses", "x")  # fmt: skip
+_VARIABLES = ("OFFLOAD_RAM", "OFFLOAD_CONTEXT", "OFFLOAD_MODEL", "OFFLOAD_TREE", "OFFLOAD_TEMP", "OFFLOAD_RANKS",
+    "OFFLOAD_THREADS", "OFFLOAD_PROFILE", "OFFLOAD_SEED", "OFFLOAD_LOGIT_BIAS", "OFFLOAD_QUIET", "OFFLOAD_DATASTORE",
+    "OFFLOAD_DEVICE", "OFFLOAD_DTYPE", "OFFLOAD_SESSION", "OFFLOAD_RULE", "OFFLOAD_LOOKUP", "OFFLOAD_NO_LOOKUP",
+    "OFFLOAD_STOP", "OFFLOAD_OUT", "OFFLOAD_GRAMMAR", "XDG_CACHE_HOME", "COLUMNS", "RANK", "WORLD_SIZE", "NO_COLOR",
+    "TERM", "HF_HUB_OFFLINE")  # fmt: skip
+
+
+def _save_profile(folder: Path) -> None:
+    target, draft = save_files(folder / "target"), save_files(folder / "draft")
+    machine = Machine.here("float32")
+    identity = Identity.of(open_checkpoint(target), open_checkpoint(draft), Sampling(), "match", machine)
+    costs = Costs(compute_s=Curve((1, 16, 64), (0.1, 0.12, 0.2)), draft_step_s=Curve((1, 8), (0.001, 0.002)),
+        verify_s=0.001, link_bytes_per_s=1e9)  # fmt: skip
+    known = Profile(identity=identity, target_name="target", draft_name="draft", created="2026-01-01T00:00:00+00:00",
+        num_tokens=6, is_teacher_forced=False, acceptance=(0.5, 0.25), standard_error=(0.1, 0.05), smoothing=16.0,
+        num_threads=1, costs=costs, traces=((0, 1, -1), (0, 0, 1)), expert_uses=ExpertUses(((1, 2), (2, 1)), 2),
+        dynamic_yields=(DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),))  # fmt: skip
+    (folder / "profile.json").write_text(format_json(known.as_dict()))
+
+
+def _write_by_profile(folder: Path) -> Outcome:
+    named = ("-m", folder / "target", "-d", folder / "draft", "--profile", folder / "profile.json")
+    shown = ("-p", "Count: a", "-n", 4, "--greedy", "--quiet", *ENOUGH[:6])
+    return shell("generate", *named, *shown)
+
+
+def _save_machines(folder: Path) -> None:
+    save_files(folder / "model")
+    (folder / "machine.json").write_text(json.dumps(_MACHINE))
+    (folder / "cluster.json").write_text(json.dumps(_CLUSTER))
+
+
+def _plan_hardware(folder: Path) -> Outcome:
+    return shell("plan", "-m", folder / "model", "--hardware", folder / "machine.json")
+
+
+def _plan_cluster(folder: Path) -> Outcome:
+    return shell("plan", "-m", folder / "model", "--ranks", folder / "cluster.json")
+
+
+def _save_defaults(folder: Path) -> None:
+    save_files(folder / "model")
+    (folder / "offload").mkdir()
+    (folder / "offload" / "config.toml").write_text(_TOML)
+    variables = {"OFFLOAD_RAM": "300MiB", "OFFLOAD_TREE": "none", "OFFLOAD_SEED": "3"}
+    (folder / "variables.json").write_text(json.dumps(variables))
+
+
+def _generate_by_defaults(folder: Path) -> Outcome:
+    os.environ["XDG_CONFIG_HOME"] = str(folder)
+    os.chdir(folder)
+    return shell("generate", "-p", "Count: a", "-n", 2)
+
+
+def _plan_by_defaults(folder: Path) -> Outcome:
+    os.environ["XDG_CONFIG_HOME"] = str(folder)
+    os.chdir(folder)
+    return shell("plan")
+
+
+def _generate_by_variables(folder: Path) -> Outcome:
+    """What no environment can hold is left out."""
+    try:
+        variables = json.loads((folder / "variables.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        variables = {}
+    for name, value in variables.items() if isinstance(variables, dict) else ():
+        if name in _VARIABLES and "\0" not in str(value):
+            os.environ[name] = str(value)[:100_000].encode("utf-8", "replace").decode()
+    given = ("-m", folder / "model", "--threads", 1, "--context", 64, "--profile", "none")
+    return shell("generate", "-p", "Count: a", "-n", 2, *given)
+
+
+torch.set_num_threads(1)
+_TOML_DAMAGE = (text, text, flip, special, other(*_HOSTILE_TOML))
+TARGETS = [
+    Target("settings/profile", _save_profile, {"profile.json": (only(*_PROFILE_KEYS), *JSON)}, _write_by_profile),
+    Target("settings/hardware", _save_machines, {"machine.json": (only(*_MACHINE, "x"), *JSON)}, _plan_hardware),
+    Target("settings/cluster", _save_machines, {"cluster.json": (only("network", "ranks", "x"), *JSON)}, _plan_cluster),
+    Target("settings/toml", _save_defaults, {"offload/config.toml": _TOML_DAMAGE}, _generate_by_defaults),
+    Target("settings/toml-plan", _save_defaults, {"offload/config.toml": _TOML_DAMAGE}, _plan_by_defaults),
+    Target("settings/variables", _save_defaults, {"variables.json": (only(*_VARIABLES),)}, _generate_by_variables),
+]

@@ -1,0 +1,113 @@
+"""What users write themselves: prompts, many of them a line each, results gone on with, grammars, kept sessions."""
+
+import json
+import random
+from pathlib import Path
+
+from case import Target
+from damage import BYTES, JSON, damaged_value, data, dumped, header, json_value, other, special, text
+from model_files import ENOUGH, TEMPLATE, save_files
+from shell import Outcome, shell
+
+_LINES = (
+    {"id": "a", "prompt": "Count: a", "max_tokens": 2, "temperature": 0.5, "seed": 3, "stop": ["x"]},
+    {"id": 5, "messages": [{"role": "user", "content": "Count"}], "max_tokens": 2, "logprobs": 2},
+    {"prompt": "b", "max_tokens": 3, "top_k": 5, "temperature": 1.0, "logit_bias": {"20": -5}, "repeat_penalty": 1.2},
+    {"prompt": "b", "max_tokens": 3, "regex": "[ab]+"},
+)
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 4},
+    "c": {"enum": ["x", None, 1]}, "d": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+    "required": ["a", "c"], "additionalProperties": False}  # fmt: skip
+_RULES = 'start: "a" word ("," word)*\nword: /[a-z]{1,5}/\n%ignore " "\n'
+_HOSTILE_SCHEMAS = (
+    '{"$ref": "#"}', '{"$ref": "file:///etc/passwd"}', '{"$ref": "http://localhost/x"}', '{"anyOf": []}', "true",
+    '{"type": "string", "pattern": "(a+)+$"}', '{"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"}',
+    '{"type": "array", "minItems": 1000000000}', '{"type": "string", "minLength": 1000000000}', '{"enum": []}',
+    '{"type": "integer", "minimum": 1e308, "maximum": -1e308}', '{"multipleOf": 0}', '{"allOf": [{"$ref": "#"}]}',
+    '{"a": ' * 5000, json.dumps({"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(3000)}}),
+    json.dumps({"enum": ["x" * 1000] * 1000}), '{"const": "\\ud800"}', '{"pattern": 5}', '{"type": "nothing"}',
+)  # fmt: skip
+_HOSTILE_RULES = (
+    "start: start", "start: start start | ", 'start: "a"~1000000000', "start: /(a+)+$/", "start: x", "", "start:",
+    "%import common.NUMBER\nstart: NUMBER", "%import .secret (X)\nstart: X", 'start: "' + "a" * 10**6 + '"',
+    "start: /a{1,100000}{1,100000}/", "start: " + "(" * 5000, "\n".join(f"r{n}: r{n + 1}" for n in range(3000)),
+    "start: %json {\"$ref\": \"#\"}", "start: /\\p{L}{1,9999999}/",
+    "start[max_tokens=99999999999]: /.*/", "start: /(?=a)/",
+    "%llguidance {\"no_forcing\": 5}\nstart: /a/", 'start: "\\ud800"', "start: <[0-99999999999]>", "start: @x",
+)  # fmt: skip
+
+
+def _line_values(path: Path, rng: random.Random) -> str:
+    """Values of one line of JSON."""
+    lines = path.read_text(errors="replace").split("\n")
+    at = rng.randrange(len(lines))
+    try:
+        value, done = damaged_value(json.loads(lines[at]), rng)
+    except (ValueError, RecursionError):
+        return text(path, rng)
+    lines[at] = dumped(value, rng)
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    return f"line {at}: {done}"
+
+
+def _save(folder: Path) -> None:
+    save_files(folder / "model", template=TEMPLATE)
+    (folder / "prompt.txt").write_text("Count: a, bé")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _LINES))
+    (folder / "schema.json").write_text(json.dumps(_SCHEMA))
+    (folder / "rules.lark").write_text(_RULES)
+
+
+def _save_results(folder: Path) -> None:
+    _save(folder)
+    done = _write_lines(folder)
+    assert done.code == 0, done.err
+    path = folder / "results.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+
+
+def _save_session(folder: Path) -> None:
+    _save(folder)
+    done = _go_on(folder)
+    assert done.code == 0, done.err
+
+
+def _generate(folder: Path, *arguments: object) -> Outcome:
+    return shell("generate", "-m", folder / "model", "-n", 4, *arguments, *ENOUGH)
+
+
+def _write_file(folder: Path) -> Outcome:
+    return _generate(folder, "-f", folder / "prompt.txt")
+
+
+def _write_lines(folder: Path) -> Outcome:
+    return _generate(folder, "-f", folder / "prompts.jsonl", "--out", folder / "results.jsonl")
+
+
+def _print_lines(folder: Path) -> Outcome:
+    return _generate(folder, "-f", folder / "prompts.jsonl")
+
+
+def _write_json(folder: Path) -> Outcome:
+    return _generate(folder, "-p", "Count", "--json-schema", folder / "schema.json")
+
+
+def _write_rules(folder: Path) -> Outcome:
+    return _generate(folder, "-p", "Count", "--grammar", folder / "rules.lark")
+
+
+def _go_on(folder: Path) -> Outcome:
+    return _generate(folder, "-p", "Count: a", "--raw", "--session", folder / "kept.session")
+
+
+_TEXT = (text, special, *BYTES)
+TARGETS = [
+    Target("texts/prompt", _save, {"prompt.txt": _TEXT}, _write_file),
+    Target("texts/lines", _save, {"prompts.jsonl": (_line_values, _line_values, *_TEXT)}, _print_lines),
+    Target("texts/results", _save_results, {"results.jsonl": (_line_values, _line_values, *_TEXT)}, _write_lines,
+        writes=("results.jsonl",)),
+    Target("texts/schema", _save, {"schema.json": (json_value, other(*_HOSTILE_SCHEMAS), *JSON)}, _write_json),
+    Target("texts/rules", _save, {"rules.lark": (other(*_HOSTILE_RULES), *_TEXT)}, _write_rules),
+    Target("texts/session", _save_session, {"kept.session": (header, header, data, special, *BYTES)}, _go_on,
+        writes=("kept.session",)),
+]  # fmt: skip
