@@ -10,8 +10,8 @@ from typing import Any
 
 from offload.config import require
 
-_MOST = 10_000  # layers, or labels of a classifier
-_COUNT = re.compile(r"(?:layers?|labels|depth)$")
+_MOST_LAYERS, _MOST_LABELS = 10_000, 100_000  # classifiers of 20,000 labels are common
+_LAYERS = re.compile(r"(?:(?<!per_)layers?|depth)$")  # `..._per_layer` is a size
 _LABELS = ("id2label", "label2id")
 
 
@@ -19,9 +19,17 @@ def check_counts(where: str, config: Mapping[str, Any]) -> None:
     """Raises `UserError` for a count, in any part of a config, that no model has."""
     for part in _parts(config):
         for key, value in part.items():
-            is_count = type(value) is int and _COUNT.search(key) is not None
-            size = len(value) if key in _LABELS and isinstance(value, dict) else value if is_count else 0
-            require(size <= _MOST, f"{where}: {key} in config.json must be at most {_MOST}", size, "fix it")
+            size = len(value) if key in _LABELS and isinstance(value, dict) else value
+            most = _most(key)
+            if most is not None and type(size) is int:
+                require(size <= most, f"{where}: {key} in config.json must be at most {most}", size, "fix it")
+
+
+def _most(key: str) -> int | None:
+    """Of what is counted under this name; None for what is not."""
+    if key in _LABELS or key.endswith("labels"):
+        return _MOST_LABELS
+    return _MOST_LAYERS if _LAYERS.search(key) else None
 
 
 def check_types(where: str, config: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ _ENDLESS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0 << 
             "F8_E8M0": 0xFF}  # fmt: skip
 _SIGNED = _ENDLESS.keys() - {"F8_E8M0"}
 _SIZED = ("BF16", "F16", "F32", "F64")  # of others scales beside them say how large they are
+_MASK = "masked_bias"  # of GPT-NeoX and GPT-J: -1e9, infinite in float16; no weight, but it lies between weights
 _BLOCK_SCALES = {"Q4_1": (0, 4), "Q5_1": (0, 4), "Q4_K": (0, 4), "Q5_K": (0, 4), "Q6_K": (208, 210)}  # others: (0, 2)
 
 
@@ -38,8 +39,10 @@ class Form(NamedTuple):
         return self.places is None and self.dtype in _SIZED
 
 
-def form_of(dtype: str) -> Form | None:
-    """Of a type that headers name, GGUF's included; None for one that nobody knows."""
+def form_of(dtype: str, name: str = "") -> Form | None:
+    """Of a type that headers name, GGUF's included; None for one that nobody knows, and for a tensor of no weights."""
+    if name.endswith(_MASK):
+        return None
     if dtype in BLOCKS:
         return Form(BLOCKS[dtype][1], 2, _ENDLESS["F16"], _BLOCK_SCALES.get(dtype, (0, 2)))
     if dtype not in STORED:

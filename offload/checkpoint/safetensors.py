@@ -26,7 +26,7 @@ from offload.errors import UserError, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
-_MAX_TENSORS = 1 << 18  # of a model; the largest have 200,000, and a million take a minute to look at
+_MAX_TENSORS = 1 << 19  # of a model; Kimi K2 with four for each matrix has 280,000, and a million take a minute
 _MAX_NAME_CHARS = 1024  # patterns that names are told by take up to the square of it
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOOK = "models of the Llama, Qwen, Mistral, Phi3, Gemma, Mixtral and T5 kind work"

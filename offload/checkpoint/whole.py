@@ -160,7 +160,7 @@ def _spans(entries: Mapping[str, TensorEntry], stamp: Stamp, words: Collection[i
     starts = [*(entry.lo for _, entry in ordered), stamp.num_bytes]
     spans = [Span(None, 0, starts[0], starts[0])]
     for (name, entry), (_, end) in zip(ordered, pairwise(starts), strict=True):
-        form = form_of(entry.dtype)
+        form = form_of(entry.dtype, name)
         is_float = form is not None and form.endless is not None
         matters = entry.lo in words or (is_float and is_matrix(entry.shape))
         spans.append(Span(name, entry.lo, entry.hi, end, form, matters))

@@ -37,7 +37,7 @@ class Sight:
         self._files, self._has_zeros = [path.name for path in checkpoint.shards], has_zeros(checkpoint.directory)
         watched: dict[int, list[_Watched]] = defaultdict(list)
         for name, entry in checkpoint.tensors.items():
-            form = form_of(entry.dtype)
+            form = form_of(entry.dtype, name)
             if form is not None and entry.num_bytes:
                 matters = is_matrix(entry.shape) or entry.coded is not None
                 watched[entry.shard].append(_Watched(entry.lo, entry.hi, name, form, matters))

@@ -266,7 +266,7 @@ def test_a_window_that_is_no_number_of_keys_is_refused(window: object, tmp_path:
 
 def test_more_labels_than_memory_are_refused(tmp_path: Path) -> None:
     """transformers gives each of them a name."""
-    with pytest.raises(offload.UserError, match=r"num_labels in config\.json must be at most 10000"):
+    with pytest.raises(offload.UserError, match=r"num_labels in config\.json must be at most 100000"):
         changed_model_of("llama", {"num_labels": 10**12}, tmp_path)
 
 

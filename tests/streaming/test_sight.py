@@ -14,13 +14,16 @@ from safetensors.torch import load_file, save_file
 from shell import shell
 from small_llama import inflate, save_small
 from tiny import FAMILIES, build, save, save_pair, streaming_ram
+from transformers import GPTNeoXConfig
 
 import offload
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.checkpoint.whole import open_whole
 from offload.engine.hooks import Hooks
 from offload.engine.load import open_decoder
 from offload.planning.options import LoadOptions
 from offload.streaming import sight as sights
+from offload.streaming.verify import verify
 
 CONTEXT, PROMPT = 64, [5, 9, 2]
 LAYER = "model.layers.2.mlp.down_proj.weight"
@@ -143,6 +146,18 @@ def test_odd_weights_are_told_after_the_first_sweep(how: str, plain: Path, tmp_p
 def test_sound_models_of_every_family_are_not_remarked_on(family: str, tmp_path: Path) -> None:
     model = save(build(FAMILIES[family]()), tmp_path / family)
     assert notes_of(model)[1] == []
+
+
+def test_a_mask_of_older_files_is_no_weight(tmp_path: Path) -> None:
+    """-1e9 in float16 is infinite; it lies in the gap between two weights, and is read with them."""
+    small = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    model = save(build(GPTNeoXConfig(vocab_size=128, **small)).half(), tmp_path / "model", max_shard_size="1GB")
+    path = model / "model.safetensors"
+    masks = {f"gpt_neox.layers.{index}.attention.masked_bias": torch.tensor(-1e9).half() for index in range(3)}
+    save_file({**load_file(path), **masks}, path, {"format": "pt"})
+    assert notes_of(model)[1] == []
+    report = verify(open_whole(str(model)), None, progress=lambda done, total: None)
+    assert not report.damage and not report.notes
 
 
 def test_inflated_models_have_zeros_and_say_so(tmp_path: Path) -> None:
