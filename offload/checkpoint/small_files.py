@@ -13,8 +13,6 @@ from typing import Any, BinaryIO
 from offload.errors import UserError, reason
 
 _MAX_BYTES = 64 << 20  # the indexes of the largest models take some ten
-_MOST_FOR_LIBRARIES = 256 << 20  # the largest tokenizers take some 40 MiB
-_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -26,10 +24,10 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(fd, "rb")
 
 
-def read_small(path: Path) -> str:
+def read_small(path: Path, most_bytes: int | None = None) -> str:
     """The whole text. Raises `OSError`, also where it is too large, and `ValueError` for other text than UTF-8."""
     with open_regular(path) as file:
-        return read_all_of(file).decode("utf-8")
+        return read_all_of(file, most_bytes).decode("utf-8")
 
 
 def read_given(path: Path, most_bytes: int | None = None) -> bytes:
@@ -56,15 +54,6 @@ def read_all_of(file: BinaryIO, most_bytes: int | None = None, known_bytes: int 
     if max(len(raw), known_bytes) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes >> 20} MiB")
     return raw
-
-
-def check_small(folder: Path) -> None:
-    """Raises `UserError` for a small file that is none: libraries read whole what has a name that they know."""
-    for path in folder.iterdir():
-        is_small = path.suffix in _SUFFIXES or path.name.startswith("tokenizer")
-        if is_small and os.path.isfile(path) and os.path.getsize(path) > _MOST_FOR_LIBRARIES:
-            size = f"{os.path.getsize(path) >> 20} MiB, no such file has more than {_MOST_FOR_LIBRARIES >> 20}"
-            raise UserError(f"{folder.name}: {path.name} has {size}: download the model's small files again")
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

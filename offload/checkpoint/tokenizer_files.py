@@ -19,11 +19,17 @@ from offload.errors import UserError, ensure, reason
 
 _COUNTED = "config.json", "tokenizer_config.json"  # transformers makes configs of what stands there
 _MAY_HAVE_MAP = re.compile(r"Precompiled|\\u00[2-7]")  # also where its letters are written as numbers
+# What libraries read whole: vocabularies and settings by the names that they give them, none of the user's own texts.
+_READ = re.compile(
+    r"(tokenizer|.*vocab|merges|added_tokens|special_tokens|tekken).*|.*(config|template)\.json|.*\.(jinja|model)"
+)
+_MOST_BYTES = 256 << 20  # the largest take some 40 MiB
 _AGAIN = "download its files again"
 
 
 def check_tokenizer_files(directory: Path) -> None:
     """Raises `UserError` for files that must not reach a library."""
+    _check_sizes(directory)
     for path in (directory / name for name in _COUNTED):
         if os.path.isfile(path):
             config = read_json(path)
@@ -31,7 +37,7 @@ def check_tokenizer_files(directory: Path) -> None:
             check_counts(directory.name, config)
     path = directory / "tokenizer.json"
     try:
-        text = read_small(path) if os.path.isfile(path) else ""
+        text = read_small(path, _MOST_BYTES) if os.path.isfile(path) else ""
         for part in _objects(json.loads(text)) if _MAY_HAVE_MAP.search(text) else ():
             if part.get("type") == "Precompiled":
                 _check_map(part.get("precompiled_charsmap"))
@@ -39,6 +45,14 @@ def check_tokenizer_files(directory: Path) -> None:
         raise UserError(f"cannot read {path} ({error.strerror}): {_AGAIN}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"cannot read the tokenizer in {directory} ({reason(error)}): {_AGAIN}") from None
+
+
+def _check_sizes(directory: Path) -> None:
+    for path in directory.iterdir():
+        size = os.path.getsize(path) if _READ.fullmatch(path.name) and os.path.isfile(path) else 0
+        if size > _MOST_BYTES:
+            what = f"{path.name} has {size >> 20} MiB, no such file has more than {_MOST_BYTES >> 20}"
+            raise UserError(f"{directory.name}: {what}: {_AGAIN}")
 
 
 def _check_map(encoded: Any) -> None:

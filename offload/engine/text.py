@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from offload.checkpoint.safetensors import has_tokenizer, read_json
-from offload.checkpoint.small_files import check_small
 from offload.checkpoint.tokenizer_files import check_tokenizer_files
 from offload.engine.template_process import TemplateExceeded, TemplateFailed, template_process
 from offload.errors import UserError, ensure, refusing
@@ -28,7 +27,6 @@ def load_tokenizer(directory: os.PathLike[str] | str) -> Tokenizer | None:
         return _load_from_gguf(Path(directory))
     if not has_tokenizer(Path(directory)):
         return None
-    check_small(Path(directory))
     check_tokenizer_files(Path(directory))
     with refusing(f"cannot read the tokenizer in {directory}", "download its files again"):
         _check_names(Path(directory))
@@ -45,6 +43,7 @@ def _config_beside(directory: Path) -> Any:
 
     The library takes a file that the disk does not give for none, and may choose another class of tokenizer: other ids.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if not os.path.isfile(directory / "config.json"):
@@ -52,7 +51,7 @@ def _config_beside(directory: Path) -> Any:
     told = read_json(directory / "config.json")
     try:
         return AutoConfig.for_model(str(told.get("model_type")), tokenizer_class=told.get("tokenizer_class"))
-    except ValueError:  # of a kind that it does not know
+    except (ValueError, StrictDataclassError):  # of a kind that it does not know, or that needs more than this
         return None
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from refusals import assert_refused, generate
+from tiny import save_tokenizer
 
 from offload.checkpoint import small_files
 from offload.checkpoint.small_files import read_given, read_small
+from offload.checkpoint.tokenizer_files import check_tokenizer_files
 from offload.engine.text import load_tokenizer
 from offload.errors import UserError
 from offload.planning.hardware import read_hardware
@@ -66,6 +68,19 @@ def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, brok
         file.truncate(1 << 36)
     with pytest.raises(UserError, match=rf"{name} has 65536 MiB, no such file has more than 256: download .* again"):
         load_tokenizer(broken_file)
+
+
+def test_what_no_library_reads_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text to tune with, a log of training; and a tokenizer of half a million words written with indents."""
+    tokenizer = save_tokenizer(tmp_path)
+    for name in ("corpus.txt", "trainer_state.json"):
+        hole(tmp_path / name)
+    found = load_tokenizer(tmp_path)
+    assert found is not None and found("Hi")["input_ids"] == tokenizer("Hi")["input_ids"]
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    (tmp_path / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(small_files, "_MAX_BYTES", 100)
+    check_tokenizer_files(tmp_path)
 
 
 def test_what_the_user_names_may_be_a_pipe(tmp_path: Path) -> None:

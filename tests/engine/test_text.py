@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
 from offload.config import MOST_SAMPLES, Sampling, whole_number
 from offload.engine.request import Request
@@ -293,3 +293,33 @@ def test_a_text_handed_out_too_early_would_show(
     stream = TextStream(tokenizer, ids_of(tokenizer, "a"))
     pieces, _ = stream_to_end(stream, [[token] for token in ids_of(tokenizer, "日")])
     assert "".join(pieces) != "日"
+
+
+CLASSES = [None, "LlamaTokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "of nobody"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "gemma3", "gpt_neox", "mistral", "phi3", "nougat", "of nobody", None]
+)
+def test_the_class_of_a_tokenizer_is_the_librarys_choice(kind: str | None, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    told = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for named in CLASSES:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(told | {"tokenizer_class": named}))
+        for own in (None, "GPT2Tokenizer"):
+            config = {"model_type": kind, "tokenizer_class": own} if kind else {"tokenizer_class": own}
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            wanted = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False, local_files_only=True)
+            found = load_tokenizer(tmp_path)
+            assert type(found) is type(wanted), (named, own)
+            assert found.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str(), (named, own)
+
+
+def test_a_kind_of_model_that_its_usual_sizes_do_not_fit(tmp_path: Path) -> None:
+    """A config is checked as a whole where it is made: by its kind alone, this one could not be."""
+    save_tokenizer(tmp_path)
+    text = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_assistant", "text_config": text}))
+    if "gemma4_assistant" not in CONFIG_MAPPING:
+        pytest.skip("this transformers has no gemma4_assistant")
+    assert type(load_tokenizer(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path, local_files_only=True))
