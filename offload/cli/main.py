@@ -5,6 +5,7 @@ Text goes to stdout as it is accepted, everything else to stderr. torch is impor
 
 import os
 import sys
+import traceback
 from typing import Any, NoReturn
 
 import typer
@@ -21,6 +22,7 @@ from offload.cli.own_defaults import OwnDefaults, own_defaults
 from offload.errors import RankError, RunError, UserError
 from offload.planning.place import Place
 
+_TRACEBACK = "OFFLOAD_TRACEBACK"  # for whoever takes a line for a fault of ours
 EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -66,6 +68,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int, place: Place | None = None, error: Exception | None = None) -> NoReturn:
+    if error is not None and os.environ.get(_TRACEBACK):
+        traceback.print_exception(error)
     if place is not None and error is not None:
         sys.exit(rank_process.leave(place, error, message, code))
     print(fitted(error_line(message), sys.stderr), file=sys.stderr)

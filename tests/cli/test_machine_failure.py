@@ -66,6 +66,14 @@ def test_an_end_from_outside_keeps_the_text(looper: Path) -> None:
     assert outcome.code == 143 and len(only_object(outcome.out)["token_ids"]) == 6
 
 
+def test_where_it_was_is_told_to_who_asks(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OFFLOAD_TRACEBACK", "1")
+    with at_sweep(4, file_refused):
+        outcome = generate(looper, "--json", tree="chain:1")
+    assert outcome.code == 1 and "in file_refused" in outcome.err and "Traceback" in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("offload: the system refused (/some/file)")
+
+
 def test_other_errors_are_no_refusals() -> None:
     assert machine_failure(RuntimeError("shapes cannot be multiplied")) is None
     assert machine_failure(KeyError("x")) is None
