@@ -26,6 +26,7 @@ _WAIT_S = 60.0  # for what neither computes nor answers, such as a process that 
 _MOST_CHARS = 1 << 20  # that a template writes beside what it was told
 _TIMES_TOLD = 8  # of the characters of what it was told, which it may repeat and write as JSON
 _ESCAPED = 12  # characters of JSON for one of text, at most
+_MOST_TOLD = 1000  # characters of an error at the start
 _READY = b"ready\n"
 
 
@@ -90,9 +91,10 @@ class TemplateProcess:
             )
             self._stop = weakref.finalize(self, _stop, os.getpid(), self._process)
             with _Clock(self._process):
-                found = _line(self._process, len(_READY))
+                found = _line(self._process, _ESCAPED * _MOST_TOLD)
             if found != _READY:
-                raise TemplateFailed("the process that renders templates does not start")
+                why = " ".join(found.decode("utf-8", "replace").split()) or "without a word"
+                raise TemplateFailed(f"the process that renders templates does not start: {why}")
         return self._process
 
     def _end(self) -> None:

@@ -17,13 +17,18 @@ from importlib.util import find_spec
 from typing import Any
 
 _MEMORY_BYTES = 512 << 20  # beside what it takes to be there
+_MOST_TOLD = 1000  # characters of an error
 _PAGES = "/proc/self/statm"
 
 
 def main() -> None:
     """Serve standard input until it ends, which it does with the process that asks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it means the process that asks
-    render, num_bytes = _sandbox(), _in_memory_bytes()
+    try:
+        render, num_bytes = _sandbox(), _in_memory_bytes()
+    except Exception as error:  # of an installation that is not whole
+        print(_told(error), flush=True)
+        return
     if num_bytes is not None:
         _limit("RLIMIT_AS", num_bytes + _MEMORY_BYTES)
     for limit in ("RLIMIT_CORE", "RLIMIT_FSIZE"):
@@ -42,10 +47,14 @@ def _answer(render: Callable[..., Any], line: bytes) -> dict[str, str]:
     except MemoryError:
         return {"exceeded": f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory"}
     except Exception as error:  # of any kind: a template is a stranger's program
-        return {"failed": " ".join(f"{error}"[:1000].split()) or type(error).__name__}
+        return {"failed": _told(error)}
     if len(text) > most_chars:
         return {"exceeded": f"it writes {len(text)} characters, at most {most_chars} may be"}
     return {"text": text}
+
+
+def _told(error: Exception) -> str:
+    return " ".join(f"{error}"[:_MOST_TOLD].split()) or type(error).__name__
 
 
 def _sandbox() -> Callable[..., Any]:
@@ -53,7 +62,7 @@ def _sandbox() -> Callable[..., Any]:
     sys.modules |= dict.fromkeys(("torch", "PIL"))  # type: ignore[arg-type]  # None marks what is not there
     found = find_spec("transformers")
     if found is None or not found.submodule_search_locations:
-        raise SystemExit("transformers is missing")
+        raise ImportError("transformers is missing")
     (folder,) = found.submodule_search_locations
     for name, path in (("transformers", folder), ("transformers.utils", os.path.join(folder, "utils"))):
         sys.modules[name] = package = types.ModuleType(name)

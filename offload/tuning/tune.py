@@ -189,7 +189,7 @@ def largest_that_fits(room: Room, files: Files, sizes: Sequence[int]) -> tuple[R
 def read_text(path: Path) -> str:
     """A file to tune with. Raises `UserError` where it is missing, empty or not UTF-8."""
     try:
-        text = read_given(path, _MAX_TEXT_BYTES).decode("utf-8")
+        text = read_given(path, _MAX_TEXT_BYTES).decode("utf-8").replace("\r\n", "\n")  # which is what models write
     except OSError as error:
         raise UserError(f"cannot read the text {path} ({error.strerror}): check the path") from None
     except UnicodeDecodeError as error:

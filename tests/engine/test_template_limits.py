@@ -114,6 +114,18 @@ def test_a_process_that_has_died_is_replaced(renderer: TemplateProcess) -> None:
     assert renderer.render("{{ messages[0].content }}", SAID) == "hi"
 
 
+def test_why_it_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation that is not whole, found before the real one."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    own = TemplateProcess()
+    for _ in range(2):
+        with pytest.raises(TemplateFailed, match=r"does not start: No module named 'transformers\.utils"):
+            own.render("{{ messages }}", [])
+    assert own._process is None
+
+
 def test_an_interrupted_request_leaves_no_answer_behind(
     renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

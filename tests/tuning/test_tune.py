@@ -270,6 +270,11 @@ def test_bad_texts_are_refused(content: bytes | None, reason: str, pair: tuple[P
         run(pair, text)
 
 
+def test_line_ends_of_texts_are_those_that_models_write(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"one\r\ntwo\n")
+    assert room.read_text(tmp_path / "text") == "one\ntwo\n"
+
+
 def test_a_tune_is_of_the_device_that_is_named(
     pair: tuple[Path, Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
