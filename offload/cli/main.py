@@ -69,8 +69,16 @@ def main() -> None:
 
 def _fail(message: str, code: int, place: Place | None = None, error: Exception | None = None) -> NoReturn:
     if error is not None and os.environ.get(_TRACEBACK):
-        traceback.print_exception(error)
+        _print_traceback(error)
     if place is not None and error is not None:
         sys.exit(rank_process.leave(place, error, message, code))
     print(fitted(error_line(message), sys.stderr), file=sys.stderr)
     sys.exit(code)
+
+
+def _print_traceback(error: BaseException) -> None:
+    """With what stands behind it, also where a message of ours took its place."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__suppress_context__, cause = False, cause.__context__
+    traceback.print_exception(error)

@@ -74,6 +74,17 @@ def test_where_it_was_is_told_to_who_asks(looper: Path, monkeypatch: pytest.Monk
     assert outcome.err.splitlines()[-1].startswith("offload: the system refused (/some/file)")
 
 
+def test_what_stands_behind_a_refusal_is_told_to_who_asks(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: object) -> NoReturn:
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setenv("OFFLOAD_TRACEBACK", "1")
+    monkeypatch.setattr("offload.engine.text._check_names", fault)
+    outcome = generate(looper)
+    assert outcome.code == 2 and "KeyError: 'a fault of ours'" in outcome.err and "in fault" in outcome.err
+    assert outcome.err.splitlines()[-1].startswith("offload: cannot read the tokenizer in")
+
+
 def test_other_errors_are_no_refusals() -> None:
     assert machine_failure(RuntimeError("shapes cannot be multiplied")) is None
     assert machine_failure(KeyError("x")) is None
