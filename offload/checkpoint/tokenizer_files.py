@@ -18,7 +18,7 @@ from offload.checkpoint.small_files import read_small
 from offload.errors import UserError, ensure, reason
 
 _COUNTED = "config.json", "tokenizer_config.json"  # transformers makes configs of what stands there
-_MAY_HAVE_MAP = re.compile(r"Precompiled|\\u00[2-7]")  # also where its letters are written as numbers
+_AS_NUMBER = re.compile(r"\\u00[2-7]")  # how JSON may write a letter, so that a word is not seen as such
 # What libraries read whole: vocabularies and settings by the names that they give them, none of the user's own texts.
 _READ = re.compile(
     r"(tokenizer|.*vocab|merges|added_tokens|special_tokens|tekken).*|.*(config|template)\.json|.*\.(jinja|model)"
@@ -38,7 +38,8 @@ def check_tokenizer_files(directory: Path) -> None:
     path = directory / "tokenizer.json"
     try:
         text = read_small(path, _MOST_BYTES) if os.path.isfile(path) else ""
-        for part in _objects(json.loads(text)) if _MAY_HAVE_MAP.search(text) else ():
+        may_have_map = "Precompiled" in text or _AS_NUMBER.search(text) is not None
+        for part in _objects(json.loads(text)) if may_have_map else ():
             if part.get("type") == "Precompiled":
                 _check_map(part.get("precompiled_charsmap"))
     except OSError as error:
