@@ -35,7 +35,7 @@ from offload.engine.text import TextStream, Tokenizer
 from offload.engine.turn import Turn
 from offload.engine.wishes import Wishes, request_of, samples_of, several_of
 from offload.errors import UserError
-from offload.machine import cpu_name
+from offload.machine import cpu_name, giving_back_memory
 from offload.memory.plan import MemoryPlan
 from offload.model.target import Target
 from offload.planning.tree_policy import TreeChoice, Trees
@@ -348,7 +348,7 @@ class Decoder:
 
     def close(self) -> None:
         """Stop the readers, close the files, drop weights and buffers, once a step of another thread is over."""
-        with self._turn.last():
+        with self._turn.last(), giving_back_memory():
             self._resources.close()
             if hasattr(self, "_pool"):
                 self._pool.take_back()

@@ -17,6 +17,7 @@ from offload.engine.many import is_coming, sweep_each
 from offload.engine.request import Request
 from offload.engine.ticket import Asked, Cancelled, Job, Piece, Ticket
 from offload.errors import RunError, UserError
+from offload.machine import give_back_memory
 from offload.stats import Moved
 
 _RECENT_S = 60.0  # what rates are of
@@ -196,6 +197,7 @@ class Engine:
         """Wait for some; False once there will be none."""
         with self._changed:
             while not (self._waiting or self._active or self._is_closing):
+                give_back_memory()
                 self._changed.wait()
             return not self._is_over and bool(self._active or not self._is_closing)
 

@@ -16,6 +16,7 @@ import offload
 from offload.config import Sampling
 from offload.drafting.draft_model import Draft
 from offload.drafting.model import ModelDrafter
+from offload.machine import rss_bytes
 from offload.model.target import Target
 from offload.streaming import disk as host_store
 from offload.streaming.layers import Layers
@@ -153,3 +154,14 @@ def test_a_run_that_has_ended_stays_ended(ender: Path) -> None:
         list(run)
         token_ids = run.result().token_ids
         assert list(run) == [] and run.result().token_ids == token_ids
+
+
+def test_memory_between_what_is_still_held_goes_back_to_the_system(looper: Path) -> None:
+    """C's allocator gives back what lies at its end alone, and something always lies behind."""
+    decoder, before = open_decoder(looper), rss_bytes()
+    held = [bytearray(b"x" * 60_000) for _ in range(2000)]
+    kept = held[::100]
+    held.clear()
+    assert rss_bytes() - before > 80e6
+    decoder.close()
+    assert rss_bytes() - before < 30e6 and len(kept) == 20
