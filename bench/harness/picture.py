@@ -65,9 +65,10 @@ def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) 
         places[0].set_title(process, fontsize=8)
         places[-1].set_xlabel("minutes")
         for place, name in zip(places, names, strict=True):
-            place.plot([one.time_s / 60 for one in looks], [getattr(one, name) for one in looks], linewidth=0.8)
+            scale, unit = (2**20, "rss, MiB") if name == "rss_bytes" else (1, name.removeprefix("num_"))
+            place.plot([one.time_s / 60 for one in looks], [getattr(one, name) / scale for one in looks], linewidth=0.8)
             place.set_ylim(0, None)
-            place.set_ylabel(name, fontsize=7)
+            place.set_ylabel(unit, fontsize=7)
     figure.savefig(path)
 
 
