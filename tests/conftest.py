@@ -19,8 +19,10 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import pytest
 
-# Shells start background jobs with SIGINT ignored, and children inherit that; tests of Ctrl-C must not depend on it.
+# Shells start background jobs with SIGINT ignored, `nohup` what it starts with SIGHUP, and children inherit that; tests
+# of these signals must not depend on it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,7 +4,7 @@ What reads no weights and what does are apart, so that everything that can be re
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
@@ -52,6 +52,7 @@ class Pair(NamedTuple):
     device: Device | None  # that both compute on; None is the CPU
     notes: list[str]  # for the user
     sights: tuple[Sight, ...]  # of what is read of both
+    damage: list[str]  # what they have found that is not finite
     grammars: Grammars  # that texts may be asked to keep
 
     def drafter(self, plan: MemoryPlan, kernels: KernelSet, sources: Sources, step_s: StepSeconds) -> Drafter:
@@ -84,14 +85,15 @@ def open_pair(
         draft = open_model(files.draft, options.dtype, place)
         resources.callback(draft.close)
         check_vocabulary(tokenizer, files, target, draft)
-    sights = tuple(Sight(one) for one in files if one is not None)
+    damage = list[str]()
+    sights = tuple(Sight(one, damage.append) for one in files if one is not None)
     store = open_source(
         files.target.shards, stamps=files.target.stamps, rate_limit_bytes_per_s=options.limit_bytes_per_s,
         sight=sights[0],
     )  # fmt: skip
     resources.callback(store.close)
     grammars = Grammars(tokenizer, target.vocab_size, end_ids)
-    return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes, sights, grammars)
+    return Pair(target, draft, store, open_source, tokenizer, end_ids, device, notes, sights, damage, grammars)
 
 
 def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
@@ -122,18 +124,23 @@ def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
 
 
 def telling(pair: Pair, hooks: Hooks) -> Callable[[], None]:
-    """`on_layer` for a target that, after its first sweep, notes what is odd about the weights of both models."""
+    """`on_layer` for a target that notes, once, what weights show, after its first sweep; experts come later."""
     num_left = pair.target.num_layers
 
     def on_layer() -> None:
         nonlocal num_left
         num_left -= 1
         if not num_left:
-            found = dict.fromkeys(line for sight in pair.sights for line in sight.notes)
-            pair.notes.extend(found)
-            for line in found:
-                hooks.on_note(line)
+            tell(line for sight in pair.sights for line in sight.notes)
+        if num_left <= 0:
+            tell(pair.damage)
         hooks.on_layer()
+
+    def tell(lines: Iterable[str]) -> None:
+        for line in dict.fromkeys(lines):
+            if line not in pair.notes:
+                pair.notes.append(line)
+                hooks.on_note(line)
 
     return on_layer
 
@@ -158,10 +165,12 @@ def counter(total_bytes: int, on_bytes: Progress) -> Callable[[int], None]:
     return count
 
 
-def resident_model(checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST) -> StreamedModel:
-    """A small model with all its weights in memory."""
-    model = open_model(checkpoint, dtype, place)
-    with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, sight=Sight(checkpoint))) as store:
+def resident_model(
+    checkpoint: Checkpoint, dtype: str, place: torch.device = _HOST, *, found: Callable[[str], None] | None = None
+) -> StreamedModel:
+    """A small model with all its weights in memory, looked at if `found` is there to hear as `Sight` has it."""
+    model, sight = open_model(checkpoint, dtype, place), None if found is None else Sight(checkpoint, found)
+    with closing(DiskReader(checkpoint.shards, stamps=checkpoint.stamps, sight=sight)) as store:
         model.read_rest(store.fetch)
         if place == _HOST:
             model.expand_with(choose_expansion(model, store.fetch, None).expansion)

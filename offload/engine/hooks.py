@@ -14,4 +14,4 @@ class Hooks(NamedTuple):
     on_bytes: Progress = lambda done, total: None  # for every slab that a phase has read
     on_count: Counted = lambda done, total, what: None  # for windows or rounds of a tune
     on_layer: Callable[[], None] = lambda: None  # for every layer that a sweep has run
-    on_note: Callable[[str], None] = lambda line: None  # for what the first sweep has shown of the weights
+    on_note: Callable[[str], None] = lambda line: None  # for what weights show when they are first seen

@@ -152,7 +152,8 @@ def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
     model = SectionModel(own, layers_alone(own), options.dtype, place, adapt=shards.adapt)
     resources.callback(model.close)
     limit = options.limit_bytes_per_s
-    store = given.open_source(own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=Sight(own))
+    sight = Sight(own, given.hooks.on_note)
+    store = given.open_source(own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=sight)
     resources.callback(store.close)
     torch.set_num_threads(options.threads or pick_threads(model, None).start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, device, resources)

@@ -249,7 +249,7 @@ def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack)
     resources.callback(model.close)
     limit = given.options.limit_bytes_per_s
     store = given.open_source(
-        target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit, sight=Sight(target)
+        target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit, sight=Sight(target, given.hooks.on_note)
     )  # fmt: skip
     resources.callback(store.close)
     model.read_rest(store.fetch)
@@ -266,7 +266,12 @@ def _load_draft(rank: _Rank) -> Callable[[], None]:
     if rank.stage is None:
         torch.set_num_threads(rank.given.options.threads or torch.get_num_threads())
     vocab_size = config_sizes(files.target)["vocab_size"]
-    tree = DraftTree(resident_model(files.draft, dtype), vocab_size, rank.context, rank.num_uncommitted)
+    tree = DraftTree(
+        resident_model(files.draft, dtype, found=rank.given.hooks.on_note),
+        vocab_size,
+        rank.context,
+        rank.num_uncommitted,
+    )
     return partial(serve_draft, rank.transport, tree, vocab_size)
 
 

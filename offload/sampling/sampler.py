@@ -35,7 +35,7 @@ from offload.sampling.logits import AdjustedRows, Rows
 
 NOT_NUMBERS = (
     "a model's scores are not finite numbers, its values exceed the type that it computes in or its weights are damaged"
-    ": try `dtype` bfloat16 or float32, or download it again"
+    ": try `dtype` bfloat16 or float32, or see with `offload verify` what is damaged"
 )
 NO_TOKEN = -1  # in place of a token that was drawn from scores that are not finite
 _NO_IDS = torch.empty(1, 0, dtype=torch.long)  # of the text so far, which no warper looks at

@@ -1,12 +1,13 @@
-"""The first sight of a model's weights: numbers that are not finite stop a run, odd ones are told of.
+"""The first sight of a model's weights: numbers that are not finite, or odd, are told of by the names of their tensors.
 
 Readers look at what they have just read, which is still in the processor's cache, and at every part once: a reader
-waits for the disk most of its time, so that nobody waits for it. Invariant: what was found not finite is never handed
-out, however often it is read.
+waits for the disk most of its time, so that nobody waits for it. Invariant: nothing is refused here. Whether such a
+number matters shows in the scores, and a draft's changes no text.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -15,9 +16,9 @@ import numpy as np
 
 from offload.checkpoint.numbers import NOT_FINITE, Form, Top, form_of, is_finite, is_matrix, remarks, top_bits
 from offload.checkpoint.safetensors import INFLATED, Checkpoint
-from offload.errors import ReadError
 
 _ASK = "offload verify says how much is damaged"
+_MOST_TOLD = 5  # of tensors that are not finite; where all are, nobody reads hundreds of lines
 
 
 class _Watched(NamedTuple):
@@ -31,9 +32,14 @@ class _Watched(NamedTuple):
 
 
 class Sight:
-    """Looks at the weights of a checkpoint as they are read, in any thread."""
+    """Looks at the weights of a checkpoint as they are read, in any thread.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Args:
+        found: hears, once and in the thread that reads, of tensors with numbers that are not finite, the first few.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, found: Callable[[str], None]) -> None:
+        self._found, self._damaged = found, set[tuple[int, int]]()
         self._files, self._has_zeros = [path.name for path in checkpoint.shards], has_zeros(checkpoint.directory)
         watched: dict[int, list[_Watched]] = defaultdict(list)
         for name, entry in checkpoint.tensors.items():
@@ -46,10 +52,7 @@ class Sight:
         self._seen, self._tops, self._lock = set[int](), dict[tuple[int, int], tuple[int, int]](), Lock()
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
-        """At bytes (uint8) of a file from byte `lo` on. Raises `ReadError` for numbers that are not finite.
-
-        A number, or block of numbers, that goes on outside of them is left out.
-        """
+        """At bytes (uint8) of a file from byte `lo` on; a number, or block of them, that ends outside is left out."""
         part = (shard << 48 | lo) << 32 | len(stored)  # one number: of a large model there are many parts
         if part in self._seen:
             return
@@ -62,9 +65,10 @@ class Sight:
 
     @property
     def notes(self) -> list[str]:
-        """What is odd about tensors of which all has been seen, for the user."""
+        """What is odd about finite tensors of which all has been seen, for the user."""
         with self._lock:
-            found = [(self._watched[shard][index], shard, *seen) for (shard, index), seen in self._tops.items()]
+            tops = {key: seen for key, seen in self._tops.items() if key not in self._damaged}
+            found = [(self._watched[shard][index], shard, *seen) for (shard, index), seen in tops.items()]
         whole = [
             Top(one.name, self._files[shard], one.is_matrix, one.form, bits)
             for one, shard, bits, num_bytes in found
@@ -79,12 +83,16 @@ class Sight:
         if last <= first:
             return
         bits = top_bits(stored[one.lo + first - lo : one.lo + last - lo], one.form)
-        if not is_finite(bits, one.form):
-            raise ReadError(f"{self._files[shard]}: {one.name:.200} {NOT_FINITE}: {_ASK}")
         with self._lock:
+            is_news = not is_finite(bits, one.form) and (shard, index) not in self._damaged
+            if is_news:
+                self._damaged.add((shard, index))
+                is_news = len(self._damaged) <= _MOST_TOLD
             known, num_bytes = self._tops.get((shard, index), (0, 0))
             # A block that lies over the ends of two reads is in neither; it counts as seen.
             self._tops[shard, index] = max(known, bits), num_bytes + last - first + 2 * (item_bytes - 1)
+        if is_news:
+            self._found(f"{self._files[shard]}: {one.name:.200} {NOT_FINITE}: {_ASK}")
 
 
 def has_zeros(directory: Path) -> bool:

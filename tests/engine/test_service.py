@@ -331,7 +331,7 @@ def test_nothing_is_kept_of_requests_that_have_failed(looper: Path, monkeypatch:
 
 def num_alive() -> int:
     gc.collect()
-    return sum(isinstance(one, Job | Ticket) for one in gc.get_objects())
+    return sum(type(one) in (Job, Ticket) for one in gc.get_objects())
 
 
 def _fail() -> None:

@@ -1,8 +1,8 @@
-"""Weights are looked at when they are first read: what is not finite ends a run, what is odd is told after a sweep."""
+"""Weights are looked at when they are first read: what is not finite or odd is told by the names of tensors."""
 
-import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from offload.streaming import sight as sights
 from offload.streaming.verify import verify
 
 CONTEXT, PROMPT = 64, [5, 9, 2]
-LAYER = "model.layers.2.mlp.down_proj.weight"
+LAYER, EMBEDDING = "model.layers.2.mlp.down_proj.weight", "model.embed_tokens.weight"
 HOW = {"context": CONTEXT, "threads": 1}
 
 
@@ -57,30 +57,45 @@ def notes_of(model: Path, **how: object) -> tuple[list[str], list[str]]:
     return before, [note for note in first if note not in before]
 
 
+def damage_of(model: Path, **how: object) -> str:
+    """What is told to be not finite, while the scores of a short text are refused."""
+    with offload.load(model, **{**HOW, **how}) as decoder:  # type: ignore[arg-type]
+        with pytest.raises(offload.UserError, match="scores are not finite"):
+            decoder.generate(PROMPT, max_new_tokens=3)
+        return "\n".join(note for note in decoder.notes if "not finite" in note)
+
+
 @pytest.mark.parametrize("number", [torch.nan, -torch.inf])
-@pytest.mark.parametrize("name", [LAYER, "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("name", [LAYER, EMBEDDING, "model.norm.weight", "lm_head.weight"])
 @pytest.mark.parametrize("how", ["streamed", "resident"])
-def test_numbers_that_are_not_finite_end_a_run_by_name(
+def test_numbers_that_are_not_finite_are_told_by_name(
     how: str, name: str, number: float, plain: Path, tmp_path: Path
 ) -> None:
     model = changed(plain, tmp_path / "bad", name, lambda tensor: tensor.view(-1)[-1:].fill_(number))
     ram = streaming_ram(plain) if how == "streamed" else "1GiB"
     shard = open_checkpoint(model).shards[open_checkpoint(model).tensors[name].shard]
-    words = rf"^{shard.name}: {re.escape(name)} has numbers that are not finite: offload verify says how much"
-    with pytest.raises(offload.ReadError, match=words), offload.load(model, ram=ram, **HOW) as decoder:
-        for _ in range(2):  # what was refused once is not let through the second time
-            try:
+    line = f"{shard.name}: {name} has numbers that are not finite: offload verify says how much is damaged"
+    with offload.load(model, ram=ram, **HOW) as decoder:
+        for _ in range(2):
+            with nullcontext() if name == EMBEDDING else pytest.raises(offload.UserError, match="scores are not"):
                 decoder.generate(PROMPT, max_new_tokens=2)
-            except offload.ReadError as error:
-                first = error
-        raise first
+        assert decoder.notes.count(line) == 1
+
+
+def test_what_is_wholly_damaged_is_told_in_a_few_lines(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path / "bad")
+    for path in (tmp_path / "bad").glob("*.safetensors"):
+        save_file({name: tensor.fill_(torch.nan) for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    with offload.load(tmp_path / "bad", **HOW) as decoder:
+        with pytest.raises(offload.UserError, match="scores are not"):
+            decoder.generate(PROMPT, max_new_tokens=2)
+        assert sum("not finite" in note for note in decoder.notes) == 5
 
 
 def test_a_draft_is_looked_at_as_well(tmp_path: Path) -> None:
     target, draft = save_pair(FAMILIES["llama"](), tmp_path)
     bad = changed(draft, tmp_path / "bad", LAYER, lambda tensor: tensor[0, 0].fill_(torch.nan))
-    with pytest.raises(offload.ReadError, match=f"{LAYER} has numbers that are not finite"):
-        offload.load(target, bad, tree="2x2", **HOW)
+    assert any(f"{LAYER} has numbers that are not finite" in note for note in notes_of(target, draft=bad)[1])
 
 
 def test_experts_are_looked_at_as_they_come(tmp_path: Path) -> None:
@@ -92,8 +107,7 @@ def test_experts_are_looked_at_as_they_come(tmp_path: Path) -> None:
                 tensor.view(-1)[-1] = torch.nan
         save_file(tensors, path, {"format": "pt"})
     assert notes_of(save(build(FAMILIES["qwen3-moe"]()), tmp_path / "sound"), experts="demand")[1] == []
-    with pytest.raises(offload.ReadError, match=r"layers\.3\.mlp\.experts.* not finite"):
-        notes_of(model, experts="demand")
+    assert "layers.3.mlp.experts" in damage_of(model, experts="demand")
 
 
 @pytest.mark.parametrize("recipe", ["fp8-block", "gptq"])
@@ -106,8 +120,7 @@ def test_words_of_coded_weights(recipe: str, plain: Path, tmp_path: Path) -> Non
     assert any(note.startswith(f"all zero: {LAYER}") for note in notes_of(model)[1])
     if recipe == "fp8-block":
         model = changed(folder, tmp_path / "nan", words, lambda tensor: tensor.view(torch.uint8)[0, 0].fill_(0xFF))
-        with pytest.raises(offload.ReadError, match="not finite"):
-            notes_of(model)
+        assert LAYER in damage_of(model)
 
 
 def load_all(folder: Path) -> list[str]:
@@ -123,8 +136,7 @@ def test_scales_of_gguf_blocks(tmp_path: Path) -> None:
 
     assert not notes_of(write_gguf(MODELS["llama"](), tmp_path / "sound.gguf", "Q8_0").path)[1]
     model = write_gguf(MODELS["llama"](), tmp_path / "bad.gguf", "Q8_0", changed=break_one).path
-    with pytest.raises(offload.ReadError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has numbers that are not"):
-        notes_of(model)
+    assert "model.layers.1.mlp.up_proj.weight" in damage_of(model)
 
 
 @pytest.mark.parametrize("how", ["streamed", "resident"])
@@ -189,4 +201,4 @@ def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:
         talker, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor[0].fill_(torch.inf)
     )
     outcome = shell("generate", "-m", bad, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")
-    assert outcome.code == 1 and "up_proj.weight has numbers that are not finite: offload verify" in outcome.err
+    assert outcome.code == 2 and "up_proj.weight has numbers that are not finite: offload verify" in outcome.err
