@@ -48,9 +48,9 @@ class Stamp(NamedTuple):
     written_ns: int
 
     @classmethod
-    def of(cls, fd: int) -> "Stamp":
-        """That of an open file, as it is now."""
-        found = os.fstat(fd)
+    def of(cls, file: int | Path) -> "Stamp":
+        """That of a file, open or by its path, as it is now. Raises `OSError`."""
+        found = os.stat(file)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 

@@ -14,6 +14,7 @@ from offload.checkpoint.small_files import read_given
 from offload.cli.prompt_input import decode, with_system
 from offload.config import MOST_SAMPLES, Sampling, require
 from offload.engine.request import Prompt, Request
+from offload.engine.wishes import samples_of
 from offload.errors import UserError
 from offload.sampling.grammar import find_grammar
 
@@ -58,7 +59,7 @@ def read_tasks(file: Path, common: Request, num_samples: int, written_by: str, s
             name, request = _request(line, common, system)
             tasks += [
                 Task(index, sample, name, one, _digest(one, written_by))
-                for sample, one in enumerate(samples_of(request, num_samples))
+                for sample, one in enumerate(varied(request, num_samples))
             ]
         except UserError as error:
             rule = (
@@ -71,16 +72,13 @@ def read_tasks(file: Path, common: Request, num_samples: int, written_by: str, s
     return tasks
 
 
-def samples_of(request: Request, num_samples: int) -> Iterator[Request]:
-    """So many texts of one prompt, by seeds that follow each other. Raises `UserError` where they would be the same."""
-    sampling = request.sampling
-    is_varied = num_samples == 1 or not sampling.is_greedy
+def varied(request: Request, num_samples: int) -> Iterator[Request]:
+    """`samples_of` a request. Raises `UserError` where they would be the same."""
+    is_varied = num_samples == 1 or not request.sampling.is_greedy
     rule = "`samples` of greedy text are all the same: there must be one"
     require(is_varied, rule, num_samples, "give a `temperature`, or leave `samples` out")
     require(num_samples <= MOST_SAMPLES, f"`samples` must be at most {MOST_SAMPLES}", num_samples, "ask for fewer")
-    yield request
-    for sample in range(1, num_samples):
-        yield replace(request, sampling=replace(sampling, seed=sampling.seed + sample))
+    return samples_of(request, num_samples)
 
 
 def _request(line: str, common: Request, system: str | None) -> tuple[str | int | None, Request]:

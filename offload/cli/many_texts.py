@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.cli.batch_file import read_tasks, samples_of
+from offload.cli.batch_file import read_tasks, varied
 from offload.cli.console import Console
 from offload.cli.libraries import libraries
 from offload.cli.rank_process import is_worker
@@ -56,7 +56,7 @@ def write_many(
     Raises `UserError` before anything is loaded, `RunError` in the end where prompts have failed.
     """
     if many.prompts is None or is_worker(options.ranks):  # a worker reads nothing, and serves whatever it is
-        requests = [*samples_of(common, many.num_samples)]
+        requests = [*varied(common, many.num_samples)]
         with libraries(console):
             from offload.cli.batch_run import Loading, write_samples
 

@@ -121,17 +121,17 @@ def _measured(whole: Whole, hashed: set[int], progress: Progress) -> list[Measur
     except ReadError as error:
         raise UserError(f"{error}") from None
     for file in whole.files:
-        if _stamp(file.path) != file.stamp:
+        if not _is_as_read(file):
             raise UserError(f"{file.path.name} was changed while it was read: ask again when nobody writes to it")
     return measured
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _is_as_read(file: WholeFile) -> bool:
+    """Whether nobody has written to it or taken it away since its header was read."""
     try:
-        found = os.stat(path)
+        return Stamp.of(file.path) == file.stamp
     except OSError:
-        return None
-    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        return False
 
 
 def _judge(file: WholeFile, found: Measured, known: Sums | None, sha256: str | None, manifest: Path) -> list[Damage]:
