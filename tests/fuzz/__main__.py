@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for done in cell.run(_cases(targets, asked) if not findings else ()):
             done_cases.append(done)
             _show_progress(done_cases, asked.cases, begun_s)
+            if done.end.is_finding:
+                print(f"\n{done.end.kind}: {done.end.line[:300]}\n  {_again(done.case)}", file=sys.stderr, flush=True)
             if asked.index is not None:
                 _show_one(done, scratch, asked.keep)
         findings += [done for done in done_cases if done.end.is_finding]
@@ -127,7 +129,11 @@ def _show(done_cases: Sequence[Done], findings: Sequence[Done], seed: int, secon
         case, end = alike[0].case, alike[0].end
         print(f"\n{end.kind} ({len(alike)} alike) {case.name}: {alike[0].damage[:300]}\n  {end.line[:300]}")
         print("\n".join(f"    {line}" for line in end.detail.splitlines()[-8:]))
-        print(f"  python tests/fuzz --seed {case.seed} --target {case.target.name} --index {case.index}")
+        print(f"  {_again(case)}")
+
+
+def _again(case: Case) -> str:
+    return f"python tests/fuzz --seed {case.seed} --target {case.target.name} --index {case.index}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import random
 import shutil
@@ -193,7 +194,7 @@ def strange(rng: random.Random, usual: Any = None) -> Any:
         return rng.choice(
             (usual + 1, usual - 1, -usual, usual * 2, usual // 2, usual * 1000, usual + 0.5, 0, usual << 40)
         )
-    if isinstance(usual, float) and rng.random() < 0.5:
+    if isinstance(usual, float) and math.isfinite(usual) and rng.random() < 0.5:
         return rng.choice((-usual, usual * 1e6, usual / 1e6, 0.0, int(usual)))
     return rng.choice(kinds)()
 
