@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from offload.checkpoint.gguf_config import config_of, require_factors, require_same, stated_config
 from offload.checkpoint.gguf_header import GgufHeader, Metadata, read_gguf_header
-from offload.checkpoint.safetensors import Checkpoint, damaged, has_tokenizer, read_config, tokenizer_folder
+from offload.checkpoint.safetensors import Checkpoint, damaged, has_tokenizer, read_config, stamp_of, tokenizer_folder
 from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensors import Coded, TensorEntry
 from offload.encoding.gguf_blocks import BLOCKS, GgufBlocks
@@ -90,6 +90,7 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
         raise UserError(f"{where}: a GGUF {what} is not read; {_KNOWN}")
     factors = _factors(files, stored.get(_FACTORS))
     folder = _folder_of_config(files[0], config)
+    config_stamp = None if folder is None else stamp_of(folder / "config.json")
     if folder is None:
         settings = config_of(where, metadata, {name: entry.shape for name, entry in stored.items()}, factors)
     else:
@@ -100,7 +101,10 @@ def open_gguf(file: Path, config: str | os.PathLike[str] | None = None) -> Check
     if texts is None and metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab"):
         texts = files[0]
     stamps = tuple(header.stamp for header in headers)
-    return Checkpoint(files[0], settings, files, tensors, stamps, folder or file.parent, texts or file.parent)
+    return Checkpoint(
+        files[0], settings, files, tensors, stamps, folder or file.parent, texts or file.parent,
+        config_stamp=config_stamp,
+    )  # fmt: skip
 
 
 def files_of(file: Path) -> tuple[Path, ...]:

@@ -54,6 +54,14 @@ class Stamp(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
+def stamp_of(path: Path) -> Stamp | None:
+    """That of a file, or None where there is none to be seen."""
+    try:
+        return Stamp.of(path)
+    except OSError:
+        return None
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A model directory whose headers have been read and found sound."""
@@ -69,6 +77,7 @@ class Checkpoint:
     left_out: Mapping[str, int] = field(
         default_factory=dict
     )  # bytes of tensors that no text needs, by what they are of
+    config_stamp: Stamp | None = None  # of config.json as it was read
 
     @property
     def is_copy(self) -> bool:
@@ -96,6 +105,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     directory = _resolve(model)
     if not os.path.isfile(directory / "config.json"):
         _refuse_other_formats(directory)
+    config_stamp = stamp_of(directory / "config.json")
     config = read_config(directory / "config.json")
     shards, weight_map = find_shards(directory)
     _require_files(directory, shards)
@@ -111,7 +121,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
         if name not in tensors:
             raise damaged(f"{directory.name}: the index places {name} in {file}, which lacks it", directory)
     weights, left_out = weights_of(directory.name, config, tensors)
-    return Checkpoint(directory, config, shards, weights, tuple(stamps), left_out=left_out)
+    return Checkpoint(directory, config, shards, weights, tuple(stamps), left_out=left_out, config_stamp=config_stamp)
 
 
 def weights_of(where: str, config: dict[str, Any], tensors: dict[str, TensorEntry]) -> TextPart:

@@ -163,15 +163,17 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     Raises `ReadError`, also where a file is not the one any more whose header was read: what is kept under the
     fingerprint was computed with that one.
     """
-    stamps = dict(zip(checkpoint.shards, checkpoint.stamps, strict=False))
-    digest = hashlib.sha256(repr(checkpoint.held).encode() if checkpoint.held else b"")
     config = checkpoint.small_files / "config.json"
+    stamps = dict(zip(checkpoint.shards, checkpoint.stamps, strict=False))
+    if checkpoint.config_stamp is not None:
+        stamps[config] = checkpoint.config_stamp
+    digest = hashlib.sha256(repr(checkpoint.held).encode() if checkpoint.held else b"")
     is_derived = checkpoint.beside is not None and not os.path.isfile(config)  # from the header of a GGUF file
     for path in (*([] if is_derived else [config]), *checkpoint.shards):
         try:
             with open_regular(path) as file:
                 if path in stamps and Stamp.of(file.fileno()) != stamps[path]:
-                    raise ReadError(f"{path.name} changed since its header was read: load the model again")
+                    raise ReadError(f"{path.name} changed since the model was opened: load the model again")
                 digest.update(file.read() if path not in checkpoint.shards else _sampled(path.name, file, checkpoint))
         except ReadError:
             raise

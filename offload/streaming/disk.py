@@ -88,7 +88,7 @@ class DiskReader(ByteSource):
         for path, found, wanted in zip(self.paths, self._stamps, stamps, strict=bool(stamps)):
             if found != wanted:
                 self._close_files()
-                raise ReadError(f"{path.name} changed since its header was read: load the model again")
+                raise ReadError(f"{path.name} changed since the model was opened: load the model again")
 
     def _read_direct(self, slab: np.ndarray, request: Piece) -> None:
         self._fill(request, slab[request.slab_lo : request.slab_lo + request.hi - request.lo].data)

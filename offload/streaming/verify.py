@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from offload.checkpoint.hub_sums import changed_small_files, hub_sum, is_sha256
 from offload.checkpoint.manifest import SUFFIX, Sums, differences, read_manifest, write_manifest
 from offload.checkpoint.numbers import NOT_FINITE, Top, is_finite, remarks
-from offload.checkpoint.safetensors import SUMS, Stamp
+from offload.checkpoint.safetensors import SUMS, stamp_of
 from offload.checkpoint.whole import Damage, Whole, WholeFile
 from offload.config import format_bytes
 from offload.errors import ReadError, UserError
@@ -121,17 +121,9 @@ def _measured(whole: Whole, hashed: set[int], progress: Progress) -> list[Measur
     except ReadError as error:
         raise UserError(f"{error}") from None
     for file in whole.files:
-        if not _is_as_read(file):
+        if stamp_of(file.path) != file.stamp:
             raise UserError(f"{file.path.name} was changed while it was read: ask again when nobody writes to it")
     return measured
-
-
-def _is_as_read(file: WholeFile) -> bool:
-    """Whether nobody has written to it or taken it away since its header was read."""
-    try:
-        return Stamp.of(file.path) == file.stamp
-    except OSError:
-        return False
 
 
 def _judge(file: WholeFile, found: Measured, known: Sums | None, sha256: str | None, manifest: Path) -> list[Damage]:

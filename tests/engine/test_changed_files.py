@@ -50,6 +50,6 @@ def test_a_shard_that_changes_before_it_is_opened_is_refused(
         return DiskReader(shards, **options)
 
     num_open, ram = len(os.listdir("/proc/self/fd")), streaming_ram(sound)
-    with pytest.raises(offload.ReadError, match=f"{changed.name} changed since its header was read: load the model"):
+    with pytest.raises(offload.ReadError, match=f"{changed.name} changed since the model was opened: load the model"):
         offload.load(*models.values(), ram, "4x2", context=CONTEXT, threads=1, open_source=open_source)
     assert len(os.listdir("/proc/self/fd")) == num_open

@@ -131,14 +131,17 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         assert path.read_bytes() == before and len(list(tmp_path.glob(".*"))) == 0
 
 
-def test_keys_and_values_are_never_said_to_be_of_weights_that_came_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["*.safetensors", "config.json"])
+def test_keys_and_values_are_never_said_to_be_of_files_that_came_later(which: str, tmp_path: Path) -> None:
     """The files are replaced while a text is written: it goes on with those that are open, and is kept as of none."""
     with open_pair("llama", tmp_path, "8x3") as decoder:
         decoder.generate(PROMPT, max_new_tokens=NUM_FIRST)
-        for shard in sorted(tmp_path.rglob("*.safetensors")):
-            shard.with_name("other").write_bytes(shard.read_bytes())
-            shard.with_name("other").replace(shard)
-        with pytest.raises(ReadError, match=r"\.safetensors changed since its header was read: load the model again"):
+        for path in sorted(tmp_path.rglob(which)):
+            path.with_name("other").write_bytes(path.read_bytes())
+            path.with_name("other").replace(path)
+        with pytest.raises(
+            ReadError, match=r"\.(safetensors|json) changed since the model was opened: load the model again"
+        ):
             decoder.save_session(tmp_path / "text.session")
     assert not (tmp_path / "text.session").exists()
 
