@@ -48,6 +48,9 @@ def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
     except OSError as error:
         raise unreadable(path, error) from None
     check_extents(path, tensors, stamp.num_bytes)
+    end = max((entry.hi for entry in tensors.values()), default=stamp.num_bytes)
+    if stamp.num_bytes - end > _ALIGNMENTS[-1]:  # padding, if less
+        raise damaged(f"{path.name}: bytes {end} to {stamp.num_bytes} belong to no tensor")
     return GgufHeader(metadata, tensors, stamp)
 
 

@@ -20,6 +20,7 @@ class Refusal(Exception):  # noqa: N818
         self, status: int, message: str, *,
         code: str | None = None, param: str | None = None, headers: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
+        message = message.encode(errors="backslashreplace").decode()  # what it quotes need not be text that can be sent
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.headers = status, message, code, param, headers or {}
 

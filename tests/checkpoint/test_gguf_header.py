@@ -67,6 +67,7 @@ BAD: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "offset between": (file(tensor(at=16)), ("begins at 16, no multiple of 32",)),
     "offset beyond": (file(tensor(at=1 << 40)), ("ends at byte", "truncated")),
     "overlap": (file(tensor(), tensor("b", at=128)), ("b and a overlap",)),
+    "far too long": (file(tensor()) + bytes((1 << 20) + 64), ("belong to no tensor",)),
     "cut short": (file(tensor(dims=(4096, 4))), ("truncated",)),
     "cut in the header": (SOUND[:40], ("its header needs", "again")),
     **{f"type {name}": (file(tensor(kind=number)), (f"is {name}, which is not read", "Q4_K_M"))

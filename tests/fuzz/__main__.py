@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -108,7 +109,7 @@ def _show_one(done: Done, scratch: Path, keep: Path | None) -> None:
     print(f"damage: {done.damage}\nend: {done.end.kind}\n{done.end.line}\n{done.end.detail}")
     if keep is not None:
         last = sorted(scratch.glob("slot*"))[-1]  # which a single case is run in
-        shutil.copytree(last / "case", keep, symlinks=True)
+        subprocess.run(["cp", "-a", "--sparse=always", last / "case", keep], check=True)  # some are as large as disks
 
 
 def _show(done_cases: Sequence[Done], findings: Sequence[Done], seed: int, seconds: float) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_READS, _WRITES = 0x21, 0x3CE  # inotify: access and open; modify, attributes, close after writing, move, create, delete
+_READS, _WRITES = 0x21, 0x3C6  # inotify: access and open; modify, attributes, move, create, delete
 _EVENT = struct.Struct("iIII")
 _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.chmod", "os.mkdir", "os.symlink", "os.link")
 _NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "pickle.find_class")

@@ -15,6 +15,7 @@ from served import GREEDY, HELLO, MODEL_ID, Served, _afresh, serving, slow_passe
 from offload.engine.text import TextStream
 from offload.server.app import create_app
 from offload.server.listening import Listening, bind
+from offload.server.refusal import Refusal
 from offload.server.settings import Settings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -143,6 +144,11 @@ def test_other_models_and_routes(served: Served) -> None:
     assert refused.headers["allow"] == "POST"
     told(ask(served, CHAT + "/", CHAT_BODY), 404)
     told(ask(served, CHAT, CHAT_BODY, content_type="text/plain"), 415)
+
+
+def test_what_is_quoted_need_not_be_text() -> None:
+    """Half of a surrogate pair is in no encoding of Unicode."""
+    assert Refusal(404, "no path /\ud800").message == "no path /\\ud800"
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "[::2]"])
