@@ -2,6 +2,7 @@
 that were expanded beforehand.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -74,6 +75,23 @@ def test_a_transposed_weight_is_refused(format: str, tmp_path: Path) -> None:
     rows, columns = weight.shape
     with pytest.raises(UserError, match=rf"k_proj\.weight must have shape \[{rows}, {columns}\], the file has"):
         resident_model(open_checkpoint(model.directory), "float32")
+
+
+@pytest.mark.parametrize("format", ["fp8-block", "ct-w4", "gptq", "nf4", "nvfp4"])
+def test_a_type_that_nobody_knows_is_refused_wherever_it_stands(format: str, tmp_path: Path) -> None:
+    """Of words, scales and whatever else makes up a weight."""
+    plain = save(build(FAMILIES["llama"]()), tmp_path / "plain")
+    folder = save_quantised(plain, format, tmp_path / "quantised", max_shard_size="1GB").directory
+    stored = (folder / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:end])
+    names = [name for name in header if ".0.self_attn.k_proj." in name]
+    assert len(names) > 1, "words and what belongs to them"
+    for name in names:
+        text = json.dumps({**header, name: {**header[name], "dtype": "F302"}}).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])
+        with pytest.raises(UserError):
+            resident_model(open_checkpoint(folder), "float32")
 
 
 def test_logits_of_experts_in_mxfp4_equal_those_of_transformers(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from offload.checkpoint.tensors import Coded, TensorEntry
 from offload.encoding.base import Found
+from offload.encoding.companions import AGAIN
 from offload.encoding.formats import FORMATS
-from offload.encoding.registry import ENCODINGS
+from offload.encoding.registry import ENCODINGS, STORED
 from offload.errors import UserError
 
 _SUFFIXES = sorted({suffix for one in FORMATS for suffix in one.suffixes}, key=len, reverse=True)
@@ -62,6 +63,9 @@ def _weights_of(
 
 
 def _entry(found: Found, own: Mapping[str, TensorEntry]) -> TensorEntry:
+    for suffix in (*found.words, *found.companions):
+        if own[suffix].dtype not in STORED:
+            raise ValueError(f"{suffix} must be of a type that is known, is {own[suffix].dtype:.40}: {AGAIN}")
     words = [own[suffix] for suffix in found.words]
     if any(one.shard != other.shard or one.hi != other.lo for one, other in pairwise(words)):
         raise ValueError(

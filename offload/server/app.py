@@ -160,7 +160,8 @@ def _model_card(request: HttpRequest) -> dict[str, Any]:
 async def _no_route(request: HttpRequest, error: Exception) -> Response:
     """For paths and methods that there are none of."""
     assert isinstance(error, HTTPException), "registered for these"
-    what = f"{request.method} {request.url.path:.80}"
+    path: str = request.scope["path"]  # `request.url` reads the query, which need not be text
+    what = f"{request.method} {path:.80}"
     told = {404: f"Unknown request URL: {what}", 405: f"Not allowed to {what}"}.get(error.status_code, error.detail)
     return answer(Refusal(error.status_code, told, headers=dict(error.headers or {})))
 

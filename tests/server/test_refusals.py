@@ -1,5 +1,6 @@
 """What is not served, and how a client is told: OpenAI's form, the status that fits, and nothing left behind."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -149,6 +150,22 @@ def test_other_models_and_routes(served: Served) -> None:
 def test_what_is_quoted_need_not_be_text() -> None:
     """Half of a surrogate pair is in no encoding of Unicode."""
     assert Refusal(404, "no path /\ud800").message == "no path /\\ud800"
+
+
+def test_a_query_need_not_be_text() -> None:
+    headers = [(b"host", b"localhost")]
+    scope = {"type": "http", "method": "POST", "path": "/metrics", "headers": headers, "query_string": b"\xe9"}
+    app = create_app(None, Settings(model_id=MODEL_ID))
+    sent = list[dict[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 405
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "[::2]"])

@@ -105,7 +105,7 @@ TARGETS = [
     Target("texts/prompt", _save, {"prompt.txt": _TEXT}, _write_file),
     Target("texts/lines", _save, {"prompts.jsonl": (_line_values, _line_values, *_TEXT)}, _print_lines),
     Target("texts/results", _save_results, {"results.jsonl": (_line_values, _line_values, *_TEXT)}, _write_lines,
-        writes=("results.jsonl",)),
+        writes=("results.jsonl", "not-there")),
     Target("texts/schema", _save, {"schema.json": (json_value, other(*_HOSTILE_SCHEMAS), *JSON)}, _write_json),
     Target("texts/rules", _save, {"rules.lark": (other(*_HOSTILE_RULES), *_TEXT)}, _write_rules),
     Target("texts/session", _save_session, {"kept.session": (header, header, data, special, *BYTES)}, _go_on,
