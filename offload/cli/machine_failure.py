@@ -11,6 +11,7 @@ _REMEDIES = {
     errno.ENOSPC: "free some room",
     errno.EDQUOT: "free some room",
     errno.ENOMEM: "lower --ram, or end other programs",
+    errno.ENAMETOOLONG: "give a shorter path",
     errno.EAGAIN: "raise the limit of processes (ulimit -u), or end other programs",
 }
 _LOOK = "look at the disk, and at who may read and write there"
@@ -35,6 +36,6 @@ def machine_failure(error: BaseException) -> str | None:
         return f"the system starts no more threads: {_REMEDIES[errno.EAGAIN]}"
     if isinstance(error, OSError):
         what = error.strerror or " ".join(text.split()) or type(error).__name__
-        where = f" ({error.filename})" if error.filename else ""
+        where = f" ({error.filename!s:.200})" if error.filename else ""
         return f"the system refused{where}: {what}; {_REMEDIES.get(error.errno or 0, _LOOK)}"
     return None

@@ -20,6 +20,10 @@ def files_used_up() -> NoReturn:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
+def name_too_long() -> None:
+    Path("x" * 100_000).open()
+
+
 def memory_used_up() -> NoReturn:
     raise MemoryError
 
@@ -43,6 +47,7 @@ def ended_from_outside() -> NoReturn:
 REFUSALS: list[tuple[Callable[[], object], str]] = [
     (file_refused, "the system refused (/some/file): Input/output error; look at the disk"),
     (files_used_up, "Too many open files; raise the limit of open files (ulimit -n)"),
+    (name_too_long, "File name too long; give a shorter path"),
     (memory_used_up, "memory ran out, more was needed than there is: lower --ram"),
     (torch_has_no_memory, "memory ran out, more was needed than there is: lower --ram"),
     (device_full, "device memory ran out, more was needed than planned: lower --context"),
@@ -54,7 +59,7 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
 def test_a_refusal_in_mid_run_keeps_the_text(refuse: Callable[[], object], words: str, looper: Path) -> None:
     with at_sweep(4, refuse):
         outcome = generate(looper, "--json", tree="chain:1")
-    assert outcome.code == 1 and outcome.err.count("\n") == 1 and words in outcome.err
+    assert outcome.code == 1 and outcome.err.count("\n") == 1 and words in outcome.err and len(outcome.err) < 500
     result = only_object(outcome.out)
     assert result["finish_reason"] == "interrupted" and len(result["token_ids"]) == 6
     assert result["text"].rstrip("\ufffd") == recited(len(result["text"].rstrip("\ufffd")))
