@@ -67,7 +67,9 @@ def generate_alike(model: Path) -> Outcome:
     if outcome.code == 0 and (reference := _reference(model)) is not None:
         said, prompt = json.loads(outcome.out), load_tokenizer(model)("Count: a")["input_ids"]
         ids = said["token_ids"]
-        logits_TV = reference(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
+        logits_TV = (
+            reference(torch.tensor([[*prompt, *ids]]), return_dict=True).logits[0, len(prompt) - 1 : -1].double()
+        )
         behind_T = logits_TV.max(-1).values - logits_TV[range(len(ids)), ids]
         assert float(behind_T.max()) <= 1e-3 * float(logits_TV.abs().max()), f"{ids}, transformers another: {behind_T}"
     return outcome
