@@ -90,7 +90,7 @@ def load_session(path: Path, models: Models, pool: CachePool, arithmetic: str) -
     """
     with _opened(path) as file:
         session = _checked(path, file, models)
-        if data_sum(path) != file.metadata()[SUM]:
+        if data_sum(path) != file.metadata().get(SUM):
             raise _broken(path, "its checksum does not fit")
         pool.take_back()
         pool.caches.clear()

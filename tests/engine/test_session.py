@@ -213,6 +213,7 @@ def flipped(content: bytes) -> bytes:
         (notes(num_turns="many"), "is broken"),
         (notes(draft=None), "is broken .*draft"),
         (flipped, "is broken .its checksum does not fit"),
+        (edited(lambda header: header["__metadata__"].pop("crc32")), "is broken .its checksum does not fit"),
         (lambda content: content[:-1], "is broken"),
         (lambda content: content[:5], "is broken"),
         (lambda content: content + bytes(64), "is broken .*belong to no tensor"),
