@@ -23,6 +23,8 @@ from offload.errors import UserError
 _GIB = 1 << 30
 _PCIE_4, _PCIE_5 = 25e9, 52e9
 
+_MOST = 1e21  # of bytes, and of anything a second
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
@@ -42,7 +44,8 @@ class Hardware:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "name" and value is not None:
-                require(0 < value < float("inf"), f"{self.name}: {field.name} must be above 0", value, "fix it")
+                rule = f"{self.name}: {field.name} must be above 0 and at most {_MOST:.0e}"
+                require(0 < value <= _MOST, rule, f"{value!s:.40}", "fix it")
                 is_share = field.name.endswith("_share")
                 require(not is_share or value <= 1, f"{self.name}: {field.name} must be at most 1", value, "fix it")
         groups = [("memory_bytes_per_s", "flops_per_s"), ("gpu_bytes", "link_bytes_per_s")]

@@ -40,9 +40,16 @@ def test_a_machine_is_read_from_a_file(tmp_path: Path) -> None:
         (json.dumps({**MACHINE, "gpu_bytes": "much"}), "gpu_bytes must be a size such as 8GiB"),
         (json.dumps({**MACHINE, "flops_per_s": "181T"}), "flops_per_s must be a number, got '181T'"),
         (json.dumps({**MACHINE, "flops_per_s": True}), "flops_per_s must be a number, got True"),
-        (json.dumps({**MACHINE, "link_bytes_per_s": -1}), "link_bytes_per_s must be above 0, got -1"),
-        (json.dumps({**MACHINE, "disk_bytes_per_s": float("nan")}), "disk_bytes_per_s must be above 0, got nan"),
-        (json.dumps({**MACHINE, "gpu_bytes": float("inf")}), "gpu_bytes must be above 0, got inf"),
+        (json.dumps({**MACHINE, "link_bytes_per_s": -1}), "link_bytes_per_s must be above 0 and at most 1e+21, got -1"),
+        (
+            json.dumps({**MACHINE, "disk_bytes_per_s": float("nan")}),
+            "disk_bytes_per_s must be above 0 and at most 1e+21, got nan",
+        ),
+        (
+            json.dumps({**MACHINE, "memory_bytes_per_s": 10**400}),
+            "memory_bytes_per_s must be above 0 and at most 1e+21, got 1000",
+        ),
+        (json.dumps({**MACHINE, "gpu_bytes": float("inf")}), "gpu_bytes must be above 0 and at most 1e+21, got inf"),
         (json.dumps({**MACHINE, "flops_share": 1.5}), "flops_share must be at most 1, got 1.5"),
     ],
 )
