@@ -66,8 +66,9 @@ def draw_hours(samples: Mapping[str, Sequence[Any]], settings: Row, path: Path) 
         places[-1].set_xlabel("minutes")
         for place, name in zip(places, names, strict=True):
             scale, unit = (2**20, "rss, MiB") if name == "rss_bytes" else (1, name.removeprefix("num_"))
-            place.plot([one.time_s / 60 for one in looks], [getattr(one, name) / scale for one in looks], linewidth=0.8)
-            place.set_ylim(0, None)
+            values = [getattr(one, name) / scale for one in looks]
+            place.plot([one.time_s / 60 for one in looks], values, linewidth=0.8)
+            place.set_ylim(0, 1.1 * max(values) or 1)  # a line at the very top cannot be seen
             place.set_ylabel(unit, fontsize=7)
     figure.savefig(path)
 
