@@ -49,6 +49,8 @@ class Struck(NamedTuple):
 def main() -> int:
     """Exit code 1 where something should not have been; Ctrl-C ends it with the table so far."""
     given, table = _arguments(), Table(lambda: defaultdict(Counter))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells have jobs in the background ignore
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has ignored
     with tempfile.TemporaryDirectory(prefix="faults") as name, suppress(KeyboardInterrupt):
         _fill(table, Path(name), given)
     _print_table(table)

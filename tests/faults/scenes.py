@@ -60,7 +60,7 @@ def scenes(root: Path) -> list[Scene]:
         Scene("tune", ("tune", *_tuning(root)), is_timed=True, stays=("cache/offload/profiles",)),
         Scene("plan", ("plan", "-m", target, "-d", draft, "--ram", "1GiB", "--device", "cpu"), is_timed=True),
         Scene("demo", ("demo", "--size", "40MB", "-n", 2, "-q"), is_timed=True),
-        Scene("generate, packed", ("generate", "-m", root / "packed", *small, "-p", "a", "-n", 3)),
+        Scene("generate, packed", ("generate", "-m", root / "packed", *small, "--ram", "1GiB", "-p", "a", "-n", 3)),
         Scene("generate --json", (*say, "--json"), is_timed=True),
     ]
 
