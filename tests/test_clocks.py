@@ -36,7 +36,6 @@ TOLD = {
     ("offload/server/app.py", "time"): "`created` of the model's card",
     ("offload/tuning/tune.py", "now"): "when a profile was written, for people",
     ("offload/checkpoint/safetensors.py", "st_mtime_ns"): "compared for equality alone: whether a file is the same",
-    ("offload/streaming/verify.py", "st_mtime_ns"): "compared for equality alone: whether it has changed meanwhile",
     (
         "offload/checkpoint/hub_sums.py",
         "st_mtime",

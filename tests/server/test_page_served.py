@@ -1,5 +1,6 @@
 """The chat page as the real server sends it, with a tiny model behind: what is drawn is what its passes did."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,12 +37,17 @@ def send(page: Any, text: str) -> None:
     page.press("#question", "Enter")
 
 
+def be_greedy(page: Any) -> None:
+    """Else the end of a text may be drawn at any place."""
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_role("button", name="Keep").click()
+
+
 def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:
     with serving(talker) as served, opened(chromium, served.address) as page:
         page.locator("#model", has_text="reciter").wait_for()
-        page.get_by_role("button", name="Settings").click()
-        page.get_by_label("Temperature").fill("0")
-        page.get_by_role("button", name="Keep").click()
+        be_greedy(page)
         for number in range(2):
             send(page, "Say it.")
             page.locator(".figures").nth(number).wait_for()
@@ -58,9 +64,10 @@ def test_an_answer_with_its_passes(chromium: Any, talker: Path) -> None:
 
 def test_stop_frees_the_place(chromium: Any, tmp_path: Path) -> None:
     endless = save_reciter(tmp_path / "endless", PIECES, chat_template=TEMPLATE)
-    with slow_passes(0.1), serving(endless) as served, opened(chromium, served.address) as page:
+    with slow_passes(0.3), serving(endless) as served, opened(chromium, served.address) as page:
+        be_greedy(page)
         send(page, "Go on.")
-        page.locator("#num-passes", has_text="2").wait_for()
+        page.locator("#num-passes", has_text=re.compile(r"\d")).wait_for()
         page.keyboard.press("Escape")
         page.locator(".figures", has_text="stopped").wait_for()
         until(served.is_idle)
