@@ -33,8 +33,8 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "30000"
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     # Of 16-bit products torch and oneDNN keep code for every number of rows, up to 0.7 MB each. Passes have another
-    # number of rows each time, and at their default of 1024 a process grows by hundreds of MB within hours. A text
-    # needs some 130 of them, and to make one takes 2 ms, once in a pass.
+    # number of rows each time, and at their default of 1024 a process grows by hundreds of MB within hours. To make
+    # one takes 2 ms, and a text of hundreds of passes makes some 130.
     os.environ.setdefault(_cache, "128")
 
 _HOMES = {

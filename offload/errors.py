@@ -11,14 +11,14 @@ class UserError(ValueError):
     """A request, file or machine does not fit; the command line prints the line and exits with 2."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
 
 class RunError(OSError):
     """Something failed while a run was under way; what was generated until then is kept."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
 
 class ReadError(RunError):
@@ -66,7 +66,7 @@ def refusing(what: str, remedy: str) -> Iterator[None]:
         raise
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     """What a message quotes from a stranger's file may be long, and must not steer a terminal."""
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     return line if len(line) <= _MAX_CHARS else f"{line[:_KEPT_CHARS]} ... {line[-_KEPT_CHARS:]}"

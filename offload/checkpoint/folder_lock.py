@@ -7,7 +7,7 @@ is not what was asked for, and what another process makes under the name since i
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from offload.errors import UserError
@@ -27,15 +27,18 @@ def locked(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def locked_anew(folder: Path) -> Iterator[int]:
-    """The same for one that is made if need be; an empty one does not stay where its lock cannot be had."""
+    """The same for one that is made if need be; an empty one does not stay where an `OSError` ends it."""
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with locked(folder) as lock:
+    with ExitStack() as held:
+        lock = None
+        try:
+            lock = held.enter_context(locked(folder))
             yield lock
-    except OSError:
-        with suppress(OSError):  # it is gone already, or holds something
-            folder.rmdir()
-        raise
+        except OSError:
+            with suppress(OSError):  # it is gone already, or holds something
+                if lock is None or os.path.samestat(os.fstat(lock), os.stat(folder)):
+                    folder.rmdir()
+            raise
 
 
 def _is_taken(lock: int, folder: Path) -> bool:

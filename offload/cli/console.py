@@ -1,6 +1,7 @@
 """What a person sees besides the text: what goes on, what runs, the plan as a picture, the closing figures."""
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ class Console:
         self._is_quiet, self._is_verbose, self.is_decimal = is_quiet, is_verbose, is_decimal(sizes_like)
         self._line = LiveLine(is_off=is_quiet)
         self._shown: Progress | None = None
+        self._saying = threading.RLock()  # threads that read weights have notes; a signal's handler may interrupt one
 
     def __enter__(self) -> "Console":
         return self
@@ -54,10 +56,11 @@ class Console:
     def say(self, lines: str) -> None:
         """Lines for the user, above what is under way."""
         if not self._is_quiet and lines:
-            self._line.hide()
-            print(fitted(as_flags(lines), sys.stderr), file=sys.stderr)
-            if self._shown is not None:
-                self._line.show(self._shown)
+            with self._saying:
+                self._line.hide()
+                print(fitted(as_flags(lines), sys.stderr), file=sys.stderr)
+                if self._shown is not None:
+                    self._line.show(self._shown)
 
     def detail(self, lines: str) -> None:
         """Lines for who wants to know more."""

@@ -94,7 +94,9 @@ def _any_question(wishes: ChatOptions) -> Request:
     opening = [{"role": "system", "content": wishes.system}] if wishes.system else []
     found = wishes.session if wishes.session and wishes.session.exists() else None
     question = [*opening, {"role": "user", "content": "Hello"}]
-    return Request(question, wishes.sampling, max_new_tokens=1, stop=wishes.stop, session=found)
+    return Request(
+        question, wishes.sampling, max_new_tokens=1, stop=wishes.stop, session=found, is_kept=wishes.session is not None
+    )
 
 
 def _go_on(chat: Chat, wishes: ChatOptions, console: Console) -> None:

@@ -222,6 +222,8 @@ def _check_request(request: Request, pair: Pair, models: Models) -> None:
         require_sessions(target.start)
     if request.session is not None:
         check_session(Path(request.session), models)
+    elif request.is_kept:
+        models.prove()
 
 
 def _plan_tree(

@@ -22,6 +22,7 @@ from offload.stats import Moved
 
 _RECENT_S = 60.0  # what rates are of
 _MOST_RECENT = 256
+_IDLE_S = 5.0  # after which C's allocator gives back what it keeps: whoever comes then pays for new pages
 _NOTHING = Moved()
 
 
@@ -196,10 +197,15 @@ class Engine:
     def _has_work(self) -> bool:
         """Wait for some; False once there will be none."""
         with self._changed:
-            while not (self._waiting or self._active or self._is_closing):
-                give_back_memory()
-                self._changed.wait()
+            is_idle = not self._changed.wait_for(self._is_asked, _IDLE_S)
+        if is_idle:
+            give_back_memory()
+        with self._changed:
+            self._changed.wait_for(self._is_asked)
             return not self._is_over and bool(self._active or not self._is_closing)
+
+    def _is_asked(self) -> bool:
+        return bool(self._waiting or self._active or self._is_closing)
 
     def _drop_cancelled(self) -> None:
         with self._changed:

@@ -23,7 +23,7 @@ from offload.config import require
 from offload.drafting.hybrid import HybridState
 from offload.encoding.registry import PLAIN_OF
 from offload.engine.cache_pool import CachePool
-from offload.errors import UserError, ensure, reason
+from offload.errors import ReadError, UserError, ensure, reason
 from offload.model.kv_cache import KVCache
 from offload.planning.profile import fingerprint
 
@@ -51,6 +51,10 @@ class Models:
         target, draft = found["target"], found.get("draft", ("", ""))
         return {"target": target[0], "dtype": target[1], "draft": draft[0], "draft_dtype": draft[1]}
 
+    def prove(self) -> None:
+        """Have the identity while the files are those that were opened. Raises `ReadError`."""
+        _ = self.identity
+
     def can_use(self, part: str, notes: Mapping[str, str]) -> bool:
         """Whether that part of a file with these notes is of the same weights in the same type."""
         keys = ("target", "dtype") if part == "target" else ("draft", "draft_dtype")
@@ -68,7 +72,7 @@ class Session(NamedTuple):
 def save_session(
     path: Path, models: Models, pool: CachePool, arithmetic: str, messages: list[dict[str, str]] | None, num_turns: int
 ) -> None:
-    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written, and `ReadError`.
+    """Write what the caches hold, and what was said. Raises `UserError` where nothing can be written.
 
     `arithmetic` names what the bits of keys and values depend on beside weights and types; empty where on more.
     """
@@ -76,9 +80,11 @@ def save_session(
     for part, cache in _caches(pool).items():
         for index, pair in cache.states(len(tokens)).items():
             tensors |= {_name(part, kind, index): state for kind, state in zip(_KINDS, pair, strict=True)}
-    told = {**models.identity, "messages": json.dumps(messages), "num_turns": str(num_turns)}
+    told = {"messages": json.dumps(messages), "num_turns": str(num_turns), "arithmetic": arithmetic}
     try:
-        write_tensors(path, {**told, "arithmetic": arithmetic, "format": _FORMAT}, tensors)
+        write_tensors(path, {**models.identity, **told, "format": _FORMAT}, tensors)
+    except ReadError as error:  # of the weights, which have changed since: that need not end a conversation
+        raise UserError(f"cannot tell of which weights a session would be: {error}") from None
     except OSError as error:
         raise UserError(f"cannot write the session to {path} ({error.strerror}): name another file") from None
 

@@ -108,7 +108,9 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **h
     Args:
         how: `add_generation_prompt`, `continue_final_message` and `tools`, as `apply_chat_template` takes them.
     """
-    template = tokenizer.get_chat_template(tools=how.get("tools"))
+    template = tokenizer.chat_template
+    if not isinstance(template, str):  # there are several, by name
+        template = tokenizer.get_chat_template(tools=how.get("tools"))
     if not isinstance(template, str):
         raise TemplateFailed(f"it must be text, got {template!r:.80}")
     said = [{name: value for name, value in message.items() if value is not None} for message in messages]

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offload.config import require
-from offload.errors import UserError
+from offload.errors import UserError, one_line
 
 _MOST_CONNECTIONS = 512
 _REQUEST_S = 20.0  # within which a new connection must have sent the head of its request
@@ -148,7 +148,7 @@ def _hear(say: Callable[[str], None]) -> None:
 
 def _first_line(record: logging.LogRecord) -> str:
     """As our own errors are: short, and without what would steer a terminal."""
-    return str(UserError(record.getMessage().partition("\n")[0]))
+    return one_line(record.getMessage().partition("\n")[0])
 
 
 def _address(bound: socket.socket) -> str:

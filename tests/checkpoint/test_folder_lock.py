@@ -45,6 +45,18 @@ def test_a_folder_just_made_does_not_stay_where_its_lock_is_refused(tmp_path: Pa
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("is_anothers", [False, True])
+def test_a_folder_in_which_nothing_could_be_written_does_not_stay(is_anothers: bool, tmp_path: Path) -> None:
+    """But for one that another has made since, under the same name."""
+    folder = tmp_path / "work"
+    with pytest.raises(OSError, match="full"), locked_anew(folder):
+        if is_anothers:
+            folder.rename(tmp_path / "moved")
+            folder.mkdir()
+        raise OSError(errno.ENOSPC, "full")
+    assert folder.exists() == is_anothers
+
+
 def test_two_that_replace_one_file_do_not_share_what_they_write(tmp_path: Path) -> None:
     """As threads of one process do, and programs that are process 1, each in a container of its own."""
     path = tmp_path / "profile.json"

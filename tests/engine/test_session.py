@@ -15,9 +15,11 @@ from test_chat import CONTEXT, QUESTIONS, open_pair, said
 import offload
 from offload.config import Sampling
 from offload.engine.decoder import Decoder
+from offload.engine.load import open_decoder
 from offload.engine.request import Request
 from offload.engine.session import check_session
-from offload.errors import ReadError, UserError
+from offload.errors import UserError
+from offload.planning.options import LoadOptions
 
 PROMPT = list(range(20, 60))
 NUM_NEW, NUM_FIRST = 24, 9
@@ -139,11 +141,28 @@ def test_keys_and_values_are_never_said_to_be_of_files_that_came_later(which: st
         for path in sorted(tmp_path.rglob(which)):
             path.with_name("other").write_bytes(path.read_bytes())
             path.with_name("other").replace(path)
-        with pytest.raises(
-            ReadError, match=r"\.(safetensors|json) changed since the model was opened: load the model again"
-        ):
+        told = r"of which weights a session would be: .*\.(safetensors|json) changed since the model was opened"
+        with pytest.raises(UserError, match=told):
             decoder.save_session(tmp_path / "text.session")
     assert not (tmp_path / "text.session").exists()
+
+
+def test_a_session_that_was_wished_for_is_kept_whatever_comes_to_the_files(tmp_path: Path) -> None:
+    """It is of those that were opened, and said to be."""
+    open_pair("llama", tmp_path, "8x3").close()
+    options = LoadOptions(ram="1GiB", tree="none", context=CONTEXT, dtype="float32", threads=1)
+    with open_decoder(tmp_path / "target", None, options, Request(is_kept=True)) as decoder:
+        wanted = decoder.generate(PROMPT, max_new_tokens=NUM_FIRST).token_ids
+        config = tmp_path / "target" / "config.json"
+        before = config.read_bytes()
+        config.write_bytes(before + b" ")
+        decoder.save_session(tmp_path / "text.session")
+    others = pytest.raises(UserError, match="was computed with other weights")
+    with open_decoder(tmp_path / "target", None, options) as decoder, others:
+        decoder.load_session(tmp_path / "text.session")
+    config.write_bytes(before)
+    with open_decoder(tmp_path / "target", None, options) as decoder:
+        assert decoder.load_session(tmp_path / "text.session").tokens == [*PROMPT, *wanted]
 
 
 def test_nothing_computed_is_nothing_kept(tmp_path: Path) -> None:

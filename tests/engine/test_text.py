@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -246,6 +247,8 @@ def test_a_processor_keeps_its_template_in_a_file_of_its_own(tmp_path: Path) -> 
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "<user>hi<bot>"
+    with patch.object(type(tokenizer), "get_chat_template", side_effect=NotImplementedError):  # as MistralCommonBackend
+        assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "<user>hi<bot>"
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(encode_prompt(tokenizer, "hi")) == "hi!"
