@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.coded import with_codings
-from offload.checkpoint.download import download_shards, download_small, is_hub_id
+from offload.checkpoint.download import download_shards, download_small, download_unindexed, is_hub_id
 from offload.checkpoint.held import Held
 from offload.checkpoint.quant_methods import check_method
 from offload.checkpoint.small_files import open_regular, read_object
@@ -34,7 +34,7 @@ _AGAIN = "download the checkpoint again"
 MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 INFLATED = "inflation.json"  # in folders of `inflate`
 SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
-_INDEX, _ANY_SHARD = "model.safetensors.index.json", "*.safetensors"
+_INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -297,8 +297,10 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
     small = download_small(str(model))
     index = small / _INDEX
-    shards = _shard_names(small, read_json(index).get("weight_map")) if os.path.isfile(index) else [_ANY_SHARD]
-    return download_shards(str(model), small, shards) if with_weights else small
+    shards = _shard_names(small, read_json(index).get("weight_map")) if os.path.isfile(index) else None
+    if not with_weights:
+        return small
+    return download_unindexed(str(model), small) if shards is None else download_shards(str(model), small, shards)
 
 
 def has_tokenizer(directory: Path) -> bool:

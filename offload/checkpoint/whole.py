@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.checkpoint.download import in_cache
 from offload.checkpoint.gguf import files_of, gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.hub import open_headers
@@ -110,11 +111,10 @@ def _local(model: str) -> Path:
         return path
     if os.path.exists(path) or not is_hub_id(model):
         raise UserError(f"no model at {path}: give a folder, a GGUF file, or a hub id that was downloaded")
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        return in_cache(model)
     except (OSError, HFValidationError) as error:
         raise UserError(
             f"{model} is neither a folder nor in the hub's cache ({reason(error)}): download it first"
