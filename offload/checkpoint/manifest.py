@@ -63,8 +63,11 @@ def differences(file: str, found: Sums, known: Sums, manifest: Path) -> list[Dam
     if found.written_ns != known.written_ns:
         what += ", and the file was written to since: where that was meant, remove the manifest"
     names = [name for name in {**known.tensors, **found.tensors} if known.tensors.get(name) != found.tensors.get(name)]
-    where = [""] if found.header != known.header or (found.num_bytes != known.num_bytes and not names) else []
-    return [Damage(file, name, what if name else f"in its header, {what}") for name in (*where, *names)]
+    if found.tensors.keys().isdisjoint(known.tensors):
+        names = []  # it is the header that is another
+    is_header = found.header != known.header or (found.num_bytes != known.num_bytes and not names)
+    header = [Damage(file, "", f"in its header, {what}")] if is_header else []
+    return [*header, *(Damage(file, name, what) for name in names)]
 
 
 def _crc32(files: Mapping[str, Any]) -> str:

@@ -20,9 +20,8 @@ from offload.checkpoint.quant_methods import check_method
 from offload.checkpoint.small_files import open_regular, read_object
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
-from offload.config import require
 from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
-from offload.errors import UserError, reason
+from offload.errors import UnreadError, UserError, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
@@ -183,7 +182,8 @@ def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dic
 
 
 def _require_few(where: str, num_tensors: int) -> None:
-    require(num_tensors <= _MAX_TENSORS, f"{where} must have at most {_MAX_TENSORS} tensors", num_tensors, _AGAIN)
+    if num_tensors > _MAX_TENSORS:
+        raise UnreadError(f"{where} must have at most {_MAX_TENSORS} tensors, got {num_tensors}: {_AGAIN}")
 
 
 def read_metadata(path: Path) -> dict[str, str]:

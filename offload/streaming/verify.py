@@ -15,7 +15,7 @@ from offload.checkpoint.hub_sums import changed_small_files, hub_sum, is_sha256
 from offload.checkpoint.manifest import SUFFIX, Sums, differences, read_manifest, write_manifest
 from offload.checkpoint.numbers import NOT_FINITE, Top, is_finite, remarks
 from offload.checkpoint.safetensors import SUMS, stamp_of
-from offload.checkpoint.whole import Damage, Whole, WholeFile
+from offload.checkpoint.whole import UNREAD, Damage, Whole, WholeFile
 from offload.config import format_bytes
 from offload.errors import ReadError, UserError
 from offload.planning.profile import cache_folder
@@ -58,7 +58,7 @@ def verify(whole: Whole, manifest: Path | None, *, progress: Progress) -> Report
         UserError: the manifest is unusable, or files change meanwhile.
     """
     manifest, started_s = manifest or default_manifest(whole), time.monotonic()
-    known = read_manifest(manifest)
+    known = _comparable(read_manifest(manifest), whole)
     sums = [hub_sum(file.path) for file in whole.files]
     wanted = [one if is_sha256(one) else None for one in sums]
     hashed = {
@@ -89,6 +89,12 @@ def verify(whole: Whole, manifest: Path | None, *, progress: Progress) -> Report
     elapsed_s = time.monotonic() - started_s
     size = len(whole.files), whole.num_bytes
     return Report(whole.path, *size, elapsed_s, damage, notes, manifest, *counts, is_written)
+
+
+def _comparable(known: Mapping[str, Sums], whole: Whole) -> dict[str, Sums]:
+    """Without sums of a time when a file was not read, and had other parts."""
+    read = {file.path.name for file in whole.files if not file.unread}
+    return {name: own for name, own in known.items() if name not in read or UNREAD not in own.tensors}
 
 
 def _undecoded(packed: Sequence[WholeFile]) -> list[Damage]:
@@ -159,6 +165,7 @@ def _notes(whole: Whole, measured: Sequence[Measured]) -> list[str]:
         and not found.failure
     ]  # fmt: skip
     lines = remarks(tops, has_zeros=has_zeros(whole.folder))
+    lines += [f"{one.path.name}: its numbers were not looked at: {one.unread}" for one in whole.files if one.unread]
     kinds = (f"{format_bytes(num_bytes)} of {kind}" for kind, num_bytes in whole.left_out.items())
     return [*lines, *([f"read too, although no text needs it: {', '.join(kinds)}"] if whole.left_out else [])]
 

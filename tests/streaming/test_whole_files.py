@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from small_llama import inflate, save_small
 from tiny import FAMILIES, build, save
 
+from offload.checkpoint import safetensors
 from offload.checkpoint.manifest import read_manifest
 from offload.checkpoint.pack import pack
 from offload.checkpoint.whole import Damage, open_whole
@@ -125,6 +126,72 @@ def test_a_packed_model_is_held_against_its_own_checksums_the_first_time(tmp_pat
     assert [one.tensor for one in ask(model).damage] == names
     assert ask(model).damage[0].what == "does not decode to what was packed"
     assert not default_manifest(open_whole(str(model))).exists()
+
+
+def gguf_of_a_kind(folder: Path, number: int) -> Path:
+    """One that a tensor's type alone makes another."""
+    model = gguf("Q4_0")(folder)
+    raw, name = model.read_bytes(), b"blk.1.ffn_up.weight"
+    at = raw.index(name) + len(name) + 4 + 2 * 8
+    model.write_bytes(raw[:at] + number.to_bytes(4, "little") + raw[at + 4 :])
+    return model
+
+
+def many_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(safetensors, "_MAX_TENSORS", 20)
+    return one_file(folder)
+
+
+UNREAD: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Path], str]] = {
+    "IQ4_XS": (lambda folder, _: gguf_of_a_kind(folder, 23), "is IQ4_XS, which is not read"),
+    "a type to come": (lambda folder, _: gguf_of_a_kind(folder, 77), "is of type 77, which is not read"),
+    "version 1": (lambda folder, _: patched(gguf("Q8_0")(folder), 4, b"\1"), "GGUF version 1 is not read"),
+    "big-endian": (lambda folder, _: patched(gguf("Q8_0")(folder), 4, b"\0\0\0\3"), "big-endian GGUF files are not"),
+    "many tensors": (many_tensors, "must have at most 20 tensors, got "),
+}  # fmt: skip
+
+
+def patched(path: Path, at: int, new: bytes) -> Path:
+    raw = path.read_bytes()
+    path.write_bytes(raw[:at] + new + raw[at + len(new) :])
+    return path
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_what_is_not_read_is_no_damage_and_summed_all_the_same(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, words = UNREAD[kind]
+    model = make(tmp_path / "model", monkeypatch)
+    report = ask(model)
+    assert (
+        not report.damage
+        and report.is_written
+        and report.num_bytes == sum(file.path.stat().st_size for file in open_whole(str(model)).files)
+    )
+    assert any("its numbers were not looked at: " in note and words in note for note in report.notes)
+    path = open_whole(str(model)).files[0].path
+    assert ask(model).num_as_before == 1
+    flip(path, path.stat().st_size // 2)
+    (found,) = ask(model).damage
+    assert found.file == path.name and found.what.startswith("its bytes are not those of ")
+
+
+def test_a_file_that_was_not_read_is_summed_anew_once_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = many_tensors(tmp_path / "model", monkeypatch)
+    ask(model)
+    monkeypatch.undo()
+    report = ask(model)
+    assert not report.damage and report.is_written and not report.num_as_before and ask(model).num_as_before == 1
+
+
+@pytest.mark.parametrize("bit", [8, 30])
+def test_a_bit_of_a_type_is_damage_wherever_that_can_be_told(bit: int, tmp_path: Path) -> None:
+    model = gguf_of_a_kind(tmp_path / "model", 2)
+    assert not ask(model).damage
+    raw, name = model.read_bytes(), b"blk.1.ffn_up.weight"
+    flip(model, raw.index(name) + len(name) + 4 + 2 * 8 + bit // 8, bit % 8)
+    assert [one.tensor for one in ask(model).damage] == [""]
 
 
 def change(folder: Path, name: str, change_one: Callable[[torch.Tensor], object]) -> Path:
