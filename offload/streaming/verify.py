@@ -86,13 +86,14 @@ def verify(whole: Whole, manifest: Path | None, *, may_write: bool = False, prog
     started_s, may_write = time.monotonic(), may_write or manifest is None
     manifest = manifest or default_manifest(whole)
     known = _comparable(_known(manifest, may_write=may_write), whole)
+    small = _small(whole)  # before hours of reading
     seen = _seen(whole, known, progress)
     damage = [*whole.damage, *(one for own in seen for one in _judge(own, manifest))]
     named = {(one.file, one.tensor) for one in damage}
     fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
     damage += [one for one in _undecoded(fresh) if (one.file, one.tensor) not in named]
     found = {own.file.path.name: own.sums for own in seen}
-    notes = [*_notes(whole, seen), *_changed(whole), *_gone(known, found, manifest)]
+    notes = [*_notes(whole, seen), *small, *_gone(known, found, manifest)]
     is_written = may_write and not damage and found != known
     if is_written and (why := _unwritable(manifest, found)):
         notes.append(why)
@@ -200,9 +201,11 @@ def _notes(whole: Whole, seen: Sequence[_Seen]) -> list[str]:
     return [*lines, *([f"read too, although no text needs it: {', '.join(kinds)}"] if whole.left_out else [])]
 
 
-def _changed(whole: Whole) -> list[str]:
-    names = [*changed_small_files(whole.folder, {file.path.name for file in whole.files})]
-    return [f"not as the hub has it: {', '.join(names)}"] if names else []
+def _small(whole: Whole) -> list[str]:
+    """What the hub's sums say of configs, tokenizers and the like."""
+    changed, unread = changed_small_files(whole.folder, {file.path.name for file in whole.files})
+    lines = [f"not as the hub has it: {', '.join(changed)}"] if changed else []
+    return [*lines, f"cannot be read and held against the hub's sum: {', '.join(unread)}"] if unread else lines
 
 
 def _gone(known: Mapping[str, Sums], found: Mapping[str, Sums], manifest: Path) -> list[str]:

@@ -459,6 +459,30 @@ def test_sums_of_the_hub_beside_a_download_count(tmp_path: Path) -> None:
     assert not ask(folder).damage, "it was written to since it was downloaded: the hub's sum is of another"
 
 
+def test_a_small_file_that_cannot_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = one_file(tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        note(folder, name, "0" * 40, at_s=(folder / name).stat().st_mtime + 60)
+    real = os.open
+
+    def refuse(path: Any, *rest: Any, **how: Any) -> int:
+        if str(path).endswith("generation_config.json"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *rest, **how)
+
+    monkeypatch.setattr(os, "open", refuse)
+    report = ask(folder)
+    assert (
+        not report.damage
+        and report.is_written
+        and report.notes
+        == [
+            "not as the hub has it: config.json",
+            "cannot be read and held against the hub's sum: generation_config.json (Permission denied)",
+        ]
+    )
+
+
 def test_what_the_hub_has_replaces_a_manifest_that_is_out_of_date(tmp_path: Path) -> None:
     folder = one_file(tmp_path / "model")
     ask(folder)
