@@ -2,7 +2,8 @@
 
 x^91639 + x^41678 + 1 is a multiple of CRC-32's polynomial, and so are its powers of two, whose exponents are as many
 times as large. So a byte can be left out if it is added, by exclusive or, to two that come later: numpy does that at
-the speed of a cache, and zlib has the rest to do. Invariant: no other number than that of zlib comes out.
+the speed of a cache, and zlib has the rest to do (Russell, Chorba, arXiv 2412.16398). Invariant: no other number than
+that of zlib comes out.
 """
 
 import zlib

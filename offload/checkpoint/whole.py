@@ -20,7 +20,7 @@ from offload.checkpoint.safetensors import MANIFEST, Stamp, find_shards, is_hub_
 from offload.checkpoint.tensors import TensorEntry
 from offload.errors import UnreadError, UserError, reason
 
-UNREAD = ""  # name of the span that is all of a file whose header is not read
+_UNREAD = ""  # name of the span that is all of a file whose header is not read
 
 _Headers = dict[Path, tuple[dict[str, TensorEntry], Stamp]]
 
@@ -57,7 +57,7 @@ class WholeFile(NamedTuple):
     path: Path
     stamp: Stamp
     spans: tuple[Span, ...]
-    unread: str = ""  # why its header is not; then there is one span, `UNREAD`
+    unread: str = ""  # why its header is not; then there is one span, of all of it
 
 
 class Whole(NamedTuple):
@@ -153,7 +153,7 @@ def _without_name(error: UserError, path: Path) -> str:
 
 def _unread_file(path: Path, why: str) -> WholeFile:
     stamp = Stamp.of(path)
-    spans = Span(None, 0, 0, 0), Span(UNREAD, 0, stamp.num_bytes, stamp.num_bytes)
+    spans = Span(None, 0, 0, 0), Span(_UNREAD, 0, stamp.num_bytes, stamp.num_bytes)
     return WholeFile(path, stamp, spans, why)
 
 

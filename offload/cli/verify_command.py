@@ -77,8 +77,11 @@ def _not_as_damage() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (OSError, MemoryError) as error:
-        raise UserError(machine_failure(error) or str(error)) from error
+    except Exception as error:
+        line = machine_failure(error)
+        if line is None:
+            raise
+        raise UserError(line) from error
 
 
 def _lines(report: "Report") -> list[str]:

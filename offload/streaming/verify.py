@@ -15,7 +15,7 @@ from offload.checkpoint.hub_sums import changed_small_files, hub_sum, is_sha256
 from offload.checkpoint.manifest import SUFFIX, Sums, differences, have_same_bytes, read_manifest, write_manifest
 from offload.checkpoint.numbers import NOT_FINITE, Top, is_finite, remarks
 from offload.checkpoint.safetensors import SUMS, stamp_of
-from offload.checkpoint.whole import UNREAD, Damage, Whole, WholeFile
+from offload.checkpoint.whole import Damage, Whole, WholeFile
 from offload.config import format_bytes
 from offload.errors import ReadError, UserError
 from offload.planning.profile import cache_folder
@@ -117,9 +117,9 @@ def _known(manifest: Path, *, may_write: bool) -> dict[str, Sums]:
 
 
 def _comparable(known: Mapping[str, Sums], whole: Whole) -> dict[str, Sums]:
-    """Without sums of a time when a file was not read, and had other parts."""
+    """Without sums of a time when a file was not read, and had other parts and no header."""
     read = {file.path.name for file in whole.files if not file.unread}
-    return {name: own for name, own in known.items() if name not in read or UNREAD not in own.tensors}
+    return {name: own for name, own in known.items() if own.header or name not in read}
 
 
 def _undecoded(packed: Set[Path]) -> list[Damage]:

@@ -66,10 +66,21 @@ def test_what_cannot_be_asked_is_one_line(sound: Path, tmp_path: Path) -> None:
     assert outcome.code == 0 and f"checksums written to {tmp_path / 'no.json'}" in outcome.out
 
 
-def test_what_the_machine_refuses_is_not_told_as_damage(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(24, "Too many open files"), "Too many open files; raise the limit"),
+        (MemoryError(), "memory ran out"),
+        (RuntimeError("can't start new thread"), "the system starts no more threads"),
+        (UserError("no such model"), "^no such model$"),
+    ],
+)
+def test_what_the_machine_refuses_is_not_told_as_damage(
+    error: Exception, line: str, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise OSError(24, "Too many open files")
+        raise error
 
     monkeypatch.setattr("offload.streaming.verify.verify", refuse)
-    with pytest.raises(UserError, match="Too many open files; raise the limit"):
+    with pytest.raises(UserError, match=line):
         verify(str(sound), quiet=True)
