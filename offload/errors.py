@@ -14,6 +14,10 @@ class UserError(ValueError):
         super().__init__(one_line(message))
 
 
+class UnreadError(UserError):
+    """A file may well be sound, but it is of a kind that this program does not read."""
+
+
 class RunError(OSError):
     """Something failed while a run was under way; what was generated until then is kept."""
 

@@ -15,14 +15,14 @@ _LAYERS = re.compile(r"(?:(?<!per_)layers?|depth)$")  # `..._per_layer` is a siz
 _LABELS = ("id2label", "label2id")
 
 
-def check_counts(where: str, config: Mapping[str, Any]) -> None:
+def check_counts(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
     """Raises `UserError` for a count, in any part of a config, that no model has."""
-    for part in _parts(config):
+    for part in objects(config):
         for key, value in part.items():
             size = len(value) if key in _LABELS and isinstance(value, dict) else value
             most = _most(str(key))  # tables that were built, and not read, have numbers for keys
-            if most is not None and type(size) is int:
-                require(size <= most, f"{where}: {key} in config.json must be at most {most}", size, "fix it")
+            if most is not None and isinstance(size, int | float):
+                require(size <= most, f"{where}: {key} in {file} must be at most {most}", size, "fix it")
 
 
 def _most(key: str) -> int | None:
@@ -32,16 +32,18 @@ def _most(key: str) -> int | None:
     return _MOST_LAYERS if _LAYERS.search(key) else None
 
 
-def check_types(where: str, config: Mapping[str, Any]) -> None:
+def check_types(where: str, config: Mapping[str, Any], file: str = "config.json") -> None:
     """Raises `UserError` where a config, or a part of it, names a kind of model by anything but text."""
-    for kind in (part.get("model_type") for part in _parts(config)):
-        require(isinstance(kind, str | None), f"{where}: model_type in config.json must be text", kind, "fix it")
+    for kind in (part.get("model_type") for part in objects(config)):
+        require(isinstance(kind, str | None), f"{where}: model_type in {file} must be text", kind, "fix it")
 
 
-def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A config and all objects in it."""
-    left = [config]
+def objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All objects of a JSON value."""
+    left = [value]
     while left:
         part = left.pop()
-        yield part
-        left += [value for value in part.values() if isinstance(value, dict)]
+        if isinstance(part, dict):
+            yield part
+        own = part.values() if isinstance(part, dict) else part
+        left += (one for one in own if isinstance(one, dict | list))

@@ -1,9 +1,10 @@
-"""What is fetched from the hub: small files by what they are called, then the shards that the index names, and no more.
+"""What is fetched from the hub: small files by what they are called, then the shards that a loader reads, and no more.
 
 Repositories hold the same weights in other forms beside, and code. Invariant: no pickle and no program is ever asked
 for, nothing in folders but chat templates, and all of a model comes from one commit.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from offload.errors import UserError, reason
 
 _SMALL = ("*.json", "*.jinja", "tokenizer*", "*.txt", "*.model")
 _IN_FOLDERS = tuple(f"*/{one}" for one in ("*.json", "tokenizer*", "*.txt", "*.model", "*.safetensors"))
+_SINGLE = "model.safetensors"
 _NEVER = (*_IN_FOLDERS, "consolidated*", "*.py", "*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 
 
@@ -35,6 +37,32 @@ def download_shards(repo: str, small: Path, names: Sequence[str]) -> Path:
     return _snapshot(repo, names, revision=small.name)
 
 
+def download_unindexed(repo: str, small: Path) -> Path:
+    """The same for a model without an index: the file of the usual name, or where there is none any.
+
+    `find_shards` prefers that name as well: others may be the same weights in another precision.
+    """
+    found = download_shards(repo, small, [_SINGLE, "config.json"])  # a request that nothing matches is warned of
+    return found if os.path.isfile(found / _SINGLE) else download_shards(repo, small, ["*.safetensors"])
+
+
+def in_cache(repo: str) -> Path:
+    """The folder that the hub's cache has for a model, whatever is in it: nothing is fetched.
+
+    Raises `OSError` where there is none, and `HFValidationError` for a bad name.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, local_files_only=True))
+    except OSError as error:
+        # Newer releases know what else the repository has, and call a folder without its README.md incomplete.
+        found = getattr(error, "snapshot_path", None)
+        if found is None:
+            raise
+        return Path(found)
+
+
 def _snapshot(repo: str, wanted: Sequence[str], **options: Any) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -51,7 +79,8 @@ def not_on_the_hub(repo: str, error: Exception) -> UserError:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     network_error = HfHubHTTPError.__bases__[0]  # of the HTTP library beneath, which changes from release to release
-    has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, (network_error, LocalEntryNotFoundError))
+    unreached = (network_error, LocalEntryNotFoundError, ConnectionError)  # the last: the user has forbidden to ask
+    has_answered = isinstance(error, HfHubHTTPError) or not isinstance(error, unreached)
     why = reason(error.__cause__ or error) if isinstance(error, LocalEntryNotFoundError) else reason(error)
     if has_answered:
         return UserError(f"{repo} is neither a directory here nor to be had from the hub ({why}): check the name")

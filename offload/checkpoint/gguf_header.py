@@ -15,11 +15,12 @@ from offload.checkpoint.small_files import open_regular
 from offload.checkpoint.tensors import TensorEntry
 from offload.encoding.gguf_blocks import BLOCKS, GgufBlocks
 from offload.encoding.registry import ENCODINGS
-from offload.errors import UserError, reason
+from offload.errors import UnreadError, UserError, reason
 
 Metadata = Mapping[str, Any]  # numbers, texts, truth values, short lists of numbers; longer lists are left out
 _MAX_HEADER_BYTES = 1 << 28  # the largest vocabularies take some 10 MB
 _MAX_LIST, _MAX_DIMS, _MAX_SIZE, _MAX_NAME_BYTES = 1024, 4, 1 << 62, 1024
+_LAST_NUMBER = 255  # of versions and types, in years to come
 _ALIGNMENTS = [1 << power for power in range(3, 21)]
 _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _TEXT, _LIST = 8, 9
@@ -49,7 +50,7 @@ def read_gguf_header(path: Path, shard: int = 0) -> GgufHeader:
         raise unreadable(path, error) from None
     check_extents(path, tensors, stamp.num_bytes)
     end = max((entry.hi for entry in tensors.values()), default=stamp.num_bytes)
-    if stamp.num_bytes - end > _ALIGNMENTS[-1]:  # padding, if less
+    if stamp.num_bytes - end > _ALIGNMENTS[-1]:  # padding, of at most the largest alignment
         raise damaged(f"{path.name}: bytes {end} to {stamp.num_bytes} belong to no tensor")
     return GgufHeader(metadata, tensors, stamp)
 
@@ -100,9 +101,10 @@ def _read(header: _Header, shard: int) -> tuple[dict[str, Any], dict[str, Tensor
         raise UserError(f"{name} does not begin as a GGUF file does: check the file, or download it again")
     version = header.number("<I")
     if version not in (2, 3):
-        is_swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3)
-        kind = "big-endian GGUF files are" if is_swapped else f"GGUF version {version} is"
-        raise UserError(f"{name}: {kind} not read: take a file of version 2 or 3, or convert the model again")
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        kind = "big-endian GGUF files are" if swapped in (1, 2, 3) else f"GGUF version {version} is"
+        what = f"{name}: {kind} not read: take a file of version 2 or 3, or convert the model again"
+        raise _not_read(min(version, swapped), what)
     num_tensors, num_notes = header.number("<Q"), header.number("<Q")
     header.require(24 * num_tensors + 13 * num_notes)
     metadata = dict[str, Any]()
@@ -162,7 +164,8 @@ def _entry(header: _Header, name: str, alignment: int) -> tuple[str, tuple[int, 
     number, lo = header.number("<I"), header.number("<Q")
     kind = _TYPES.get(number, f"of type {number}")
     if kind not in BLOCKS and kind not in ENCODINGS:
-        raise UserError(f"{where} is {kind}, which is not read: take a file of {READ_TYPES}, such as Q4_K_M or Q8_0")
+        what = f"{where} is {kind}, which is not read: take a file of {READ_TYPES}, such as Q4_K_M or Q8_0"
+        raise _not_read(number, what)
     if not all(0 < size < _MAX_SIZE for size in shape) or math.prod(shape) >= _MAX_SIZE:
         raise damaged(f"{where} has shape {list(shape)}")
     if shape[-1] % BLOCKS.get(kind, (1, 0))[0]:
@@ -170,3 +173,8 @@ def _entry(header: _Header, name: str, alignment: int) -> tuple[str, tuple[int, 
     if lo % alignment or lo >= _MAX_SIZE:
         raise damaged(f"{where} begins at {lo}, no multiple of {alignment}")
     return kind, shape, lo
+
+
+def _not_read(number: int, what: str) -> UserError:
+    """Of a version or type: one that is there, or may come, is no damage."""
+    return UnreadError(what) if number <= _LAST_NUMBER else UserError(what)

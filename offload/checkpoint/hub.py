@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.download import is_hub_id, not_on_the_hub
+from offload.checkpoint.download import in_cache, is_hub_id, not_on_the_hub
 from offload.checkpoint.gguf import gguf_file, open_gguf
 from offload.checkpoint.safetensors import (
     Checkpoint,
@@ -158,7 +158,7 @@ def _on_the_hub(repo: str) -> Checkpoint:
         hub.SafetensorsParsingError,
     )
     try:
-        return open_checkpoint(snapshot_download(repo, local_files_only=True))
+        return open_checkpoint(in_cache(repo))
     except (OSError, hub.HFValidationError, UserError):
         pass  # not in the cache, or only in part
     try:

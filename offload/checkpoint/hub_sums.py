@@ -1,16 +1,16 @@
 """What the hub says that files of a model should be: checksums that its library leaves beside downloads.
 
 In its cache a file is a link to one named by its sum; in a folder of its own each has a note in `.cache`. Large files
-have a sha256, small ones the sum that git has for them. Invariant: a file that was written to since is not judged.
+have a sha256, small ones the sum that git has for them. Invariant: a file in a folder of its own is not judged once it
+was written to since; in the cache nobody should write, and all are.
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from offload.checkpoint.small_files import read_small
+from offload.checkpoint.small_files import open_regular, read_small
 
 _NOTES = Path(".cache", "huggingface", "download")
 _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
@@ -29,18 +29,30 @@ def is_sha256(found: str | None) -> bool:
     return found is not None and len(found) == 64
 
 
-def changed_small_files(folder: Path, weights: set[str]) -> Iterator[str]:
-    """Names of configs, tokenizers and the like that are not what the hub has. Raises `OSError`."""
-    for path in sorted(folder.iterdir()):
-        if path.name in weights or not os.path.isfile(path) or path.stat().st_size > _LARGEST_BYTES:
-            continue
-        wanted = hub_sum(path)
-        if wanted is None:
-            continue
-        raw = path.read_bytes()
-        found = hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(b"blob %d\0" % len(raw) + raw)
-        if found.hexdigest() != wanted:
-            yield path.name
+def changed_small_files(folder: Path, weights: set[str]) -> tuple[list[str], list[str]]:
+    """Names of configs and the like that are not what the hub has, and of those that cannot be read, with why."""
+    changed, unread = list[str](), list[str]()
+    try:
+        for path in (folder / name for name in sorted(os.listdir(folder)) if name not in weights):
+            try:
+                if os.path.isfile(path) and not _is_as_hub(path):
+                    changed.append(path.name)
+            except OSError as error:
+                unread.append(f"{path.name} ({error.strerror})")
+    except OSError as error:
+        unread.append(f"{folder} ({error.strerror})")
+    return changed, unread
+
+
+def _is_as_hub(path: Path) -> bool:
+    """Or too large to be looked at, or unknown to the hub. Raises `OSError`."""
+    wanted = hub_sum(path)
+    if wanted is None or path.stat().st_size > _LARGEST_BYTES:
+        return True
+    with open_regular(path) as file:
+        raw = file.read(_LARGEST_BYTES)
+    found = hashlib.sha256(raw) if is_sha256(wanted) else hashlib.sha1(b"blob %d\0" % len(raw) + raw)
+    return found.hexdigest() == wanted
 
 
 def _noted(path: Path) -> str | None:

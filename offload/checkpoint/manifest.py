@@ -57,14 +57,22 @@ def write_manifest(path: Path, files: Mapping[str, Sums]) -> None:
         scratch.write_text(text + "\n", encoding="utf-8")
 
 
+def have_same_bytes(one: Sums, other: Sums) -> bool:
+    """Whether two files agree, whenever they were written, and whatever the hub says of them."""
+    return one._replace(written_ns=0, sha256=None) == other._replace(written_ns=0, sha256=None)
+
+
 def differences(file: str, found: Sums, known: Sums, manifest: Path) -> list[Damage]:
     """What is not as it was, by tensor."""
     what = f"its bytes are not those of {manifest.name}"
     if found.written_ns != known.written_ns:
         what += ", and the file was written to since: where that was meant, remove the manifest"
     names = [name for name in {**known.tensors, **found.tensors} if known.tensors.get(name) != found.tensors.get(name)]
-    where = [""] if found.header != known.header or (found.num_bytes != known.num_bytes and not names) else []
-    return [Damage(file, name, what if name else f"in its header, {what}") for name in (*where, *names)]
+    if found.tensors.keys().isdisjoint(known.tensors):
+        names = []  # it is the header that is another
+    is_header = found.header != known.header or (found.num_bytes != known.num_bytes and not names)
+    header = [Damage(file, "", f"in its header, {what}")] if is_header else []
+    return [*header, *(Damage(file, name, what) for name in names)]
 
 
 def _crc32(files: Mapping[str, Any]) -> str:

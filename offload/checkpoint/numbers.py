@@ -86,6 +86,11 @@ class Top(NamedTuple):
     form: Form
     bits: int
 
+    @property
+    def is_norm(self) -> bool:
+        """Whether it multiplies what was normed, and is no bias that is added to it."""
+        return not self.is_matrix and "norm" in self.name and not self.name.endswith("bias")
+
 
 def remarks(tops: list[Top], *, has_zeros: bool) -> list[str]:
     """What is odd about finite tensors, in a line for each kind of oddness; damage looks so, and nothing trained does.
@@ -93,9 +98,8 @@ def remarks(tops: list[Top], *, has_zeros: bool) -> list[str]:
     Vectors are zero in models that are whole (biases, and norms to which 1 is added): only where others of their kind
     are not it is odd. With `has_zeros` a checkpoint says that its matrices may be zero.
     """
-    norms = [one for one in tops if not one.is_matrix and "norm" in one.name]
-    has_norms = any(one.bits for one in norms)
-    zero = [one for one in tops if not one.bits and (one.is_matrix or (has_norms and one in norms))]
+    has_norms = any(one.bits and one.is_norm for one in tops)
+    zero = [one for one in tops if not one.bits and (one.is_matrix or (has_norms and one.is_norm))]
     sized = [(magnitude(one.bits, one.form), one) for one in tops if one.bits and one.form.is_sized]
     large = [(size, one) for size, one in sized if size > MOST]
     small = [(size, one) for size, one in sized if size < LEAST and one.is_matrix]

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.coded import with_codings
-from offload.checkpoint.download import download_shards, download_small, is_hub_id
+from offload.checkpoint.download import download_shards, download_small, download_unindexed, is_hub_id
 from offload.checkpoint.held import Held
 from offload.checkpoint.quant_methods import check_method
 from offload.checkpoint.small_files import open_regular, read_object
 from offload.checkpoint.tensors import TensorEntry
 from offload.checkpoint.text_part import TextPart, text_part, with_text_sizes
-from offload.config import require
 from offload.encoding.registry import ENCODINGS, PLAIN_OF, STORED
-from offload.errors import UserError, reason
+from offload.errors import UnreadError, UserError, reason
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS, _MAX_SIZE = 8, 2**63  # beyond any tensor that a file can hold; arithmetic on them stays cheap
@@ -34,7 +33,7 @@ _AGAIN = "download the checkpoint again"
 MANIFEST = "offload_pack.json"  # in folders of `offload pack`
 INFLATED = "inflation.json"  # in folders of `inflate`
 SUMS = "offload_sums.json"  # in folders that `offload verify` was asked about
-_INDEX, _ANY_SHARD = "model.safetensors.index.json", "*.safetensors"
+_INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -183,7 +182,8 @@ def parse_header(path: Path, raw: bytes, file_bytes: int, shard: int = 0) -> dic
 
 
 def _require_few(where: str, num_tensors: int) -> None:
-    require(num_tensors <= _MAX_TENSORS, f"{where} must have at most {_MAX_TENSORS} tensors", num_tensors, _AGAIN)
+    if num_tensors > _MAX_TENSORS:
+        raise UnreadError(f"{where} must have at most {_MAX_TENSORS} tensors, got {num_tensors}: {_AGAIN}")
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -297,8 +297,10 @@ def _resolve(model: str | os.PathLike[str], *, with_weights: bool = True) -> Pat
         raise UserError(f"no model directory at {path}: check the path, or give a hub id such as org/name")
     small = download_small(str(model))
     index = small / _INDEX
-    shards = _shard_names(small, read_json(index).get("weight_map")) if os.path.isfile(index) else [_ANY_SHARD]
-    return download_shards(str(model), small, shards) if with_weights else small
+    shards = _shard_names(small, read_json(index).get("weight_map")) if os.path.isfile(index) else None
+    if not with_weights:
+        return small
+    return download_unindexed(str(model), small) if shards is None else download_shards(str(model), small, shards)
 
 
 def has_tokenizer(directory: Path) -> bool:

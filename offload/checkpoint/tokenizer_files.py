@@ -8,20 +8,20 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.config_counts import check_counts, check_types
+from offload.checkpoint.config_counts import check_counts, check_types, objects
 from offload.checkpoint.safetensors import read_json
 from offload.checkpoint.small_files import read_small
 from offload.errors import UserError, ensure, reason
 
 _COUNTED = "config.json", "tokenizer_config.json"  # transformers makes configs of what stands there
 _AS_NUMBER = re.compile(r"\\u00[2-7]")  # how JSON may write a letter, so that a word is not seen as such
-# What libraries read whole: vocabularies and settings by the names that they give them, none of the user's own texts.
+# What libraries read whole: vocabularies and settings by the names that they give them, no weights or texts beside.
 _READ = re.compile(
-    r"(tokenizer|.*vocab|merges|added_tokens|special_tokens|tekken).*|.*(config|template)\.json|.*\.(jinja|model)"
+    r"(tokenizer(\..*)?|added_tokens|special_tokens_map|tekken.*|(.*[-_])?vocab(-.*)?|.*config|.*template)\.json"
+    r"|(emoji|normalizer|byte_maps|word_\w+)\.json|(vocab|merges|dict)\.txt|tokenizer\.model.*|.*\.(jinja|model|spm)"
 )
 _MOST_BYTES = 256 << 20  # the largest take some 40 MiB
 _AGAIN = "download its files again"
@@ -33,13 +33,13 @@ def check_tokenizer_files(directory: Path) -> None:
     for path in (directory / name for name in _COUNTED):
         if os.path.isfile(path):
             config = read_json(path)
-            check_types(directory.name, config)
-            check_counts(directory.name, config)
+            check_types(directory.name, config, path.name)
+            check_counts(directory.name, config, path.name)
     path = directory / "tokenizer.json"
     try:
         text = read_small(path, _MOST_BYTES) if os.path.isfile(path) else ""
         may_have_map = "Precompiled" in text or _AS_NUMBER.search(text) is not None
-        for part in _objects(json.loads(text)) if may_have_map else ():
+        for part in objects(json.loads(text)) if may_have_map else ():
             if part.get("type") == "Precompiled":
                 _check_map(part.get("precompiled_charsmap"))
     except OSError as error:
@@ -61,15 +61,3 @@ def _check_map(encoded: Any) -> None:
     ensure(isinstance(encoded, str), "precompiled_charsmap must be text")
     raw = base64.b64decode(encoded)
     ensure(int.from_bytes(raw[:4], "little") <= max(0, len(raw) - 4), "precompiled_charsmap is cut short")
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects of a JSON value."""
-    left = [value]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            yield part
-            left += part.values()
-        elif isinstance(part, list):
-            left += (one for one in part if isinstance(one, dict | list))

@@ -1,7 +1,7 @@
 """All weights of a model as they lie on disk, whatever a text needs of them: what `offload verify` is asked about.
 
-Nothing has to be known of the model, so that any checkpoint of safetensors, and any GGUF file of known types, can be
-asked about. Invariant: the spans of a file follow one another and are all of it.
+Nothing has to be known of the model, so that any checkpoint of safetensors, and any GGUF file, can be asked about; what
+is of a kind that is not read is bytes, no numbers. Invariant: the spans of a file follow one another and are all of it.
 """
 
 import os
@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from offload.checkpoint.download import in_cache
 from offload.checkpoint.gguf import files_of, gguf_file
 from offload.checkpoint.gguf_header import read_gguf_header
 from offload.checkpoint.hub import open_headers
@@ -17,7 +18,9 @@ from offload.checkpoint.numbers import Form, form_of, is_matrix
 from offload.checkpoint.parts import PART_BYTES
 from offload.checkpoint.safetensors import MANIFEST, Stamp, find_shards, is_hub_id, read_header
 from offload.checkpoint.tensors import TensorEntry
-from offload.errors import UserError, reason
+from offload.errors import UnreadError, UserError, reason
+
+_UNREAD = ""  # name of the span that is all of a file whose header is not read
 
 _Headers = dict[Path, tuple[dict[str, TensorEntry], Stamp]]
 
@@ -49,11 +52,12 @@ class Span(NamedTuple):
 
 
 class WholeFile(NamedTuple):
-    """A file whose header makes sense."""
+    """A file whose header makes sense, or is not read."""
 
     path: Path
     stamp: Stamp
     spans: tuple[Span, ...]
+    unread: str = ""  # why its header is not; then there is one span, of all of it
 
 
 class Whole(NamedTuple):
@@ -91,7 +95,7 @@ def open_whole(model: str) -> Whole:
         path = _local(model)
         shards, weight_map = find_shards(path)
         places = weight_map or {}
-    headers, damage = _headers(shards, is_gguf=file is not None)
+    headers, unread, damage = _headers(shards, is_gguf=file is not None)
     have = {shard.name: entries for shard, (entries, _) in headers.items()}
     for name, own in places.items():
         if own in have and name not in have[own]:
@@ -100,7 +104,8 @@ def open_whole(model: str) -> Whole:
     files = (
         WholeFile(one, stamp, _spans(entries, stamp, words.get(one, ()))) for one, (entries, stamp) in headers.items()
     )
-    return Whole(path, tuple(files), tuple(damage), left_out)
+    others = (_unread_file(one, why) for one, why in unread.items())
+    return Whole(path, (*files, *others), tuple(damage), left_out)
 
 
 def _local(model: str) -> Path:
@@ -110,19 +115,19 @@ def _local(model: str) -> Path:
         return path
     if os.path.exists(path) or not is_hub_id(model):
         raise UserError(f"no model at {path}: give a folder, a GGUF file, or a hub id that was downloaded")
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        return in_cache(model)
     except (OSError, HFValidationError) as error:
         raise UserError(
             f"{model} is neither a folder nor in the hub's cache ({reason(error)}): download it first"
         ) from None
 
 
-def _headers(shards: tuple[Path, ...], *, is_gguf: bool) -> tuple[_Headers, list[Damage]]:
-    found, damage = _Headers(), list[Damage]()
+def _headers(shards: tuple[Path, ...], *, is_gguf: bool) -> tuple[_Headers, dict[Path, str], list[Damage]]:
+    """What headers say, why others are not read, and what is damaged."""
+    found, unread, damage = _Headers(), dict[Path, str](), list[Damage]()
     for path in shards:
         if not os.path.isfile(path):
             damage.append(Damage(path.name, "", "is no regular file" if os.path.lexists(path) else "is missing"))
@@ -135,11 +140,21 @@ def _headers(shards: tuple[Path, ...], *, is_gguf: bool) -> tuple[_Headers, list
                 found[path] = header.tensors, header.stamp
             else:
                 found[path] = read_header(path)
+        except UnreadError as error:
+            unread[path] = _without_name(error, path).rpartition(": ")[0]  # the remedy is for whoever wants to run it
         except UserError as error:
-            damage.append(
-                Damage(path.name, "", str(error).removeprefix(f"{path.name}: ").removeprefix(f"{path.name} "))
-            )
-    return found, damage
+            damage.append(Damage(path.name, "", _without_name(error, path)))
+    return found, unread, damage
+
+
+def _without_name(error: UserError, path: Path) -> str:
+    return str(error).removeprefix(f"{path.name}: ").removeprefix(f"{path.name} ")
+
+
+def _unread_file(path: Path, why: str) -> WholeFile:
+    stamp = Stamp.of(path)
+    spans = Span(None, 0, 0, 0), Span(_UNREAD, 0, stamp.num_bytes, stamp.num_bytes)
+    return WholeFile(path, stamp, spans, why)
 
 
 def _meaning(path: Path, shards: tuple[Path, ...]) -> tuple[dict[Path, set[int]], Mapping[str, int]]:

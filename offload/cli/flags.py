@@ -227,7 +227,7 @@ _FLAG_OF = {
     "samples": "--samples", "seed": "--seed", "session": "--session", "slow_layer_s": "--slow-layer",
     "stop": "--stop", "system": "--system", "temperature": "--temp", "threads": "--threads",
     "tokens_per_sweep": "--tokens-per-sweep", "top_k": "--top-k", "top_p": "--top-p", "tree": "--tree",
-    "verify": "--verify", "host": "--host", "port": "--port", "manifest": "--manifest",
+    "verify": "--verify", "host": "--host", "port": "--port", "manifest": "--manifest", "write": "--write",
 }  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +15,10 @@ from offload.cli.app import app
 from offload.cli.console import Console
 from offload.cli.flags import as_flags
 from offload.cli.live_line import fitted
+from offload.cli.machine_failure import machine_failure
 from offload.cli.progress import plural
-from offload.config import format_bytes
+from offload.config import format_bytes, require
+from offload.errors import UserError
 
 if TYPE_CHECKING:
     from offload.checkpoint.whole import Damage
@@ -36,8 +40,12 @@ _DAMAGED, _SHOWN = 1, 10
 def verify(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="folder, GGUF file, or hub id that was downloaded")],
     manifest: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="checksums to compare with, or to write; default: beside it")
+        Path | None,
+        typer.Option(metavar="FILE", help="checksums to compare with; default: beside it, and written there"),
     ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="write FILE of --manifest, too, once nothing speaks against the model")
+    ] = False,
     as_json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -45,18 +53,35 @@ def verify(
 
     Exits with 0 where it is sound, with 1 where it is damaged, with 2 where that cannot be told.
     """
+    require(manifest is not None or not write, "`write` goes with `manifest`", "no FILE", "name one, or leave it out")
     with Console(is_quiet=quiet or as_json) as console:
         console.wait("reading headers")
         from offload.checkpoint.whole import open_whole
         from offload.streaming.verify import verify as check
 
         show = partial(console.bytes_landed, label="verifying")
-        report = check(open_whole(model), manifest and manifest.expanduser(), progress=show)
+        with _not_as_damage():
+            place = manifest and manifest.expanduser()
+            report = check(open_whole(model), place, may_write=write, progress=show)
         console.clear()
         told = json.dumps(report.as_dict()) if as_json else fitted(as_flags("\n".join(_lines(report))), sys.stdout)
     print(told)
     if report.damage:
         raise typer.Exit(_DAMAGED)
+
+
+@contextmanager
+def _not_as_damage() -> Iterator[None]:
+    """What the machine refuses ends other commands with the exit code that says damaged here."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        line = machine_failure(error)
+        if line is None:
+            raise
+        raise UserError(line) from error
 
 
 def _lines(report: "Report") -> list[str]:

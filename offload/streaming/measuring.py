@@ -4,7 +4,6 @@ Invariant: a few parts are in memory, however large the files are, and each byte
 """
 
 import hashlib
-import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from offload.checkpoint.crc32 import crc32_of_scratch
 from offload.checkpoint.layout import BLOCK_BYTES, Piece, SlabLayout
 from offload.checkpoint.numbers import top_bits
 from offload.checkpoint.parts import PART_BYTES
@@ -25,7 +25,7 @@ from offload.streaming.source import drop, finish
 from offload.threads.cores import num_cores
 
 _MAX_THREADS, _NUM_AHEAD = 8, 4
-_CACHED_BYTES = 256 << 10
+_CACHED_BYTES = 512 << 10
 _BUFFER_BYTES = PART_BYTES + 2 * BLOCK_BYTES
 
 
@@ -133,28 +133,27 @@ def _collect(job: _Job, known: Sequence[_File], on_bytes: Callable[[int], None])
 def _work(batch: _Batch, file: _File, reads: list[Future[None]], stored: np.ndarray) -> list[tuple[int, int]]:
     try:
         finish(reads)
-        found = [_part(file.spans[span], lo, stored[lo - batch.lo : hi - batch.lo]) for span, lo, hi in batch.parts]
+        parts = [(file.spans[span], lo, stored[lo - batch.lo : hi - batch.lo]) for span, lo, hi in batch.parts]
+        tops = [_top(*part) for part in parts]
         if file.sha256 is not None:
             before = file.turns.get(batch.turn - 1)
             if before is not None:
                 before.wait()
             file.sha256.update(stored.data)
-        return found
+            file.turns[batch.turn].set()
+        sums = [crc32_of_scratch(part) for *_, part in parts]  # last: the bytes are lost
+        return [*zip(sums, tops, strict=True)]
     finally:
         drop(reads)
         file.turns[batch.turn].set()
 
 
-def _part(span: Span, lo: int, stored: np.ndarray) -> tuple[int, int]:
-    """CRC-32 and largest bits, of blocks that the processor's cache holds: memory is read once."""
-    crc = bits = 0
-    step = _CACHED_BYTES if span.form is None else _CACHED_BYTES // span.form.item_bytes * span.form.item_bytes
-    for at in range(0, len(stored), step):
-        block = stored[at : at + step]
-        crc = zlib.crc32(block.data, crc)
-        if span.form is not None:
-            bits = max(bits, top_bits(block[: max(0, span.hi - lo - at)], span.form))
-    return crc, bits
+def _top(span: Span, lo: int, stored: np.ndarray) -> int:
+    """Largest bits, of blocks that the processor's cache holds: memory is read once."""
+    if span.form is None:
+        return 0
+    stored, step = stored[: max(0, span.hi - lo)], _CACHED_BYTES // span.form.item_bytes * span.form.item_bytes
+    return max((top_bits(stored[at : at + step], span.form) for at in range(0, len(stored), step)), default=0)
 
 
 def _in_turns(files: Sequence[WholeFile], num_files: int) -> Iterator[_Batch]:

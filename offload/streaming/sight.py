@@ -18,6 +18,7 @@ from offload.checkpoint.numbers import NOT_FINITE, Form, Top, form_of, is_finite
 from offload.checkpoint.safetensors import INFLATED, Checkpoint
 
 _ASK = "offload verify says how much is damaged"
+_Range = tuple[int, int]
 _MOST_TOLD = 5  # of tensors that are not finite; where all are, nobody reads hundreds of lines
 
 
@@ -49,7 +50,7 @@ class Sight:
                 watched[entry.shard].append(_Watched(entry.lo, entry.hi, name, form, matters))
         self._watched = {shard: sorted(own, key=lambda one: one.lo) for shard, own in watched.items()}
         self._starts = {shard: [one.lo for one in own] for shard, own in self._watched.items()}
-        self._seen, self._tops, self._lock = set[int](), dict[tuple[int, int], tuple[int, int]](), Lock()
+        self._seen, self._tops, self._lock = set[int](), dict[tuple[int, int], tuple[int, list[_Range]]](), Lock()
 
     def look(self, shard: int, lo: int, stored: np.ndarray) -> None:
         """At bytes (uint8) of a file from byte `lo` on; a number, or block of them, that ends outside is left out."""
@@ -71,28 +72,34 @@ class Sight:
             found = [(self._watched[shard][index], shard, *seen) for (shard, index), seen in tops.items()]
         whole = [
             Top(one.name, self._files[shard], one.is_matrix, one.form, bits)
-            for one, shard, bits, num_bytes in found
-            if num_bytes >= one.hi - one.lo
+            for one, shard, bits, seen in found
+            if seen == [(one.lo, one.hi)]
         ]
         return [f"{line}: {_ASK}" for line in remarks(whole, has_zeros=self._has_zeros)]
 
     def _look_at(self, shard: int, index: int, lo: int, stored: np.ndarray) -> None:
         one, item_bytes = self._watched[shard][index], self._watched[shard][index].form.item_bytes
         first = max(0, -(-(lo - one.lo) // item_bytes)) * item_bytes
-        last = min(lo + len(stored) - one.lo, one.hi - one.lo) // item_bytes * item_bytes
-        if last <= first:
-            return
+        last = max(first, min(lo + len(stored) - one.lo, one.hi - one.lo) // item_bytes * item_bytes)
         bits = top_bits(stored[one.lo + first - lo : one.lo + last - lo], one.form)
         with self._lock:
             is_news = not is_finite(bits, one.form) and (shard, index) not in self._damaged
             if is_news:
                 self._damaged.add((shard, index))
                 is_news = len(self._damaged) <= _MOST_TOLD
-            known, num_bytes = self._tops.get((shard, index), (0, 0))
-            # A block that lies over the ends of two reads is in neither; it counts as seen.
-            self._tops[shard, index] = max(known, bits), num_bytes + last - first + 2 * (item_bytes - 1)
+            known, seen = self._tops.get((shard, index), (0, []))
+            # A block that lies over the ends of two reads is looked at in neither; it counts as seen.
+            seen = _united(seen, max(lo, one.lo), min(lo + len(stored), one.hi))
+            self._tops[shard, index] = max(known, bits), seen
         if is_news:
             self._found(f"{self._files[shard]}: {one.name:.200} {NOT_FINITE}: {_ASK}")
+
+
+def _united(seen: list[_Range], lo: int, hi: int) -> list[_Range]:
+    """Ranges that lie apart, with one more, which takes in those that it meets: what is read twice is seen once."""
+    met = [one for one in seen if one[0] <= hi and lo <= one[1]]
+    ends = [lo, hi, *(end for one in met for end in one)]
+    return [*(one for one in seen if one not in met), (min(ends), max(ends))]
 
 
 def has_zeros(directory: Path) -> bool:

@@ -2,17 +2,17 @@
 
 What they were is known from the hub, which leaves checksums beside what it gives, from the manifest of an earlier time,
 or, of a packed model, from its own checksums. Invariant: a manifest is only written of files that nothing speaks
-against, and replaces one only where the hub's sum speaks for the files.
+against, replaces one only where the hub's sum speaks for the files, and never one that was only named.
 """
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.checkpoint.hub_sums import changed_small_files, hub_sum, is_sha256
-from offload.checkpoint.manifest import SUFFIX, Sums, differences, read_manifest, write_manifest
+from offload.checkpoint.manifest import SUFFIX, Sums, differences, have_same_bytes, read_manifest, write_manifest
 from offload.checkpoint.numbers import NOT_FINITE, Top, is_finite, remarks
 from offload.checkpoint.safetensors import SUMS, stamp_of
 from offload.checkpoint.whole import Damage, Whole, WholeFile
@@ -36,9 +36,9 @@ class Report(NamedTuple):
     damage: list[Damage]
     notes: list[str]
     manifest: Path
-    num_as_before: int  # files that are as the manifest has them
-    num_as_hub: int  # files whose sha256 was compared with the hub's, now or when the manifest was written
-    num_decoded: int  # packed files that decode to what was packed
+    num_as_before: int  # files without damage that are as the manifest has them
+    num_as_hub: int  # such files that have the hub's sha256: compared now, or when the manifest was written
+    num_decoded: int  # such files of a packed model, that decode to what was packed
     is_written: bool  # the manifest
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,64 +48,107 @@ class Report(NamedTuple):
         return {"is_sound": not self.damage, **told, "bytes_per_s": self.num_bytes / max(self.elapsed_s, 1e-9)}
 
 
-def verify(whole: Whole, manifest: Path | None, *, progress: Progress) -> Report:
+class _Seen(NamedTuple):
+    """A file that was read, and what it should be."""
+
+    file: WholeFile
+    measured: Measured
+    known: Sums | None  # from the manifest
+    wanted: str | None  # the hub's sha256
+
+    @property
+    def sums(self) -> Sums:
+        """As a manifest has them: of the same bytes what it had, also where their file was touched, or copied."""
+        stamp, header = self.file.stamp, self.measured.sums[0]
+        spans = zip(self.file.spans, self.measured.sums, strict=True)
+        tensors = {span.name: own for span, own in spans if span.name is not None}
+        found = Sums(stamp.num_bytes, stamp.written_ns, self.wanted, header, tensors)
+        if self.known is None or not have_same_bytes(found, self.known):
+            return found
+        return self.known._replace(sha256=self.wanted or self.known.sha256)
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether it has the bytes of the manifest."""
+        return self.known is not None and have_same_bytes(self.sums, self.known)
+
+
+def verify(whole: Whole, manifest: Path | None, *, may_write: bool = False, progress: Progress) -> Report:
     """Read all of a model once, and say what is wrong.
 
     Args:
-        manifest: to compare with, and to write; default: `default_manifest`.
+        manifest: to compare with; default: `default_manifest`, which is written as well.
+        may_write: a manifest that is named, too.
 
     Raises:
         UserError: the manifest is unusable, or files change meanwhile.
     """
-    manifest, started_s = manifest or default_manifest(whole), time.monotonic()
-    known = read_manifest(manifest)
-    sums = [hub_sum(file.path) for file in whole.files]
-    wanted = [one if is_sha256(one) else None for one in sums]
-    hashed = {
-        index
-        for index, (file, sha256) in enumerate(zip(whole.files, wanted, strict=True))
-        if sha256 is not None and (file.path.name not in known or known[file.path.name].sha256 != sha256)
-    }
-    measured = _measured(whole, hashed, progress)
-    judged = [
-        _judge(file, one, known.get(file.path.name), sha256, manifest)
-        for file, one, sha256 in zip(whole.files, measured, wanted, strict=True)
-    ]
-    fresh = [file for file in whole.files if file.path.name not in known] if whole.is_packed else []
-    damage = [*whole.damage, *(one for own in judged for one in own)]
+    started_s, may_write = time.monotonic(), may_write or manifest is None
+    manifest = manifest or default_manifest(whole)
+    known = _comparable(_known(manifest, may_write=may_write), whole)
+    small = _small(whole)  # before hours of reading
+    seen = _seen(whole, known, progress)
+    damage = [*whole.damage, *(one for own in seen for one in _judge(own, manifest))]
     named = {(one.file, one.tensor) for one in damage}
+    fresh = {own.file.path for own in seen if own.known is None} if whole.is_packed else set[Path]()
     damage += [one for one in _undecoded(fresh) if (one.file, one.tensor) not in named]
-    found = {
-        file.path.name: _sums(file, one, sha256)
-        for file, one, sha256 in zip(whole.files, measured, wanted, strict=True)
-    }
-    notes = [*_notes(whole, measured), *_changed(whole), *_gone(known, found, manifest)]
-    is_written = not damage and found != known
+    found = {own.file.path.name: own.sums for own in seen}
+    notes = [*_notes(whole, seen), *small, *_gone(known, found, manifest)]
+    is_written = may_write and not damage and found != known
     if is_written and (why := _unwritable(manifest, found)):
         notes.append(why)
         is_written = False
-    by_manifest = [file for index, file in enumerate(whole.files) if file.path.name in known and index not in hashed]
-    counts = len(by_manifest), sum(one is not None for one in wanted), len(fresh)
-    elapsed_s = time.monotonic() - started_s
-    size = len(whole.files), whole.num_bytes
+    damaged = {one.file for one in damage}
+    counts = _counts([own for own in seen if own.file.path.name not in damaged], fresh)
+    size, elapsed_s = (len(whole.files), whole.num_bytes), time.monotonic() - started_s
     return Report(whole.path, *size, elapsed_s, damage, notes, manifest, *counts, is_written)
 
 
-def _undecoded(packed: Sequence[WholeFile]) -> list[Damage]:
+def _counts(sound: Sequence[_Seen], decoded: Set[Path]) -> tuple[int, int, int]:
+    """Of these files: as before, as the hub has them, and decoded."""
+    as_before = sum(own.is_as_before for own in sound)
+    return as_before, sum(own.wanted is not None for own in sound), sum(own.file.path in decoded for own in sound)
+
+
+def _known(manifest: Path, *, may_write: bool) -> dict[str, Sums]:
+    if not may_write and not os.path.lexists(manifest):
+        raise UserError(f"no manifest at {manifest}: check the path, or give `write` as well to have it written there")
+    return read_manifest(manifest)
+
+
+def _comparable(known: Mapping[str, Sums], whole: Whole) -> dict[str, Sums]:
+    """Without sums of a time when a file was not read, and had other parts and no header."""
+    read = {file.path.name for file in whole.files if not file.unread}
+    return {name: own for name, own in known.items() if own.header or name not in read}
+
+
+def _undecoded(packed: Set[Path]) -> list[Damage]:
     if not packed:
         return []
     from offload.checkpoint.packed_proof import undecoded  # brings torch along, which nothing else here needs
 
-    return [one for file in packed for one in undecoded(file.path)]
+    return [one for path in sorted(packed) for one in undecoded(path)]
 
 
 def default_manifest(whole: Whole) -> Path:
     """Beside the files; of a model in the hub's cache, which is the hub's, in this program's own."""
-    if not os.path.isdir(whole.path):
-        return whole.path.with_name(whole.path.name + SUFFIX)
-    if whole.path.parent.name == "snapshots":
-        return cache_folder() / "sums" / f"{whole.path.parent.parent.name}-{whole.path.name[:12]}.json"
-    return whole.path / SUMS
+    path = Path(os.path.abspath(whole.path))  # links are not followed: files of the cache are links out of a commit
+    for commit in (path, *path.parents):
+        snapshots, repo = commit.parent, commit.parent.parent
+        if snapshots.name == "snapshots" and repo.name.startswith("models--"):
+            name = "-".join((repo.name, commit.name[:12], *path.relative_to(commit).parts))
+            return cache_folder() / "sums" / f"{name}.json"
+    return whole.path / SUMS if os.path.isdir(whole.path) else whole.path.with_name(whole.path.name + SUFFIX)
+
+
+def _seen(whole: Whole, known: Mapping[str, Sums], progress: Progress) -> list[_Seen]:
+    """Read all files. The sha256 is taken of those for which no manifest has it yet."""
+    before = [known.get(file.path.name) for file in whole.files]
+    wanted = [one if is_sha256(one) else None for one in (hub_sum(file.path) for file in whole.files)]
+    noted = [None if own is None else own.sha256 for own in before]
+    hashed = {index for index, one in enumerate(wanted) if one not in (None, noted[index])}
+    measured = _measured(whole, hashed, progress)
+    return [_Seen(*one) for one in zip(whole.files, measured, before, wanted, strict=True)]
 
 
 def _measured(whole: Whole, hashed: set[int], progress: Progress) -> list[Measured]:
@@ -126,51 +169,49 @@ def _measured(whole: Whole, hashed: set[int], progress: Progress) -> list[Measur
     return measured
 
 
-def _judge(file: WholeFile, found: Measured, known: Sums | None, sha256: str | None, manifest: Path) -> list[Damage]:
-    name = file.path.name
+def _judge(seen: _Seen, manifest: Path) -> list[Damage]:
+    name, found = seen.file.path.name, seen.measured
     if found.failure:
         return [Damage(name, "", found.failure)]
     damage = [
         Damage(name, span.name, NOT_FINITE)
-        for span, bits in zip(file.spans, found.tops, strict=True)
+        for span, bits in zip(seen.file.spans, found.tops, strict=True)
         if span.name is not None and span.form is not None and not is_finite(bits, span.form)
     ]
-    is_as_hub = found.sha256 is not None and found.sha256 == sha256
-    if known is not None and not is_as_hub:
-        seen = {one.tensor for one in damage}
-        changed = differences(name, _sums(file, found, sha256), known, manifest)
-        damage += [one for one in changed if one.tensor not in seen]
+    is_as_hub = found.sha256 is not None and found.sha256 == seen.wanted
+    if seen.known is not None and not is_as_hub:
+        odd = {one.tensor for one in damage}
+        damage += [one for one in differences(name, seen.sums, seen.known, manifest) if one.tensor not in odd]
     if found.sha256 is not None and not is_as_hub:
         damage.append(Damage(name, "", _OTHER_SUM))
     return damage
 
 
-def _sums(file: WholeFile, found: Measured, sha256: str | None) -> Sums:
-    tensors = {span.name: own for span, own in zip(file.spans, found.sums, strict=True) if span.name is not None}
-    return Sums(file.stamp.num_bytes, file.stamp.written_ns, sha256, found.sums[0], tensors)
-
-
-def _notes(whole: Whole, measured: Sequence[Measured]) -> list[str]:
+def _notes(whole: Whole, seen: Sequence[_Seen]) -> list[str]:
     tops = [
-        Top(span.name, file.path.name, span.is_matrix, span.form, bits)
-        for file, found in zip(whole.files, measured, strict=True)
-        for span, bits in zip(file.spans, found.tops, strict=True)
+        Top(span.name, own.file.path.name, span.is_matrix, span.form, bits)
+        for own in seen
+        for span, bits in zip(own.file.spans, own.measured.tops, strict=True)
         if span.name is not None and span.form is not None and span.hi > span.lo and is_finite(bits, span.form)
-        and not found.failure
+        and not own.measured.failure
     ]  # fmt: skip
     lines = remarks(tops, has_zeros=has_zeros(whole.folder))
+    lines += [f"{one.path.name}: its numbers were not looked at: {one.unread}" for one in whole.files if one.unread]
     kinds = (f"{format_bytes(num_bytes)} of {kind}" for kind, num_bytes in whole.left_out.items())
     return [*lines, *([f"read too, although no text needs it: {', '.join(kinds)}"] if whole.left_out else [])]
 
 
-def _changed(whole: Whole) -> list[str]:
-    names = [*changed_small_files(whole.folder, {file.path.name for file in whole.files})]
-    return [f"not as the hub has it: {', '.join(names)}"] if names else []
+def _small(whole: Whole) -> list[str]:
+    """What the hub's sums say of configs, tokenizers and the like."""
+    changed, unread = changed_small_files(whole.folder, {file.path.name for file in whole.files})
+    lines = [f"not as the hub has it: {', '.join(changed)}"] if changed else []
+    return [*lines, f"cannot be read and held against the hub's sum: {', '.join(unread)}"] if unread else lines
 
 
 def _gone(known: Mapping[str, Sums], found: Mapping[str, Sums], manifest: Path) -> list[str]:
-    gone = sorted(known.keys() - found.keys())
-    return [f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}"] if gone else []
+    gone, new = sorted(known.keys() - found.keys()), sorted(found.keys() - known.keys())
+    lines = [f"{manifest.name} has files that the model has not: {', '.join(gone[:3])}"] if gone else []
+    return [*lines, f"{manifest.name} lacks files of the model: {', '.join(new[:3])}"] if known and new else lines
 
 
 def _unwritable(manifest: Path, found: Mapping[str, Sums]) -> str:
@@ -179,5 +220,6 @@ def _unwritable(manifest: Path, found: Mapping[str, Sums]) -> str:
         manifest.parent.mkdir(parents=True, exist_ok=True)
         write_manifest(manifest, found)
     except OSError as error:
-        return f"cannot write {manifest} ({error.strerror}): nothing to compare with the next time, see `manifest`"
+        left = "it stays as it was" if os.path.exists(manifest) else "nothing to compare with the next time"
+        return f"cannot write {manifest} ({error.strerror}): {left}; `manifest` and `write` name another place"
     return ""

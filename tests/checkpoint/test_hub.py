@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from offload.calibration.estimate import estimate
 from offload.checkpoint import hub as headers
 from offload.checkpoint.generation_config import suggested_sampling
 from offload.checkpoint.safetensors import open_checkpoint, tokenizer_folder
+from offload.checkpoint.whole import open_whole
 from offload.cli.console import Console
 from offload.config import Sampling
 from offload.errors import UserError
@@ -85,6 +88,52 @@ def test_a_snapshot_in_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPat
     assert headers.is_here(headers.open_headers("org/model")) and hub.asked == []
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the hub's library has of org/model once it was loaded: never all that its listing of the commit names."""
+    source, cache = save_pair(FAMILIES["llama"](), tmp_path)[0], tmp_path / "cache"
+    own = cache / "models--org--model"
+    for folder in ("refs", "trees", "snapshots", "blobs"):
+        (own / folder).mkdir(parents=True)
+    (own / "refs" / "main").write_text(COMMIT)
+    snapshot = Path(shutil.copytree(source, own / "snapshots" / COMMIT))
+    names = [*(path.name for path in source.iterdir()), "README.md", "pytorch_model.bin"]
+    files = {name: {"size": 7, "blob_id": "0" * 40} for name in names}
+    (own / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    return snapshot
+
+
+def nowhere(*_: object, **__: object) -> Any:
+    raise socket.gaierror(-2, "Name or service not known")
+
+
+@pytest.mark.parametrize("is_forbidden", [True, False])
+def test_what_was_downloaded_is_found_without_a_network(
+    is_forbidden: bool, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_forbidden)
+    found = headers.open_headers("org/model")
+    assert found.directory == cached and headers.is_here(found)
+    (loaded,) = headers.fetch(["org/model"], lambda *_: None, lambda phase: None)
+    assert loaded.directory == cached
+    whole = open_whole("org/model")
+    assert whole.path == cached and len(whole.files) == len(found.shards) and not whole.damage
+
+
+def test_what_is_in_the_cache_in_part_is_asked_of_the_hub(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    open_checkpoint(cached).shards[0].unlink()
+    with pytest.raises(UserError, match="the hub is out of reach"):
+        headers.open_headers("org/model")
+    (found,) = open_whole("org/model").damage
+    assert found.what == "is missing"
+
+
 def test_a_tokenizer_is_fetched_without_weights(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
@@ -134,7 +183,26 @@ def test_only_what_is_needed_is_fetched(is_indexed: bool, tmp_path: Path, monkey
     with pytest.raises(UserError, match=r"no config.json"):
         open_checkpoint("org/model")
     shards = {"a.safetensors", "b.safetensors"} | (set() if is_indexed else {"other.safetensors"})
-    assert set(fetched) == NEEDED | shards and len(fetched) == len(set(fetched))
+    assert set(fetched) == NEEDED | shards and len(fetched) == len(set(fetched)) + (not is_indexed)
+
+
+def test_without_an_index_the_usual_name_is_fetched_and_no_other_precision(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    offered, fetched = [*NEEDED, "model.safetensors", "model.fp16.safetensors"], list[str]()
+    (hub.folder / "model.safetensors.index.json").unlink()
+    (hub.folder / "model.safetensors").touch()
+
+    def serve(repo: str, revision: str | None = None, **patterns: Any) -> str:
+        fetched.extend(name for name in filter_repo_objects(offered, **patterns) if name.endswith(".safetensors"))
+        return str(hub.folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", serve)
+    with pytest.raises(UserError, match="header of 0 bytes"):
+        open_checkpoint("org/model")
+    assert fetched == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["../b.safetensors", "/b.safetensors", "x/b.safetensors", "b.bin", "..", "*.py"])

@@ -77,6 +77,8 @@ def test_what_is_odd_is_told_in_a_line_for_each_kind() -> None:
     assert not remarks(sound + zero, has_zeros=True)
     biases = [top("model.layers.0.o_proj.bias", 0.0, matrix=False)]
     assert not remarks(sound + biases, has_zeros=False), "biases that were never trained are zero"
+    biases = [top("model.layers.0.input_layernorm.bias", 0.0, matrix=False)]
+    assert not remarks(sound + biases, has_zeros=False), "nor those of norms"
     norm = [top("model.norm.weight", 0.0, matrix=False)]
     assert remarks(sound + norm, has_zeros=False) == ["all zero: model.norm.weight in a.safetensors"]
     assert not remarks(sound[:1] + norm, has_zeros=False), "norms to which 1 is added may all be zero"

@@ -61,7 +61,11 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytes
         read_small(path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer.4.0.json", "tokenizer_config.json", "tokenizer.model.v3", "chat_template.jinja",
+     "merges.txt", "entity_vocab.json", "vocab-src.json", "vocab.txt", "source.spm", "special_tokens_map.json"],
+)  # fmt: skip
 def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, broken_file: Path) -> None:
     """A hole takes no room on the disk, and all memory where it is read."""
     with open(broken_file / name, "ab") as file:
@@ -73,7 +77,9 @@ def test_what_a_library_would_read_whole_is_not_too_large_either(name: str, brok
 def test_what_no_library_reads_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text to tune with, a log of training; and a tokenizer of half a million words written with indents."""
     tokenizer = save_tokenizer(tmp_path)
-    for name in ("corpus.txt", "trainer_state.json"):
+    for name in (
+        "corpus.txt", "trainer_state.json", "llama-newvocab.safetensors", "tokenizer_corpus.txt", "tokenizer.bin",
+    ):  # fmt: skip
         hole(tmp_path / name)
     found = load_tokenizer(tmp_path)
     assert found is not None and found("Hi")["input_ids"] == tokenizer("Hi")["input_ids"]

@@ -5,9 +5,13 @@ import random
 import shutil
 from pathlib import Path
 
+import pytest
 from flipping import flip, random_place
 from refusals import assert_refused
 from shell import shell
+
+from offload.cli.verify_command import verify
+from offload.errors import UserError
 
 
 def test_sound_then_damaged_then_sound(sound: Path, tmp_path: Path) -> None:
@@ -55,3 +59,28 @@ def test_what_cannot_be_asked_is_one_line(sound: Path, tmp_path: Path) -> None:
     assert_refused(shell("verify", sound, "--manifest", tmp_path / "sums.json"), "is no manifest", "--manifest")
     assert (tmp_path / "sums.json").read_text() == "{}"
     assert not (sound / "offload_sums.json").exists()
+    assert_refused(shell("verify", sound, "--manifest", tmp_path / "no.json"), "no manifest at", "--write")
+    assert_refused(shell("verify", sound, "--write"), "--write goes with --manifest")
+    assert not (tmp_path / "no.json").exists()
+    outcome = shell("verify", sound, "--manifest", tmp_path / "no.json", "--write")
+    assert outcome.code == 0 and f"checksums written to {tmp_path / 'no.json'}" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(24, "Too many open files"), "Too many open files; raise the limit"),
+        (MemoryError(), "memory ran out"),
+        (RuntimeError("can't start new thread"), "the system starts no more threads"),
+        (UserError("no such model"), "^no such model$"),
+    ],
+)
+def test_what_the_machine_refuses_is_not_told_as_damage(
+    error: Exception, line: str, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("offload.streaming.verify.verify", refuse)
+    with pytest.raises(UserError, match=line):
+        verify(str(sound), quiet=True)

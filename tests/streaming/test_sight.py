@@ -191,6 +191,20 @@ def test_every_part_is_looked_at_once(plain: Path, monkeypatch: pytest.MonkeyPat
     assert sum(counted) == once and checkpoint.num_bytes <= once < 1.5 * checkpoint.num_bytes
 
 
+def test_what_is_read_twice_is_not_seen_for_the_whole(plain: Path) -> None:
+    checkpoint, stored = open_checkpoint(plain), np.zeros(1 << 20, np.uint8)
+    entry = checkpoint.tensors[LAYER]
+    half = entry.num_bytes // 2
+    sight = sights.Sight(checkpoint, lambda line: None)
+    for size in (half, half - 64, half + 64):
+        sight.look(entry.shard, entry.lo, stored[:size])
+    assert not sight.notes, "its second half may hold anything"
+    sight.look(entry.shard, entry.hi - 64, stored[:64])
+    assert not sight.notes
+    sight.look(entry.shard, entry.lo + half, stored[: half - 64])
+    assert [LAYER in note for note in sight.notes] == [True]
+
+
 def test_the_command_line_tells(talker: Path, tmp_path: Path) -> None:
     model = changed(talker, tmp_path / "odd", "model.layers.1.mlp.up_proj.weight", lambda tensor: tensor.zero_())
     outcome = shell("generate", "-m", model, "-p", "Hi", "-n", "4", "--ram", "1GiB", "--threads", "1")

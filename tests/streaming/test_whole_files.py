@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from small_llama import inflate, save_small
 from tiny import FAMILIES, build, save
 
+from offload.checkpoint import safetensors
 from offload.checkpoint.manifest import read_manifest
 from offload.checkpoint.pack import pack
 from offload.checkpoint.whole import Damage, open_whole
@@ -32,8 +33,8 @@ from offload.streaming.verify import Report, default_manifest, verify
 NUM_FLIPS = 12
 
 
-def ask(model: Path, manifest: Path | None = None) -> Report:
-    return verify(open_whole(str(model)), manifest, progress=lambda done, total: None)
+def ask(model: Path, manifest: Path | None = None, *, may_write: bool = False) -> Report:
+    return verify(open_whole(str(model)), manifest, may_write=may_write, progress=lambda done, total: None)
 
 
 def silent(*_: object) -> None:
@@ -90,7 +91,7 @@ def test_a_flipped_bit_is_named_wherever_it_is(kind: str, tmp_path: Path) -> Non
         flip(path, at, bit)
         found = ask(model)
         assert [(one.file, one.tensor) for one in found.damage] == [(path.name, name)], f"bit {bit} of byte {at}"
-        assert not found.is_written
+        assert not found.is_written and found.num_as_before == found.num_files - 1
         flip(path, at, bit)
     assert not ask(model).damage
 
@@ -114,7 +115,7 @@ def test_bits_of_headers_and_padding_count(tmp_path: Path) -> None:
 
 def test_a_packed_model_is_held_against_its_own_checksums_the_first_time(tmp_path: Path) -> None:
     model = packed(tmp_path / "model")
-    sound = ask(model, tmp_path / "sums.json")
+    sound = ask(model, tmp_path / "sums.json", may_write=True)
     assert sound.num_decoded == sound.num_files and sound.num_as_before == 0
     (tmp_path / "sums.json").unlink()
     names = ["model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"]
@@ -122,9 +123,77 @@ def test_a_packed_model_is_held_against_its_own_checksums_the_first_time(tmp_pat
         for own, (lo, hi) in extents(path).items():
             if own.startswith(tuple(names)) and own.endswith("mantissas"):
                 flip(path, (lo + hi) // 2)
-    assert [one.tensor for one in ask(model).damage] == names
-    assert ask(model).damage[0].what == "does not decode to what was packed"
+    report = ask(model)
+    assert [one.tensor for one in report.damage] == names
+    assert report.num_decoded == report.num_files - len({one.file for one in report.damage})
+    assert report.damage[0].what == "does not decode to what was packed"
     assert not default_manifest(open_whole(str(model))).exists()
+
+
+def gguf_of_a_kind(folder: Path, number: int) -> Path:
+    """One that a tensor's type alone makes another."""
+    model = gguf("Q4_0")(folder)
+    raw, name = model.read_bytes(), b"blk.1.ffn_up.weight"
+    at = raw.index(name) + len(name) + 4 + 2 * 8
+    model.write_bytes(raw[:at] + number.to_bytes(4, "little") + raw[at + 4 :])
+    return model
+
+
+def many_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(safetensors, "_MAX_TENSORS", 20)
+    return one_file(folder)
+
+
+UNREAD: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Path], str]] = {
+    "IQ4_XS": (lambda folder, _: gguf_of_a_kind(folder, 23), "is IQ4_XS, which is not read"),
+    "a type to come": (lambda folder, _: gguf_of_a_kind(folder, 77), "is of type 77, which is not read"),
+    "version 1": (lambda folder, _: patched(gguf("Q8_0")(folder), 4, b"\1"), "GGUF version 1 is not read"),
+    "big-endian": (lambda folder, _: patched(gguf("Q8_0")(folder), 4, b"\0\0\0\3"), "big-endian GGUF files are not"),
+    "many tensors": (many_tensors, "must have at most 20 tensors, got "),
+}  # fmt: skip
+
+
+def patched(path: Path, at: int, new: bytes) -> Path:
+    raw = path.read_bytes()
+    path.write_bytes(raw[:at] + new + raw[at + len(new) :])
+    return path
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_what_is_not_read_is_no_damage_and_summed_all_the_same(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, words = UNREAD[kind]
+    model = make(tmp_path / "model", monkeypatch)
+    report = ask(model)
+    assert (
+        not report.damage
+        and report.is_written
+        and report.num_bytes == sum(file.path.stat().st_size for file in open_whole(str(model)).files)
+    )
+    assert any("its numbers were not looked at: " in note and words in note for note in report.notes)
+    path = open_whole(str(model)).files[0].path
+    assert ask(model).num_as_before == 1
+    flip(path, path.stat().st_size // 2)
+    (found,) = ask(model).damage
+    assert found.file == path.name and found.what.startswith("its bytes are not those of ")
+
+
+def test_a_file_that_was_not_read_is_summed_anew_once_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = many_tensors(tmp_path / "model", monkeypatch)
+    ask(model)
+    monkeypatch.undo()
+    report = ask(model)
+    assert not report.damage and report.is_written and not report.num_as_before and ask(model).num_as_before == 1
+
+
+@pytest.mark.parametrize("bit", [8, 30])
+def test_a_bit_of_a_type_is_damage_wherever_that_can_be_told(bit: int, tmp_path: Path) -> None:
+    model = gguf_of_a_kind(tmp_path / "model", 2)
+    assert not ask(model).damage
+    raw, name = model.read_bytes(), b"blk.1.ffn_up.weight"
+    flip(model, raw.index(name) + len(name) + 4 + 2 * 8 + bit // 8, bit % 8)
+    assert [one.tensor for one in ask(model).damage] == [""]
 
 
 def change(folder: Path, name: str, change_one: Callable[[torch.Tensor], object]) -> Path:
@@ -271,6 +340,41 @@ def test_a_manifest_of_a_file_written_on_purpose_says_so(tmp_path: Path) -> None
     assert times[0] != times[1] and not ask(folder, copy / "offload_sums.json").damage, "a copy is as sound"
 
 
+def test_a_manifest_that_was_named_is_compared_with_and_never_written(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model")
+    with pytest.raises(UserError, match=r"no manifest at .* give `write` as well"):
+        ask(folder, tmp_path / "sums.json")
+    assert not (tmp_path / "sums.json").exists()
+    manifest = ask(folder, tmp_path / "sums.json", may_write=True).manifest
+    before = manifest.read_text()
+    copy = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    path = copy / "model.safetensors"
+    note(copy, path.name, hashlib.sha256(path.read_bytes()).hexdigest(), at_s=path.stat().st_mtime + 60)
+    report = ask(copy, manifest)
+    assert not report.damage and report.num_as_before == report.num_as_hub == 1 and not report.is_written
+    change(copy, "model.norm.weight", lambda tensor: tensor.add_(1))
+    assert ask(copy, manifest).damage and manifest.read_text() == before
+    path.rename(copy / "other.safetensors")
+    assert ask(copy, manifest).notes == [
+        "sums.json has files that the model has not: model.safetensors",
+        "sums.json lacks files of the model: other.safetensors",
+    ]
+    assert manifest.read_text() == before
+
+
+def test_a_file_that_was_touched_keeps_what_is_known_of_it(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model")
+    path = folder / "model.safetensors"
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    note(folder, path.name, sha256, at_s=path.stat().st_mtime + 60)
+    manifest = ask(folder).manifest
+    before = manifest.read_text()
+    os.utime(path, ns=(0, 1 << 62))  # since the download, so that the hub's note counts no longer
+    report = ask(folder)
+    assert report.num_as_hub == 0 and report.num_as_before == 1 and not report.damage and not report.is_written
+    assert manifest.read_text() == before and sha256 in before
+
+
 BREAKS: dict[str, Callable[[str], str]] = {
     "a sum changed": lambda text: text.replace(json.loads(text)["files"]["model.safetensors"]["header"], "00000000"),
     "cut": lambda text: text[:-20],
@@ -296,8 +400,25 @@ def test_a_manifest_that_is_none_is_refused_and_stays(broken: str, tmp_path: Pat
 
 def test_a_manifest_that_no_one_may_write_is_a_note(tmp_path: Path) -> None:
     folder = one_file(tmp_path / "model")
-    report = ask(folder, Path("/proc/nowhere/sums.json"))
+    report = ask(folder, Path("/proc/nowhere/sums.json"), may_write=True)
     assert not report.damage and not report.is_written and "cannot write" in report.notes[0]
+    assert "nothing to compare with the next time" in report.notes[0]
+
+
+def test_an_older_manifest_that_no_one_may_write_is_said_to_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = one_file(tmp_path / "model")
+    ask(folder)
+    path = folder / "model.safetensors"
+    note(folder, path.name, hashlib.sha256(path.read_bytes()).hexdigest(), at_s=path.stat().st_mtime + 60)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("offload.streaming.verify.write_manifest", refuse)
+    report = ask(folder)
+    assert report.num_as_before == 1 and "it stays as it was" in report.notes[0]
 
 
 def test_a_pipe_for_a_manifest_does_not_hang(tmp_path: Path) -> None:
@@ -322,8 +443,10 @@ def test_sums_of_the_hub_beside_a_download_count(tmp_path: Path) -> None:
     config = (folder / "config.json").read_bytes()
     note(folder, "config.json", hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest(), at_s=later_s)
     flip(paths[0], extents(paths[0])[next(iter(extents(paths[0])))][0])
-    (found,) = ask(folder).damage
+    report = ask(folder)
+    (found,) = report.damage
     assert found == Damage(paths[0].name, "", "its bytes are not those of the hub (sha256)"), "without any manifest"
+    assert report.num_as_hub == len(paths) - 1
     flip(paths[0], extents(paths[0])[next(iter(extents(paths[0])))][0])
     report = ask(folder)
     assert not report.damage and not report.notes and report.num_as_hub == len(paths)
@@ -334,6 +457,30 @@ def test_sums_of_the_hub_beside_a_download_count(tmp_path: Path) -> None:
     flip(folder / "config.json", 5)
     note(folder, paths[0].name, "0" * 64, at_s=paths[0].stat().st_mtime - 60)
     assert not ask(folder).damage, "it was written to since it was downloaded: the hub's sum is of another"
+
+
+def test_a_small_file_that_cannot_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = one_file(tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        note(folder, name, "0" * 40, at_s=(folder / name).stat().st_mtime + 60)
+    real = os.open
+
+    def refuse(path: Any, *rest: Any, **how: Any) -> int:
+        if str(path).endswith("generation_config.json"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *rest, **how)
+
+    monkeypatch.setattr(os, "open", refuse)
+    report = ask(folder)
+    assert (
+        not report.damage
+        and report.is_written
+        and report.notes
+        == [
+            "not as the hub has it: config.json",
+            "cannot be read and held against the hub's sum: generation_config.json (Permission denied)",
+        ]
+    )
 
 
 def test_what_the_hub_has_replaces_a_manifest_that_is_out_of_date(tmp_path: Path) -> None:
@@ -360,11 +507,24 @@ def test_the_hubs_cache_is_read_and_left_alone(tmp_path: Path, monkeypatch: pyte
     report = ask(snapshot)
     assert not report.damage and report.num_as_hub == 1 and sorted(cache.rglob("*")) == before
     assert report.manifest == tmp_path / "own" / "offload" / "sums" / "models--org--name-0123456789ab.json"
+    monkeypatch.chdir(snapshot)
+    assert default_manifest(open_whole(".")) == report.manifest and not ask(Path(".")).is_written
     path = snapshot / "model.safetensors"
     flip(path.resolve(), extents(path)["model.norm.weight"][0])
     assert [one.tensor for one in ask(snapshot).damage] == ["model.norm.weight"]
     report.manifest.unlink()
     assert ask(snapshot).damage == [Damage(path.name, "", "its bytes are not those of the hub (sha256)")]
+
+
+def test_a_gguf_file_in_the_hubs_cache_has_its_manifest_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    model = gguf("Q8_0")(snapshot / "Q8_0")
+    name = "models--org--name-0123456789ab-Q8_0-m.gguf.json"
+    assert ask(model).manifest == tmp_path / "own" / "offload" / "sums" / name
 
 
 def test_a_packed_folder_takes_no_checksums_of_its_source_along(tmp_path: Path) -> None:
