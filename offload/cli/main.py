@@ -3,6 +3,7 @@
 Text goes to stdout as it is accepted, everything else to stderr. torch is imported only by commands that compute.
 """
 
+import errno
 import os
 import sys
 import traceback
@@ -59,7 +60,8 @@ def main() -> None:
             print(error_line(f"cannot write to standard output ({error.strerror})"), file=sys.stderr)
             output.leave(EXIT_FAILED)
         if (line := machine_failure(error)) is not None:
-            _fail(line, EXIT_FAILED, place, error)
+            is_given = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # by who named the file
+            _fail(line, EXIT_USER_ERROR if is_given else EXIT_FAILED, place, error)
         if not hasattr(error, "format_message"):  # what the option parser raises carries its line in this method
             raise
         misread = getattr(error, "ctx", None)  # of the command whose options were not understood

@@ -20,10 +20,6 @@ def files_used_up() -> NoReturn:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-def name_too_long() -> None:
-    Path("x" * 100_000).read_bytes()
-
-
 def memory_used_up() -> NoReturn:
     raise MemoryError
 
@@ -47,7 +43,6 @@ def ended_from_outside() -> NoReturn:
 REFUSALS: list[tuple[Callable[[], object], str]] = [
     (file_refused, "the system refused (/some/file): Input/output error; look at the disk"),
     (files_used_up, "Too many open files; raise the limit of open files (ulimit -n)"),
-    (name_too_long, "File name too long; give a shorter path"),
     (memory_used_up, "memory ran out, more was needed than there is: lower --ram"),
     (torch_has_no_memory, "memory ran out, more was needed than there is: lower --ram"),
     (device_full, "device memory ran out, more was needed than planned: lower --context"),
@@ -63,6 +58,13 @@ def test_a_refusal_in_mid_run_keeps_the_text(refuse: Callable[[], object], words
     result = only_object(outcome.out)
     assert result["finish_reason"] == "interrupted" and len(result["token_ids"]) == 6
     assert result["text"].rstrip("\ufffd") == recited(len(result["text"].rstrip("\ufffd")))
+
+
+@pytest.mark.parametrize("flag", ["--session", "--profile", "--datastore"])
+def test_a_path_that_is_too_long_is_its_givers(flag: str, looper: Path) -> None:
+    outcome = generate(looper, flag, "x" * 100_000)
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and "xxx" in outcome.err and len(outcome.err) < 700
+    assert "File name too long" in outcome.err
 
 
 def test_an_end_from_outside_keeps_the_text(looper: Path) -> None:
