@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from faults.calls import ANY, CALLS, FAULTS, STOPPED, Fault
+from faults.calls import CALLS, FAULTS, STOP
 from faults.forge import Forge, restore
 from faults.scenes import prepare, prepare_more, scenes
 from faults.trial import Damage, Trial
@@ -81,7 +81,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fault", action="append", help="this fault alone, such as EIO")
     parser.add_argument("--at", type=int, help="the so-many-th call alone")
-    parser.add_argument("--every", action="store_true", help="every call, not only the first from each place")
+    parser.add_argument("--every", action="store_true", help="every call, not only the first, middle and last from each place")
     parser.add_argument("--share", type=float, default=1.0, help="of all of these a random share, such as 0.1")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -107,13 +107,12 @@ def _struck(trial: Trial, given: argparse.Namespace) -> Iterator[Struck]:
 
 
 def _damaged(trial: Trial, given: argparse.Namespace, chance: random.Random) -> Iterator[Struck]:
-    stop = Fault("stop", ANY, FAULTS[-1].kind, STOPPED)
     for damage in DAMAGES if "damage" in (given.call or ["damage"]) else ():
         if given.fault and damage.how not in given.fault:
             continue
-        for at in [given.at] if given.at else trial.numbers(stop):
+        for at in [given.at] if given.at else trial.numbers(STOP):
             if given.at or chance.random() < _share(given, "damage"):
-                verdict, _ = trial.strike(stop, at, damage)
+                verdict, _ = trial.damage(damage, at)
                 yield Struck(f"{damage.how} {damage.file}", f"--call damage --fault {damage.how} --at {at}", verdict)
 
 

@@ -11,7 +11,6 @@ CALLS = (
 )
 ANY = len(CALLS)
 NOTHING, ERROR, SHORT, SIGNAL, SLOW = range(5)  # kinds of faults
-STOPPED = int(signal.SIGSTOP)
 
 
 class Fault(NamedTuple):
@@ -22,6 +21,9 @@ class Fault(NamedTuple):
     kind: int
     value: int = 0
     is_lasting: bool = False
+
+
+STOP = Fault("stop", ANY, SIGNAL, int(signal.SIGSTOP))  # until what shall happen meanwhile has happened
 
 
 def _error(call: str, number: int, *, is_lasting: bool = False) -> Fault:

@@ -59,8 +59,12 @@ class Forge:
         timeout_s: float = 60.0,
         is_rehearsal: bool = False,
         is_recorded: bool = False,
+        is_blind: bool = False,
     ) -> Ended:
-        """A command under a fault at the so-many-th call, or under limits; where it stops, `meanwhile` happens."""
+        """A command under a fault at the so-many-th call, or under limits; where it stops, `meanwhile` happens.
+
+        One that `is_blind` does not see that a file was changed.
+        """
         for name in ("counts", "replies"):
             (self._place / name).unlink(missing_ok=True)
         (self._place / "in").write_text(stdin)
@@ -78,6 +82,7 @@ class Forge:
                 "timeout_s": timeout_s,
                 "is_rehearsal": is_rehearsal,
                 "is_recorded": is_recorded,
+                "is_blind": is_blind,
             }
         )
         if is_rehearsal:

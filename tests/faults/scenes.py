@@ -1,15 +1,14 @@
 """Every command as it reads and writes tiny files: what is run, on what, and which files it may make."""
 
 import json
-import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from faults.forge import Forge
-from reciting import PIECES, TEMPLATE, streaming_ram
-from tiny import FAMILIES, build, save, save_reciter, save_tokenizer
+from reciting import TEMPLATE
+from tiny import FAMILIES, build, save, save_pair, save_tokenizer, streaming_ram
 
 CORPUS = "def f(x):\n    return x\n\n\nSay: Hello world, hello you. " * 20
 
@@ -39,7 +38,7 @@ def scenes(root: Path) -> list[Scene]:
     target, draft, out = root / "target", root / "draft", root / "out"
     small = ("--context", 128, "--threads", 1, "--ram", streaming_ram(target, context=128), "--no-invariant", "-q")
     pair = ("-m", target, "-d", draft, "--tree", "8x3", *small)
-    write = ("generate", *pair, "-n", 8, "--greedy")
+    write = ("generate", *pair, "-n", 16, "--greedy")
     say = (*write, "-p", "Say:")
     store = ("datastore", "append", root / "store", root / "more.txt", "-q")
     chat, port = ("chat", *pair, "-n", 8), _free_port()
@@ -69,8 +68,8 @@ def prepare(root: Path) -> None:
     """Models and texts."""
     for name in ("out", "cache", "config"):
         (root / name).mkdir(parents=True)
-    save_reciter(root / "target", PIECES, chat_template=TEMPLATE)
-    shutil.copytree(root / "target", root / "draft")
+    for model in save_pair(FAMILIES["llama"](), root, noise=0.02):  # random ones, in whose text every weight shows
+        save_tokenizer(model, chat_template=TEMPLATE)
     plain = save(build(FAMILIES["llama"]()).bfloat16(), root / "plain", max_shard_size="200KB")
     save_tokenizer(plain)
     (root / "corpus.txt").write_text(CORPUS)

@@ -14,14 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faults.calls import ANY, CALLS, ERROR, FAULTS, SIGNAL, STOPPED, Fault
+from faults.calls import ANY, CALLS, ERROR, FAULTS, SIGNAL, STOP, Fault
 from faults.forge import Ended, Forge, restore
 from faults.scenes import Scene, prepare, scenes
 from faults.trial import Damage, Trial
-from faults.verdict import Circumstances, Reference, contents, judged
+from faults.verdict import Circumstances, Reference, Verdict, contents, judged
 
 NUM_STRIKES = {"session, new": 4, "datastore build": 8}
-STOP = Fault("stop", ANY, SIGNAL, STOPPED)
 has_shim = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="faults are injected by a shim in C, for Linux"
 )
@@ -64,11 +63,21 @@ def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
 @has_shim
 @pytest.mark.parametrize("how", ["cut", "overwrite"])
 def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trials: dict[str, Trial]) -> None:
-    trial, damage = trials["session, new"], Damage(how, "target/model-00003-of-00005.safetensors")
-    numbers = trial.numbers(STOP)
-    ends = [trial.strike(STOP, numbers[len(numbers) * part // 4], damage)[0] for part in (2, 3)]
+    ends = damaged(trials["session, new"], how)
     assert not any(verdict.breaches for verdict in ends), ends
     assert "exit 1" in {verdict.end for verdict in ends}, "none of them came in time to matter"
+
+
+@has_shim
+def test_other_weights_show_in_the_text_where_nobody_looks_after_files(trials: dict[str, Trial]) -> None:
+    ends = damaged(trials["session, new"], "overwrite", is_blind=True)
+    assert any(breach.startswith("exit 0 with another text") for end in ends for breach in end.breaches), ends
+
+
+def damaged(trial: Trial, how: str, **more: bool) -> list[Verdict]:
+    """A shard of the target while the text is being written."""
+    damage, numbers = Damage(how, "target/model-00003-of-00005.safetensors"), trial.numbers(STOP, every=True)
+    return [trial.damage(damage, numbers[len(numbers) * part // 32], **more)[0] for part in (21, 22, 23)]
 
 
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
@@ -101,5 +110,5 @@ def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
         else:
             (tmp_path / name).unlink()
     forge: Any = SimpleNamespace(root=tmp_path)
-    verdict = judged(forge, Scene("some", ()), reference, Circumstances(before), whole._replace(**changes))
+    verdict = judged(forge, Scene("some", ()), [reference], Circumstances(before), whole._replace(**changes))
     assert verdict.end == "BREACH" and any(breach.startswith(told) for breach in verdict.breaches), verdict

@@ -1,10 +1,11 @@
 """One command under test: how it ends undisturbed, where its calls come from, and how it ends under a fault."""
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from faults.calls import CALLS, STOPPED, Fault
+from faults.calls import CALLS, STOP, Fault
 from faults.forge import Ended, Forge, restore
 from faults.scenes import Scene
 from faults.verdict import Circumstances, Reference, Verdict, contents, judged
@@ -33,20 +34,26 @@ class Trial:
         restore(forge.root, pristine)
         self._before = contents(forge.root)
         self.reference = Reference(self._run(), contents(forge.root))
+        self._others: dict[Damage, list[Reference]] = {}
 
     def numbers(self, fault: Fault, *, every: bool = False) -> list[int]:
-        """Calls that the fault could strike: the first from each place, or every one."""
-        sites = self.sites.get(fault.call, [])
-        return sorted(number for site in sites for number in (site if every else site[:1]))
+        """Calls that the fault could strike: the first, middle and last from each place, or every one."""
+        sites = [site for site in self.sites.get(fault.call, []) if site]
+        some = (site if every else (site[0], site[len(site) // 2], site[-1]) for site in sites)
+        return sorted({number for numbers in some for number in numbers})
 
-    def strike(self, fault: Fault, at: int, damage: Damage | None = None) -> tuple[Verdict, Ended]:
-        """Run under a fault; with a damage it should be the one that stops the command."""
-        assert damage is None or fault.value == STOPPED
-        meanwhile = [] if damage is None else [damage.how, self._forge.root / damage.file]
-        changed = () if damage is None else (damage.file, str(Path(damage.file).with_name("other")))
+    def strike(self, fault: Fault, at: int) -> tuple[Verdict, Ended]:
+        """Run under a fault."""
         is_reader_gone = fault.call == CALLS.index("print") and fault.value == errno.EPIPE
-        around = Circumstances(self._before, changed, is_reader_gone)
-        return self._judged(self._run(fault, at, meanwhile=meanwhile), around)
+        return self._judged(self._run(fault, at), Circumstances(self._before, is_reader_gone=is_reader_gone))
+
+    def damage(self, damage: Damage, at: int, *, is_blind: bool = False) -> tuple[Verdict, Ended]:
+        """Stop at a call of any kind, and damage a file meanwhile; who opens it only then may take it as it is."""
+        if damage not in self._others:
+            self._others[damage] = self._damaged_before(damage)
+        ended = self._run(STOP, at, meanwhile=self._meanwhile(damage), is_blind=is_blind)
+        changed = (damage.file, str(Path(damage.file).with_name("other")))
+        return self._judged(ended, Circumstances(self._before, changed), self._others[damage])
 
     def limit(self, **limits: int) -> tuple[Verdict, Ended]:
         """Run with at most so many `files`, or `file_bytes` in each of them."""
@@ -60,8 +67,16 @@ class Trial:
             ended = ended._replace(code=128 + number)
         return self._judged(ended, Circumstances(self._before))
 
-    def _judged(self, ended: Ended, around: Circumstances) -> tuple[Verdict, Ended]:
-        return judged(self._forge, self.scene, self.reference, around, ended), ended
+    def _judged(self, ended: Ended, around: Circumstances, others: Sequence[Reference] = ()) -> tuple[Verdict, Ended]:
+        return judged(self._forge, self.scene, [self.reference, *others], around, ended), ended
+
+    def _damaged_before(self, damage: Damage) -> list[Reference]:
+        """How the scene ends where the file was that way from the beginning, if it works at all."""
+        ended = self._run(STOP, 1, meanwhile=self._meanwhile(damage))
+        return [] if ended.code else [Reference(ended, contents(self._forge.root))]
+
+    def _meanwhile(self, damage: Damage) -> list[object]:
+        return [damage.how, self._forge.root / damage.file]
 
     def _run(self, fault: Fault | None = None, at: int = 1, **how: object) -> Ended:
         restore(self._forge.root, self._pristine)

@@ -19,6 +19,7 @@ from typing import Any
 
 _LIMITS = {"files": resource.RLIMIT_NOFILE, "file_bytes": resource.RLIMIT_FSIZE, "memory_bytes": resource.RLIMIT_AS}
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WORD_BYTES = 4
 _ASK_S, _ASK_SERVER_S, _LOADING = 0.005, 0.2, b"HTTP/1.1 503"
 NUM_COUNTS = 21  # with the one of all
 
@@ -103,6 +104,10 @@ def _redirect(place: Path) -> None:
 
 
 def _begin(case: dict[str, Any]) -> None:
+    if case["is_blind"]:
+        from offload.checkpoint.safetensors import Stamp
+
+        Stamp.__ne__ = lambda *_: False  # a file is what it was
     sys.argv = ["offload", *case["argv"]]
     os.environ.update(case["environment"])
 
@@ -169,7 +174,7 @@ def _watched(case: dict[str, Any], process: int, place: Path) -> dict[str, Any]:
 
 
 def _damage(what: list[str]) -> None:
-    """`cut`, `replace`, `delete` or `overwrite` a file."""
+    """`cut`, `replace`, `delete` or `overwrite` a file; other numbers are as good as those that were there."""
     if not what:
         return
     how, path = what[0], Path(what[1])
@@ -178,11 +183,18 @@ def _damage(what: list[str]) -> None:
     elif how == "delete":
         path.unlink()
     elif how == "replace":
-        path.with_name("other").write_bytes(bytes(path.stat().st_size))
+        path.with_name("other").write_bytes(_other(path.read_bytes()))
         path.with_name("other").replace(path)
     else:
+        data = _other(path.read_bytes())
         with path.open("r+b") as file:
-            file.write(bytes(path.stat().st_size))
+            file.write(data)
+
+
+def _other(data: bytes) -> bytes:
+    """The last two quarters change places, in whole numbers: no header tells, and all of them are finite."""
+    lo = len(data) // 4 // _WORD_BYTES * _WORD_BYTES
+    return data[: len(data) - 2 * lo] + data[len(data) - lo :] + data[len(data) - 2 * lo : len(data) - lo]
 
 
 if __name__ == "__main__":
