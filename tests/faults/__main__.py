@@ -81,7 +81,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--fault", action="append", help="this fault alone, such as EIO")
     parser.add_argument("--at", type=int, help="the so-many-th call alone")
-    parser.add_argument("--every", action="store_true", help="every call, not only the first, middle and last from each place")
+    parser.add_argument(
+        "--every", action="store_true", help="every call, not only the first, middle and last from each place"
+    )
     parser.add_argument("--share", type=float, default=1.0, help="of all of these a random share, such as 0.1")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
