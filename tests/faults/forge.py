@@ -1,5 +1,6 @@
 """Builds the shim, keeps the warm process, and hands it cases."""
 
+import ctypes
 import json
 import os
 import shutil
@@ -28,14 +29,16 @@ class Ended(NamedTuple):
     seconds: float
     is_hung: bool
     num_stops: int
-    counts: tuple[int, ...] | None  # calls of each kind, and all of them; None where it was killed
-    replies: tuple[str, ...]  # to the requests of the visitor
+    is_struck: bool = True  # false where the fault waits for a call that never came
+    replies: tuple[str, ...] = ()  # to the requests of the visitor
 
 
 class Forge:
     """A warm process, and a folder `root` outside of which nothing is counted."""
 
     def __init__(self, folder: Path) -> None:
+        if not hasattr(ctypes.pythonapi, "_Py_DumpTraceback"):  # by which the shim knows places in a program
+            raise SystemExit("faults need a Python that exports _Py_DumpTraceback: 3.12, or an earlier one")
         self.root, self._place = folder / "root", folder / "place"
         self._place.mkdir()
         shim = folder / "shim.so"
@@ -65,8 +68,7 @@ class Forge:
 
         One that `is_blind` does not see that a file was changed.
         """
-        for name in ("counts", "replies"):
-            (self._place / name).unlink(missing_ok=True)
+        (self._place / "replies").unlink(missing_ok=True)
         (self._place / "in").write_text(stdin)
         told = self._ask(
             {
@@ -85,13 +87,8 @@ class Forge:
                 "is_blind": is_blind,
             }
         )
-        if is_rehearsal:
-            told = {"code": told, "seconds": 0.0, "is_hung": False, "num_stops": 0}
-        counts = self._read("counts")
         out, err = ((self._place / name).read_bytes().decode(errors="replace") for name in ("out", "err"))
-        return Ended(
-            counts=counts and tuple(counts), out=out, err=err, replies=tuple(self._read("replies") or ()), **told
-        )
+        return Ended(out=out, err=err, replies=tuple(self._read("replies") or ()), **told)
 
     def interrupt(self, argv: Sequence[object], number: int, after_s: float, *, stdin: str = "") -> Ended:
         """As a process of its own, which has to import everything, with a signal after so many seconds."""
@@ -104,7 +101,7 @@ class Forge:
         except subprocess.TimeoutExpired:
             running.send_signal(number)
             out, err = running.communicate(timeout=_PATIENCE_S)
-        return Ended(running.returncode, out, err, time.monotonic() - begun_s, False, 0, None, ())
+        return Ended(running.returncode, out, err, time.monotonic() - begun_s, False, 0)
 
     def sites(self) -> dict[int, list[list[int]]]:
         """Of the run that was recorded last: by kind, the numbers of calls that come from the same place."""

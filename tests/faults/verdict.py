@@ -58,7 +58,9 @@ def judged(forge: Forge, scene: Scene, references: Sequence[Reference], around: 
     breaches = min((_breaches(scene, one, around, before, after, ended) for one in own), key=len)
     if after != before and after != own[0].files and not breaches and not around.changed:
         breaches = _of_next_run(forge, scene, own[0].files)
-    end = "hung" if ended.is_hung else "survived" if ended.code == 0 else f"exit {ended.code}"
+    end = "survived" if ended.code == 0 else f"exit {ended.code}"
+    if not ended.is_struck:
+        end = "not struck"
     return Verdict("BREACH" if breaches else end, breaches)
 
 
