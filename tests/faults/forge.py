@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _SILENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
-_PATIENCE_S = 120.0
+_PATIENCE_S, _WRITING_S = 120.0, 0.3
 
 
 class Ended(NamedTuple):
@@ -41,6 +42,7 @@ class Forge:
             raise SystemExit("faults need a Python that exports _Py_DumpTraceback: 3.12, or an earlier one")
         self.root, self._place = folder / "root", folder / "place"
         self._place.mkdir()
+        self._told = self._place / "replies"
         shim = folder / "shim.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-w", "-o", shim, HERE / "shim.c", "-ldl"], check=True)
         environment = {**os.environ, **_SILENT, "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(shim)}
@@ -68,7 +70,7 @@ class Forge:
 
         One that `is_blind` does not see that a file was changed.
         """
-        (self._place / "replies").unlink(missing_ok=True)
+        self._told.unlink(missing_ok=True)
         (self._place / "in").write_text(stdin)
         told = self._ask(
             {
@@ -88,20 +90,40 @@ class Forge:
             }
         )
         out, err = ((self._place / name).read_bytes().decode(errors="replace") for name in ("out", "err"))
-        return Ended(out=out, err=err, replies=tuple(self._read("replies") or ()), **told)
+        return Ended(out=out, err=err, replies=self._replies(), **told)
 
-    def interrupt(self, argv: Sequence[object], number: int, after_s: float, *, stdin: str = "") -> Ended:
-        """As a process of its own, which has to import everything, with a signal after so many seconds."""
-        command = [sys.executable, "-m", "offload", *map(str, argv)]
+    def interrupt(
+        self,
+        argv: Sequence[object],
+        signals: Sequence[tuple[float, int]],
+        *,
+        stdin: str = "",
+        visits: Sequence[str] = (),
+        port: int = 0,
+    ) -> Ended:
+        """As a process of its own, which has to import everything; signals come so many seconds after each other."""
+        command, begun_s, pipe = [sys.executable, "-m", "offload", *map(str, argv)], time.monotonic(), subprocess.PIPE
         environment = {**os.environ, **_SILENT, **self._own(), "PYTHONPATH": str(ROOT)}
-        pipe, begun_s = subprocess.PIPE, time.monotonic()
+        self._told.unlink(missing_ok=True)
         running = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True)
-        try:
-            out, err = running.communicate(stdin, timeout=after_s)
-        except subprocess.TimeoutExpired:
-            running.send_signal(number)
-            out, err = running.communicate(timeout=_PATIENCE_S)
-        return Ended(running.returncode, out, err, time.monotonic() - begun_s, False, 0)
+        with self._visited(visits, port, running.pid):
+            (out, err), is_struck, is_hung = _heard(running, stdin, signals)
+            seconds = time.monotonic() - begun_s
+        return Ended(running.returncode, out, err, seconds, is_hung, 0, is_struck, self._replies())
+
+    @contextmanager
+    def _visited(self, visits: Sequence[str], port: int, process: int) -> Iterator[None]:
+        command = [sys.executable, "-S", HERE / "visit.py", str(port), str(process), self._told]
+        visitor = subprocess.Popen(command, stdin=subprocess.PIPE, text=True) if visits else None
+        if visitor is not None and visitor.stdin is not None:
+            visitor.stdin.write(json.dumps([*visits]))
+            visitor.stdin.close()
+        yield
+        if visitor is not None:
+            with suppress(subprocess.TimeoutExpired):
+                visitor.wait(_WRITING_S)
+            visitor.kill()
+            visitor.wait()
 
     def sites(self) -> dict[int, list[list[int]]]:
         """Of the run that was recorded last: by kind, the numbers of calls that come from the same place."""
@@ -133,9 +155,25 @@ class Forge:
         self._warm.stdin.write(json.dumps(what) + "\n")
         return json.loads(self._warm.stdout.readline())
 
-    def _read(self, name: str) -> Any:
-        path = self._place / name
-        return json.loads(path.read_text()) if path.exists() else None
+    def _replies(self) -> tuple[str, ...]:
+        return tuple(json.loads(self._told.read_text())) if self._told.exists() else ()
+
+
+def _heard(
+    running: "subprocess.Popen[str]", stdin: str | None, signals: Sequence[tuple[float, int]]
+) -> tuple[tuple[str, str], bool, bool]:
+    """What it prints; whether all signals came before its end; whether it had to be killed."""
+    for after_s, number in signals:
+        try:
+            return running.communicate(stdin, after_s), False, False
+        except subprocess.TimeoutExpired:
+            running.send_signal(number)
+            stdin = None
+    try:
+        return running.communicate(stdin, _PATIENCE_S), True, False
+    except subprocess.TimeoutExpired:
+        running.kill()
+        return running.communicate(), True, True
 
 
 def restore(root: Path, pristine: Path) -> None:

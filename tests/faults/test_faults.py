@@ -4,6 +4,7 @@ Why: what fails once in a year of somebody's runs must end as promised, too: wit
 so far, no file half-written, and a next run that works. Invariant: what a verdict looks for shows where it is planted.
 """
 
+import json
 import random
 import shutil
 import signal
@@ -84,6 +85,11 @@ def damaged(trial: Trial, how: str, **more: bool) -> list[Verdict]:
     return [trial.damage(damage, numbers[len(numbers) * part // 32], **more)[0] for part in (21, 22, 23)]
 
 
+def reply(text: str, *, end: str = "[DONE]") -> str:
+    event = json.dumps({"choices": [{"text": text}]})
+    return f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {event}\n\ndata: {end}\n\n"
+
+
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
     "traceback: ValueError: no": ({"code": 1, "err": "Traceback (most recent call last):\nValueError: no\n"}, {}),
     "exit code 3": ({"code": 3}, {}),
@@ -97,13 +103,16 @@ PLANTED: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
     "exit 0 without out": ({}, {}),
     "out: half-written, 2 of 5 bytes": ({"code": 1, "err": "offload: failed\n"}, {"out": b"wh"}),
     ".out.12: left behind with 2 bytes": ({"code": 1, "err": "offload: failed\n"}, {".out.12": b"wh"}),
+    "a reply with another text: 'Other'": ({"replies": [reply("Other")]}, {"out": b"whole"}),
+    "a reply that ends untold after 'Hel'": ({"replies": [reply("Hel", end="")]}, {"out": b"whole"}),
+    "a reply with another text: 'x'": ({"replies": [reply("x", end='{"error": {}}')]}, {"out": b"whole"}),
     "kept: it is gone": ({"code": 1, "err": "offload: failed\n"}, {"kept": b""}),
 }
 
 
 @pytest.mark.parametrize("told", PLANTED)
 def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
-    whole = Ended(0, "Hello", "", 0.1, False, 0)
+    whole = Ended(0, "Hello", "", 0.1, False, 0, replies=(reply("Hello"),))
     changes, files = PLANTED[told]
     (tmp_path / "kept").write_bytes(b"as it was")
     before = contents(tmp_path)

@@ -10,16 +10,17 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from visit import visit
+
 _LIMITS = {"files": resource.RLIMIT_NOFILE, "file_bytes": resource.RLIMIT_FSIZE}
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WORD_BYTES = 4
-_ASK_S, _ASK_SERVER_S, _LOADING = 0.005, 0.2, b"HTTP/1.1 503"
+_ASK_S, _WRITING_S = 0.005, 0.1  # the latter has a visitor, to write what it has heard
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks
     for line in sys.stdin:
         case = json.loads(line)
         place = Path(case["place"])
@@ -38,9 +40,10 @@ def main() -> None:
         if process == 0:
             _become(case, place, shim)
             return  # as the interpreter ends: what it prints then counts, too
-        visitor = _visit(case, process, place) if case["visits"] else 0
+        visitor = _visitor(case, process, place) if case["visits"] else 0
         told = _rehearse(case, place) if case["is_rehearsal"] else _watched(case, process)
         if visitor:
+            time.sleep(_WRITING_S)
             os.kill(visitor, signal.SIGKILL)
             os.waitpid(visitor, 0)
         answers.write(json.dumps(told | {"is_struck": bool(mark[0])}) + "\n")
@@ -112,38 +115,13 @@ def _begin(case: dict[str, Any]) -> None:
     os.environ.update(case["environment"])
 
 
-def _visit(case: dict[str, Any], process: int, place: Path) -> int:
-    """A client of the server under test, in a process of its own, that ends the server when it has its answers."""
+def _visitor(case: dict[str, Any], process: int, place: Path) -> int:
+    """A process of its own."""
     visitor = os.fork()
     if visitor:
         return visitor
-    replies = [_reply(case["port"], request.encode()) for request in case["visits"]]
-    (place / "replies").write_text(json.dumps(replies))
-    os.kill(process, signal.SIGTERM)
+    visit(case["port"], case["visits"], process, place / "replies")
     os._exit(0)
-
-
-def _reply(port: int, request: bytes) -> str:
-    """All that is answered once the model is loaded; a connection that breaks ends it."""
-    while (received := _asked(port, request)) is None or received.startswith(_LOADING):
-        time.sleep(_ASK_SERVER_S)  # it loads on the same cores
-    return received.decode(errors="replace")
-
-
-def _asked(port: int, request: bytes) -> bytes | None:
-    received = b""
-    try:
-        connection = socket.create_connection(("127.0.0.1", port), timeout=20)
-    except OSError:  # not yet, or not any more
-        return None
-    with connection:
-        try:
-            connection.sendall(request)
-            while part := connection.recv(65536):
-                received += part
-        except OSError as error:
-            received += f"BROKEN {error}".encode()
-    return received
 
 
 def _watched(case: dict[str, Any], process: int) -> dict[str, Any]:
