@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -55,20 +55,23 @@ def main() -> int:
 
 
 def _fill(table: Table, folder: Path, given: argparse.Namespace) -> None:
-    forge, pristine, begun_s = Forge(folder), folder / "pristine", time.monotonic()
-    prepare(forge.root)
-    prepare_more(forge)
-    restore(pristine, forge.root)
-    for scene in scenes(forge.root):
-        if given.scene and scene.name not in given.scene:
-            continue
-        for kind, at, verdict in _struck(Trial(forge, scene, pristine), given):
-            table[f"{kind.call} {kind.fault}"][scene.name][verdict.end] += 1
-            if verdict.breaches:
-                again = f"--scene {scene.name!r} --call {kind.call} --fault {kind.fault!r} --at {at}"
-                print(again, *verdict.breaches, sep="\n    ", flush=True)
-        print(f"{scene.name}: {_told(table, scene.name)}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
-    forge.close()
+    pristine, begun_s = folder / "pristine", time.monotonic()
+    with closing(Forge(folder)) as forge:
+        prepare(forge.root)
+        prepare_more(forge)
+        restore(pristine, forge.root)
+        for scene in scenes(forge.root):
+            if not given.scene or scene.name in given.scene:
+                _count(table, Trial(forge, scene, pristine), given)
+                print(f"{scene.name}: {_told(table, scene.name)}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
+
+
+def _count(table: Table, trial: Trial, given: argparse.Namespace) -> None:
+    for kind, at, verdict in _struck(trial, given):
+        table[f"{kind.call} {kind.fault}"][trial.scene.name][verdict.end] += 1
+        if verdict.breaches:
+            again = f"--scene {trial.scene.name!r} --call {kind.call} --fault {kind.fault!r} --at {at}"
+            print(again, *verdict.breaches, sep="\n    ", flush=True)
 
 
 def _arguments() -> argparse.Namespace:

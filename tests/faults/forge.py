@@ -144,7 +144,7 @@ class Forge:
         """End the warm process."""
         assert self._warm.stdin is not None and self._warm.stdout is not None
         self._warm.stdin.close()
-        self._warm.wait(timeout=30)
+        self._warm.wait(timeout=2 * _PATIENCE_S)
         self._warm.stdout.close()
 
     def _own(self) -> dict[str, str]:

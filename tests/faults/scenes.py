@@ -55,7 +55,9 @@ def scenes(root: Path) -> list[Scene]:
     half_packed, half_back = ("out/packed.unfinished",), ("out/back.unfinished",)
     return [
         Scene("generate", say),
-        Scene("generate, alone", ("generate", "-m", target, *small, "-n", 8, "--greedy", "-p", "Say:")),
+        Scene(
+            "generate, alone", ("generate", "-m", target, *small, "-n", 8, "--greedy", "-p", "Say:"), reads=_PAIR[::2]
+        ),
         Scene("session, new", (*say, "--session", out / "text"), stays=("out/text",), goes_on=True),
         Scene(
             "session, gone on",
