@@ -19,6 +19,16 @@ ROOT = HERE.parents[1]
 _SILENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 _PATIENCE_S, _WRITING_S = 120.0, 0.3
+_USUAL: dict[str, object] = {
+    "limits": {},  # of `files`, or of `file_bytes` in each
+    "meanwhile": [],  # how, and which file, is damaged where the command stops
+    "visits": [],  # requests to a server at the `port`
+    "port": 0,
+    "timeout_s": 60.0,
+    "is_rehearsal": False,  # in the warm process itself
+    "is_recorded": False,  # where its calls come from
+    "is_blind": False,  # to a file that was changed
+}
 
 
 class Ended(NamedTuple):
@@ -29,7 +39,6 @@ class Ended(NamedTuple):
     err: str
     seconds: float
     is_hung: bool
-    num_stops: int
     is_struck: bool = True  # false where the fault waits for a call that never came
     replies: tuple[str, ...] = ()  # to the requests of the visitor
 
@@ -51,55 +60,31 @@ class Forge:
         self._warm = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, bufsize=1)
 
     def run(
-        self,
-        argv: Sequence[object],
-        fault: Fault | None = None,
-        at: int = 1,
-        *,
-        stdin: str = "",
-        limits: Mapping[str, int] | None = None,
-        meanwhile: Sequence[object] = (),
-        visits: Sequence[str] = (),
-        port: int = 0,
-        timeout_s: float = 60.0,
-        is_rehearsal: bool = False,
-        is_recorded: bool = False,
-        is_blind: bool = False,
+        self, argv: Sequence[object], fault: Fault | None = None, at: int = 1, *, stdin: str = "", **how: object
     ) -> Ended:
-        """A command under a fault at the so-many-th call, or under limits; where it stops, `meanwhile` happens.
-
-        One that `is_blind` does not see that a file was changed.
-        """
+        """A command under a fault at the so-many-th call; `how` else as in `_USUAL`."""
+        assert how.keys() <= _USUAL.keys(), how
         self._told.unlink(missing_ok=True)
         (self._place / "in").write_text(stdin)
-        told = self._ask(
-            {
-                "argv": [*map(str, argv)],
-                "fault": [fault.call, at, fault.kind, fault.value, int(fault.is_lasting)] if fault else None,
-                "root": str(self.root),
-                "place": str(self._place),
-                "environment": self._own(),
-                "limits": dict(limits or {}),
-                "meanwhile": [*map(str, meanwhile)],
-                "visits": [*visits],
-                "port": port,
-                "timeout_s": timeout_s,
-                "is_rehearsal": is_rehearsal,
-                "is_recorded": is_recorded,
-                "is_blind": is_blind,
-            }
-        )
+        case = {
+            "argv": [*map(str, argv)],
+            "fault": [fault.call, at, fault.kind, fault.value, int(fault.is_lasting)] if fault else None,
+            "root": str(self.root),
+            "place": str(self._place),
+            "environment": self._own(),
+        }
+        ended = self._ask({**case, **_USUAL, **how})
         out, err = ((self._place / name).read_bytes().decode(errors="replace") for name in ("out", "err"))
-        return Ended(out=out, err=err, replies=self._replies(), **told)
+        return Ended(out=out, err=err, replies=self._replies(), **ended)
 
     def interrupt(
         self,
         argv: Sequence[object],
         signals: Sequence[tuple[float, int]],
         *,
-        stdin: str = "",
-        visits: Sequence[str] = (),
-        port: int = 0,
+        stdin: str,
+        visits: Sequence[str],
+        port: int,
     ) -> Ended:
         """As a process of its own, which has to import everything; signals come so many seconds after each other."""
         command, begun_s, pipe = [sys.executable, "-m", "offload", *map(str, argv)], time.monotonic(), subprocess.PIPE
@@ -109,21 +94,21 @@ class Forge:
         with self._visited(visits, port, running.pid):
             (out, err), is_struck, is_hung = _heard(running, stdin, signals)
             seconds = time.monotonic() - begun_s
-        return Ended(running.returncode, out, err, seconds, is_hung, 0, is_struck, self._replies())
+        return Ended(running.returncode, out, err, seconds, is_hung, is_struck, self._replies())
 
     @contextmanager
     def _visited(self, visits: Sequence[str], port: int, process: int) -> Iterator[None]:
-        command = [sys.executable, "-S", HERE / "visit.py", str(port), str(process), self._told]
-        visitor = subprocess.Popen(command, stdin=subprocess.PIPE, text=True) if visits else None
-        if visitor is not None and visitor.stdin is not None:
-            visitor.stdin.write(json.dumps([*visits]))
-            visitor.stdin.close()
+        if not visits:
+            yield
+            return
+        visitor = subprocess.Popen(
+            [sys.executable, "-S", HERE / "visit.py", str(port), json.dumps([*visits]), str(process), self._told]
+        )
         yield
-        if visitor is not None:
-            with suppress(subprocess.TimeoutExpired):
-                visitor.wait(_WRITING_S)
-            visitor.kill()
-            visitor.wait()
+        with suppress(subprocess.TimeoutExpired):
+            visitor.wait(_WRITING_S)
+        visitor.kill()
+        visitor.wait()
 
     def sites(self) -> dict[int, list[list[int]]]:
         """Of the run that was recorded last: by kind, the numbers of calls that come from the same place."""

@@ -19,7 +19,7 @@ from faults.calls import ANY, CALLS, ERROR, FAULTS, SIGNAL, STOP, Fault
 from faults.forge import Ended, Forge, restore
 from faults.scenes import Scene, prepare, scenes
 from faults.trial import Damage, Trial
-from faults.verdict import Circumstances, Reference, Verdict, contents, judged
+from faults.verdict import Circumstances, Reference, Verdict, contents, judged, of_ids
 
 NUM_STRIKES = {"session, new": 4, "datastore build": 8}
 has_shim = pytest.mark.skipif(
@@ -57,7 +57,7 @@ def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
         verdict, ended = trial.strike(Fault("EIO", CALLS.index(call), ERROR, 5), 1)
         assert verdict.end in ("exit 1", "exit 2") and "Input/output error" in ended.err
     late = trial.numbers(STOP)[-20]
-    assert trial.strike(STOP, late)[1].num_stops == 1
+    assert trial.strike(STOP, late)[0].end == "survived"
     killed = trial.strike(Fault("SIGKILL", ANY, SIGNAL, signal.SIGKILL), late)[1]
     assert killed.code == -signal.SIGKILL and killed.is_struck
     assert trial.strike(FAULTS[0], 1 << 30)[0].end == "not struck"
@@ -106,13 +106,14 @@ PLANTED: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
     "a reply with another text: 'Other'": ({"replies": [reply("Other")]}, {"out": b"whole"}),
     "a reply that ends untold after 'Hel'": ({"replies": [reply("Hel", end="")]}, {"out": b"whole"}),
     "a reply with another text: 'x'": ({"replies": [reply("x", end='{"error": {}}')]}, {"out": b"whole"}),
+    "the next run: exit 0 with another text": ({"code": 1, "err": "offload: failed\n"}, {"half": b"wh"}),
     "kept: it is gone": ({"code": 1, "err": "offload: failed\n"}, {"kept": b""}),
 }
 
 
 @pytest.mark.parametrize("told", PLANTED)
 def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
-    whole = Ended(0, "Hello", "", 0.1, False, 0, replies=(reply("Hello"),))
+    whole = Ended(0, "Hello", "", 0.1, False, replies=(reply("Hello"),))
     changes, files = PLANTED[told]
     (tmp_path / "kept").write_bytes(b"as it was")
     before = contents(tmp_path)
@@ -122,6 +123,14 @@ def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(data)
         else:
             (tmp_path / name).unlink()
-    forge: Any = SimpleNamespace(root=tmp_path)
-    verdict = judged(forge, Scene("some", ()), [reference], Circumstances(before), whole._replace(**changes))
+    forge: Any = SimpleNamespace(root=tmp_path, run=lambda *_, **__: whole._replace(out="Other"))
+    verdict = judged(
+        forge, Scene("some", (), stays=("half",)), [reference], Circumstances(before), whole._replace(**changes)
+    )
     assert verdict.end == "BREACH" and any(breach.startswith(told) for breach in verdict.breaches), verdict
+
+
+def test_other_tokens_show() -> None:
+    one, two = (Ended(0, json.dumps({"token_ids": ids}), "", 0.1, False) for ids in ([1], [1, 2]))
+    assert of_ids(two, two, True) == of_ids(two, one, False) == []
+    assert of_ids(two, one, True) and of_ids(one, two, False) and of_ids(two, two._replace(out='{"token'), True)

@@ -92,7 +92,7 @@ class Trial:
         return [] if ended.code else [Reference(ended, contents(self._forge.root))]
 
     def _meanwhile(self, damage: Damage) -> list[object]:
-        return [damage.how, self._forge.root / damage.file]
+        return [damage.how, str(self._forge.root / damage.file)]
 
     def _run(self, fault: Fault | None = None, at: int = 1, **how: object) -> Ended:
         restore(self._forge.root, self._pristine)

@@ -71,7 +71,7 @@ def _breaches(
 ) -> list[str]:
     is_whole, wanted = ended.code == 0 and not around.is_reader_gone, reference.files
     breaches = [*_of_exit(scene, ended), *_of_text(scene, reference.ended, ended, is_whole)]
-    breaches += of_replies(reference.ended.replies, ended.replies, is_whole)
+    breaches += _of_replies(reference.ended.replies, ended.replies, is_whole)
     if is_whole:
         breaches += [f"exit 0 without {name}" for name in sorted(wanted) if not _is_same(scene, after, wanted, name)]
     return breaches + [f"{name}: {what}" for name, what in _of_files(scene, wanted, before, after)]
@@ -94,7 +94,7 @@ def _of_exit(scene: Scene, ended: Ended) -> list[str]:
 
 def _of_text(scene: Scene, wanted: Ended, ended: Ended, is_whole: bool) -> list[str]:
     if "--json" in scene.argv:
-        return _of_ids(wanted, ended, is_whole)
+        return of_ids(wanted, ended, is_whole)
     if scene.is_timed:
         return []
     if is_whole:
@@ -103,7 +103,8 @@ def _of_text(scene: Scene, wanted: Ended, ended: Ended, is_whole: bool) -> list[
     return [] if wanted.out.startswith(said) else [f"text that never was: {ended.out!r}"]
 
 
-def _of_ids(wanted: Ended, ended: Ended, is_whole: bool) -> list[str]:
+def of_ids(wanted: Ended, ended: Ended, is_whole: bool) -> list[str]:
+    """The same for tokens, in JSON beside what tells times."""
     try:
         ids, wanted_ids = (json.loads(one.out)["token_ids"] for one in (ended, wanted))
     except (ValueError, KeyError):
@@ -112,7 +113,7 @@ def _of_ids(wanted: Ended, ended: Ended, is_whole: bool) -> list[str]:
     return [] if is_right else [f"tokens {ids}, not {wanted_ids}"]
 
 
-def of_replies(wanted: Sequence[str], replies: Sequence[str], is_whole: bool) -> list[str]:
+def _of_replies(wanted: Sequence[str], replies: Sequence[str], is_whole: bool) -> list[str]:
     """A server answers with the right text, with what is right so far and an error, or breaks off as it ends."""
     breaches = []
     for (text, end), (right, _) in zip(map(_said, replies), map(_said, wanted), strict=False):
@@ -179,6 +180,6 @@ def _of_next_run(forge: Forge, scene: Scene, reference: Reference, around: Circu
         return [f"the next run ends with {ended.code}: {ended.err[-300:]!r}"]
     if scene.goes_on:
         return []
-    said = [*_of_text(scene, reference.ended, ended, True), *of_replies(reference.ended.replies, ended.replies, True)]
+    said = [*_of_text(scene, reference.ended, ended, True), *_of_replies(reference.ended.replies, ended.replies, True)]
     is_same = around.changed or _are_same(scene, contents(forge.root), reference.files)
     return [f"the next run: {one}" for one in [*said, *([] if is_same else ["it leaves other files"])]]

@@ -44,4 +44,4 @@ def _asked(port: int, request: bytes) -> bytes | None:
 
 
 if __name__ == "__main__":
-    visit(int(sys.argv[1]), json.load(sys.stdin), int(sys.argv[2]), Path(sys.argv[3]))
+    visit(int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -68,7 +68,7 @@ def _rehearse(case: dict[str, Any], place: Path) -> dict[str, Any]:
     sys.stdin, sys.stdout, sys.stderr = streams
     gc.collect()
     gc.freeze()
-    return {"code": code, "seconds": 0.0, "is_hung": False, "num_stops": 0}
+    return {"code": code, "seconds": 0.0, "is_hung": False}
 
 
 def _offload() -> None:
@@ -126,11 +126,10 @@ def _visitor(case: dict[str, Any], process: int, place: Path) -> int:
 
 def _watched(case: dict[str, Any], process: int) -> dict[str, Any]:
     """How the child ends; it goes on when it stops, after what shall happen meanwhile has happened."""
-    begun, num_stops, is_hung = time.monotonic(), 0, False
+    begun, is_hung = time.monotonic(), False
     while True:
         ended, status = os.waitpid(process, os.WNOHANG | os.WUNTRACED)
         if ended and os.WIFSTOPPED(status):
-            num_stops += 1
             _damage(case["meanwhile"])
             os.kill(process, signal.SIGCONT)
         elif ended:
@@ -140,8 +139,7 @@ def _watched(case: dict[str, Any], process: int) -> dict[str, Any]:
             os.killpg(process, signal.SIGKILL)
         time.sleep(_ASK_S)
     code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-    seconds = round(time.monotonic() - begun, 3)
-    return {"code": code, "seconds": seconds, "is_hung": is_hung, "num_stops": num_stops}
+    return {"code": code, "seconds": time.monotonic() - begun, "is_hung": is_hung}
 
 
 def _damage(what: list[str]) -> None:
