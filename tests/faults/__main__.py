@@ -7,43 +7,40 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from faults.calls import ANY, CALLS, FAULTS, STOPPED, Fault
-from faults.forge import Forge, restore
+from faults.calls import CALLS, FAULTS, STOP
+from faults.forge import Ended, Forge, restore
 from faults.scenes import prepare, prepare_more, scenes
 from faults.trial import Damage, Trial
 from faults.verdict import Verdict
 
-# At every stop a file is damaged: whose, and how.
-DAMAGES = tuple(
-    Damage(how, file)
-    for how in ("cut", "replace", "delete", "overwrite")
-    for file in (
-        "target/model-00003-of-00005.safetensors",
-        "draft/model-00001-of-00005.safetensors",
-        "target/config.json",
-    )
-)
-LIMITS_OF_FILES = range(5, 45, 4)  # descriptors that a command is allowed
+DAMAGES = ("cut", "replace", "delete", "overwrite")  # at every stop, of every file that the command reads
+LIMITS = {"files": range(5, 45, 4), "file_bytes": (1000, 4096, 50_000)}
 # Where a share of all runs is asked for: what occurs hundreds of times is tried less often.
-_WEIGHTS = {"stat": 0.3, "any": 0.2, "damage": 0.1}
-MOMENTS, NEVER_S = 3, 300.0  # of each signal
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-FILE_BYTES = (1000, 4096, 50_000)
+_WEIGHTS = {"stat": 0.3, "any": 0.2, "damage": 0.1, "limit": 5.0, "moment": 5.0}
+NUM_MOMENTS = 4  # of each kind
+MOMENTS = {
+    **{number.name: ((0.0, number),) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)},
+    "SIGINT twice": ((0.0, signal.SIGINT), (0.2, signal.SIGINT)),
+    "pause": ((0.0, signal.SIGSTOP), (1.0, signal.SIGCONT)),
+}
 
 Table = defaultdict[str, defaultdict[str, Counter[str]]]
 
 
-class Struck(NamedTuple):
-    """One run: the row of the table, what repeats it, and how it ended."""
+class Kind(NamedTuple):
+    """Runs of one kind: the row of the table, what they could strike, and how."""
 
-    row: str
-    again: str
-    verdict: Verdict
+    call: str
+    fault: str
+    numbers: Callable[[], Iterable[int]]
+    run: Callable[[int], tuple[Verdict, Ended]]
 
 
 def main() -> int:
@@ -58,19 +55,23 @@ def main() -> int:
 
 
 def _fill(table: Table, folder: Path, given: argparse.Namespace) -> None:
-    forge, pristine, begun_s = Forge(folder), folder / "pristine", time.monotonic()
-    prepare(forge.root)
-    prepare_more(forge)
-    restore(pristine, forge.root)
-    for scene in scenes(forge.root):
-        if given.scene and scene.name not in given.scene:
-            continue
-        for row, again, verdict in _struck(Trial(forge, scene, pristine), given):
-            table[row][scene.name][verdict.end] += 1
-            if verdict.breaches:
-                print(f"--scene {scene.name!r} {again}", *verdict.breaches, sep="\n    ", flush=True)
-        print(f"{scene.name}: {_told(table, scene.name)}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
-    forge.close()
+    pristine, begun_s = folder / "pristine", time.monotonic()
+    with closing(Forge(folder)) as forge:
+        prepare(forge.root)
+        prepare_more(forge)
+        restore(pristine, forge.root)
+        for scene in scenes(forge.root):
+            if not given.scene or scene.name in given.scene:
+                _count(table, Trial(forge, scene, pristine), given)
+                print(f"{scene.name}: {_told(table, scene.name)}, {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
+
+
+def _count(table: Table, trial: Trial, given: argparse.Namespace) -> None:
+    for kind, at, verdict in _struck(trial, given):
+        table[f"{kind.call} {kind.fault}"][trial.scene.name][verdict.end] += 1
+        if verdict.breaches:
+            again = f"--scene {trial.scene.name!r} --call {kind.call} --fault {kind.fault!r} --at {at}"
+            print(again, *verdict.breaches, sep="\n    ", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -79,62 +80,47 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--call", action="append", choices=[*CALLS, "any", "damage", "limit", "moment"], help="this kind alone"
     )
-    parser.add_argument("--fault", action="append", help="this fault alone, such as EIO")
-    parser.add_argument("--at", type=int, help="the so-many-th call alone")
-    parser.add_argument("--every", action="store_true", help="every call, not only the first from each place")
+    parser.add_argument(
+        "--fault", action="append", help="this one alone, such as EIO, 'cut target/config.json', files, SIGINT"
+    )
+    parser.add_argument(
+        "--at", type=int, help="the so-many-th call alone; so many descriptors or bytes; so many ms after the start"
+    )
+    parser.add_argument(
+        "--every", action="store_true", help="every call, not only the first, middle and last from each place"
+    )
     parser.add_argument("--share", type=float, default=1.0, help="of all of these a random share, such as 0.1")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
-def _share(given: argparse.Namespace, kind: str) -> float:
-    return given.share * _WEIGHTS.get(kind, 1.0) if given.share < 1 else 1.0
+def _struck(trial: Trial, given: argparse.Namespace) -> Iterator[tuple[Kind, int, Verdict]]:
+    for kind in _kinds(trial, given):
+        if (given.call and kind.call not in given.call) or (given.fault and kind.fault not in given.fault):
+            continue
+        chance = random.Random(f"{given.seed}/{trial.scene.name}/{kind.call}/{kind.fault}")
+        share = given.share * _WEIGHTS.get(kind.call, 1.0) if given.share < 1 else 1.0
+        for at in [given.at] if given.at else kind.numbers():
+            if given.at or chance.random() < share:
+                yield kind, at, kind.run(at)[0]
 
 
-def _struck(trial: Trial, given: argparse.Namespace) -> Iterator[Struck]:
-    chance = random.Random(f"{given.seed}/{trial.scene.name}")
+def _kinds(trial: Trial, given: argparse.Namespace) -> Iterator[Kind]:
     for fault in FAULTS:
-        call = (*CALLS, "any")[fault.call]
-        if (given.call and call not in given.call) or (given.fault and fault.name not in given.fault):
-            continue
-        for at in [given.at] if given.at else trial.numbers(fault, every=given.every):
-            if given.at or chance.random() < _share(given, call):
-                verdict, _ = trial.strike(fault, at)
-                yield Struck(f"{call} {fault.name}", f"--call {call} --fault {fault.name} --at {at}", verdict)
-    yield from _damaged(trial, given, chance)
-    yield from _limited(trial, given)
-    yield from _interrupted(trial, given, chance)
+        numbers = partial(trial.numbers, fault, every=given.every)
+        yield Kind((*CALLS, "any")[fault.call], fault.name, numbers, partial(trial.strike, fault))
+    for how, file in product(DAMAGES, trial.scene.reads):
+        yield Kind("damage", f"{how} {file}", partial(trial.numbers, STOP), partial(trial.damage, Damage(how, file)))
+    for what, most in LIMITS.items():
+        yield Kind("limit", what, lambda most=most: most, lambda number, what=what: trial.limit(**{what: number}))
+    chance = random.Random(f"{given.seed}/{trial.scene.name}")
+    for name, signals in MOMENTS.items():
+        yield Kind("moment", name, partial(trial.moments, chance, NUM_MOMENTS), partial(_interrupted, trial, signals))
 
 
-def _damaged(trial: Trial, given: argparse.Namespace, chance: random.Random) -> Iterator[Struck]:
-    stop = Fault("stop", ANY, FAULTS[-1].kind, STOPPED)
-    for damage in DAMAGES if "damage" in (given.call or ["damage"]) else ():
-        if given.fault and damage.how not in given.fault:
-            continue
-        for at in [given.at] if given.at else trial.numbers(stop):
-            if given.at or chance.random() < _share(given, "damage"):
-                verdict, _ = trial.strike(stop, at, damage)
-                yield Struck(f"{damage.how} {damage.file}", f"--call damage --fault {damage.how} --at {at}", verdict)
-
-
-def _interrupted(trial: Trial, given: argparse.Namespace, chance: random.Random) -> Iterator[Struck]:
-    if trial.scene.visits or "moment" not in (given.call or ["moment"]):
-        return
-    duration_s = trial.interrupt(signal.SIGINT, NEVER_S)[1].seconds
-    for number in SIGNALS:
-        for _ in range(MOMENTS):
-            after_s = round(chance.uniform(0, duration_s), 2)
-            verdict, _ = trial.interrupt(number, after_s)
-            yield Struck(f"{number.name} at a moment", f"--call moment # {number.name} after {after_s} s", verdict)
-
-
-def _limited(trial: Trial, given: argparse.Namespace) -> Iterator[Struck]:
-    if "limit" not in (given.call or ["limit"]):
-        return
-    for files in LIMITS_OF_FILES:
-        yield Struck("at most n files", f"--call limit # {files} files", trial.limit(files=files)[0])
-    for file_bytes in FILE_BYTES:
-        yield Struck("files of at most n bytes", f"--call limit # {file_bytes}", trial.limit(file_bytes=file_bytes)[0])
+def _interrupted(trial: Trial, signals: Sequence[tuple[float, int]], after_ms: int) -> tuple[Verdict, Ended]:
+    (_, first), *others = signals
+    return trial.interrupt([(after_ms / 1000, first), *others])
 
 
 def _told(table: Table, scene: str) -> str:

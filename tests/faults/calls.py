@@ -7,11 +7,10 @@ from typing import NamedTuple
 # In the order of shim.c.
 CALLS = (
     *("open", "read", "write", "print", "input", "stat", "list", "sync", "rename", "unlink", "mkdir", "resize", "lock"),
-    *("room", "mmap", "madvise", "thread", "socket", "recv", "send"),
+    *("room", "mmap", "madvise", "thread", "socket", "recv", "send", "create", "close"),
 )
 ANY = len(CALLS)
 NOTHING, ERROR, SHORT, SIGNAL, SLOW = range(5)  # kinds of faults
-STOPPED = int(signal.SIGSTOP)
 
 
 class Fault(NamedTuple):
@@ -24,6 +23,9 @@ class Fault(NamedTuple):
     is_lasting: bool = False
 
 
+STOP = Fault("stop", ANY, SIGNAL, int(signal.SIGSTOP))  # until what shall happen meanwhile has happened
+
+
 def _error(call: str, number: int, *, is_lasting: bool = False) -> Fault:
     return Fault(f"{errno.errorcode[number]}{'...' * is_lasting}", CALLS.index(call), ERROR, number, is_lasting)
 
@@ -31,14 +33,14 @@ def _error(call: str, number: int, *, is_lasting: bool = False) -> Fault:
 _ERRORS = {
     "open": ("EIO", "EMFILE", "EACCES", "ENOENT", "EINTR"),
     "read": ("EIO", "EINTR"),
-    "write": ("ENOSPC", "EIO", "EINTR"),
+    "write": ("ENOSPC", "EDQUOT", "EIO", "EINTR"),
     "print": ("ENOSPC", "EIO", "EPIPE", "EINTR"),
     "input": ("EIO", "EINTR"),
     "stat": ("EIO", "EACCES"),
-    "list": ("EIO", "EMFILE"),
-    "sync": ("EIO", "ENOSPC"),
-    "rename": ("EIO", "ENOSPC"),
-    "unlink": ("EIO",),
+    "list": ("EIO", "EMFILE", "EACCES"),
+    "sync": ("EIO", "ENOSPC", "EINTR"),
+    "rename": ("EIO", "ENOSPC", "EACCES"),
+    "unlink": ("EIO", "EACCES"),
     "mkdir": ("ENOSPC", "EACCES"),
     "resize": ("ENOSPC", "EIO"),
     "lock": ("ENOLCK", "EINTR"),
@@ -49,17 +51,19 @@ _ERRORS = {
     "socket": ("EMFILE", "EADDRINUSE"),
     "recv": ("ECONNRESET", "EINTR"),
     "send": ("EPIPE", "ECONNRESET"),
+    "create": ("EIO", "EMFILE", "EACCES", "ENOSPC", "EROFS"),
+    "close": ("EIO",),
 }
 _LASTING = {"open": "EMFILE", "read": "EIO", "write": "ENOSPC", "print": "EPIPE", "mmap": "ENOMEM", "sync": "EIO"}
 _IN_PARTS = ("read", "write", "print", "input", "send")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGSTOP)
-_SLOW_US = 20_000
+_SLOW_US = 4000
 
 FAULTS: tuple[Fault, ...] = (
     *(_error(call, getattr(errno, name)) for call, names in _ERRORS.items() for name in names),
     *(_error(call, getattr(errno, name), is_lasting=True) for call, name in _LASTING.items()),
     *(Fault("short", CALLS.index(call), SHORT) for call in _IN_PARTS),
     *(Fault("short...", CALLS.index(call), SHORT, 0, True) for call in ("read", "write")),
-    Fault("slow", CALLS.index("read"), SLOW, _SLOW_US),
+    Fault("slow...", CALLS.index("read"), SLOW, _SLOW_US, True),
     *(Fault(number.name, ANY, SIGNAL, int(number)) for number in _SIGNALS),
 )

@@ -25,7 +25,7 @@
 /* In the order of CALLS in calls.py. */
 enum {
     OPEN, READ, WRITE, PRINT, INPUT, STAT, LIST, SYNC, RENAME, UNLINK, MKDIR, RESIZE, LOCK,
-    ROOM, MMAP, MADVISE, THREAD, SOCKET, RECV, SEND, NUM_CALLS
+    ROOM, MMAP, MADVISE, THREAD, SOCKET, RECV, SEND, CREATE, CLOSE, NUM_CALLS
 };
 enum { NOTHING, ERROR, SHORT, SIGNAL, SLOW }; /* kinds of faults, as in calls.py */
 #define ANY NUM_CALLS
@@ -34,18 +34,17 @@ enum { NOTHING, ERROR, SHORT, SIGNAL, SLOW }; /* kinds of faults, as in calls.py
 
 static char root[PATH_MAX];
 static size_t root_chars;
-static char is_own[MOST_FILES], is_socket[MOST_FILES];
+static char is_own[MOST_FILES];
 static long counts[NUM_CALLS + 1];
 static int armed_call = -1, armed_kind, is_lasting;
 static long armed_at, armed_value;
+static volatile char *struck;
 
 void faults_watch(const char *folder) {
     memset(counts, 0, sizeof counts);
     strncpy(root, folder, PATH_MAX - 1);
     root_chars = strlen(root);
 }
-
-void faults_stop(void) { root_chars = 0; }
 
 /* Where each call comes from is written there: a line with its kind and number, then Python's traceback if it has one. */
 static int record = -1;
@@ -65,12 +64,15 @@ static void note(int call, long number, long of_any) {
     pthread_mutex_unlock(&one);
 }
 
+/* Becomes 1 where a child strikes: shared with the process that has forked it, for the child may be killed. */
+volatile char *faults_mark(void) {
+    return struck = mmap(NULL, 1, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+}
+
 void faults_arm(int call, long at, int kind, long value, int lasting) {
     armed_at = at, armed_kind = kind, armed_value = value, is_lasting = lasting;
     armed_call = call;
 }
-
-long faults_count(int call) { return counts[call]; }
 
 static int due(int call) {
     if (!root_chars) return NOTHING;
@@ -80,6 +82,7 @@ static int due(int call) {
     if (armed_call == ANY) number = of_any;
     else if (armed_call != call) return NOTHING;
     if (number != armed_at && !(is_lasting && number > armed_at)) return NOTHING;
+    *struck = 1;
     if (armed_kind == SIGNAL) return kill(getpid(), (int)armed_value), NOTHING;
     if (armed_kind == SLOW) return usleep((useconds_t)armed_value), NOTHING;
     if (armed_kind == ERROR) errno = (int)armed_value;
@@ -91,10 +94,11 @@ static int below(const char *path) {
 }
 static int own(int fd) { return fd >= 0 && fd < MOST_FILES && is_own[fd]; }
 static int at(int folder, const char *path) { return below(path) || (path && path[0] != '/' && own(folder)); }
-static int keep(int fd, char *marks) {
-    if (fd >= 0 && fd < MOST_FILES) is_own[fd] = is_socket[fd] = 0, marks[fd] = 1;
+static int keep(int fd) {
+    if (fd >= 0 && fd < MOST_FILES) is_own[fd] = 1;
     return fd;
 }
+static int opening(int flags) { return flags & O_CREAT ? CREATE : OPEN; }
 
 #define REAL(type, name, ...) \
     static type (*real)(__VA_ARGS__); \
@@ -108,8 +112,8 @@ static int keep(int fd, char *marks) {
         REAL(int, name, const char *, int, ...); \
         va_list rest; va_start(rest, flags); int mode = va_arg(rest, int); va_end(rest); \
         if (!below(path)) return real(path, flags, mode); \
-        FAIL_IF(1, OPEN, -1); \
-        return keep(real(path, flags, mode), is_own); \
+        FAIL_IF(1, opening(flags), -1); \
+        return keep(real(path, flags, mode)); \
     }
 OPENING(open)
 OPENING(open64)
@@ -118,21 +122,23 @@ OPENING(open64)
         REAL(int, name, int, const char *, int, ...); \
         va_list rest; va_start(rest, flags); int mode = va_arg(rest, int); va_end(rest); \
         if (!at(folder, path)) return real(folder, path, flags, mode); \
-        FAIL_IF(1, OPEN, -1); \
-        return keep(real(folder, path, flags, mode), is_own); \
+        FAIL_IF(1, opening(flags), -1); \
+        return keep(real(folder, path, flags, mode)); \
     }
 OPENING_AT(openat)
 OPENING_AT(openat64)
 
 int close(int fd) {
     REAL(int, close, int);
-    if (fd >= 0 && fd < MOST_FILES) is_own[fd] = is_socket[fd] = 0;
-    return real(fd);
+    int is_failing = own(fd) && due(CLOSE) == ERROR, error = errno;
+    if (fd >= 0 && fd < MOST_FILES) is_own[fd] = 0;
+    int done = real(fd); /* it is closed all the same, as Linux does it */
+    return is_failing ? errno = error, -1 : done;
 }
 #define FOPENING(name) \
     FILE *name(const char *path, const char *mode) { \
         REAL(FILE *, name, const char *, const char *); \
-        FAIL_IF(below(path), OPEN, NULL); \
+        FAIL_IF(below(path), *mode == 'r' ? OPEN : CREATE, NULL); \
         return real(path, mode); \
     }
 FOPENING(fopen)
@@ -216,6 +222,21 @@ ssize_t writev(int fd, const struct iovec *parts, int n) {
     REAL(ssize_t, writev, int, const struct iovec *, int);
     FAIL_IF(own(fd), WRITE, -1);
     return real(fd, parts, n);
+}
+#define COPYING(name) \
+    ssize_t name(int to, int from, off64_t *at, size_t n) { \
+        REAL(ssize_t, name, int, int, off64_t *, size_t); \
+        int call = write_call(to); \
+        MOVE(call, n) \
+        return real(to, from, at, n); \
+    }
+COPYING(sendfile)
+COPYING(sendfile64)
+ssize_t copy_file_range(int from, off64_t *at, int to, off64_t *to_at, size_t n, unsigned flags) {
+    REAL(ssize_t, copy_file_range, int, off64_t *, int, off64_t *, size_t, unsigned);
+    int call = write_call(to);
+    MOVE(call, n)
+    return real(from, at, to, to_at, n, flags);
 }
 
 #define STATING(name, kind) \
@@ -364,7 +385,7 @@ int pthread_create(pthread_t *id, const pthread_attr_t *how, void *(*work)(void 
 int socket(int domain, int type, int protocol) {
     REAL(int, socket, int, int, int);
     FAIL_IF(1, SOCKET, -1);
-    return keep(real(domain, type, protocol), is_socket);
+    return real(domain, type, protocol);
 }
 int bind(int fd, const struct sockaddr *address, socklen_t size) {
     REAL(int, bind, int, const struct sockaddr *, socklen_t);
@@ -379,7 +400,7 @@ int listen(int fd, int backlog) {
 int accept4(int fd, struct sockaddr *address, socklen_t *size, int flags) {
     REAL(int, accept4, int, struct sockaddr *, socklen_t *, int);
     FAIL_IF(1, SOCKET, -1);
-    return keep(real(fd, address, size, flags), is_socket);
+    return real(fd, address, size, flags);
 }
 ssize_t recv(int fd, void *to, size_t n, int flags) {
     REAL(ssize_t, recv, int, void *, size_t, int);

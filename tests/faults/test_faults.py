@@ -4,6 +4,7 @@ Why: what fails once in a year of somebody's runs must end as promised, too: wit
 so far, no file half-written, and a next run that works. Invariant: what a verdict looks for shows where it is planted.
 """
 
+import json
 import random
 import shutil
 import signal
@@ -14,16 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faults.calls import ANY, CALLS, ERROR, FAULTS, SIGNAL, STOPPED, Fault
+from faults.calls import ANY, CALLS, ERROR, FAULTS, SIGNAL, STOP, Fault
 from faults.forge import Ended, Forge, restore
 from faults.scenes import Scene, prepare, scenes
 from faults.trial import Damage, Trial
-from faults.verdict import Circumstances, Reference, contents, judged
+from faults.verdict import Circumstances, Reference, Verdict, contents, judged, of_ids
 
 NUM_STRIKES = {"session, new": 4, "datastore build": 8}
-STOP = Fault("stop", ANY, SIGNAL, STOPPED)
 has_shim = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("cc") is None, reason="faults are injected by a shim in C, for Linux"
+    sys.platform != "linux" or shutil.which("cc") is None or sys.version_info >= (3, 13),
+    reason="faults are injected by a shim in C, for Linux and Python before 3.13",
 )
 
 
@@ -56,7 +57,10 @@ def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
         verdict, ended = trial.strike(Fault("EIO", CALLS.index(call), ERROR, 5), 1)
         assert verdict.end in ("exit 1", "exit 2") and "Input/output error" in ended.err
     late = trial.numbers(STOP)[-20]
-    assert trial.strike(STOP, late)[1].num_stops == 1
+    assert trial.strike(STOP, late)[0].end == "survived"
+    killed = trial.strike(Fault("SIGKILL", ANY, SIGNAL, signal.SIGKILL), late)[1]
+    assert killed.code == -signal.SIGKILL and killed.is_struck
+    assert trial.strike(FAULTS[0], 1 << 30)[0].end == "not struck"
     verdict, ended = trial.strike(Fault("SIGINT", ANY, SIGNAL, signal.SIGINT), trial.numbers(STOP)[40])
     assert verdict.end == "exit 130" and not verdict.breaches, verdict
 
@@ -64,11 +68,26 @@ def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
 @has_shim
 @pytest.mark.parametrize("how", ["cut", "overwrite"])
 def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trials: dict[str, Trial]) -> None:
-    trial, damage = trials["session, new"], Damage(how, "target/model-00003-of-00005.safetensors")
-    numbers = trial.numbers(STOP)
-    ends = [trial.strike(STOP, numbers[len(numbers) * part // 4], damage)[0] for part in (2, 3)]
+    ends = damaged(trials["session, new"], how)
     assert not any(verdict.breaches for verdict in ends), ends
     assert "exit 1" in {verdict.end for verdict in ends}, "none of them came in time to matter"
+
+
+@has_shim
+def test_other_weights_show_in_the_text_where_nobody_looks_after_files(trials: dict[str, Trial]) -> None:
+    ends = damaged(trials["session, new"], "overwrite", is_blind=True)
+    assert any(breach.startswith("exit 0 with another text") for end in ends for breach in end.breaches), ends
+
+
+def damaged(trial: Trial, how: str, **more: bool) -> list[Verdict]:
+    """A shard of the target while the text is being written."""
+    damage, numbers = Damage(how, "target/model-00003-of-00005.safetensors"), trial.numbers(STOP, every=True)
+    return [trial.damage(damage, numbers[len(numbers) * part // 32], **more)[0] for part in (21, 22, 23)]
+
+
+def reply(text: str, *, end: str = "[DONE]") -> str:
+    event = json.dumps({"choices": [{"text": text}]})
+    return f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: {event}\n\ndata: {end}\n\n"
 
 
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
@@ -84,13 +103,17 @@ PLANTED: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
     "exit 0 without out": ({}, {}),
     "out: half-written, 2 of 5 bytes": ({"code": 1, "err": "offload: failed\n"}, {"out": b"wh"}),
     ".out.12: left behind with 2 bytes": ({"code": 1, "err": "offload: failed\n"}, {".out.12": b"wh"}),
+    "a reply with another text: 'Other'": ({"replies": [reply("Other")]}, {"out": b"whole"}),
+    "a reply that ends untold after 'Hel'": ({"replies": [reply("Hel", end="")]}, {"out": b"whole"}),
+    "a reply with another text: 'x'": ({"replies": [reply("x", end='{"error": {}}')]}, {"out": b"whole"}),
+    "the next run: exit 0 with another text": ({"code": 1, "err": "offload: failed\n"}, {"half": b"wh"}),
     "kept: it is gone": ({"code": 1, "err": "offload: failed\n"}, {"kept": b""}),
 }
 
 
 @pytest.mark.parametrize("told", PLANTED)
 def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
-    whole = Ended(0, "Hello", "", 0.1, False, 0, None, ())
+    whole = Ended(0, "Hello", "", 0.1, False, replies=(reply("Hello"),))
     changes, files = PLANTED[told]
     (tmp_path / "kept").write_bytes(b"as it was")
     before = contents(tmp_path)
@@ -100,6 +123,14 @@ def test_a_planted_breach_shows(told: str, tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(data)
         else:
             (tmp_path / name).unlink()
-    forge: Any = SimpleNamespace(root=tmp_path)
-    verdict = judged(forge, Scene("some", ()), reference, Circumstances(before), whole._replace(**changes))
+    forge: Any = SimpleNamespace(root=tmp_path, run=lambda *_, **__: whole._replace(out="Other"))
+    verdict = judged(
+        forge, Scene("some", (), stays=("half",)), [reference], Circumstances(before), whole._replace(**changes)
+    )
     assert verdict.end == "BREACH" and any(breach.startswith(told) for breach in verdict.breaches), verdict
+
+
+def test_other_tokens_show() -> None:
+    one, two = (Ended(0, json.dumps({"token_ids": ids}), "", 0.1, False) for ids in ([1], [1, 2]))
+    assert of_ids(two, two, True) == of_ids(two, one, False) == []
+    assert of_ids(two, one, True) and of_ids(one, two, False) and of_ids(two, two._replace(out='{"token'), True)
