@@ -1,9 +1,11 @@
 """The errors that a user can mend: one line each, naming the rule, the value that broke it and the remedy."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 TOLD = "every rank has been told"  # a note on an error: rank 0 tells the user, no other needs to
+_LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}  # descriptors, memory, processes
 _MAX_CHARS, _KEPT_CHARS = 560, 260  # of a message, and of its either end where it quotes more
 
 
@@ -60,11 +62,14 @@ def reason(error: BaseException) -> str:
 def refusing(what: str, remedy: str) -> Iterator[None]:
     """Raises `UserError` for whatever goes wrong inside.
 
-    What strangers give, files and grammars, fails as programs do, with any exception that lies at hand.
+    What strangers give, files and grammars, fails as programs do, with any exception that lies at hand. Where the machine
+    lacks something, that is not their fault, and stays what it is.
     """
     try:
         yield
     except BaseException as error:
+        if isinstance(error, OSError) and error.errno in _LACKING:
+            raise
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of Rust, which is no `Exception`
             raise UserError(f"{what} ({reason(error)}): {remedy}") from None
         raise

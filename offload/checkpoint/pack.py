@@ -40,6 +40,7 @@ from offload.checkpoint.safetensors import (
     parse_header,
     read_header,
     read_raw_header,
+    stamp_of,
 )
 from offload.checkpoint.tensors import TensorEntry
 from offload.config import require
@@ -84,7 +85,9 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
     checkpoint, destination = open_checkpoint(model), destination.expanduser().resolve()
     require_bfloat16(checkpoint)
     require_apart(checkpoint.directory, destination)
-    source = made_from(checkpoint)
+    source, beside = made_from(checkpoint), _stamps_beside(checkpoint.directory)
+    if checkpoint.config_stamp is not None:
+        beside[checkpoint.small_files / "config.json"] = checkpoint.config_stamp
     if is_finished(destination, source):
         return _outcome(destination, len(packed_files(destination)))._replace(was_there=True)
     with unfinished(destination, source) as folder:
@@ -99,8 +102,8 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
             else:
                 write_packed(folder / name, portion, count)
                 _require_unchanged(checkpoint, portion.path)
-        for path in others(checkpoint.directory):
-            shutil.copyfile(path, folder / (_SOURCE_INDEX if path.name == _INDEX else path.name))
+        for path, stamp in beside.items():
+            _copy_unchanged(path, stamp, folder / (_SOURCE_INDEX if path.name == _INDEX else path.name))
         _write_index(folder, portions)
     return _outcome(destination, len(kept))
 
@@ -123,16 +126,16 @@ def _write_originals(
     with unfinished(destination, source) as scratch:
         needed_bytes = sum(own[0].origin.num_bytes for own in found.values())
         check_disk(scratch, needed_bytes - sum(path.stat().st_size for path in scratch.glob("*.safetensors")))
-        count = _Counter(needed_bytes, progress)
+        count, beside = _Counter(needed_bytes, progress), _stamps_beside(folder)
         for name, own in found.items():
             if (scratch / name).is_file():  # whole, since it has its name
                 count(own[0].origin.num_bytes)
             else:
                 with _leaving(scratch):
                     write_original(scratch / name, own, count)
-        for path in others(folder):
+        for path, stamp in beside.items():
             if path.name not in (MANIFEST, _INDEX):
-                shutil.copyfile(path, scratch / (_INDEX if path.name == _SOURCE_INDEX else path.name))
+                _copy_unchanged(path, stamp, scratch / (_INDEX if path.name == _SOURCE_INDEX else path.name))
 
 
 def verify(model: Path, *, progress: Progress) -> Outcome:
@@ -260,6 +263,16 @@ def _require_unchanged(checkpoint: Checkpoint, path: Path) -> None:
     with opened(path, os.O_RDONLY) as fd:
         if Stamp.of(fd) != checkpoint.stamps[checkpoint.shards.index(path)]:
             raise ReadError(f"{path.name} changed while it was packed: pack the model again")
+
+
+def _stamps_beside(folder: Path) -> dict[Path, Stamp | None]:
+    return {path: stamp_of(path) for path in others(folder)}
+
+
+def _copy_unchanged(path: Path, stamp: Stamp | None, copy: Path) -> None:
+    shutil.copyfile(path, copy)
+    if stamp_of(path) != stamp:
+        raise ReadError(f"{path.name} changed while it was to be copied: start again when nobody writes to it")
 
 
 class _Counter:

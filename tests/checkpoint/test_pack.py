@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,34 @@ def test_a_source_that_changes_meanwhile_is_noticed(
     with pytest.raises(ReadError, match="changed while it was packed"):
         pack(model, tmp_path / "packed", progress=silent)
     assert not (tmp_path / "packed").exists()
+
+
+def test_a_config_that_changes_meanwhile_is_noticed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways, and the next run goes on."""
+
+    def cutting(folder: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+        def cut_after(*given: Any) -> Any:
+            os.truncate(folder / "config.json", 9)
+            return function(*given)
+
+        return cut_after
+
+    config, packed, back = (model / "config.json").read_bytes(), tmp_path / "packed", tmp_path / "back"
+    told = "config.json changed while it was to be copied"
+    with monkeypatch.context() as patch, pytest.raises(ReadError, match=told):
+        patch.setattr(module, "write_packed", cutting(model, module.write_packed))
+        pack(model, packed, progress=silent)
+    (model / "config.json").write_bytes(config)
+    pack(model, packed, progress=silent)
+    with monkeypatch.context() as patch, pytest.raises(ReadError, match=told):
+        patch.setattr(module, "write_original", cutting(packed, module.write_original))
+        unpack(packed, back, progress=silent)
+    assert not back.exists()
+    (packed / "config.json").write_bytes(config)
+    unpack(packed, back, progress=silent)
+    assert (back / "config.json").read_bytes() == config == (packed / "config.json").read_bytes()
 
 
 def test_a_wrong_coder_is_found_before_its_file_has_a_name(

@@ -242,6 +242,14 @@ def test_templates_of_models_that_also_see(template: str, told: str, tmp_path: P
     assert tokenizer.decode(encode_messages(tokenizer, [{"role": "user", "content": 'say "hi"'}])) == told
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EAGAIN])
+def test_what_the_machine_lacks_is_no_fault_of_a_template(number: int, tmp_path: Path) -> None:
+    tokenizer, lacking = save_tokenizer(tmp_path, chat_template=TEMPLATE), OSError(number, os.strerror(number))
+    with patch("offload.engine.text.render_chat", side_effect=lacking), pytest.raises(OSError) as told:
+        encode_prompt(tokenizer, "hi")
+    assert told.value.errno == number and not isinstance(told.value, UserError)
+
+
 def test_a_processor_keeps_its_template_in_a_file_of_its_own(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
