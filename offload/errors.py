@@ -62,8 +62,8 @@ def reason(error: BaseException) -> str:
 def refusing(what: str, remedy: str) -> Iterator[None]:
     """Raises `UserError` for whatever goes wrong inside.
 
-    What strangers give, files and grammars, fails as programs do, with any exception that lies at hand. Where the machine
-    lacks something, that is not their fault, and stays what it is.
+    What strangers give, files and grammars, fails as programs do, with any exception that lies at hand. What the
+    machine lacks is not their fault, and stays what it is.
     """
     try:
         yield
