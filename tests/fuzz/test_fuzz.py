@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from targets.planted import TARGETS as PLANTED
+
 HERE = Path(__file__).parent
 NAMES = (
     "safetensors/index", "config/qwen3_moe", "tokenizer/unigram", "fewer_bits/awq", "gguf_file/llama",
@@ -28,10 +30,10 @@ def test_a_few_damaged_files_of_each_kind() -> None:
 
 
 def test_planted_faults_are_found() -> None:
-    run = fuzz("--target", "planted", "--cases", 13, "--wall-s", 5, "--json")
+    run = fuzz("--target", "planted", "--cases", len(PLANTED), "--wall-s", 5, "--json")
     ends = {name: kind for name, kind, _ in json.loads(run.stdout)}
     wanted = {name: re.sub("-.*", "", name.partition("/")[2]) for name in ends}
-    assert run.returncode == 1 and ends == wanted and len(ends) == 13
+    assert run.returncode == 1 and ends == wanted and len(ends) == len(PLANTED)
 
 
 def test_a_case_depends_on_its_name_alone() -> None:
