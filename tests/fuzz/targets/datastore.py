@@ -4,7 +4,7 @@ from pathlib import Path
 
 from case import Target
 from damage import BYTES, JSON, only, special
-from model_files import ENOUGH, save_files
+from model_files import ENOUGH, as_wanted, keep_wanted, save_files
 from shell import Outcome, shell
 
 _KEYS = ("vocab_size", "token_bytes", "tokenizer", "tokenizer_sha256", "chunks", "version", "format", "x")
@@ -18,9 +18,7 @@ def _save(folder: Path) -> None:
     built = shell("datastore", "build", folder / "corpus.txt", "--tokenizer", folder / "model", "--out",
         folder / "store", "--quiet")  # fmt: skip
     assert built.code == 0, built.err
-    written = _write(folder)
-    assert written.code == 0, written.err
-    (folder / "wanted").write_text(written.out)
+    keep_wanted(folder, _write(folder))
 
 
 def _write(folder: Path) -> Outcome:
@@ -30,9 +28,7 @@ def _write(folder: Path) -> Outcome:
 
 def _write_the_same(folder: Path) -> Outcome:
     """A corpus guesses, and decides nothing."""
-    outcome = _write(folder)
-    assert outcome.code != 0 or outcome.out == (folder / "wanted").read_text(), f"another text: {outcome.out!r}"
-    return outcome
+    return as_wanted(folder, _write(folder))
 
 
 def _verify(folder: Path) -> Outcome:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from case import Target
 from damage import JSON, flip, only, other, special, text
-from model_files import ENOUGH, save_files
+from model_files import ENOUGH, as_wanted, keep_wanted, save_files
 from shell import Outcome, shell
 
 from offload.checkpoint.safetensors import open_checkpoint
@@ -62,12 +62,18 @@ def _save_profile(folder: Path) -> None:
         num_threads=1, costs=costs, traces=((0, 1, -1), (0, 0, 1)), expert_uses=ExpertUses(((1, 2), (2, 1)), 2),
         dynamic_yields=(DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),))  # fmt: skip
     (folder / "profile.json").write_text(format_json(known.as_dict()))
+    keep_wanted(folder, _write_by_profile(folder))
 
 
 def _write_by_profile(folder: Path) -> Outcome:
     named = ("-m", folder / "target", "-d", folder / "draft", "--profile", folder / "profile.json")
     shown = ("-p", "Count: a", "-n", 4, "--greedy", "--quiet", *ENOUGH[:6])
     return shell("generate", *named, *shown)
+
+
+def _write_as_ever(folder: Path) -> Outcome:
+    """A profile shapes the tree, and decides nothing."""
+    return as_wanted(folder, _write_by_profile(folder))
 
 
 def _save_machines(folder: Path) -> None:
@@ -120,7 +126,7 @@ def _generate_by_variables(folder: Path) -> Outcome:
 torch.set_num_threads(1)
 _TOML_DAMAGE = (text, text, flip, special, other(*_HOSTILE_TOML))
 TARGETS = [
-    Target("settings/profile", _save_profile, {"profile.json": (only(*_PROFILE_KEYS), *JSON)}, _write_by_profile),
+    Target("settings/profile", _save_profile, {"profile.json": (only(*_PROFILE_KEYS), *JSON)}, _write_as_ever),
     Target("settings/hardware", _save_machines, {"machine.json": (only(*_MACHINE, "x"), *JSON)}, _plan_hardware),
     Target("settings/cluster", _save_machines, {"cluster.json": (only("network", "ranks", "x"), *JSON)}, _plan_cluster),
     Target("settings/toml", _save_defaults, {"offload/config.toml": _TOML_DAMAGE}, _generate_by_defaults),
