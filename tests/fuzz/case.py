@@ -27,7 +27,6 @@ _FAILURES = re.compile(
     r"cut short|(opened|read) any more|reading .*failed|(changed|written to) (since|while)|their lines|: DAMAGED in "
 )
 _NO_MEMORY = re.compile(r"MemoryError|allocate|bad_alloc|memory ran out|more threads")
-FINDINGS = ("exception", "hang", "crash", "memory", "outside", "changed", "message", "unsound")
 
 
 class Target(NamedTuple):
@@ -83,7 +82,7 @@ def _is_plain(path: Path) -> bool:
 class End(NamedTuple):
     """How a case ended."""
 
-    kind: str  # one of `ENDS` or `FINDINGS`
+    kind: str  # one of `ENDS`, or a finding
     line: str  # what was said
     detail: str = ""  # a traceback, or what was printed
 

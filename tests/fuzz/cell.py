@@ -34,6 +34,7 @@ class Limits(NamedTuple):
     more_bytes: int = 3 << 30  # of address space, beyond what this process has
     resident_bytes: int = 700 << 20  # the same of memory; more is a finding
     file_bytes: int = 64 << 20
+    num_files: int = 256  # open at once
 
 
 class Done(NamedTuple):
@@ -212,6 +213,7 @@ class _Slot:
             (resource.RLIMIT_CPU, limits.cpu_s),
             (resource.RLIMIT_FSIZE, limits.file_bytes),
             (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NOFILE, limits.num_files),
         ):
             resource.setrlimit(kind, (most, most))
 

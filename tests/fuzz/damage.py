@@ -142,6 +142,19 @@ def json_value(path: Path, rng: random.Random) -> str:
     return done
 
 
+def json_line(path: Path, rng: random.Random) -> str:
+    """Values of one line of JSON."""
+    lines = path.read_text(errors="replace").split("\n")
+    at = rng.randrange(len(lines))
+    try:
+        value, done = damaged_value(json.loads(lines[at]), rng)
+    except (ValueError, RecursionError):
+        return text(path, rng)
+    lines[at] = dumped(value, rng)
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    return f"line {at}: {done}"
+
+
 def only(*keys: str) -> Damage:
     """Values of a JSON object below these keys alone, where one is there; `a.b` is `b` in `a`."""
 

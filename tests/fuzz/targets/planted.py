@@ -1,4 +1,4 @@
-"""Faults put in on purpose, one for each kind of finding: a harness that misses one is no use. Not run by default."""
+"""Faults put in on purpose, some for each kind of finding: a harness that misses one is no use. Not run by default."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,6 +15,9 @@ from damage import flip
 from shell import Outcome, cli, shell
 
 from offload.errors import ReadError, UserError
+
+_LIBC = ctypes.CDLL(None)
+_TRACE = "Traceback (most recent call last):\n"
 
 
 def _make(folder: Path) -> None:
@@ -40,111 +44,51 @@ def _failing(error: Exception) -> Callable[[Path], Outcome]:
     return fail
 
 
+def _raising(error: Exception, *arguments: str) -> Callable[[Path], None]:
+    def fail(folder: Path) -> None:
+        error.args = arguments or error.args
+        raise error
+
+    return fail
+
+
+def _read_in_c(folder: Path) -> None:
+    _LIBC.close(_LIBC.open(bytes(folder / "../outside/canary.txt"), os.O_RDONLY))
+
+
 def _link_inside(path: Path, rng: random.Random) -> str:
     path.unlink()
     path.symlink_to(rng.choice(("not-there", "..", ".")))
     return "a link"
 
 
-def _exception(folder: Path) -> None:
-    raise KeyError("planted")
-
-
-def _refused(folder: Path) -> None:
-    raise UserError("this is planted: take another file")
-
-
-def _hang(folder: Path) -> None:
-    time.sleep(1000)
-
-
-def _spin(folder: Path) -> None:
-    while True:
-        pass
-
-
-def _crash(folder: Path) -> None:
-    ctypes.string_at(0)
-
-
-def _exit(folder: Path) -> None:
-    os._exit(3)
-
-
-def _address_space(folder: Path) -> None:
-    bytearray(1 << 40)
-
-
-def _resident(folder: Path) -> None:
-    bytearray(b"x") * (800 << 20)
-
-
-def _read_outside(folder: Path) -> None:
-    (folder / "../outside/canary.json").read_text()
-
-
-def _read_outside_in_c(folder: Path) -> None:
-    libc = ctypes.CDLL(None)
-    libc.close(libc.open(bytes(folder / "../outside/canary.txt"), os.O_RDONLY))
-
-
-def _write_outside(folder: Path) -> None:
-    (folder / "../outside/new").write_text("x")
-
-
-def _change(folder: Path) -> None:
-    (folder / "new").write_text("x")
-
-
-def _two_lines(folder: Path) -> None:
-    error = UserError("a")
-    error.args = ("a\nb",)
-    raise error
-
-
-def _trace(folder: Path) -> Outcome:
-    return Outcome(0, "", "Traceback (most recent call last):\n")
-
-
-def _trace_in_c(folder: Path) -> None:
-    os.write(2, b"Traceback (most recent call last):\n")
-
-
-def _read_system(folder: Path) -> None:
-    Path("/etc/passwd").read_text()
-
-
-def _rename(folder: Path) -> None:
-    (folder / "file").rename(folder.parent / "stray")
-
-
-def _link(folder: Path) -> None:
-    os.link(folder / "file", folder.parent / "another")
-
-
-def _link_away(folder: Path) -> None:
-    os.symlink("../../outside/canary.txt", folder / "stray")
-
-
-def _send(folder: Path) -> None:
-    with socket.socket(type=socket.SOCK_DGRAM) as opened:
-        opened.sendto(b"planted", ("127.0.0.1", 9))
-
-
-def _ask_names(folder: Path) -> None:
-    socket.getaddrinfo("localhost", 80)
-
-
-WANTED = {
-    "exception": _exception, "refused": _refused, "hang": _hang, "hang-spin": _spin, "crash": _crash,
-    "crash-exit": _exit, "exception-space": _address_space, "memory": _resident, "outside": _read_outside,
-    "outside-c": _read_outside_in_c, "outside-write": _write_outside, "changed": _change, "message": _two_lines,
-    "memory-cli": _failing(MemoryError()), "memory-torch": _failing(RuntimeError("x: can't allocate memory")),
-    "exception-cli": _failing(OSError(5, "planted")), "failed": _failing(ReadError("a file was cut short")),
-    "exception-trace": _trace, "exception-trace-c": _trace_in_c, "outside-system": _read_system,
-    "outside-rename": _rename, "outside-link": _link, "outside-symlink": _link_away, "outside-send": _send,
-    "outside-names": _ask_names,
-}  # fmt: skip
+WANTED: dict[str, Callable[[Path], object]] = {
+    "refused": _raising(UserError("this is planted: take another file")),
+    "failed": _failing(ReadError("a file was cut short")),
+    "exception": _raising(KeyError("planted")),
+    "exception-space": lambda folder: bytearray(1 << 40),
+    "exception-cli": _failing(OSError(5, "planted")),
+    "exception-trace": lambda folder: Outcome(0, "", _TRACE),
+    "exception-trace-c": lambda folder: os.write(2, _TRACE.encode()),
+    "message": _raising(UserError("a"), "a\nb"),
+    "hang": lambda folder: time.sleep(1000),
+    "hang-spin": lambda folder: any(repeat(0)),
+    "crash": lambda folder: ctypes.string_at(0),
+    "crash-exit": lambda folder: os._exit(3),
+    "memory": lambda folder: bytearray(b"x") * (160 << 20),
+    "memory-cli": _failing(MemoryError()),
+    "memory-torch": _failing(RuntimeError("x: can't allocate memory")),
+    "changed": lambda folder: (folder / "new").write_text("x"),
+    "outside": lambda folder: (folder / "../outside/canary.json").read_text(),
+    "outside-c": _read_in_c,
+    "outside-system": lambda folder: Path("/etc/passwd").read_text(),
+    "outside-write": lambda folder: (folder / "../outside/new").write_text("x"),
+    "outside-rename": lambda folder: (folder / "file").rename(folder.parent / "stray"),
+    "outside-link": lambda folder: os.link(folder / "file", folder.parent / "another"),
+    "outside-symlink": lambda folder: os.symlink("../../outside/canary.txt", folder / "stray"),
+    "outside-send": lambda folder: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9)),
+    "outside-names": lambda folder: socket.getaddrinfo("localhost", 80),
+}
 
 TARGETS = [_faulty(name, fault) for name, fault in WANTED.items()]
-TARGETS += [_faulty("outside-linked", _read_outside_in_c, _link_inside)]
+TARGETS += [_faulty("outside-linked", _read_in_c, _link_inside)]

@@ -2,12 +2,11 @@
 
 import json
 import os
-import random
 import shutil
 from pathlib import Path
 
 from case import Target
-from damage import BYTES, JSON, damaged_value, data, dumped, header, json_value, other, special, text
+from damage import BYTES, JSON, data, header, json_line, json_value, other, special, text
 from model_files import ENOUGH, TEMPLATE, as_wanted, keep_wanted, save_files
 from shell import Outcome, shell
 
@@ -39,19 +38,6 @@ _HOSTILE_RULES = (
 )  # fmt: skip
 
 _MOST_CHARS = 1 << 20  # of what is looked at of a damaged file
-
-
-def _line_values(path: Path, rng: random.Random) -> str:
-    """Values of one line of JSON."""
-    lines = path.read_text(errors="replace").split("\n")
-    at = rng.randrange(len(lines))
-    try:
-        value, done = damaged_value(json.loads(lines[at]), rng)
-    except (ValueError, RecursionError):
-        return text(path, rng)
-    lines[at] = dumped(value, rng)
-    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
-    return f"line {at}: {done}"
 
 
 def _save(folder: Path) -> None:
@@ -130,8 +116,8 @@ def _go_on_alike(folder: Path) -> Outcome:
 _TEXT = (text, special, *BYTES)
 TARGETS = [
     Target("texts/prompt", _save, {"prompt.txt": _TEXT}, _write_file),
-    Target("texts/lines", _save, {"prompts.jsonl": (_line_values, _line_values, *_TEXT)}, _print_lines),
-    Target("texts/results", _save_results, {"results.jsonl": (_line_values, _line_values, *_TEXT)}, _write_the_rest,
+    Target("texts/lines", _save, {"prompts.jsonl": (json_line, json_line, *_TEXT)}, _print_lines),
+    Target("texts/results", _save_results, {"results.jsonl": (json_line, json_line, *_TEXT)}, _write_the_rest,
         writes=("results.jsonl", "not-there")),
     Target("texts/schema", _save, {"schema.json": (json_value, other(*_HOSTILE_SCHEMAS), *JSON)}, _write_json),
     Target("texts/rules", _save, {"rules.lark": (other(*_HOSTILE_RULES), *_TEXT)}, _write_rules),
