@@ -112,14 +112,14 @@ def _end_of_command(code: int, out: str, err: str) -> End:
     if code == 0:
         is_plain = all(line.isprintable() for line in err.splitlines())
         return End(RESULT, out) if is_plain else End("message", "not printable", repr(err))
-    end = _said(EXITS[code], err.removesuffix("\n") or out.splitlines()[-1], err or out)
-    if end.kind == FAILED and not _FAILURES.search(end.line):
-        return end._replace(kind="exception", line=f"no failure of reading: {end.line}")
-    return end
+    return _said(EXITS[code], err.removesuffix("\n") or out.rstrip().rpartition("\n")[2], err or out)
 
 
 def _said(kind: str, line: str, detail: str) -> End:
     """An error's line, which must be one, not too long, and must not steer a terminal."""
     if not line.isprintable() or not line or len(line) > MAX_LINE_CHARS:
         return End("message", f"{len(line.splitlines())} lines of {len(line)} characters: {line[:200]!r}", repr(line))
-    return End("memory" if _NO_MEMORY.search(line) else kind, line, detail)
+    if _NO_MEMORY.search(line):
+        return End("memory", line, detail)
+    is_known = kind != FAILED or _FAILURES.search(line)
+    return End(kind, line, detail) if is_known else End("exception", f"no failure of reading: {line}", detail)

@@ -16,6 +16,7 @@ from typing import Any
 _READS, _WRITES = 0x21, 0x3C6  # inotify: access and open; modify, attributes, move, create, delete
 _EVENT = struct.Struct("iIII")
 _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.chmod", "os.mkdir", "os.symlink", "os.link")
+_LOOKS = ("open", "os.listdir", "os.scandir")
 _WITH_TWO_NAMES = ("os.rename", "os.symlink", "os.link")
 _NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class", "socket.connect",
     "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname")  # fmt: skip
@@ -70,8 +71,9 @@ def watch_python(own: tuple[Path, ...]) -> list[str]:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _NEVER and not _is_own_program(event, arguments):
             strange.append(f"{event} {str(arguments)[:120]}")
-        elif (event == "open" or event in _CHANGES) and not isinstance(arguments[0], int):
-            is_write = event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        elif event in (*_LOOKS, *_CHANGES) and not isinstance(arguments[0], int | None):
+            is_opened_to_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            is_write = event in _CHANGES or bool(is_opened_to_write)
             allowed = (*mine, "/dev/null") if is_write else (*mine, *readable)
             for path in _paths(event, arguments):
                 is_cache = path.startswith(readable) and "/__pycache__" in path  # Python's and numba's, which unpickles

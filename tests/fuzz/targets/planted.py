@@ -82,6 +82,7 @@ WANTED: dict[str, Callable[[Path], object]] = {
     "outside": lambda folder: (folder / "../outside/canary.json").read_text(),
     "outside-c": _read_in_c,
     "outside-system": lambda folder: Path("/etc/passwd").read_text(),
+    "outside-folder": lambda folder: os.listdir("/"),
     "outside-write": lambda folder: (folder / "../outside/new").write_text("x"),
     "outside-rename": lambda folder: (folder / "file").rename(folder.parent / "stray"),
     "outside-link": lambda folder: os.link(folder / "file", folder.parent / "another"),

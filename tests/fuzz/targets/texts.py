@@ -37,7 +37,7 @@ _HOSTILE_RULES = (
     "%llguidance {\"no_forcing\": 5}\nstart: /a/", 'start: "\\ud800"', "start: <[0-99999999999]>", "start: @x",
 )  # fmt: skip
 
-_MOST_CHARS = 1 << 20  # of what is looked at of a damaged file
+_MOST_BYTES = 1 << 20  # of what is looked at of a damaged file
 
 
 def _save(folder: Path) -> None:
@@ -83,10 +83,10 @@ def _write_the_rest(folder: Path) -> Outcome:
     """What was in the file stays, and what is added to it is right."""
     path = folder / "results.jsonl"
     is_readable = path.is_file() and os.access(path, os.R_OK)
-    before = path.open(errors="replace").read(_MOST_CHARS).splitlines() if is_readable else []
+    before = path.open("rb").read(_MOST_BYTES).split(b"\n") if is_readable else []
     outcome = _write_lines(folder)
     if outcome.code == 0:
-        lines, wanted = path.read_text().splitlines(), (folder / "wanted").read_text().splitlines()
+        lines, wanted = (one.read_bytes().split(b"\n") for one in (path, folder / "wanted"))
         assert len(lines) == len(wanted) and {*lines} <= {*before, *wanted}, f"another result: {lines}"
     return outcome
 
