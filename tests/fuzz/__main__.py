@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_process(scratch)
     try:
         targets = _targets(asked.target)
-        cell = Cell(scratch, asked.jobs, Limits(wall_s=asked.wall_s))
+        cell = Cell(scratch, asked.jobs, Limits(wall_s=asked.wall_s, resident_bytes=asked.resident_mib << 20))
         findings = [done for target in targets if (done := cell.prepare(target)).end.is_finding]
         begun_s, done_cases = time.monotonic(), list[Done]()
         for done in cell.run(_cases(targets, asked) if not findings else ()):
@@ -65,6 +65,7 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print target, end and damage of each case, no table")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--wall-s", type=float, default=Limits().wall_s, help="most that one case may take")
+    parser.add_argument("--resident-mib", type=int, default=Limits().resident_bytes >> 20, help="the same of memory")
     return parser.parse_args(arguments)
 
 

@@ -5,7 +5,9 @@ alone, so that any case can be repeated by itself. Invariant: a case may end in 
 is wrong, and in nothing else.
 """
 
+import os
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,12 @@ Damage = Callable[[Path, random.Random], str]  # of one file; returns what it di
 RESULT, REFUSED, FAILED = "result", "refused", "failed"  # what may be
 ENDS = (RESULT, REFUSED, FAILED)
 EXITS = {0: RESULT, 2: REFUSED, 1: FAILED}  # of the command line
-FINDINGS = ("exception", "hang", "crash", "memory", "outside", "changed", "message", "unsound")
+TRACEBACK = "Traceback (most recent call last)"
+# All that a command may end with 1 for: a file that fails or changes, lines without a text, damage it looked for
+_FAILURES = re.compile(
+    r"cut short|(opened|read) any more|reading .*failed|(changed|written to) (since|while)|their lines|: DAMAGED in "
+)
+_NO_MEMORY = re.compile(r"MemoryError|allocate|bad_alloc|memory ran out|more threads")
 
 
 class Target(NamedTuple):
@@ -67,14 +74,15 @@ def _damaged(damage: Damage, path: Path, rng: random.Random) -> str:
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether it can be damaged once more: it is no link, and no damage has made it huge."""
-    return path.is_file() and not path.is_symlink() and path.stat().st_size < _MOST_BYTES
+    """Whether it can be damaged once more: it is no link, and no damage has made it huge or unreadable."""
+    is_file = path.is_file() and not path.is_symlink() and os.access(path, os.R_OK | os.W_OK)
+    return is_file and path.stat().st_size < _MOST_BYTES
 
 
 class End(NamedTuple):
     """How a case ended."""
 
-    kind: str  # one of `ENDS` or `FINDINGS`
+    kind: str  # one of `ENDS`, or a finding
     line: str  # what was said
     detail: str = ""  # a traceback, or what was printed
 
@@ -92,18 +100,26 @@ def end_of(run: Callable[[Path], Any], folder: Path, traceback: Callable[[], str
         return _said(kind, str(error), "")
     except BaseException as error:
         return End("exception", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", traceback())
-    code, err = getattr(outcome, "code", 0), getattr(outcome, "err", "")
-    if code not in EXITS:
+    if getattr(outcome, "code", 0) == 0 and getattr(outcome, "err", "") == "":
+        return End(RESULT, str(getattr(outcome, "out", "")))
+    return _end_of_command(outcome.code, outcome.out, outcome.err)
+
+
+def _end_of_command(code: int, out: str, err: str) -> End:
+    """By its exit code, and what it said."""
+    if code not in EXITS or TRACEBACK in err:
         return End("exception", f"exit code {code}", err)
     if code == 0:
         is_plain = all(line.isprintable() for line in err.splitlines())
-        return End(RESULT, str(getattr(outcome, "out", ""))) if is_plain else End("message", "not printable", repr(err))
-    return _said(EXITS[code], err.removesuffix("\n"), traceback())
+        return End(RESULT, out) if is_plain else End("message", "not printable", repr(err))
+    return _said(EXITS[code], err.removesuffix("\n") or out.rstrip().rpartition("\n")[2], err or out)
 
 
 def _said(kind: str, line: str, detail: str) -> End:
     """An error's line, which must be one, not too long, and must not steer a terminal."""
     if not line.isprintable() or not line or len(line) > MAX_LINE_CHARS:
         return End("message", f"{len(line.splitlines())} lines of {len(line)} characters: {line[:200]!r}", repr(line))
-    out_of_memory = "MemoryError" in line or "allocate" in line or "bad_alloc" in line
-    return End("memory" if out_of_memory else kind, line, detail)
+    if _NO_MEMORY.search(line):
+        return End("memory", line, detail)
+    is_known = kind != FAILED or _FAILURES.search(line)
+    return End(kind, line, detail) if is_known else End("exception", f"no failure of reading: {line}", detail)

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from case import SOUND, Case, End, Target, end_of
-from outside import Outside, watch_python
+from case import SOUND, TRACEBACK, Case, End, Target, end_of
+from outside import Outside, links_outside, watch_python
 
 
 class Limits(NamedTuple):
@@ -34,6 +34,7 @@ class Limits(NamedTuple):
     more_bytes: int = 3 << 30  # of address space, beyond what this process has
     resident_bytes: int = 700 << 20  # the same of memory; more is a finding
     file_bytes: int = 64 << 20
+    num_files: int = 256  # open at once
 
 
 class Done(NamedTuple):
@@ -118,6 +119,7 @@ class _Slot:
         shutil.copytree(sound, self._folder) if sound.exists() else self._folder.mkdir()
         self.case, self.damage = case, case.damage(self._folder)
         self._before, self._is_killed = _listing(self._folder, case.target.writes), False
+        self._linked = links_outside(self._folder)
         self.outside.seen()
         for path in self._said.values():
             path.write_text("")
@@ -163,14 +165,15 @@ class _Slot:
         if number:
             return End("crash", signal.Signals(number).name, printed)
         try:
-            return End(*json.loads(self._said["end.json"].read_text())["end"])
+            end = End(*json.loads(self._said["end.json"].read_text())["end"])
         except ValueError:
             return End("crash", f"exit {os.WEXITSTATUS(status)}, and not a word", printed)
+        return end if end.is_finding or TRACEBACK not in printed else End("exception", "a traceback", printed)
 
     def _left(self, end: End) -> End:
         """A finding in place of an end that may be, where something was read or changed that may not."""
         read, changed = self.outside.seen()
-        if changed or (read and "link" not in self.damage):
+        if changed or not read <= self._linked:
             return End("outside", f"canaries read {sorted(read)}, changed {sorted(changed)}", end.line)
         if self._before != _listing(self._folder, self.case.target.writes):
             return End("changed", "its folder is not as it was", end.line)
@@ -210,6 +213,7 @@ class _Slot:
             (resource.RLIMIT_CPU, limits.cpu_s),
             (resource.RLIMIT_FSIZE, limits.file_bytes),
             (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_NOFILE, limits.num_files),
         ):
             resource.setrlimit(kind, (most, most))
 

@@ -118,7 +118,7 @@ def special(path: Path, rng: random.Random) -> str:
     how = rng.choice(("missing", "empty", "link", "loop", "fifo", "folder", "zero", "unreadable", "dangling", "large"))
     if how == "unreadable":
         path.chmod(0)
-        return how
+        return how if os.geteuid() else "unreadable, but to root"
     raw = path.read_bytes()
     path.unlink()
     if how in ("empty", "folder", "fifo"):
@@ -128,7 +128,7 @@ def special(path: Path, rng: random.Random) -> str:
         os.truncate(path, rng.choice((1 << 31, 1 << 36)))  # a hole: it takes no room on the disk
     elif how != "missing":
         path.symlink_to({"link": canary, "loop": path.name, "zero": "/dev/zero", "dangling": "not-there"}[how])
-    return how if how != "dangling" else "a link to nothing"
+    return how
 
 
 def json_value(path: Path, rng: random.Random) -> str:
@@ -140,6 +140,19 @@ def json_value(path: Path, rng: random.Random) -> str:
     changed, done = damaged_value(value, rng)
     path.write_text(dumped(changed, rng))
     return done
+
+
+def json_line(path: Path, rng: random.Random) -> str:
+    """Values of one line of JSON."""
+    lines = path.read_text(errors="replace").split("\n")
+    at = rng.randrange(len(lines))
+    try:
+        value, done = damaged_value(json.loads(lines[at]), rng)
+    except (ValueError, RecursionError):
+        return text(path, rng)
+    lines[at] = dumped(value, rng)
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    return f"line {at}: {done}"
 
 
 def only(*keys: str) -> Damage:

@@ -52,6 +52,24 @@ def save_encoder_decoder(folder: Path) -> None:
     save_tokenizer(folder)
 
 
+def save_alike(folder: Path, *, family: str = "llama", shards: bool = False) -> None:
+    """One that transformers loads whole, so that `generate_alike` really compares."""
+    save_files(folder, family=family, shards=shards)
+    assert _reference(folder) is not None, "nothing to compare with"
+
+
+def keep_wanted(folder: Path, outcome: Outcome) -> None:
+    """Write down what the sound files give, for `as_wanted`."""
+    assert outcome.code == 0, outcome.err
+    (folder / "wanted").write_text(outcome.out)
+
+
+def as_wanted(folder: Path, outcome: Outcome) -> Outcome:
+    """Of files that may be refused, but decide nothing: a command that ends well has written the same text."""
+    assert outcome.code != 0 or outcome.out == (folder / "wanted").read_text(), f"another text: {outcome.out!r}"
+    return outcome
+
+
 def generate(model: Path) -> Outcome:
     """Four tokens, greedily."""
     return shell("generate", "-m", model, "-p", "Count: a", "-n", 4, "--greedy", *ENOUGH)

@@ -16,8 +16,12 @@ from typing import Any
 _READS, _WRITES = 0x21, 0x3C6  # inotify: access and open; modify, attributes, move, create, delete
 _EVENT = struct.Struct("iIII")
 _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.truncate", "os.chmod", "os.mkdir", "os.symlink", "os.link")
-_NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "pickle.find_class")
-_SYSTEM = ("/proc", "/sys", "/dev/null", "/dev/urandom", "/dev/zero", "/etc", "/usr", "/lib")
+_LOOKS = ("open", "os.listdir", "os.scandir")
+_WITH_TWO_NAMES = ("os.rename", "os.symlink", "os.link")
+_NEVER = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "pickle.find_class", "socket.connect",
+    "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname")  # fmt: skip
+_ETC = ("mime.types", "localtime", "os-release")  # what libraries look at; a stranger's name is another
+_SYSTEM = ("/proc", "/sys", "/dev/null", "/dev/urandom", *(f"/etc/{name}" for name in _ETC), "/usr", "/lib")
 CANARIES = ("canary.json", "canary.safetensors", "canary.txt")
 
 
@@ -67,16 +71,31 @@ def watch_python(own: tuple[Path, ...]) -> list[str]:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _NEVER and not _is_own_program(event, arguments):
             strange.append(f"{event} {str(arguments)[:120]}")
-        elif (event == "open" or event in _CHANGES) and not isinstance(arguments[0], int):
-            path = os.path.normpath(os.path.join(_here(), os.fsdecode(arguments[0])))
-            is_write = event != "open" or bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        elif event in (*_LOOKS, *_CHANGES) and not isinstance(arguments[0], int | None):
+            is_opened_to_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            is_write = event in _CHANGES or bool(is_opened_to_write)
             allowed = (*mine, "/dev/null") if is_write else (*mine, *readable)
-            is_cache = path.startswith(readable) and "/__pycache__" in path  # Python's and numba's, which unpickles
-            if not is_cache and not any(path == root or path.startswith(f"{root}/") for root in allowed):
-                strange.append(f"{event} {path}{' to write' if is_write else ''}")
+            for path in _paths(event, arguments):
+                is_cache = path.startswith(readable) and "/__pycache__" in path  # Python's and numba's, which unpickles
+                if not is_cache and not any(path == root or path.startswith(f"{root}/") for root in allowed):
+                    strange.append(f"{event} {path}{' to write' if is_write else ''}")
 
     sys.addaudithook(hook)
     return strange
+
+
+def _paths(event: str, arguments: tuple[Any, ...]) -> list[str]:
+    """Those that a call names; where a symbolic link leads is seen from its own folder."""
+    names = [os.fsdecode(name) for name in arguments[: 2 if event in _WITH_TWO_NAMES else 1]]
+    if event == "os.symlink":
+        names[0] = os.path.join(os.path.dirname(names[1]), names[0])
+    return [os.path.normpath(os.path.join(_here(), name)) for name in names]
+
+
+def links_outside(folder: Path) -> set[str]:
+    """Names of the files beyond a folder that links in it lead to."""
+    ends = {os.path.realpath(path) for path in folder.rglob("*") if path.is_symlink()}
+    return {os.path.basename(end) for end in ends if not end.startswith(f"{os.path.realpath(folder)}/")}
 
 
 def _is_own_program(event: str, arguments: tuple[Any, ...]) -> bool:

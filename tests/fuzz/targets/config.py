@@ -9,12 +9,15 @@ from typing import Any
 from case import Target
 from damage import JSON, data, header, json_value, only
 from model_files import (
+    as_wanted,
     generate,
     generate_alike,
     generate_invariant,
     generate_with_draft,
+    keep_wanted,
     plan,
     sample,
+    save_alike,
     save_encoder_decoder,
     save_files,
 )
@@ -75,6 +78,11 @@ def _other_rope(path: Path, rng: random.Random) -> str:
 def _save_pair(folder: Path) -> None:
     save_files(folder / "target")
     save_files(folder / "draft")
+    keep_wanted(folder, generate_with_draft(folder))
+
+
+def _write_with_draft(folder: Path) -> object:
+    return as_wanted(folder, generate_with_draft(folder))
 
 
 _CONFIG = {"config.json": (*[only(*_KEYS)] * 4, json_value, *JSON)}
@@ -85,10 +93,10 @@ _DRAFT = {
 }
 _GENERATION = {"generation_config.json": (*[only(*_GENERATION_KEYS)] * 3, *JSON)}
 TARGETS = [
-    *(Target(f"config/{family}", partial(save_files, family=family), _CONFIG, generate_alike) for family in _FAMILIES),
+    *(Target(f"config/{family}", partial(save_alike, family=family), _CONFIG, generate_alike) for family in _FAMILIES),
     Target("config/t5", save_encoder_decoder, {"config.json": (*[only(*_T5_KEYS, *_KEYS)] * 3, *JSON)}, generate),
     Target("config/plan", partial(save_files, family="qwen3_moe"), _CONFIG, _plan_of_config),
     Target("config/rope", save_files, {"config.json": (_other_rope,)}, generate_invariant),
-    Target("config/draft", _save_pair, _DRAFT, generate_with_draft),
+    Target("config/draft", _save_pair, _DRAFT, _write_with_draft),
     Target("config/generation", _save_with_wishes, _GENERATION, sample),
 ]

@@ -1,26 +1,29 @@
 """Stores of a corpus: whatever a store holds, the text is that of the model, or the store is refused."""
 
+import json
 from pathlib import Path
 
 from case import Target
-from damage import BYTES, JSON, only, special
-from model_files import ENOUGH, save_files
+from damage import BYTES, JSON, json_line, only, special, text
+from model_files import ENOUGH, as_wanted, keep_wanted, save_files
 from shell import Outcome, shell
 
 _KEYS = ("vocab_size", "token_bytes", "tokenizer", "tokenizer_sha256", "chunks", "version", "format", "x")
 _CORPUS = "".join(f"Count: a{number % 7} b{number % 5}\n" for number in range(400))
+_TURNS = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "a b"}]
+_CHATS = ({"text": "Count: a"}, {"messages": _TURNS}, {"prompt": "Count", "completion": " a"},
+    {"conversations": [{"from": "human", "value": "Count"}, {"from": "gpt", "value": "a"}]})  # fmt: skip
 _LOOKS_UP = ("--tree", "6x3", "--profile", "none", "--quiet", *ENOUGH[:6])
 
 
 def _save(folder: Path) -> None:
     save_files(folder / "model")
     (folder / "corpus.txt").write_text(_CORPUS)
+    (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in _CHATS))
     built = shell("datastore", "build", folder / "corpus.txt", "--tokenizer", folder / "model", "--out",
         folder / "store", "--quiet")  # fmt: skip
     assert built.code == 0, built.err
-    written = _write(folder)
-    assert written.code == 0, written.err
-    (folder / "wanted").write_text(written.out)
+    keep_wanted(folder, _write(folder))
 
 
 def _write(folder: Path) -> Outcome:
@@ -30,9 +33,7 @@ def _write(folder: Path) -> Outcome:
 
 def _write_the_same(folder: Path) -> Outcome:
     """A corpus guesses, and decides nothing."""
-    outcome = _write(folder)
-    assert outcome.code != 0 or outcome.out == (folder / "wanted").read_text(), f"another text: {outcome.out!r}"
-    return outcome
+    return as_wanted(folder, _write(folder))
 
 
 def _verify(folder: Path) -> Outcome:
@@ -44,6 +45,17 @@ def _append(folder: Path) -> Outcome:
     return shell("datastore", "append", folder / "store", folder / "corpus.txt", *where)
 
 
+def _build(folder: Path) -> Outcome:
+    """What is built from whatever was found is whole."""
+    named = (folder / "corpus.txt", folder / "chats.jsonl", "--tokenizer", folder / "model")
+    built = shell("datastore", "build", *named, "--out", folder / "built", "--ram", "2GiB", "--quiet")
+    if built.code == 0:
+        verified = shell("datastore", "verify", folder / "built", "--quiet")
+        assert verified.code == 0, verified.err
+    return built
+
+
+_CORPORA = {"corpus.txt": (text, special, *BYTES), "chats.jsonl": (json_line, json_line, text, special, *BYTES)}
 _FILES = {
     "store/store.json": (only(*_KEYS), *JSON),
     "store/*.tokens": (*BYTES, special),
@@ -51,6 +63,7 @@ _FILES = {
 }
 TARGETS = [
     Target("datastore/generate", _save, _FILES, _write_the_same),
+    Target("datastore/build", _save, _CORPORA, _build, writes=("built*", "built*/*")),
     Target("datastore/verify", _save, _FILES, _verify),
     Target("datastore/append", _save, _FILES, _append, writes=("store/*", "store")),
 ]

@@ -51,17 +51,32 @@ def _ask(folder: Path) -> str:
         Engine(decoder, max_waiting=4) as engine,
     ):
         app = create_app(engine, Settings(model_id="model", api_keys=("key",), body_s=2.0))
-        status, answer = asyncio.run(asyncio.wait_for(_answered(app, head, body), _WAIT_S))
+        status, kind, answer = asyncio.run(asyncio.wait_for(_answered(app, head, body), _WAIT_S))
         figures = engine.figures()
     assert (figures.num_active, figures.num_waiting) == (0, 0), "a request is left behind"
     assert status != 500, answer
     if status >= 400:
         raise UserError(f"{status} {json.loads(answer or b'{}')}"[:500])
+    _ensure_whole(kind, answer, head)
     return f"{status} {answer[:80]!r}"
 
 
-async def _answered(app: Any, head: dict[str, Any], body: bytes) -> tuple[int, bytes]:
-    """What an ASGI server would send for a request that it has parsed."""
+def _ensure_whole(kind: str, answer: bytes, head: dict[str, Any]) -> None:
+    """JSON, events to their end, or the page and the figures that a GET alone is for."""
+    if kind == "text/event-stream":
+        events = [event for event in answer.decode().split("\n\n") if not event.startswith(":")]
+        assert all(event.startswith("data: ") for event in events[:-1]) and events[-1] == "", answer
+        chunks = [json.loads(event[6:]) for event in events[:-2]]
+        assert chunks and all(chunk.get("choices") is not None for chunk in chunks), answer
+        assert events[-2] == "data: [DONE]", answer
+    elif kind == "application/json":
+        assert isinstance(json.loads(answer), dict), answer
+    else:
+        assert str(head["method"]).upper() in ("GET", "HEAD"), f"{kind}: {answer!r}"
+
+
+async def _answered(app: Any, head: dict[str, Any], body: bytes) -> tuple[int, str, bytes]:
+    """Status, type and bytes of what an ASGI server would send for a request that it has parsed."""
     sent, parts = list[dict[str, Any]](), [body[: len(body) // 2], body[len(body) // 2 :]]
     headers = [(_raw(name).lower(), _raw(value or len(body))) for name, value in head["headers"]]
     path = str(head["path"])
@@ -80,7 +95,8 @@ async def _answered(app: Any, head: dict[str, Any], body: bytes) -> tuple[int, b
         sent.append(message)
 
     await app(scope, receive, send)
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+    kind = dict(sent[0]["headers"]).get(b"content-type", b"").decode().partition(";")[0]
+    return sent[0]["status"], kind, b"".join(message.get("body", b"") for message in sent)
 
 
 def _raw(value: Any) -> bytes:

@@ -1,91 +1,95 @@
-"""Faults put in on purpose, one for each kind of finding: a harness that misses one is no use. Not run by default."""
+"""Faults put in on purpose, some for each kind of finding: a harness that misses one is no use. Not run by default."""
 
 import ctypes
 import os
+import random
+import socket
 import time
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
+from unittest.mock import patch
 
-from case import Target
+from case import Damage, Target
 from damage import flip
+from shell import Outcome, cli, shell
 
-from offload.errors import UserError
+from offload.errors import ReadError, UserError
+
+_LIBC = ctypes.CDLL(None)
+_TRACE = "Traceback (most recent call last):\n"
 
 
 def _make(folder: Path) -> None:
     (folder / "file").write_bytes(bytes(64))
 
 
-def _faulty(name: str, fault: Callable[[Path], object]) -> Target:
+def _faulty(name: str, fault: Callable[[Path], object], damage: Damage = flip) -> Target:
     """Sound as long as the file is all zeros."""
 
-    def run(folder: Path) -> None:
-        if any((folder / "file").read_bytes()):
-            fault(folder)
+    def run(folder: Path) -> object:
+        path = folder / "file"
+        return fault(folder) if path.is_symlink() or any(path.read_bytes()) else None
 
-    return Target(f"planted/{name}", _make, {"file": (flip,)}, run)
-
-
-def _exception(folder: Path) -> None:
-    raise KeyError("planted")
+    return Target(f"planted/{name}", _make, {"file": (damage,)}, run)
 
 
-def _refused(folder: Path) -> None:
-    raise UserError("this is planted: take another file")
+def _failing(error: Exception) -> Callable[[Path], Outcome]:
+    """The command line, in which something fails that nobody expects there."""
+
+    def fail(folder: Path) -> Outcome:
+        with patch.object(cli.typer.main, "get_command", side_effect=error):
+            return shell("plan")
+
+    return fail
 
 
-def _hang(folder: Path) -> None:
-    time.sleep(1000)
+def _raising(error: Exception, *arguments: str) -> Callable[[Path], None]:
+    def fail(folder: Path) -> None:
+        error.args = arguments or error.args
+        raise error
+
+    return fail
 
 
-def _spin(folder: Path) -> None:
-    while True:
-        pass
+def _read_in_c(folder: Path) -> None:
+    _LIBC.close(_LIBC.open(bytes(folder / "../outside/canary.txt"), os.O_RDONLY))
 
 
-def _crash(folder: Path) -> None:
-    ctypes.string_at(0)
+def _link_inside(path: Path, rng: random.Random) -> str:
+    path.unlink()
+    path.symlink_to(rng.choice(("not-there", "..", ".")))
+    return "a link"
 
 
-def _exit(folder: Path) -> None:
-    os._exit(3)
-
-
-def _address_space(folder: Path) -> None:
-    bytearray(1 << 40)
-
-
-def _resident(folder: Path) -> None:
-    bytearray(b"x") * (800 << 20)
-
-
-def _read_outside(folder: Path) -> None:
-    (folder / "../outside/canary.json").read_text()
-
-
-def _read_outside_in_c(folder: Path) -> None:
-    libc = ctypes.CDLL(None)
-    libc.close(libc.open(bytes(folder / "../outside/canary.txt"), os.O_RDONLY))
-
-
-def _write_outside(folder: Path) -> None:
-    (folder / "../outside/new").write_text("x")
-
-
-def _change(folder: Path) -> None:
-    (folder / "new").write_text("x")
-
-
-def _two_lines(folder: Path) -> None:
-    error = UserError("a")
-    error.args = ("a\nb",)
-    raise error
-
-
-WANTED = {
-    "exception": _exception, "refused": _refused, "hang": _hang, "hang-spin": _spin, "crash": _crash,
-    "crash-exit": _exit, "exception-space": _address_space, "memory": _resident, "outside": _read_outside,
-    "outside-c": _read_outside_in_c, "outside-write": _write_outside, "changed": _change, "message": _two_lines,
-}  # fmt: skip
+WANTED: dict[str, Callable[[Path], object]] = {
+    "refused": _raising(UserError("this is planted: take another file")),
+    "failed": _failing(ReadError("a file was cut short")),
+    "exception": _raising(KeyError("planted")),
+    "exception-space": lambda folder: bytearray(1 << 40),
+    "exception-cli": _failing(OSError(5, "planted")),
+    "exception-trace": lambda folder: Outcome(0, "", _TRACE),
+    "exception-trace-c": lambda folder: os.write(2, _TRACE.encode()),
+    "message": _raising(UserError("a"), "a\nb"),
+    "hang": lambda folder: time.sleep(1000),
+    "hang-spin": lambda folder: any(repeat(0)),
+    "crash": lambda folder: ctypes.string_at(0),
+    "crash-exit": lambda folder: os._exit(3),
+    "memory": lambda folder: bytearray(b"x") * (160 << 20),
+    "memory-cli": _failing(MemoryError()),
+    "memory-torch": _failing(RuntimeError("x: can't allocate memory")),
+    "changed": lambda folder: (folder / "new").write_text("x"),
+    "outside": lambda folder: (folder / "../outside/canary.json").read_text(),
+    "outside-c": _read_in_c,
+    "outside-system": lambda folder: Path("/etc/passwd").read_text(),
+    "outside-folder": lambda folder: os.listdir("/"),
+    "outside-write": lambda folder: (folder / "../outside/new").write_text("x"),
+    "outside-rename": lambda folder: (folder / "file").rename(folder.parent / "stray"),
+    "outside-link": lambda folder: os.link(folder / "file", folder.parent / "another"),
+    "outside-symlink": lambda folder: os.symlink("../../outside/canary.txt", folder / "stray"),
+    "outside-send": lambda folder: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", 9)),
+    "outside-names": lambda folder: socket.getaddrinfo("localhost", 80),
+}
 
 TARGETS = [_faulty(name, fault) for name, fault in WANTED.items()]
+TARGETS += [_faulty("outside-linked", _read_in_c, _link_inside)]

@@ -2,15 +2,17 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
 from case import Target
-from damage import JSON, flip, only, other, special, text
-from model_files import ENOUGH, save_files
+from damage import BYTES, JSON, flip, only, other, special, text
+from model_files import ENOUGH, as_wanted, keep_wanted, save_files
 from shell import Outcome, shell
 
 from offload.checkpoint.safetensors import open_checkpoint
+from offload.cli.serving import read_keys
 from offload.config import Sampling
 from offload.planning.cost_model import Costs, Curve
 from offload.planning.profile import ExpertUses, Identity, Machine, Profile, format_json
@@ -62,12 +64,18 @@ def _save_profile(folder: Path) -> None:
         num_threads=1, costs=costs, traces=((0, 1, -1), (0, 0, 1)), expert_uses=ExpertUses(((1, 2), (2, 1)), 2),
         dynamic_yields=(DynamicYield(num_nodes=16, depth=8, tokens_per_sweep=2.5, num_sweeps=40),))  # fmt: skip
     (folder / "profile.json").write_text(format_json(known.as_dict()))
+    keep_wanted(folder, _write_by_profile(folder))
 
 
 def _write_by_profile(folder: Path) -> Outcome:
     named = ("-m", folder / "target", "-d", folder / "draft", "--profile", folder / "profile.json")
     shown = ("-p", "Count: a", "-n", 4, "--greedy", "--quiet", *ENOUGH[:6])
     return shell("generate", *named, *shown)
+
+
+def _write_as_ever(folder: Path) -> Outcome:
+    """A profile shapes the tree, and decides nothing."""
+    return as_wanted(folder, _write_by_profile(folder))
 
 
 def _save_machines(folder: Path) -> None:
@@ -92,16 +100,10 @@ def _save_defaults(folder: Path) -> None:
     (folder / "variables.json").write_text(json.dumps(variables))
 
 
-def _generate_by_defaults(folder: Path) -> Outcome:
+def _by_defaults(folder: Path, command: tuple[object, ...]) -> Outcome:
     os.environ["XDG_CONFIG_HOME"] = str(folder)
     os.chdir(folder)
-    return shell("generate", "-p", "Count: a", "-n", 2)
-
-
-def _plan_by_defaults(folder: Path) -> Outcome:
-    os.environ["XDG_CONFIG_HOME"] = str(folder)
-    os.chdir(folder)
-    return shell("plan")
+    return shell(*command)
 
 
 def _generate_by_variables(folder: Path) -> Outcome:
@@ -113,17 +115,27 @@ def _generate_by_variables(folder: Path) -> Outcome:
     for name, value in variables.items() if isinstance(variables, dict) else ():
         if name in _VARIABLES and "\0" not in str(value):
             os.environ[name] = str(value)[:100_000].encode("utf-8", "replace").decode()
-    given = ("-m", folder / "model", "--threads", 1, "--context", 64, "--profile", "none")
-    return shell("generate", "-p", "Count: a", "-n", 2, *given)
+    return shell(*_WRITE, "-m", folder / "model", "--threads", 1, "--context", 64, "--profile", "none")
+
+
+def _save_keys(folder: Path) -> None:
+    (folder / "keys.txt").write_text("first-key\nsecond-key\n")
+
+
+def _read_keys(folder: Path) -> None:
+    """An empty one would let anybody in."""
+    assert all(key.split() == [key] for key in read_keys(folder / "keys.txt", "0.0.0.0"))
 
 
 torch.set_num_threads(1)
-_TOML_DAMAGE = (text, text, flip, special, other(*_HOSTILE_TOML))
+_TOML_FILES = {"offload/config.toml": (text, text, flip, special, other(*_HOSTILE_TOML))}
+_WRITE = ("generate", "-p", "Count: a", "-n", 2)
 TARGETS = [
-    Target("settings/profile", _save_profile, {"profile.json": (only(*_PROFILE_KEYS), *JSON)}, _write_by_profile),
+    Target("settings/profile", _save_profile, {"profile.json": (only(*_PROFILE_KEYS), *JSON)}, _write_as_ever),
     Target("settings/hardware", _save_machines, {"machine.json": (only(*_MACHINE, "x"), *JSON)}, _plan_hardware),
     Target("settings/cluster", _save_machines, {"cluster.json": (only("network", "ranks", "x"), *JSON)}, _plan_cluster),
-    Target("settings/toml", _save_defaults, {"offload/config.toml": _TOML_DAMAGE}, _generate_by_defaults),
-    Target("settings/toml-plan", _save_defaults, {"offload/config.toml": _TOML_DAMAGE}, _plan_by_defaults),
+    Target("settings/toml", _save_defaults, _TOML_FILES, partial(_by_defaults, command=_WRITE)),
+    Target("settings/toml-plan", _save_defaults, _TOML_FILES, partial(_by_defaults, command=("plan",))),
     Target("settings/variables", _save_defaults, {"variables.json": (only(*_VARIABLES),)}, _generate_by_variables),
+    Target("settings/keys", _save_keys, {"keys.txt": (text, special, *BYTES)}, _read_keys),
 ]

@@ -1,12 +1,13 @@
 """What users write themselves: prompts, many of them a line each, results gone on with, grammars, kept sessions."""
 
 import json
-import random
+import os
+import shutil
 from pathlib import Path
 
 from case import Target
-from damage import BYTES, JSON, damaged_value, data, dumped, header, json_value, other, special, text
-from model_files import ENOUGH, TEMPLATE, save_files
+from damage import BYTES, JSON, data, header, json_line, json_value, other, special, text
+from model_files import ENOUGH, TEMPLATE, as_wanted, keep_wanted, save_files
 from shell import Outcome, shell
 
 _LINES = (
@@ -36,18 +37,7 @@ _HOSTILE_RULES = (
     "%llguidance {\"no_forcing\": 5}\nstart: /a/", 'start: "\\ud800"', "start: <[0-99999999999]>", "start: @x",
 )  # fmt: skip
 
-
-def _line_values(path: Path, rng: random.Random) -> str:
-    """Values of one line of JSON."""
-    lines = path.read_text(errors="replace").split("\n")
-    at = rng.randrange(len(lines))
-    try:
-        value, done = damaged_value(json.loads(lines[at]), rng)
-    except (ValueError, RecursionError):
-        return text(path, rng)
-    lines[at] = dumped(value, rng)
-    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
-    return f"line {at}: {done}"
+_MOST_BYTES = 1 << 20  # of what is looked at of a damaged file
 
 
 def _save(folder: Path) -> None:
@@ -63,13 +53,18 @@ def _save_results(folder: Path) -> None:
     done = _write_lines(folder)
     assert done.code == 0, done.err
     path = folder / "results.jsonl"
+    shutil.copy(path, folder / "wanted")
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
 
 
 def _save_session(folder: Path) -> None:
+    """Its text is gone on with; where the file is not there, the same command begins anew."""
     _save(folder)
-    done = _go_on(folder)
-    assert done.code == 0, done.err
+    begun, path = _go_on(folder), folder / "kept.session"
+    kept = path.read_bytes()
+    keep_wanted(folder, _go_on(folder))
+    path.write_bytes(kept)
+    (folder / "begun").write_text(begun.out)
 
 
 def _generate(folder: Path, *arguments: object) -> Outcome:
@@ -82,6 +77,18 @@ def _write_file(folder: Path) -> Outcome:
 
 def _write_lines(folder: Path) -> Outcome:
     return _generate(folder, "-f", folder / "prompts.jsonl", "--out", folder / "results.jsonl")
+
+
+def _write_the_rest(folder: Path) -> Outcome:
+    """What was in the file stays, and what is added to it is right."""
+    path = folder / "results.jsonl"
+    is_readable = path.is_file() and os.access(path, os.R_OK)
+    before = path.open("rb").read(_MOST_BYTES).split(b"\n") if is_readable else []
+    outcome = _write_lines(folder)
+    if outcome.code == 0:
+        lines, wanted = (one.read_bytes().split(b"\n") for one in (path, folder / "wanted"))
+        assert len(lines) == len(wanted) and {*lines} <= {*before, *wanted}, f"another result: {lines}"
+    return outcome
 
 
 def _print_lines(folder: Path) -> Outcome:
@@ -100,14 +107,20 @@ def _go_on(folder: Path) -> Outcome:
     return _generate(folder, "-p", "Count: a", "--raw", "--session", folder / "kept.session")
 
 
+def _go_on_alike(folder: Path) -> Outcome:
+    is_there = (folder / "kept.session").exists()
+    outcome = _go_on(folder)
+    return as_wanted(folder, outcome) if is_there or outcome.out != (folder / "begun").read_text() else outcome
+
+
 _TEXT = (text, special, *BYTES)
 TARGETS = [
     Target("texts/prompt", _save, {"prompt.txt": _TEXT}, _write_file),
-    Target("texts/lines", _save, {"prompts.jsonl": (_line_values, _line_values, *_TEXT)}, _print_lines),
-    Target("texts/results", _save_results, {"results.jsonl": (_line_values, _line_values, *_TEXT)}, _write_lines,
+    Target("texts/lines", _save, {"prompts.jsonl": (json_line, json_line, *_TEXT)}, _print_lines),
+    Target("texts/results", _save_results, {"results.jsonl": (json_line, json_line, *_TEXT)}, _write_the_rest,
         writes=("results.jsonl", "not-there")),
     Target("texts/schema", _save, {"schema.json": (json_value, other(*_HOSTILE_SCHEMAS), *JSON)}, _write_json),
     Target("texts/rules", _save, {"rules.lark": (other(*_HOSTILE_RULES), *_TEXT)}, _write_rules),
-    Target("texts/session", _save_session, {"kept.session": (header, header, data, special, *BYTES)}, _go_on,
+    Target("texts/session", _save_session, {"kept.session": (header, header, data, special, *BYTES)}, _go_on_alike,
         writes=("kept.session",)),
 ]  # fmt: skip

@@ -83,6 +83,16 @@ def _save_vocabulary(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+def _save_notes(folder: Path) -> None:
+    """What older models have beside their vocabularies, and those that also see."""
+    _save_vocabulary(folder)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "pad_token": {"content": "<pad>",
+        "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}}))  # fmt: skip
+    (folder / "added_tokens.json").write_text(json.dumps({"<pad>": 0, "</s>": 2}))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+
+
+_NOTES = ("special_tokens_map.json", "added_tokens.json", "chat_template.json")
 _SETTINGS = (only(*_KEYS), only(*_KEYS), *JSON)
 _FILES = {
     "tokenizer.json": (only(*_PARTS), only(*_PARTS), _put_hostile, *JSON),
@@ -93,6 +103,7 @@ TARGETS = [
     Target("tokenizer/unigram", _save_unigram, _FILES, generate),
     Target("tokenizer/vocabulary", _save_vocabulary,
         {"vocab.json": JSON, "merges.txt": (text, special, *BYTES), "tokenizer_config.json": _SETTINGS}, generate),
+    Target("tokenizer/notes", _save_notes, dict.fromkeys(_NOTES, (only(*_KEYS), *JSON)), generate),
     Target("tokenizer/template", partial(save_files, template=TEMPLATE),
         {"chat_template.jinja": (text, text, special, other(*_HOSTILE), *BYTES)}, generate),
 ]  # fmt: skip
