@@ -16,7 +16,7 @@ from shell import Outcome, shell
 
 _KEYS = ("format", "version", "crc32", "files", "x")
 _LATER_S = 1e6  # what was written to after the download is not judged
-_SUMS = ("offload_sums.json", "*.sums.json")
+_SUMS = ("offload_sums.json", "*.sums.json")  # written anew where a file was written to, but with the same bytes
 
 
 def _save_noted(folder: Path) -> None:
@@ -66,8 +66,8 @@ _NOTES = {
     "model/model.safetensors.index.json": JSON,
 }
 TARGETS = [
-    Target("verify/weights", _save_noted, _SAFETENSORS, _verify_bits),
+    Target("verify/weights", _save_noted, _SAFETENSORS, _verify_bits, writes=_SUMS),
     Target("verify/notes", _save_noted, _NOTES, _verify, writes=_SUMS),
-    Target("verify/gguf", _save_gguf, _GGUF, _verify_bits),
+    Target("verify/gguf", _save_gguf, _GGUF, _verify_bits, writes=_SUMS),
     Target("verify/gguf-sums", _save_gguf, {"m.gguf.sums.json": (only(*_KEYS), *JSON)}, _verify, writes=_SUMS),
 ]
