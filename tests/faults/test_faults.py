@@ -68,21 +68,25 @@ def test_the_shim_strikes_where_it_is_told(trials: dict[str, Trial]) -> None:
 @has_shim
 @pytest.mark.parametrize("how", ["cut", "overwrite"])
 def test_a_shard_damaged_while_it_is_read_never_gives_other_text(how: str, trials: dict[str, Trial]) -> None:
-    ends = damaged(trials["session, new"], how)
+    ends = list(damaged(trials["session, new"], how))
     assert not any(verdict.breaches for verdict in ends), ends
     assert "exit 1" in {verdict.end for verdict in ends}, "none of them came in time to matter"
 
 
 @has_shim
 def test_other_weights_show_in_the_text_where_nobody_looks_after_files(trials: dict[str, Trial]) -> None:
-    ends = damaged(trials["session, new"], "overwrite", is_blind=True)
-    assert any(breach.startswith("exit 0 with another text") for end in ends for breach in end.breaches), ends
+    seen = list[Verdict]()
+    for end in damaged(trials["session, new"], "overwrite", is_blind=True):
+        seen.append(end)
+        if any(breach.startswith("exit 0 with another text") for breach in end.breaches):
+            return
+    raise AssertionError(seen)
 
 
-def damaged(trial: Trial, how: str, **more: bool) -> list[Verdict]:
-    """A shard of the target while the text is being written."""
+def damaged(trial: Trial, how: str, **more: bool) -> Iterator[Verdict]:
+    """A shard of the target at moments from the end on; which are those of the text depends on the machine."""
     damage, numbers = Damage(how, "target/model-00003-of-00005.safetensors"), trial.numbers(STOP, every=True)
-    return [trial.damage(damage, numbers[len(numbers) * part // 32], **more)[0] for part in (21, 22, 23)]
+    yield from (trial.damage(damage, numbers[len(numbers) * part // 32], **more)[0] for part in range(31, 15, -2))
 
 
 def reply(text: str, *, end: str = "[DONE]") -> str:
