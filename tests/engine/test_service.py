@@ -15,6 +15,7 @@ from reciting import PROMPT, at_call, failing_reads, open_decoder, recited
 
 import offload
 from offload.config import Sampling
+from offload.engine import service
 from offload.engine.decoder import Decoder
 from offload.engine.forest import Forest
 from offload.engine.request import Request
@@ -304,6 +305,24 @@ def test_a_slow_reader_gets_fewer_and_longer_pieces(looper: Path) -> None:
     assert len(pieces) == MOST_PIECES < len(result.token_ids)
     assert "".join(piece.text for piece in pieces) == result.text
     assert pieces[-1].last_pass is None
+
+
+def test_memory_is_given_back_once_behind_each_pause(looper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And meanwhile whoever comes is heard."""
+    heard = list[int]()
+
+    def give_back() -> None:
+        with ThreadPoolExecutor(1) as other:
+            heard.append(other.submit(engine.figures).result(PATIENCE_S).num_done)
+
+    monkeypatch.setattr(service, "_IDLE_S", 0.05)
+    monkeypatch.setattr(service, "give_back_memory", give_back)
+    with engine_of(looper) as engine:
+        for count in (1, 2):
+            engine.submit(request(2)).result(PATIENCE_S)
+            until(lambda: count in heard)  # noqa: B023
+            time.sleep(0.3)
+            assert heard.count(count) == 1
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(looper: Path) -> None:

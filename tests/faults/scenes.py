@@ -1,7 +1,6 @@
 """Every command as it reads and writes tiny files: what is run, on what, and which files it may make."""
 
 import json
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +9,8 @@ from faults.forge import Forge
 from quantised import save_quantised
 from reciting import TEMPLATE
 from tiny import FAMILIES, build, save, save_pair, save_tokenizer, streaming_ram
+
+from offload.cli.launch import free_port
 
 CORPUS = "def f(x):\n    return x\n\n\nSay: Hello world, hello you. " * 20
 
@@ -51,7 +52,7 @@ def scenes(root: Path) -> list[Scene]:
     write = ("generate", *pair, "-n", 16, "--greedy")
     say = (*write, "-p", "Say:")
     batch, packed = (*write, "-f", root / "prompts.jsonl", "--out"), ("-m", root / "packed", "-q")
-    chat, port, prompts = ("chat", *pair, "-n", 8), _free_port(), (_SHARD, "prompts.jsonl")
+    chat, port, prompts = ("chat", *pair, "-n", 8), free_port(), (_SHARD, "prompts.jsonl")
     half_packed, half_back = ("out/packed.unfinished",), ("out/back.unfinished",)
     return [
         Scene("generate", say),
@@ -145,9 +146,3 @@ _REQUESTS = (
         "/v1/completions", {"model": "target", "prompt": "Hi", "max_tokens": 12, "temperature": 0, "stream": True}
     ),
 )
-
-
-def _free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        return int(trial.getsockname()[1])
