@@ -1,8 +1,8 @@
 """Which way each piece of work with a kernel is done: handed to those who do it, settled once per run.
 
-A kernel is used where it runs and has clearly beaten what runs without it (`kernel_selection.py`). Invariant: the
-fields are named like the files in kernels/, and any set of them gives the same results up to rounding: noise to 1e-13,
-attention to 2e-2 in half precision and 1e-3 in float32; draws follow these, and moved rows are equal.
+A kernel is used where it runs and agrees with what runs without it (`kernel_selection.py`). Invariant: the fields are
+named like the files in kernels/, and any set of them gives the same results up to rounding: noise to 1e-13, attention
+to 2e-2 in half precision and 1e-3 in float32; draws follow these, and moved rows are equal.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from offload.kernels.draw_without_replacement import draw_without_replacement_ke
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_reference
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel
-from offload.kernels.tree_attention import tree_attention_kernel
+from offload.kernels.path_attention import path_attention_kernel
 
 
 class KernelSet(NamedTuple):
@@ -24,10 +24,10 @@ class KernelSet(NamedTuple):
     draw_without_replacement: Callable[..., Tensor]
     kv_commit: Callable[..., None]
     match_rows: Callable[..., Tensor] | None  # None: drawn on the rows that a walk visits, one by one
-    tree_attention: Callable[..., Tensor] | None  # None: dense masks
+    path_attention: Callable[..., Tensor] | None  # None: dense masks
 
 
 REFERENCES = KernelSet(keyed_gumbel_reference, draw_without_replacement_reference, kv_commit_reference, None, None)
 KERNELS = KernelSet(
-    keyed_gumbel_kernel, draw_without_replacement_kernel, kv_commit_kernel, match_rows_kernel, tree_attention_kernel
+    keyed_gumbel_kernel, draw_without_replacement_kernel, kv_commit_kernel, match_rows_kernel, path_attention_kernel
 )

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from offload.bench.gpu.duels import Duel, Timer, fight
 from offload.bench.harness.expansions import Sample, samples
-from offload.calibration.kernel_comparison import Comparison, Outcome, Timer, fight
+from offload.calibration.kernel_comparison import Comparison
 from offload.kernels.expansion import KERNELS, REFERENCE, Expansion
 from offload.streaming.device import Device
 
@@ -21,7 +22,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 class Expanded(NamedTuple):
     """One kind."""
 
-    outcome: Outcome
+    duel: Duel
     bytes_per_s: float  # written by the kernel; 0 where it is wrong
     of_copy: float  # seconds of a copy of as many bytes / of the kernel
 
@@ -40,9 +41,9 @@ def expand_all(
         got, wanted = (one.view(sample.out_shape) for one in (out, source))
         run, run_reference = (partial(sample.expand, how, into) for how, into in ((KERNELS, got), (REFERENCE, wanted)))
         agrees = partial(_agree, sample, got, wanted, KERNELS)
-        outcome = fight(Comparison(f"expand {sample.kind}", sample.name, run, run_reference, agrees), timer, settle)
-        kernel_s = outcome.kernel_s
-        yield Expanded(outcome, out.nbytes / kernel_s if kernel_s else 0.0, copy_s / kernel_s if kernel_s else 0.0)
+        duel = fight(Comparison(f"expand {sample.kind}", sample.name, run, run_reference, agrees), timer, settle)
+        kernel_s = duel.kernel_s
+        yield Expanded(duel, out.nbytes / kernel_s if kernel_s else 0.0, copy_s / kernel_s if kernel_s else 0.0)
 
 
 def _agree(sample: Sample, got: torch.Tensor, wanted: torch.Tensor, kernels: Expansion) -> bool:

@@ -1,28 +1,29 @@
 """Every kernel against what runs without it, on this GPU: first whether both agree, then which one is faster.
 
-The same selection that a run makes at its start, for shapes of Llama-2-70B and vocabularies of 32,000 and 128,256. What
+The comparisons that a run makes at its start, for shapes of Llama-2-70B and vocabularies of 32,000 and 128,256. What
 expands weights stands beside a copy of what it writes, too.
 """
 
 import torch
 import typer
 
+from offload.bench.gpu.duels import Duel, device_timer, fight, verdicts
 from offload.bench.gpu.expansions import Expanded, expand_all
 from offload.bench.harness.command import Bench, command, say_table
-from offload.calibration.kernel_comparison import Outcome, rows_of, verdicts
-from offload.calibration.kernel_selection import Shapes, choose_kernels, device_timer
+from offload.calibration.kernel_selection import Shapes, comparisons
 from offload.errors import UserError
 from offload.kernels.jit import HAS_TRITON
 from offload.streaming.device import CudaDevice
 
 
-def cells(one: Outcome) -> list[str]:
+def cells(one: Duel) -> list[str]:
     times = [f"{seconds * 1000:.4f}" for seconds in (one.kernel_s, one.rival_s) if seconds is not None]
-    return [one.kernel, one.shape, *(times or [one.reason, ""]), f"{one.ratio:.2f}" if times else ""]
+    kernel, shape, reason = one.outcome
+    return [kernel, shape, *(times or [reason, ""]), f"{one.ratio:.2f}" if times else ""]
 
 
 def expanded_cells(one: Expanded) -> list[str]:
-    return [*cells(one.outcome), f"{one.bytes_per_s / 1e9:.0f}", f"{one.of_copy:.2f}"]
+    return [*cells(one.duel), f"{one.bytes_per_s / 1e9:.0f}", f"{one.of_copy:.2f}"]
 
 
 @command("kernels")
@@ -33,17 +34,23 @@ def main(bench: Bench) -> None:
     if not HAS_TRITON:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
-    _, outcomes = choose_kernels(Shapes(), device)
-    say_table(["kernel", "shape", "kernel, ms", "without, ms", "without / kernel"], map(cells, outcomes))
-    expanded = list(expand_all(device, device_timer(device)))
+    timer = device_timer(device)
+
+    def settle() -> None:
+        device.synchronize(device.record(device.compute))
+
+    duels = [fight(one, timer, settle) for one in comparisons(Shapes(), str(device.place))]
+    say_table(["kernel", "shape", "kernel, ms", "without, ms", "without / kernel"], map(cells, duels))
+    expanded = list(expand_all(device, timer))
     head = ["kernel", "words", "kernel, ms", "torch, ms", "torch / kernel", "GB/s written", "copy / kernel"]
     say_table(head, map(expanded_cells, expanded))
-    outcomes = (*outcomes, *(one.outcome for one in expanded))
-    found = {kernel: verdict._asdict() for kernel, verdict in verdicts(outcomes).items()}
-    rows = [bench.row(row) for row in rows_of(outcomes)]
+    duels += [one.duel for one in expanded]
+    found = {kernel: verdict._asdict() for kernel, verdict in verdicts(duels).items()}
+    rows = [bench.row(duel.as_row()) for duel in duels]
     rates = [
-        {"kernel": one.outcome.kernel, "shape": one.outcome.shape, "bytes_per_s": one.bytes_per_s} for one in expanded
+        {"kernel": one.duel.outcome.kernel, "shape": one.duel.outcome.shape, "bytes_per_s": one.bytes_per_s}
+        for one in expanded
     ]
     bench.end({"bench": "kernels", "device": device.name, "verdicts": found, "rows": rows, "rates": rates})
-    if any(one.reason for one in outcomes):
+    if any(one.outcome.reason for one in duels):
         raise typer.Exit(1)

@@ -1,8 +1,7 @@
-"""How the coded weights of a model are expanded: numba's functions or Triton's, where they win here, or plain torch.
+"""How the coded weights of a model are expanded: by numba's functions or Triton's, or where these fail by plain torch.
 
-Each kind of words that the checkpoint has is tried on words of its own, with the threads or on the device that expand
-them later. Invariant: a function is used only where it has given the bits of the reference for every coding of its kind
-and was clearly faster on the whole.
+Each kind of words that the checkpoint has is tried on words of its own, where they are expanded later. Invariant: a
+function is used only where it has given the bits of the reference for every coding of its kind.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.calibration.host_timer import host_seconds
-from offload.calibration.kernel_comparison import Comparison, Outcome, Timer, fight, verdicts
-from offload.calibration.kernel_selection import device_timer
+from offload.calibration.kernel_comparison import Comparison, Outcome, compare, used
 from offload.checkpoint.layout import SlabLayout
 from offload.encoding.base import Coding
 from offload.kernels.compiled import HAS_NUMBA
@@ -27,7 +24,7 @@ from offload.streaming.device import Device
 
 # By kind: docs/quantised.md, bench/studies/expansion.py.
 WITHOUT_NUMBA = "weights are expanded with torch: pip install 'offload[fast]' makes that 2 to 25 times faster"
-_ENOUGH = 1 << 22  # numbers: less says little of speed, more takes long
+_ENOUGH = 1 << 18  # numbers: with less a thread's share may lack the cases that code has, more takes long
 
 
 class ExpansionChoice(NamedTuple):
@@ -42,7 +39,6 @@ def choose_expansion(
     model: StreamedModel,
     fetch: Callable[[SlabLayout], np.ndarray],
     device: Device | None,
-    timer: Timer | None = None,
 ) -> ExpansionChoice:
     """Compare on words of the model's own layers, which are not bound yet; nothing is read where none are coded.
 
@@ -55,13 +51,11 @@ def choose_expansion(
     if not codings or rivals is None:
         missed = bool(codings) and model.place.type == "cpu"
         return ExpansionChoice(notes=(WITHOUT_NUMBA,) if missed else ())
-    timer = timer or (device_timer(device) if device else host_seconds)
     outcomes = list[Outcome]()
     for words in _examples(model, fetch, codings):
-        outcomes += [fight(one, timer, partial(_settle, device)) for one in _comparisons(words, rivals)]
-    found = verdicts(outcomes)
-    winners = {kind: getattr(rivals, kind) for kind, verdict in found.items() if verdict.beats_rival}
-    return ExpansionChoice(REFERENCE._replace(**winners), tuple(outcomes), tuple(_notes(outcomes)))
+        outcomes += [compare(one, partial(_settle, device)) for one in _comparisons(words, rivals)]
+    agreeing = {kind: getattr(rivals, kind) for kind, is_used in used(outcomes).items() if is_used}
+    return ExpansionChoice(REFERENCE._replace(**agreeing), tuple(outcomes), tuple(_notes(outcomes)))
 
 
 def _rivals(place: torch.device) -> Expansion | None:
@@ -120,7 +114,7 @@ def _agree(run: Callable[[], Any], run_reference: Callable[[], Any], out: Tensor
 
 
 def _notes(outcomes: list[Outcome]) -> Iterator[str]:
-    """Of what does not work, once for each kind: what is merely slower needs no words."""
+    """Of what does not work, once for each kind."""
     for kind, reason in {one.kernel: one.reason for one in outcomes if one.reason}.items():
         yield f"{kind} weights are expanded with torch: the faster function is not used, for {reason}"
 

@@ -1,14 +1,11 @@
-"""One kernel against what runs without it, on the device at hand: first whether both agree, then which one is faster.
+"""One kernel against what runs without it: it is used where both agree, once, at the sizes of the run.
 
-Invariant: no time is told for what is wrong, and a kernel that was wrong or refused once is not used.
+How fast both are is a question for the bench (`bench/gpu/duels.py`), since a kernel is written to be faster. Invariant:
+a kernel that was wrong or refused at one shape is not used at any.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from statistics import geometric_mean
 from typing import Any, NamedTuple
-
-Timer = Callable[[Callable[[], Any]], float]  # seconds that a piece of work takes
-_LEAST_RATIO = 1.1  # timings waver by some percent, and which kernel a run takes should not
 
 
 class Comparison(NamedTuple):
@@ -17,8 +14,8 @@ class Comparison(NamedTuple):
     kernel: str
     shape: str
     challenger: Callable[[], Any]
-    rival: Callable[[], Any]
-    agrees: Callable[[], bool]  # run before anything is timed
+    rival: Callable[[], Any]  # the best that runs without it
+    agrees: Callable[[], bool]
 
 
 class Outcome(NamedTuple):
@@ -26,54 +23,37 @@ class Outcome(NamedTuple):
 
     kernel: str
     shape: str
-    kernel_s: float | None  # None where the results differ or the kernel does not run
-    rival_s: float | None
-    reason: str = ""  # why nothing was timed
-
-    @property
-    def ratio(self) -> float:
-        """Rival / kernel time; 0 where the kernel is no choice."""
-        return self.rival_s / self.kernel_s if self.kernel_s and self.rival_s else 0.0
+    reason: str = ""  # why the kernel is not used
 
 
-class Verdict(NamedTuple):
-    """What all comparisons of a kernel say."""
-
-    mean_ratio: float  # geometric; 0 where one of them went wrong
-    worst_ratio: float
-    beats_rival: bool
-
-
-def fight(comparison: Comparison, timer: Timer, settle: Callable[[], object] = lambda: None) -> Outcome:
-    """Both sides in turn, if they agree; `settle` waits for the device after a failure.
+def compare(comparison: Comparison, settle: Callable[[], object] = lambda: None) -> Outcome:
+    """Whether both sides agree; `settle` waits for the device after a failure.
 
     Raises:
         RuntimeError: the kernel has left the device unusable, and every error from here on would be blamed on others.
     """
+    kernel, shape = comparison.kernel, comparison.shape
     try:
-        if not comparison.agrees():
-            return Outcome(comparison.kernel, comparison.shape, None, None, "its results differ")
-        return Outcome(comparison.kernel, comparison.shape, timer(comparison.challenger), timer(comparison.rival))
+        return Outcome(kernel, shape, "" if comparison.agrees() else "its results differ")
     except Exception as error:  # compilers and drivers refuse with exceptions of every kind
         first_line = (str(error).splitlines() or [""])[0]
         said = f"{type(error).__name__}: {first_line[:120]}"
     try:
         settle()
     except Exception as lost:
-        raise RuntimeError(f"{comparison.kernel} at {comparison.shape} has left the device unusable ({said})") from lost
-    return Outcome(comparison.kernel, comparison.shape, None, None, said)
+        raise RuntimeError(f"{kernel} at {shape} has left the device unusable ({said})") from lost
+    return Outcome(kernel, shape, said)
+
+
+def used(outcomes: Iterable[Outcome]) -> dict[str, bool]:
+    """By kernel whether it agreed wherever it was tried, in the order of the outcomes."""
+    found: dict[str, bool] = {}
+    for outcome in outcomes:
+        found[outcome.kernel] = found.get(outcome.kernel, True) and not outcome.reason
+    return found
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
-    """Each with what its kernel's verdict is, by the names that `--json` and benches use."""
-    found = verdicts(outcomes)
-    return [{**one._asdict(), "ratio": one.ratio, "is_used": found[one.kernel].beats_rival} for one in outcomes]
-
-
-def verdicts(outcomes: Iterable[Outcome]) -> dict[str, Verdict]:
-    """By kernel; it must win clearly on the whole and be wrong nowhere."""
-    ratios: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        ratios.setdefault(outcome.kernel, []).append(outcome.ratio)
-    means = {kernel: geometric_mean(of_kernel) if min(of_kernel) else 0.0 for kernel, of_kernel in ratios.items()}
-    return {kernel: Verdict(mean, min(ratios[kernel]), mean >= _LEAST_RATIO) for kernel, mean in means.items()}
+    """Each with whether its kernel is used, by the names that `--json` and benches use."""
+    is_used = used(outcomes)
+    return [{**one._asdict(), "is_used": is_used[one.kernel]} for one in outcomes]

@@ -1,88 +1,99 @@
-"""The comparisons of a run: each kernel at the run's own sizes, against the best that runs without it.
+"""The comparisons of a run: each kernel against what runs without it, at the sizes of the run's own models.
 
-The rival is the reference, except where something better would run: attention has its mask built beforehand, as for a
-whole pass, and `match` draws on the few rows that a walk visits. Triton compiles a kernel anew for every prefix, path
-length and temperature that is a constant of its; all are compared, and so compiled, before anything is timed.
-Invariant: a bench and the start of a run compare the same functions; only the sizes differ.
+Triton compiles a kernel anew for every width, path length and temperature that is a constant of its; all are compared,
+and so compiled, before the first step. Invariant: the bench times the functions that the start of a run compares; only
+the sizes differ. The rival is the reference, but for `match`, which draws on the few rows that a walk visits.
 """
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from offload.calibration.kernel_comparison import Comparison, Outcome, Timer, fight, verdicts
+from offload.calibration.kernel_comparison import Comparison, Outcome, compare, used
 from offload.checkpoint.sizes import config_sizes, head_dim
 from offload.config import Sampling
 from offload.kernels.kv_commit import MAX_ROWS
 from offload.kernels.match_rows import match_rows_reference
+from offload.kernels.path_attention import PathRows, ScoreTerms, Window
 from offload.kernels.registry import KERNELS, REFERENCES, KernelSet
-from offload.kernels.tree_attention import MAX_WIDTH
 from offload.memory.plan import MemoryPlan
-from offload.model.attention import TreeRows, folded_attention, is_for_rows, tree_mask, tree_rows
+from offload.model.path_attention import path_attention, path_rows
 from offload.model.weights import StreamedModel
 from offload.streaming.device import Device
 from offload.tree.token_tree import ancestors
 from offload.tree.topology import k_ary
 
-_CACHE_BYTES = 64 << 20  # written before each run: in a sweep a layer's weights have gone through the cache
-_NUM_ROUNDS = 7
-_MAX_PREFIX = 4096  # positions: which side is faster shows here, and takes little memory
+_COMPARED_NODES, _COMPARED_PREFIX = 40, 100  # of attention: no other size is other code
 _NUM_SLOTS = 64  # a commit of a path touches no more of them
-_FEW_NODES = 64  # a run may ask for a smaller tree than memory was planned for
 VISITED = 7  # rows that a walk looks at in a step that yields seven tokens
-_SPLITS = (1, 2)  # one piece of the keys is written as it is, several are merged: other code, taken as a prefix grows
 _PATHS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))  # rows that commits are rounded up to
 
 
-class Shapes(NamedTuple):
-    """What is measured; the defaults are a 70B model's."""
+class Heads(NamedTuple):
+    """The attention of one model, and its cache, as far as they are a kernel's code."""
 
     num_heads: int = 64
     num_groups: int = 8
     width: int = 128
+    value_width: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    windows: tuple[Window, ...] = (None,)
+    cap: float | None = None
+    has_sinks: bool = False
+    takes_paths: bool = True  # otherwise it has masks, and no kernel
+
+
+class Shapes(NamedTuple):
+    """What is compared; the defaults are a 70B model's."""
+
+    heads: tuple[Heads, ...] = (Heads(),)  # of both models, the target's first
     num_layers: int = 80
     num_slots: int = 2048
-    num_nodes: tuple[int, ...] = (1, 16, 64, 256, 1024)
+    num_nodes: tuple[int, ...] = (1, 64, 768, 2048)
     num_scored: tuple[int, ...] = (1, 16, 64, 128)  # rows whose logits are there at once
-    num_prefix: tuple[int, ...] = (128, 1024, 4096)
+    num_prefix: tuple[int, ...] = (128, 1024, 4000)
     vocab_sizes: tuple[int, ...] = (32_000, 128_256)
     temperatures: tuple[float, ...] = (0.0, 0.7)
     level_sizes: tuple[int, ...] = (1, 32)  # nodes whose children are drawn together
     path_lengths: tuple[int, ...] = (2, 6, 20)
-    windows: tuple[int | None, ...] = (None,)  # none at all: attention is not compared, and keeps dense masks
-    dtype: torch.dtype = torch.bfloat16
-    caches: tuple[tuple[int, torch.dtype], ...] = ((128, torch.bfloat16),)  # width of heads and type, of both models
 
 
 def shapes_of(model: StreamedModel, plan: MemoryPlan, sampling: Sampling, draft: StreamedModel | None = None) -> Shapes:
-    """This model, the tree that memory was planned for and a small one, half of the context written."""
-    sizes = config_sizes(model.checkpoint)
-    num_heads, width = sizes.get("num_attention_heads", 1), head_dim(sizes)
-    num_nodes = plan.num_nodes if plan.num_nodes > 1 else plan.max_prompt_rows
+    """Those of these models, and of the logits that memory was planned for."""
     models = [one for one in (model, draft) if one is not None]
-    # Who names a width for values (latent attention) has queries of another, and the comparison knows one width only.
-    takes_bits = is_for_rows(model.meta_model.config) and width <= MAX_WIDTH and "v_head_dim" not in sizes
     return Shapes(
-        num_heads=num_heads,
-        num_groups=sizes.get("num_key_value_heads", num_heads),
-        width=width,
+        heads=tuple(dict.fromkeys(map(_heads_of, models))),
         num_layers=model.num_layers,
         num_slots=_NUM_SLOTS,
-        num_nodes=tuple(sorted({min(_FEW_NODES, num_nodes), num_nodes})),
+        num_nodes=(_COMPARED_NODES,),
         num_scored=(plan.num_logits_rows,),
-        num_prefix=(min(plan.context // 2, _MAX_PREFIX),),
+        num_prefix=(_COMPARED_PREFIX,),
         vocab_sizes=(model.vocab_size,),
         temperatures=(sampling.temperature,),
         level_sizes=(min(32, plan.num_nodes),),
         path_lengths=(VISITED,),
-        windows=tuple(model.windows) if takes_bits else (),
-        dtype=model.dtype,
-        caches=tuple({(head_dim(config_sizes(one.checkpoint)), one.dtype): None for one in models}),
+    )
+
+
+def _heads_of(model: StreamedModel) -> Heads:
+    sizes, config = config_sizes(model.checkpoint), model.meta_model.config
+    num_heads, width = sizes.get("num_attention_heads", 1), head_dim(sizes)
+    if "v_head_dim" in sizes:  # latent attention: queries have a part that turns and one that does not
+        width = sizes.get("qk_nope_head_dim", 0) + sizes.get("qk_rope_head_dim", 0) or width
+    return Heads(
+        num_heads,
+        num_heads if "v_head_dim" in sizes else sizes.get("num_key_value_heads", num_heads),
+        width,
+        sizes.get("v_head_dim", width),
+        model.dtype,
+        tuple(model.windows),
+        getattr(config, "attn_logit_softcapping", None),
+        any(name.endswith("sinks") for name, _ in model.meta_model.named_parameters()),
+        model.can_attend_by_path(),
     )
 
 
@@ -97,20 +108,19 @@ NO_KERNELS = KernelChoice(REFERENCES, ())
 
 
 def choose_kernels(
-    shapes: Shapes, device: Device, timer: Timer | None = None, on_outcome: Callable[[Outcome], None] = lambda _: None
+    shapes: Shapes, device: Device, on_outcome: Callable[[Outcome], None] = lambda _: None
 ) -> KernelChoice:
-    """Compare each kernel once per shape; those that win take the place of what runs without them."""
-    timer = timer or device_timer(device)
+    """Compare each kernel at each shape; those that agree take the place of what runs without them."""
 
     def settle() -> None:
         device.synchronize(device.record(device.compute))
 
     outcomes = list[Outcome]()
     for comparison in comparisons(shapes, str(device.place)):
-        outcomes.append(fight(comparison, timer, settle))
+        outcomes.append(compare(comparison, settle))
         on_outcome(outcomes[-1])
-    winners = {kernel: getattr(KERNELS, kernel) for kernel, found in verdicts(outcomes).items() if found.beats_rival}
-    return KernelChoice(REFERENCES._replace(**winners), tuple(outcomes))
+    agreeing = {kernel: getattr(KERNELS, kernel) for kernel, is_used in used(outcomes).items() if is_used}
+    return KernelChoice(REFERENCES._replace(**agreeing), tuple(outcomes))
 
 
 def comparisons(shapes: Shapes, device: str) -> Iterator[Comparison]:
@@ -119,27 +129,6 @@ def comparisons(shapes: Shapes, device: str) -> Iterator[Comparison]:
     yield from _attention(shapes, device)
     yield from _matches(shapes, device)
     yield from _commits(shapes, device)
-
-
-def device_timer(device: Device) -> Timer:
-    """Medians of runs with a cold cache, launches included, by events of the compute stream."""
-    scratch = device.allocate(_CACHE_BYTES)
-
-    def once(work: Callable[[], Any]) -> float:
-        device.fill(scratch, 0, device.compute)
-        before = device.record(device.compute, is_timed=True)
-        work()
-        after = device.record(device.compute, is_timed=True)
-        device.synchronize(after)
-        seconds = device.elapsed_s(before, after)
-        assert seconds is not None, "the host has waited for it"
-        return seconds
-
-    def seconds_of(work: Callable[[], Any]) -> float:
-        work()  # the first run of any code is not like the others
-        return median(once(work) for _ in range(_NUM_ROUNDS))
-
-    return seconds_of
 
 
 def _random(device: str, *shape: int) -> Tensor:
@@ -170,43 +159,40 @@ def _equal(
 
 
 def _attention(shapes: Shapes, device: str) -> Iterator[Comparison]:
-    for num_nodes in shapes.num_nodes:
-        topology = k_ary(2, num_nodes)
-        ancestor_NN = ancestors(topology).to(device)
-        depth_N = torch.from_numpy(topology.depth_N.copy()).long().to(device)
-        for num_prefix, window in product(shapes.num_prefix, shapes.windows):
-            yield _one_attention(shapes, num_prefix, depth_N + num_prefix, ancestor_NN, window)
+    attending = [heads for heads in shapes.heads if heads.takes_paths]
+    for heads, num_nodes, num_prefix in product(attending, shapes.num_nodes, shapes.num_prefix):
+        rows = path_rows(num_prefix, ancestors(k_ary(2, num_nodes)), path_attention, lambda walk: walk.to(device))
+        for window in heads.windows:
+            yield _one_attention(heads, PathRows(rows.walk_TL, window, path_attention), num_prefix, device)
 
 
-def _one_attention(
-    shapes: Shapes, num_prefix: int, position_N: Tensor, ancestor_NN: Tensor, window: int | None
-) -> Comparison:
-    num_nodes, device, scaling = len(ancestor_NN), str(ancestor_NN.device), shapes.width**-0.5
-    attend_in_bits = KERNELS.tree_attention
-    query = _random(device, 1, num_nodes, shapes.num_heads, shapes.width).to(shapes.dtype).transpose(1, 2)
-    key, value = _random(device, 2, 1, shapes.num_groups, num_prefix + num_nodes, shapes.width).to(shapes.dtype)
-    assert attend_in_bits is not None, "there is a kernel to compare"
-    mask = tree_mask(num_prefix, position_N, ancestor_NN, window, shapes.dtype)
-    kernels: list[Callable[..., Tensor]] = [attend_in_bits]
-    kernels += [partial(attend_in_bits, num_splits=count) for count in _SPLITS]
-    rows, *others = (tree_rows(num_prefix, position_N, ancestor_NN, window, kernel) for kernel in kernels)
-    tolerance = 1e-3 if shapes.dtype == torch.float32 else 2e-2
-
-    def attend(to: Tensor | TreeRows) -> Tensor:
-        return folded_attention(nn.Module(), query, key, value, to, scaling=scaling)[0]
+def _one_attention(heads: Heads, rows: PathRows, num_prefix: int, device: str) -> Comparison:
+    num_rows, kernel = len(rows.walk_TL), KERNELS.path_attention
+    assert kernel is not None, "there is a kernel to compare"
+    query_HTK = _random(device, num_rows, heads.num_heads, heads.width).to(heads.dtype).transpose(0, 1)
+    key_GSK, value_GSK = (
+        _random(device, heads.num_groups, num_prefix + num_rows, width).to(heads.dtype)
+        for width in (heads.width, heads.value_width)
+    )
+    sink_H = _random(device, heads.num_heads).to(heads.dtype) if heads.has_sinks else None
+    what = (query_HTK, key_GSK, value_GSK, rows, ScoreTerms(heads.width**-0.5, heads.cap, sink_H))
+    tolerance = 1e-3 if heads.dtype == torch.float32 else 2e-2
 
     def agrees() -> bool:
-        wanted, got = attend(mask), [attend(one) for one in (rows, *others)]
-        return all(torch.allclose(one, wanted, atol=tolerance) for one in got)
+        alone = (query_HTK[:, -1:], *what[1:])  # a row's bits are its own
+        together = kernel(*what)
+        is_close = torch.allclose(together, path_attention(*what), atol=tolerance)
+        return is_close and torch.equal(kernel(*alone), together[-1:])
 
-    shape = f"N {num_nodes}, P {num_prefix}" + (f", window {window}" if window else "")
-    return Comparison("tree_attention", shape, lambda: attend(rows), lambda: attend(mask), agrees)
+    shape = f"N {num_rows}, P {num_prefix}, {heads.num_heads}/{heads.num_groups} x {heads.width}"
+    shape += f", window {rows.window}" if rows.window else ""
+    return Comparison("path_attention", shape, lambda: kernel(*what), lambda: path_attention(*what), agrees)
 
 
 def _matches(shapes: Shapes, device: str) -> Iterator[Comparison]:
     for vocab_size in shapes.vocab_sizes:
         for num_rows, temperature in product(shapes.num_scored, shapes.temperatures):
-            logits_CV = _random(device, num_rows, vocab_size).mul_(3).to(shapes.dtype)
+            logits_CV = _random(device, num_rows, vocab_size).mul_(3).to(shapes.heads[0].dtype)
             yield _one_match(logits_CV, temperature)
 
 
@@ -233,8 +219,9 @@ def _one_match(logits_CV: Tensor, temperature: float) -> Comparison:
 
 
 def _commits(shapes: Shapes, device: str) -> Iterator[Comparison]:
-    size = (1, shapes.num_groups, shapes.num_slots, shapes.width)
-    buffers = [_random(device, *size).to(shapes.dtype) for _ in range(2 * shapes.num_layers)]
+    first = shapes.heads[0]
+    size = (1, first.num_groups, shapes.num_slots, first.width)
+    buffers = [_random(device, *size).to(first.dtype) for _ in range(2 * shapes.num_layers)]
     agree = cache(partial(_commits_agree, shapes, device))
     for num_rows in shapes.path_lengths:
         row_A, length = torch.arange(num_rows, device=device) * 2, shapes.num_slots // 2
@@ -248,8 +235,8 @@ def _commits(shapes: Shapes, device: str) -> Iterator[Comparison]:
 def _commits_agree(shapes: Shapes, device: str) -> bool:
     """Paths of all lengths that are code of their own, in the caches of both models; each moves by one row."""
     agree = list[bool]()
-    for (width, dtype), num_rows in product(shapes.caches, _PATHS):
-        wanted = [*_random(device, 4, 1, shapes.num_groups, MAX_ROWS + 8, width).to(dtype)]
+    for heads, num_rows in product(shapes.heads, _PATHS):
+        wanted = [*_random(device, 4, 1, heads.num_groups, MAX_ROWS + 8, heads.width).to(heads.dtype)]
         got, row_A = [buffer.clone() for buffer in wanted], torch.arange(num_rows, device=device) + 1
         REFERENCES.kv_commit(wanted, 1, row_A)
         KERNELS.kv_commit(got, 1, row_A)

@@ -85,7 +85,6 @@ def calibrate(
     profile, _ = trees.find(settings.sampling, settings.rule)
     trees.num_threads, trees.link_bytes_per_s = threads.most, link() if link else _link_bytes_per_s(trees, store)
     if profile is None or profile.num_threads != threads.most:
-        target.attend_with(kernels.tree_attention)
         torch.set_num_threads(threads.start.sweep.num_threads)
         compute_s, draft_step_s = sweep_curve(target, store.fetch(target.layer_layouts[target.typical_layer])), NOTHING
         if draft is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from offload.calibration.kernel_comparison import Outcome, verdicts
+from offload.calibration.kernel_comparison import Outcome, used
 from offload.cli.flags import as_flags
 from offload.cli.live_line import LiveLine, fitted
 from offload.cli.progress import ManyTexts, Phase, Progress, Writing, plural
@@ -192,17 +192,11 @@ def detail_lines(decoder: "Decoder", choice: "TreeChoice | None") -> str:
 
 
 def kernel_line(outcomes: Sequence[Outcome]) -> str:
-    """Which kernels, and functions that expand weights, run here, each beside what runs without it."""
-    found = verdicts(outcomes)
-    won, lost = ([one for one in outcomes if found[one.kernel].beats_rival is is_won] for is_won in (True, False))
-    used, others = (", ".join(map(_comparison, some)) or "none" for some in (won, lost))
-    return f"kernels, ms against without: {used}; left out: {others}"
-
-
-def _comparison(outcome: Outcome) -> str:
-    if outcome.kernel_s is None or outcome.rival_s is None:
-        return f"{outcome.kernel} ({outcome.reason})"
-    return f"{outcome.kernel} {outcome.kernel_s * 1e3:.3f} : {outcome.rival_s * 1e3:.3f}"
+    """Which kernels, and functions that expand weights, run here, and why others do not."""
+    reasons = {one.kernel: one.reason for one in outcomes if one.reason}
+    running = ", ".join(kernel for kernel, is_used in used(outcomes).items() if is_used) or "none"
+    left_out = ", ".join(f"{kernel} ({reason})" for kernel, reason in reasons.items()) or "none"
+    return f"kernels: {running}; left out: {left_out}"
 
 
 def choice_lines(choice: "TreeChoice") -> str:

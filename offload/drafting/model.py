@@ -19,7 +19,6 @@ from offload.drafting.guesses import NO_GUESSES, Guesses
 from offload.drafting.static import fill
 from offload.drafting.worth import Worth
 from offload.kernels.registry import REFERENCES, KernelSet
-from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.sampling.sampler import Sampler
@@ -45,7 +44,7 @@ class ModelDrafter:
 
     def share_states(self, states: Sequence[KVCache]) -> None:
         """See `Drafter`. Raises `UserError` where this model's passes cannot be shared."""
-        self.model.share_passes(InvariantRows((1,)))
+        self.model.share_passes()
         KVCache.side_by_side(states)
 
     def grow(

@@ -26,7 +26,6 @@ from offload.errors import UserError
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan
 from offload.memory.planner import Files, ram_warning
-from offload.model.cuda_graphs import use_graphs
 from offload.model.encoder_decoder import open_model
 from offload.model.experts import sample_of
 from offload.model.weights import StreamedModel
@@ -118,8 +117,6 @@ def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
             count(draft.read_rest(source.fetch, pair.target))
             outcomes += _pick_expansion(pair, draft, source)
             _fill_layers(draft, source, count)
-        note = use_graphs(draft) if draft.place.type == "cuda" else None
-        pair.notes.extend([note] if note else [])
     return outcomes
 
 

@@ -33,6 +33,7 @@ from offload.kernels.jit import is_for_kernels
 from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
+from offload.model.cuda_graphs import use_graphs
 from offload.planning.expert_choice import with_experts
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
@@ -158,7 +159,7 @@ def open_decoder(
         hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
         expanded = read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
         hooks.on_phase("choosing kernels and threads")
-        choice = _pick_kernels(pair, trees, plan_for, settings.sampling)
+        choice = _pick_kernels(pair, plan_for(trees.most_nodes), settings.sampling)
         choice, kernels = choice._replace(comparisons=(*choice.comparisons, *expanded)), choice.kernels
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = Invariance(reason="several ranks share its rows")
@@ -254,6 +255,8 @@ def _make_invariant(
         return Invariance(reason="it is not wanted")
     if options.invariant is None and not plan.is_streamed:
         return Invariance(reason="nothing is streamed, so that it would take time")
+    if pair.device is not None and pair.target.attend is None:
+        return Invariance(reason="the kernel of its attention does not run here")
     on_phase("trying how sums are rounded")
     slab = pair.store.fetch(pair.target.layer_layouts[pair.target.typical_layer])
     counts = [torch.get_num_threads()]
@@ -273,11 +276,17 @@ def _link_to_device(pair: Pair, plan: MemoryPlan) -> float:
     return device_link_bytes_per_s(pair.device, plan, pair.store.paths, limit_bytes_per_s=limit_bytes_per_s)
 
 
-def _pick_kernels(pair: Pair, trees: Trees, plan_for: PlanFor, sampling: Sampling) -> KernelChoice:
-    """On a GPU what is faster than what runs without it at the size of the largest tree."""
+def _pick_kernels(pair: Pair, plan: MemoryPlan, sampling: Sampling) -> KernelChoice:
+    """On a GPU those that agree with what runs without them; the draft's small passes are recorded with them."""
     if pair.device is None or not is_for_kernels(pair.device.place):
         return NO_KERNELS
-    return choose_kernels(shapes_of(pair.target, plan_for(trees.most_nodes), sampling, pair.draft), pair.device)
+    choice = choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.device)
+    pair.target.attend_with(choice.kernels.path_attention)
+    if pair.draft is not None:
+        pair.draft.attend_with(choice.kernels.path_attention)
+        note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
+        pair.notes.extend([note] if note else [])
+    return choice
 
 
 def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:

@@ -191,7 +191,7 @@ def _make_plan(target: ModelShape, draft: ModelShape | None, budgets: Budgets, s
         "draft_bytes": draft_bytes(draft, context, num_nodes, is_gpu=is_gpu, parallel=parallel) if draft else 0,
         "distribution_bytes": distribution_bytes(target.vocab_size, num_nodes) if keeps_distributions and draft else 0,
         "kv_bytes": parallel * target.kv_bytes_per_token * kv_slots,
-        "activation_bytes": PATH_SCRATCH_BYTES
+        "activation_bytes": (0 if is_gpu else PATH_SCRATCH_BYTES)
         + activation_bytes(target, rows + num_nodes, num_logits, context)
         + target.cast_bytes
         + target.scratch_bytes

@@ -2,13 +2,12 @@
 
 Query heads that share a key/value head become rows of one, so keys and values are read once and never repeated. The
 function is registered with transformers under `NAME`; families that change the scores (soft caps, sinks) keep their own
-eager one and get the same additive masks. Instead of a mask the function also takes `TreeRows`, which says the same in
-bits and names the kernel that reads them; what that kernel does not take gets its dense mask.
+eager one and get the same additive masks. Instead of a mask the function also takes `PathRows`, which say what rows see
+by position on their paths, and with them all that a family may do to its scores.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,37 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from offload.errors import UserError
-from offload.kernels.tree_attention import Sight, Window, is_supported, pack_bits, seen_columns, unpack_bits
+from offload.kernels.path_attention import PathRows, ScoreTerms, Window, first_seen
 from offload.model.parts import Parted
-from offload.model.path_attention import PathRows, ScoreTerms, path_attention
 
 NAME, BIASED = "offload_tree", "offload_tree_biased"
 _MAX_MASK_BYTES = 64 << 20  # of a mask repeated for the heads of a group
-Attend = Callable[..., Tensor]  # the kernel of tree attention or its reference
 _CALCULATE_WITH_MASKS = ("doge",)  # families whose layers add to their mask before they pass it on
 _SCORE_TERMS = ("softcap", "s_aux", "position_bias")  # families that need one take their own eager attention
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeRows:
-    """What the rows of one pass see, in place of an additive mask; a family that calculates with it fails at once."""
-
-    sight: Sight
-    attend: Attend
-    _mask: list[Tensor] = field(default_factory=list)
-
-    def mask(self, dtype: torch.dtype) -> Tensor:
-        """The same as a dense mask, for layers whose states `attend` does not take; made once for all of them."""
-        if not self._mask:
-            seen_TW, num_prefix, position_U, window = self.sight
-            ancestor_TU = unpack_bits(seen_TW, len(position_U))
-            self._mask.append(tree_mask(num_prefix, position_U, ancestor_TU, window, dtype))
-        return self._mask[0]
-
-
-def tree_rows(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: Window, attend: Attend) -> TreeRows:
-    """The same as `tree_mask`, in bits."""
-    return TreeRows(Sight(pack_bits(ancestor_TU), num_prefix, position_U, window), attend)
 
 
 def is_for_rows(config: Any) -> bool:
@@ -74,7 +49,11 @@ def tree_mask(num_prefix: int, position_U: Tensor, ancestor_TU: Tensor, window: 
         window: how far back a row sees.
         dtype: of the scores.
     """
-    seen_TS = seen_columns(num_prefix, position_U, ancestor_TU, window)
+    num_rows = len(ancestor_TU)
+    seen_TS = torch.cat([ancestor_TU.new_ones(num_rows, num_prefix), ancestor_TU], dim=1)
+    if window is not None:
+        position_S = torch.cat([torch.arange(num_prefix, device=position_U.device), position_U])
+        seen_TS &= position_S >= first_seen(window, position_U[-num_rows:, None])
     mask = torch.zeros(seen_TS.shape, dtype=dtype, device=seen_TS.device)
     return mask.masked_fill_(seen_TS.logical_not_(), torch.finfo(dtype).min)[None, None]
 
@@ -84,7 +63,7 @@ def folded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | TreeRows | PathRows | Parted | None,
+    attention_mask: Tensor | PathRows | Parted | None,
     *,
     scaling: float | None = None,
     **more: Any,
@@ -101,10 +80,6 @@ def folded_attention(
     wanted = [name for name in _SCORE_TERMS if more.get(name) is not None]
     if wanted:
         raise UserError(f"token trees do not support attention with {' and '.join(wanted)}: choose another model")
-    if isinstance(attention_mask, TreeRows):
-        if is_supported(query, key, value):
-            return _tree_attention(query, key, value, attention_mask, scaling), None
-        attention_mask = attention_mask.mask(query.dtype)[:, :, -query.shape[2] :]
     num_batch, num_heads, num_rows, head_dim = query.shape
     group = num_heads // key.shape[1]
     # head g * group + i becomes the rows i * T + t
@@ -127,24 +102,15 @@ def _parts(folded: Tensor, mask: Tensor | None, group: int) -> Iterator[tuple[Te
         yield rows, _folded_mask(mask, rows.shape[2] // num_rows)
 
 
-def _tree_attention(query: Tensor, key: Tensor, value: Tensor, rows: TreeRows, scaling: float | None) -> Tensor:
-    """Some families run their last layers on the last rows alone."""
-    out = rows.attend(
-        *(states[0] if states.stride(3) == 1 else states[0].contiguous() for states in (query, key, value)),
-        rows.sight._replace(seen_TW=rows.sight.seen_TW[-query.shape[2] :]),
-        scaling=query.shape[3] ** -0.5 if scaling is None else scaling,
-    )
-    return out[None].contiguous()
-
-
 def _path_attention(
     query: Tensor, key: Tensor, value: Tensor, rows: PathRows, scaling: float | None, more: dict[str, Any]
 ) -> Tensor:
     if more.get("position_bias") is not None:
         raise UserError("attention in path order does not support position_bias: choose another model")
     terms = ScoreTerms(query.shape[3] ** -0.5 if scaling is None else scaling, more.get("softcap"), more.get("s_aux"))
+    states = (states[0] if states.stride(3) == 1 else states[0].contiguous() for states in (query, key, value))
     with torch._C.DisableTorchFunction():  # it pads its products itself
-        return path_attention(query[0], key[0], value[0], rows, terms)[None].contiguous()
+        return rows.attend(*states, rows, terms)[None].contiguous()
 
 
 def _folded_mask(mask: Tensor | None, group: int) -> Tensor | None:

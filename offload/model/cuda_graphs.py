@@ -1,25 +1,25 @@
 """Small passes of a resident model, recorded once and replayed.
 
 A draft step is hundreds of kernels of a few microseconds each, which no host launches as fast as a device runs them. A
-recording has fixed shapes: rows are padded to one of a few widths, keys and values are looked at up to a multiple of
-some slots, and what changes (ids, positions, slots to write to, masks) lies in tensors that are filled before a replay.
+recording has fixed shapes: rows are padded to one of a few widths. What changes (ids, positions, slots to write to, the
+walks of the rows) lies in one tensor that is filled by one copy before a replay.
 
 Invariant: nothing sees padding, whose keys go to a slot of their own; and padding sees numbers, since a row without a
-key is NaN in some attention kernels.
+key is NaN.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.kernels.tree_attention import Window
-from offload.model.attention import tree_mask
+from offload.kernels.path_attention import BLOCK, HEADER, PathRows
 from offload.model.kv_cache import KVCache
+from offload.model.path_attention import path_rows
 from offload.model.weights import StreamedModel
 from offload.streaming.device import Stream
 
@@ -27,17 +27,14 @@ Work = Callable[[], None]
 Record = Callable[[Work], Work]  # runs the work at least once; what it returns does it again on the same tensors
 
 WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-_EXTENT_STEP = 1024  # slots: attending to a few more than there are costs less than another recording
 _PATIENCE = 32  # passes of another text in a row, until it gets the recordings: to make them takes as long as many
+_INPUTS = 3  # of each row: its token, its position, the slot that it is written to; then its walk
+_MOST_COLUMNS = 4 * BLOCK  # of a walk: what a row has behind the prefix that all share, some hundred nodes deep
 
 
-@dataclass(slots=True)
-class _Recording:
-    token_W: Tensor
-    position_W: Tensor
-    slot_W: Tensor
-    masks: dict[Window, Tensor]  # (1, 1, W, extent) by attention window
-    replay: Work | None = None
+class _Recording(NamedTuple):
+    input_WI: Tensor  # int32
+    replay: Work
 
 
 class Graphs:
@@ -45,29 +42,33 @@ class Graphs:
 
     def __init__(self, model: StreamedModel, open_recorder: Callable[[], Record]) -> None:
         assert not model.experts, "what a pass asks for while it runs cannot be recorded"
-        self._model, self._open_recorder = model, open_recorder
+        assert model.attend is not None, "attention along paths has the same shapes for any prefix; masks have not"
+        self._model, self._open_recorder, self._attend = model, open_recorder, model.attend
         self._cache: KVCache | None = None
         self._next: tuple[KVCache, int] | None = None  # which other one was asked for last, and how often in a row
         self._record: Record | None = None
         self._logits_WV: Tensor | None = None  # of the pass that was replayed last; as wide as the widest
-        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._recordings: dict[int, _Recording] = {}  # by width
 
     def __call__(
         self, token_T: Tensor, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache, num_logits: int
     ) -> Tensor | None:
-        """See `StreamedModel.forward`; declines more rows than the largest width, and texts that take turns."""
+        """See `StreamedModel.forward`; declines texts that take turns, and passes that are too wide or too deep."""
         if not self._turn_to(cache):
             return None
-        num_rows, num_uncommitted = ancestor_TU.shape
+        num_rows = len(ancestor_TU)
         width = next((width for width in WIDTHS if width >= num_rows), None)
-        if width is None:
+        rows = path_rows(cache.length, ancestor_TU, self._attend)
+        if width is None or rows.walk_TL.shape[1] > HEADER + _MOST_COLUMNS:
             return None
-        cache.place(num_uncommitted - num_rows, num_rows)
-        extent = min(-(-(cache.length + num_uncommitted) // _EXTENT_STEP) * _EXTENT_STEP, cache.num_slots)
-        recording = self._recordings.get((width, extent)) or self._blank(width, extent)
-        self._fill(recording, token_T, position_U, ancestor_TU, cache)
-        self._run(recording, cache, extent)
-        self._recordings[width, extent] = recording
+        lo = cache.place(ancestor_TU.shape[1] - num_rows, num_rows)
+        input_WI = torch.zeros(width, _INPUTS + HEADER + _MOST_COLUMNS, dtype=torch.int32)
+        input_WI[:, 2] = cache.num_slots  # padding goes to the slot behind all others, and sees what the last row sees
+        own_T3 = torch.stack([token_T, position_U[-num_rows:], torch.arange(lo, lo + num_rows)], 1)
+        input_WI[:num_rows, :_INPUTS] = own_T3
+        walk_WL = rows.walk_TL[torch.arange(width).clamp(max=num_rows - 1)]
+        input_WI[:, _INPUTS : _INPUTS + walk_WL.shape[1]] = walk_WL
+        self._run(width, self._model.send(input_WI), cache)
         assert self._logits_WV is not None, "a recording that has run has logits"
         return self._logits_WV[:num_rows][-num_logits:].clone()  # the next replay overwrites them
 
@@ -84,52 +85,26 @@ class Graphs:
         self._cache, self._next, self._recordings, self._record = cache, None, {}, self._open_recorder()
         return True
 
-    def _run(self, recording: _Recording, cache: KVCache, extent: int) -> None:
-        if recording.replay is not None:
+    def _run(self, width: int, input_WI: Tensor, cache: KVCache) -> None:
+        if width in self._recordings:
+            recording = self._recordings[width]
+            recording.input_WI.copy_(input_WI)
             recording.replay()
             return
+        held_WI = input_WI.clone()
 
         def work() -> None:
-            with cache.recorded(recording.slot_W, extent):
-                logits_WV = self._model.run(recording.token_W, recording.position_W, recording.masks, cache)
+            token_W, position_W, slot_W = held_WI[:, :_INPUTS].long().unbind(1)
+            rows = PathRows(held_WI[:, _INPUTS:], None, self._attend)
+            with cache.recorded(slot_W):
+                masks = {window: replace(rows, window=window) for window in self._model.windows}
+                logits_WV = self._model.run(token_W, position_W, masks, cache)
             if self._logits_WV is None:  # in the first run, before anything is recorded
                 self._logits_WV = logits_WV.new_empty(WIDTHS[-1], logits_WV.shape[1])
             self._logits_WV[: len(logits_WV)].copy_(logits_WV)
 
         assert self._record is not None, "a pass over a cache has opened a recorder for it"
-        recording.replay = self._record(work)
-
-    def _blank(self, width: int, extent: int) -> _Recording:
-        place = self._model.place
-        token_W, position_W, slot_W = (torch.zeros(width, dtype=torch.long, device=place) for _ in range(3))
-        masks = {
-            window: torch.empty(1, 1, width, extent, dtype=self._model.dtype, device=place)
-            for window in self._model.windows
-        }
-        return _Recording(token_W, position_W, slot_W, masks)
-
-    def _fill(
-        self, recording: _Recording, token_T: Tensor, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache
-    ) -> None:
-        """Inputs of one pass; the rest of each tensor is what padding gets."""
-        num_rows, num_uncommitted = ancestor_TU.shape
-        lo = cache.length + num_uncommitted - num_rows
-        row_T = torch.arange(lo, lo + num_rows)
-        padding = cache.num_slots  # the slot behind all others
-        for held_W, value_T, rest in (
-            (recording.token_W, token_T, 0),
-            (recording.position_W, position_U[-num_rows:], 0),
-            (recording.slot_W, row_T, padding),
-        ):
-            held_W.fill_(rest)
-            held_W[:num_rows].copy_(self._model.send(value_T))
-        least = torch.finfo(self._model.dtype).min
-        position_U, ancestor_TU = self._model.send(position_U), self._model.send(ancestor_TU)
-        for window, mask in recording.masks.items():
-            seen = tree_mask(cache.length, position_U, ancestor_TU, window, self._model.dtype)
-            mask[:, :, :num_rows].fill_(least)
-            mask[:, :, num_rows:].zero_()
-            mask[:, :, :num_rows, : seen.shape[-1]] = seen
+        self._recordings[width] = _Recording(held_WI, self._record(work))
 
 
 class CudaRecorder:
@@ -169,6 +144,8 @@ class CudaRecorder:
 
 def use_graphs(model: StreamedModel) -> str | None:
     """Let a resident CUDA model replay its small passes; tried at once, returns a line for the user where it cannot."""
+    if model.attend is None:
+        return "the draft runs without CUDA graphs, which is slower (its attention takes masks)"
     open_recorder = partial(CudaRecorder, torch.cuda.Stream(model.place))
     graphs = Graphs(model, open_recorder)
     one = torch.zeros(1, dtype=torch.long)

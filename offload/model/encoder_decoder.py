@@ -21,7 +21,7 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.config import require
 from offload.errors import UserError
 from offload.kernels.kv_commit import kv_commit_reference
-from offload.kernels.tree_attention import Window
+from offload.kernels.path_attention import Window
 from offload.model.attention import tree_mask
 from offload.model.kv_cache import KVCache
 from offload.model.weights import Masks, StreamedModel
@@ -106,6 +106,9 @@ class EncoderDecoderModel(StreamedModel):
         """Raises `UserError` where anything is wished for: rows are never added up by position here."""
         if rows is not None:
             raise UserError(f"{self.meta_model.config.model_type} models add a bias to their scores")
+
+    def _takes_paths(self) -> bool:
+        return False
 
     def _call(self, token_1T: Tensor, *, logits_to_keep: int = 0, **more: Any) -> Any:
         cache, self._num_scored = more.get("past_key_values"), logits_to_keep

@@ -1,8 +1,9 @@
-"""Products and activation functions whose result for a row does not depend on the rows beside it.
+"""Products, sums and activation functions whose result for a row does not depend on the rows beside it.
 
-Matrix libraries take other ways for a few rows than for many, and torch rounds the last numbers of a thread's share of
-an activation function differently. So within `InvariantRows` a product is made in parts whose sizes are found by trial
-(`row_sizes.py`), the last one padded, and threads share elementwise work in whole vectors.
+Matrix libraries take other ways for a few rows than for many, torch rounds the last numbers of a thread's share of an
+activation function differently, and on a GPU it gives a row's sum fewer threads the more rows there are, up to 16. So
+within `InvariantRows` a product is made in parts whose sizes are found by trial (`row_sizes.py`), the last one padded,
+sums on a GPU are of at least 16 rows, and threads share elementwise work in whole vectors.
 """
 
 import math
@@ -24,9 +25,12 @@ _VECTOR = 64  # numbers: no processor that torch knows handles more at once
 # torch shares elementwise work among threads by 32768 numbers (at::internal::GRAIN_SIZE), gelu evenly from 16384 on.
 _GRAIN, _LEAST_SHARED = 32768, 16384
 _LEAST_WIDTH = 64  # of both factors of a product: with narrower ones libraries have ways of their own
+_LEAST_SUMS = 16  # at once on a GPU: from there on each gets the same threads (ATen's Reduce.cuh, set_block_dimension)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
                 Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu)  # fmt: skip
+_SUMS = (torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var)
+_NORMS = (functional.layer_norm, functional.rms_norm)  # a block of threads for each row; looked at by a check alone
 # By product, and by what decides how it is tried: what a library does with a shape stays what it is, for any model.
 _TRIED: dict[Any, RowSizes] = {}
 
@@ -48,6 +52,8 @@ class InvariantRows(TorchFunctionMode):
         self._own: dict[Any, Callable[..., Tensor]] = {functional.linear: self._linear}
         self._own |= {product: partial(self._multiply_whole, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
+        self._own |= {function: partial(self._sum, function) for function in _SUMS}
+        self._own |= {function: partial(self._normalize, function) for function in _NORMS}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._own.get(func, func)(*args, **(kwargs or {}))
@@ -69,7 +75,7 @@ class InvariantRows(TorchFunctionMode):
     def multiply(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """By `matmul` or what is like it; of a stack the rows are those of each factor in it."""
         left, right = (*args, *kwargs.values())
-        if left.ndim < 2 or right.ndim < 2:
+        if left.ndim < 2 or right.ndim < 2 or left.shape[-1] == 1:  # of one number there is no order
             return product(left, right)
         num_columns, is_stack = right.shape[-1], right.ndim > 2
         left, right = _widened(left), _widened(_lengthened(right))
@@ -97,6 +103,21 @@ class InvariantRows(TorchFunctionMode):
         work = lambda part: in_whole_vectors(function, part, *args, **kwargs)  # noqa: E731
         return self.activate(work, numbers) if numbers.ndim > 1 else work(numbers)
 
+    def _sum(self, function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Over the last dimension, on a GPU: on a CPU a row's sum is one thread's, whatever stands beside it."""
+        dim = args[0] if len(args) == 1 else kwargs.get("dim")
+        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+        if dim not in (-1, numbers.ndim - 1) or numbers.ndim < 2 or numbers.device.type == "cpu":
+            return function(numbers, *args, **kwargs)
+        more = {name: value for name, value in kwargs.items() if name not in ("dim", "keepdim")}
+        work = partial(_at_least, _LEAST_SUMS, partial(function, dim=-1, keepdim=True, **more))
+        out = self.activate(work, numbers.reshape(-1, numbers.shape[-1])).reshape(*numbers.shape[:-1], 1)
+        return out if kwargs.get("keepdim") else out[..., 0]
+
+    def _normalize(self, function: Callable[..., Tensor], rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        work = lambda part: function(part, *args, **kwargs)  # noqa: E731
+        return self.activate(work, rows) if rows.ndim > 1 else work(rows)
+
     def activate(self, work: Work, rows: Tensor) -> Tensor:
         """What is done with rows one by one; a check looks at it here."""
         return work(rows)
@@ -112,6 +133,12 @@ def in_parts(work: Work, rows: Tensor, sizes: RowSizes) -> Tensor:
         return work(pad(rows, (0, 0, 0, missing)))[..., :num_rows, :] if missing else work(rows)
     rows = pad(rows, (0, 0, 0, sum(parts) - num_rows)) if sum(parts) > num_rows else rows
     return torch.cat([work(part) for part in rows.split(parts, -2)], -2)[..., :num_rows, :]
+
+
+def _at_least(num_rows: int, work: Work, rows: Tensor) -> Tensor:
+    """`work` on that many rows or more, those that are missing being zeros."""
+    num_missing = max(0, num_rows - len(rows))
+    return work(pad(rows, (0, 0, 0, num_missing)))[: len(rows)] if num_missing else work(rows)
 
 
 def _widened(numbers: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ class _Window:
         self.lo = 0
         self.num_elsewhere = 0  # committed positions, the first ones, that have no slots here
         self.slot_T: Tensor | None = None  # of a recorded pass: where its rows go, read anew at each replay
-        self.extent = 0  # ... and how many slots it looks at
 
 
 class _Buffers:
@@ -87,7 +86,7 @@ class _SlotLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         self.keys.index_copy_(2, self._window.slot_T, key_states)
         self.values.index_copy_(2, self._window.slot_T, value_states)
-        return self.keys[:, :, : self._window.extent], self.values[:, :, : self._window.extent]
+        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         return self._window.lo
@@ -170,9 +169,9 @@ class KVCache(Cache):
         self._buffers.is_fixed = True
 
     @contextmanager
-    def recorded(self, slot_T: Tensor, extent: int) -> Iterator[None]:
-        """Meanwhile rows go where `slot_T` says and look at the first `extent` slots, whatever `place` was told."""
-        self._window.slot_T, self._window.extent = slot_T, extent
+    def recorded(self, slot_T: Tensor) -> Iterator[None]:
+        """Meanwhile rows go where `slot_T` says and may look at all slots, whatever `place` was told."""
+        self._window.slot_T = slot_T
         try:
             yield
         finally:

@@ -30,7 +30,7 @@ from offload.checkpoint.encoder_decoder import ENCODER_DECODERS
 from offload.checkpoint.safetensors import Checkpoint, unsupported
 from offload.checkpoint.section import Section
 from offload.errors import UserError, reason
-from offload.kernels.tree_attention import Chunk, Window
+from offload.kernels.path_attention import Chunk, Window
 from offload.model import attention
 from offload.model.headed import HeadedModel
 from offload.model.kv_cache import KVCache

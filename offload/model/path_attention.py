@@ -11,113 +11,86 @@ not see has weight 0.0, and adding 0.0 * value changes no sum; so blocks that no
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.tree_attention import Window, first_seen
+from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, first_seen
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model.invariance import InvariantRows
-from offload.model.row_sizes import MAX_ROWS
+from offload.model.row_sizes import MAX_ROWS, Multiply
 
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
-BLOCK = 64  # keys whose products are summed by one matrix product
 _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once
 _TILE_BYTES = PATH_SCRATCH_BYTES // 4  # of scores at once
 _GATHER_BYTES = PATH_SCRATCH_BYTES // 16  # of values at once
+MultiplyBy = Callable[[Multiply, Tensor, Tensor], Tensor]  # a product, its rows and its second factor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PathRows:
-    """What the rows of one pass see, by position on their paths, in place of an additive mask.
-
-    Attributes:
-        length_T: number of keys on each row's path, itself included; on the host.
-        seen_T: the same where rows are computed.
-        base: positions before it are columns of the cache for every row, and whole blocks.
-        num_early: rows whose paths end before `base`.
-        column_TL: of the others, the columns of positions base, base + 1, ...; L is a multiple of 64.
-        window: how far back a row sees.
-        invariant: makes products that are the same for every number of rows; not entered, or it would try its own.
-    """
-
-    length_T: Tensor
-    seen_T: Tensor
-    base: int
-    num_early: int
-    column_TL: Tensor
-    window: Window
-    invariant: InvariantRows
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreTerms:
-    """What a family adds to its scores."""
-
-    scaling: float
-    cap: float | None = None  # scores are cap * tanh(score / cap)
-    sink_H: Tensor | None = None  # a score per head that takes weight and has no value
-
-    def of(self, some: slice, num_groups: int) -> "ScoreTerms":
-        """Those of the heads of some groups."""
-        sink_H = None if self.sink_H is None else self.sink_H.unflatten(0, (num_groups, -1))[some].flatten()
-        return ScoreTerms(self.scaling, self.cap, sink_H)
+def multiply_plainly(product: Multiply, left: Tensor, right: Tensor) -> Tensor:
+    """As the library does it."""
+    return product(left, right)
 
 
 def path_rows(
     num_prefix: int,
     ancestor_TU: Tensor,
-    window: Window,
-    invariant: InvariantRows,
+    attend: Callable[..., Tensor],
     send: Callable[[Tensor], Tensor] = _STAY,
 ) -> PathRows:
-    """Rows that are the last T of U uncommitted ones behind P committed ones.
+    """Rows that are the last T of U uncommitted ones behind P committed ones; without a window.
 
     `ancestor_TU` is as in `tree_mask`, on the host; `send` brings tensors to where rows are computed.
     """
     num_rows, num_uncommitted = ancestor_TU.shape
     own_T = torch.arange(num_uncommitted - num_rows, num_uncommitted)
-    column_U = torch.arange(num_uncommitted)
-    is_linear_U = (ancestor_TU | (own_T[:, None] < column_U)).all(0)  # every row from there on sees it
-    num_linear = num_prefix + int(is_linear_U.int().cumprod(0).sum())
+    is_linear_U = (ancestor_TU | (own_T[:, None] < torch.arange(num_uncommitted))).all(0)  # later rows all see it
+    base = (num_prefix + int(is_linear_U.int().cumprod(0).sum())) // BLOCK * BLOCK
     length_T = ancestor_TU.sum(1) + num_prefix
-    base = num_linear // BLOCK * BLOCK
-    num_early = int((length_T <= base).sum())
-    late_TU, own_T = ancestor_TU[num_early:], own_T[num_early:]
-    length = int(length_T[num_early:].max()) - base if num_early < num_rows else 0
-    position_L = torch.arange(base, base + -(-length // BLOCK) * BLOCK)
-    path_TU = late_TU.logical_not().int().argsort(dim=1, stable=True)  # its own columns first, in order
-    nth_L = (position_L - num_prefix).clamp(0, max(0, num_uncommitted - 1))
-    column_TL = torch.where(position_L < num_prefix, position_L, path_TU[:, nth_L] + num_prefix)
-    is_seen_TL = position_L < length_T[num_early:, None]
-    column_TL = torch.where(is_seen_TL, column_TL, (own_T + num_prefix)[:, None])  # any that holds numbers
-    return PathRows(length_T, send(length_T), base, num_early, send(column_TL), window, invariant)
+    num_columns = -(-max(0, int(length_T.max()) - base) // BLOCK) * BLOCK
+    column_TL = (own_T + num_prefix)[:, None].repeat(1, num_columns)  # any that holds numbers
+    column_TL[:, : max(0, num_prefix - base)] = torch.arange(base, max(base, num_prefix))
+    first = max(0, base - num_prefix)  # uncommitted rows before it are seen by all whose paths go on behind `base`
+    row_E, node_E = ancestor_TU[:, first:].nonzero().unbind(1)
+    count_T = ancestor_TU[:, first:].sum(1)
+    nth_E = torch.arange(len(row_E)) - (count_T.cumsum(0) - count_T)[row_E] + max(0, num_prefix - base)
+    column_TL[row_E, nth_E] = node_E + first + num_prefix
+    header_T2 = torch.stack([length_T, torch.full_like(length_T, base)], 1)
+    return PathRows(send(torch.cat([header_T2, column_TL], 1).int()), None, attend)
 
 
-def path_attention(query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
-    """Attention, (T, H, K) in the type of the queries; families may run the last T rows of the pass alone.
+def path_attention(
+    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms,
+    multiply: MultiplyBy = multiply_plainly,
+) -> Tensor:  # fmt: skip
+    """See `path_attention_kernel`, of which this is the reference: on a CPU, by products that `multiply` makes.
 
-    H is a multiple of G, head h belongs to key/value head h // (H / G); values may be of another width. Few groups are
-    computed at once, so that their scores stay in a processor's cache.
+    Few groups are computed at once, so that their scores stay in a processor's cache.
     """
     num_groups, num_rows = len(key_GSK), query_HTK.shape[1]
+    walk_TL = rows.walk_TL[-num_rows:]
+    base = int(walk_TL[0, 1])
+    num_early = int((walk_TL[:, 0] <= base).sum())  # rows whose paths end before `base`: the first ones
     query_GTIK = query_HTK.unflatten(0, (num_groups, -1)).transpose(1, 2)
-    first = len(rows.seen_T) - num_rows  # row of the pass that is the first here
-    num_kept = rows.column_TL.shape[1] + 2 * (key_GSK.shape[1] - rows.base)  # of scores by path, and twice by column
-    row_bytes = 4 * query_GTIK.shape[2] * (rows.base + num_kept)  # of the scores of a group
+    num_kept = walk_TL.shape[1] - HEADER + 2 * (key_GSK.shape[1] - base)  # of scores by path, and twice by column
+    row_bytes = 4 * query_GTIK.shape[2] * (base + num_kept)  # of the scores of a group
     out_GTIV = query_HTK.new_empty(*query_GTIK.shape[:3], value_GSK.shape[2])
     most = max(1, min(_TILE_BYTES // row_bytes, MAX_ROWS // query_GTIK.shape[2]))  # of which products have one part
-    for lo, hi in _pieces(first, rows.num_early, len(rows.seen_T), most):
+    for lo, hi in _pieces(num_early, num_rows, most):
         step = max(1, _TILE_BYTES // ((hi - lo) * row_bytes))
         for group in range(0, num_groups, step):
             some = slice(group, group + step)
-            piece = _Piece(rows, lo, hi, terms.of(some, num_groups))
-            queries = query_GTIK[some, lo - first : hi - first].float()
-            out_GTIV[some, lo - first : hi - first] = piece.attend(queries, key_GSK[some], value_GSK[some])
+            piece = _Piece(walk_TL[lo:hi], rows, _terms_of(terms, some, num_groups), multiply)
+            out_GTIV[some, lo:hi] = piece.attend(query_GTIK[some, lo:hi].float(), key_GSK[some], value_GSK[some])
     return out_GTIV.transpose(0, 1).flatten(1, 2)
+
+
+def _terms_of(terms: ScoreTerms, some: slice, num_groups: int) -> ScoreTerms:
+    """Those of the heads of some groups."""
+    sink_H = None if terms.sink_H is None else terms.sink_H.unflatten(0, (num_groups, -1))[some].flatten()
+    return ScoreTerms(terms.scaling, terms.cap, sink_H)
 
 
 def try_scores(invariant: InvariantRows, key_GSK: Tensor) -> None:
@@ -128,24 +101,24 @@ def try_scores(invariant: InvariantRows, key_GSK: Tensor) -> None:
         invariant.multiply(torch.bmm, key_1SK[:, :1], key_1SK.transpose(1, 2))
 
 
-def _pieces(first: int, num_early: int, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
+def _pieces(num_early: int, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
     """Rows in pieces that are early or late as a whole."""
-    for lo, hi in ((first, num_early), (max(first, num_early), num_rows)):
+    for lo, hi in ((0, num_early), (num_early, num_rows)):
         for start in range(lo, hi, step):
             yield start, min(start + step, hi)
 
 
 class _Piece:
-    """Rows [lo, hi) of a pass, which are early or late as a whole."""
+    """Some rows of a pass, which all end before `base` or all behind it."""
 
-    def __init__(self, rows: PathRows, lo: int, hi: int, terms: ScoreTerms) -> None:
-        self._rows, self._terms = rows, terms
-        self._seen_T, length_T = rows.seen_T[lo:hi], rows.length_T[lo:hi]
-        self._most, self._least = int(length_T.max()), int(length_T.min())
-        self._lo = 0 if rows.window is None else max(0, first_seen(rows.window, self._least - 1)) // BLOCK * BLOCK
-        self._hi = max(self._lo, min(rows.base, -(-self._most // BLOCK) * BLOCK))  # of the blocks that rows share
-        num_own = -(-(self._most - rows.base) // BLOCK) * BLOCK if lo >= rows.num_early else 0
-        self._column_TL = rows.column_TL[lo - rows.num_early : hi - rows.num_early, :num_own] if num_own else None
+    def __init__(self, walk_TL: Tensor, rows: PathRows, terms: ScoreTerms, multiply: MultiplyBy) -> None:
+        self._window, self._terms, self._multiply = rows.window, terms, multiply
+        self._seen_T, self._base = walk_TL[:, 0], int(walk_TL[0, 1])
+        self._most, self._least = int(self._seen_T.max()), int(self._seen_T.min())
+        self._lo = 0 if self._window is None else max(0, first_seen(self._window, self._least - 1)) // BLOCK * BLOCK
+        self._hi = max(self._lo, min(self._base, -(-self._most // BLOCK) * BLOCK))  # of the blocks that rows share
+        num_own = -(-max(0, self._most - self._base) // BLOCK) * BLOCK
+        self._column_TL = walk_TL[:, HEADER : HEADER + num_own] - self._base if num_own else None
 
     def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSK: Tensor) -> Tensor:
         """Weighted means (G, T, I, V) of the values, float32; queries are those of I heads for each of G."""
@@ -163,7 +136,7 @@ class _Piece:
             sum_GTIV += self._product(weight_GTIB, value_GSK[:, lo : lo + BLOCK].float())
             total_GTI1 += weight_GTIB.sum(3, keepdim=True)
             lo += BLOCK
-        value_GUV = value_GSK[:, self._rows.base :].float()
+        value_GUV = value_GSK[:, self._base :].float()
         for index, weight_GTIB in enumerate(own_GTIL.split(BLOCK, 3) if own_GTIL.shape[3] else ()):
             self._add_own(sum_GTIV, weight_GTIB.contiguous(), value_GUV, index * BLOCK)
             total_GTI1 += weight_GTIB.sum(3, keepdim=True)
@@ -175,7 +148,7 @@ class _Piece:
         The gathered values of few rows and one group fit into a processor's cache.
         """
         assert self._column_TL is not None, "late rows have columns"
-        column_TB = self._column_TL[:, lo : lo + BLOCK] - self._rows.base
+        column_TB = self._column_TL[:, lo : lo + BLOCK]
         step = max(1, _GATHER_BYTES // (4 * BLOCK * value_GUV.shape[2]))
         kept = value_GUV.new_empty(min(step, len(column_TB)) * BLOCK, value_GUV.shape[2])  # fresh memory is slow
         for first in range(0, len(column_TB), step):
@@ -191,20 +164,20 @@ class _Piece:
         score_GTIS = self._capped(self._times_keys(query_GTIK, key_GSK[:, lo:hi]))
         if self._least < hi:
             self._hide(score_GTIS[..., max(0, self._least - lo) :], max(lo, self._least))
-        if self._rows.window is not None:
+        if self._window is not None:
             self._hide_old(score_GTIS, lo)
         return score_GTIS
 
     def _own_scores(self, query_GTIK: Tensor, key_GSK: Tensor) -> Tensor:
         if self._column_TL is None:
             return query_GTIK.new_empty(*query_GTIK.shape[:3], 0)
-        base = self._rows.base
+        base = self._base
         parts = [self._times_keys(query_GTIK, part_GSK) for part_GSK in key_GSK[:, base:].split(_SPAN, 1)]
         score_GTIU = parts[0] if len(parts) == 1 else torch.cat(parts, 3)
-        score_GTIL = score_GTIU.gather(3, (self._column_TL - base)[:, None].expand(*score_GTIU.shape[:3], -1))
+        score_GTIL = score_GTIU.gather(3, self._column_TL.long()[:, None].expand(*score_GTIU.shape[:3], -1))
         score_GTIL = self._capped(score_GTIL)
         self._hide(score_GTIL, base)
-        if self._rows.window is not None:
+        if self._window is not None:
             self._hide_old(score_GTIL, base)
         return score_GTIL
 
@@ -216,8 +189,8 @@ class _Piece:
     def _hide_old(self, score_GTIS: Tensor, first: int) -> None:
         """What a row's window, or its chunk, does not reach."""
         position_S = torch.arange(first, first + score_GTIS.shape[3], device=score_GTIS.device)
-        assert self._rows.window is not None, "there is a window"
-        least_T11 = first_seen(self._rows.window, self._seen_T[:, None, None] - 1)
+        assert self._window is not None, "there is a window"
+        least_T11 = first_seen(self._window, self._seen_T[:, None, None] - 1)
         score_GTIS.masked_fill_(position_S < least_T11, -torch.inf)
 
     def _capped(self, score_GTIS: Tensor) -> Tensor:
@@ -234,7 +207,7 @@ class _Piece:
         return self._times(left_GTIS.flatten(1, 2), right_GSV).unflatten(1, left_GTIS.shape[1:3])
 
     def _times(self, left: Tensor, right: Tensor) -> Tensor:
-        return self._rows.invariant.multiply(torch.bmm, left, right)
+        return self._multiply(torch.bmm, left, right)
 
     def _sinks(self, query_GTIK: Tensor) -> Tensor:
         """A column of scores where the family has sinks, else none."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from offload.kernels.registry import REFERENCES, KernelSet
 from offload.memory.plan import MemoryPlan
-from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.parts import Part
 from offload.model.weights import StreamedModel
@@ -69,7 +68,6 @@ class Target:
         self._cache_slots, self._gather = plan.cache_slots, kernels.kv_commit
         self._device, self._on_layer = device, on_layer
         model.stream_layers(stream.acquire, self._release)
-        model.attend_with(kernels.tree_attention)
         if experts is not None:
             model.bring_experts(experts.bring)
 
@@ -104,7 +102,7 @@ class Target:
 
         Raises `UserError` where the model cannot.
         """
-        self._model.share_passes(InvariantRows((1,)))
+        self._model.share_passes()
         KVCache.side_by_side(caches)
 
     def score(self, tree: TokenTree, tokens: Sequence[int], cache: KVCache) -> Logits:

@@ -5,6 +5,7 @@ How weights come is `bound.py`; here are the passes. What is computed is what tr
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,18 +16,19 @@ from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.section import Section
 from offload.errors import UserError
 from offload.kernels.kv_commit import kv_commit_reference
-from offload.kernels.tree_attention import Window, first_seen
+from offload.kernels.path_attention import PathRows, Window, first_seen
 from offload.model import attention
 from offload.model.bound import BoundModel
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
 from offload.model.parts import Part, Parted, lay, seen_by
-from offload.model.path_attention import PathRows, path_rows
+from offload.model.path_attention import path_attention, path_rows
 from offload.sampling.logits import Logits
 
-Masks = Mapping[Window, Tensor | attention.TreeRows | PathRows | Parted | None]  # by window; None: nothing is masked
+Masks = Mapping[Window, Tensor | PathRows | Parted | None]  # by window; None: nothing is masked
 # token_T, position_U, ancestor_TU, cache, num_logits -> logits, or None to decline
+Attend = Callable[..., Tensor]  # `path_attention_kernel`, or what computes the same
 Replay = Callable[[Tensor, Tensor, Tensor, KVCache, int], Tensor | None]
 _HOST = torch.device("cpu")
 
@@ -52,9 +54,9 @@ class StreamedModel(BoundModel):
         self._windows = attention_windows(self.meta_model.config, len(self._layers))
         self._masks: Masks = {}
         self._replay: Replay | None = None
-        self._attend: attention.Attend | None = None
+        self._kernel: Attend | None = None
         self._invariant: InvariantRows | None = None
-        self._by_path: InvariantRows | None = None
+        self._is_by_path = False
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
         self._usual_experts = getattr(config, "_experts_implementation", None)
@@ -155,7 +157,7 @@ class StreamedModel(BoundModel):
     def run(self, token_T: Tensor, position_T: Tensor, masks: Masks, cache: KVCache, *, num_logits: int = 0) -> Tensor:
         """The pass itself, over rows that `cache` has been told where to write; see `forward` for what it returns.
 
-        `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same in bits.
+        `masks` has for each of `windows` an additive one, (1, 1, T, S), or the same as paths.
         """
         self._masks, first = masks, masks[self._windows[0]]
         with self._invariant or nullcontext():
@@ -192,28 +194,41 @@ class StreamedModel(BoundModel):
         Raises `UserError` where this family's attention cannot be ours.
         """
         experts = "eager" if rows is not None else self._usual_experts  # one product for each, whose rows can be padded
-        if rows is None:
+        if rows is not None:
+            self._require_paths(f"{self.meta_model.config.model_type} models calculate with masks of their own")
+        elif self._kernel is None:
             self.meta_model.set_attn_implementation(self._usual_attention)
-        elif not attention.takes_paths(self.meta_model):
-            self.meta_model.set_attn_implementation(self._usual_attention)
-            raise UserError(f"{self.meta_model.config.model_type} models calculate with masks of their own")
         if experts is not None:
             self.meta_model.set_experts_implementation(experts)
         self._invariant = rows
 
-    def share_passes(self, rows: InvariantRows) -> None:
+    def share_passes(self) -> None:
         """From now on several texts may share a pass; families with attention of their own attend by path meanwhile.
 
         Raises `UserError` where neither can be.
         """
-        if attention.is_for_rows(self.meta_model.config) or self._invariant is not None:
-            return
-        if not attention.takes_paths(self.meta_model):
-            raise UserError(f"`parallel` must be 1 for {self.meta_model.config.model_type} models: leave it out")
-        self._by_path, self._replay = (
-            rows,
-            None,
-        )  # a recording has masks, which do not say what this family's scores need
+        if not attention.is_for_rows(self.meta_model.config):
+            self._require_paths(f"`parallel` must be 1 for {self.meta_model.config.model_type} models: leave it out")
+            self._is_by_path, self._replay = True, None  # a recording has masks, which lack what such scores need
+
+    def _require_paths(self, refusal: str) -> None:
+        """Let all of the attention be ours. Raises `UserError`, and leaves it as it was, where that cannot be."""
+        if not self._takes_paths():
+            raise UserError(refusal)
+
+    def _takes_paths(self) -> bool:
+        """Let all of the attention be ours, if that can be, or leave it as it was."""
+        can_be = attention.takes_paths(self.meta_model)
+        if not can_be:
+            self.meta_model.set_attn_implementation(self._usual_attention)
+        return can_be
+
+    def can_attend_by_path(self) -> bool:
+        """Whether all of the attention can be ours."""
+        can_be = self._takes_paths()
+        if self.attend is None:
+            self.meta_model.set_attn_implementation(self._usual_attention)
+        return can_be
 
     def close(self) -> None:
         """See `BoundModel`."""
@@ -237,31 +252,36 @@ class StreamedModel(BoundModel):
         """A small tensor where this model computes; itself where it is there already."""
         return self._send_by(tensor)
 
-    def attend_with(self, attend: attention.Attend | None) -> None:
-        """From now on tell rows in bits to this kernel of tree attention, if the family lets us."""
-        self._attend = attend if attention.is_for_rows(self.meta_model.config) else None
+    def attend_with(self, kernel: Attend | None) -> None:
+        """From now on rows attend along their paths by this kernel, if the family's attention can be ours."""
+        self._kernel = kernel if kernel is not None and self._takes_paths() else None
+
+    @property
+    def attend(self) -> Attend | None:
+        """What computes attention along paths; None where rows have masks."""
+        if self._kernel is None and self._invariant is not None:
+            return partial(path_attention, multiply=self._invariant.multiply)
+        return self._kernel or (path_attention if self._is_by_path else None)
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
-        """What rows of one text see, for each window: by position on their paths where rows are to be invariant."""
-        rows = self._invariant or self._by_path
-        if rows is None:
+        """What rows of one text see, for each window: by position on their paths, or in masks."""
+        attend = self.attend
+        if attend is None:
             return self._build_masks(self.send(position_U), ancestor_TU, cache)
-        return {window: path_rows(cache.length, ancestor_TU, window, rows, self.send) for window in self.windows}
+        rows = path_rows(cache.length, ancestor_TU, attend, self.send)
+        return {window: replace(rows, window=window) for window in self.windows}
 
     def _build_masks(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """One mask per attention window of this model; a lone row that sees everything needs none."""
         num_prefix = cache.length
         ancestor_TU = self.send(ancestor_TU)
         is_plain = ancestor_TU.shape == (1, 1) and self.meta_model.config._attn_implementation == attention.NAME
-        what = (num_prefix, position_U, ancestor_TU)
-        masks: dict[Window, Tensor | attention.TreeRows | PathRows | None] = {}
+        masks: dict[Window, Tensor | None] = {}
         for window in self.windows:
             if is_plain and (window is None or first_seen(window, num_prefix) <= 0):
                 masks[window] = None
-            elif self._attend is not None:
-                masks[window] = attention.tree_rows(*what, window, self._attend)
             else:
-                masks[window] = attention.tree_mask(*what, window, self.dtype)
+                masks[window] = attention.tree_mask(num_prefix, position_U, ancestor_TU, window, self.dtype)
         return masks
 
     def _give_mask(self, window: Window, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:

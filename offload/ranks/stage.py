@@ -72,7 +72,6 @@ class Stage:
         self._is_cancelled: Cancelled = lambda: False
         self.reset(0, Sampling())
         model.stream_layers(stream.acquire, self._release)
-        model.attend_with(kernels.tree_attention)
 
     @property
     def num_uncommitted(self) -> int:

@@ -16,7 +16,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.checkpoint.sizes import model_shape
 from offload.engine.build import resident_model
 from offload.errors import UserError
-from offload.kernels.tree_attention import Chunk, Window
+from offload.kernels.path_attention import Chunk, Window
 from offload.model import attention
 from offload.model.attention import folded_attention, tree_mask
 from offload.model.kv_cache import KVCache

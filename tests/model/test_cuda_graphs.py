@@ -14,9 +14,9 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
 from offload.model import cuda_graphs as graphed
 from offload.model.cuda_graphs import Graphs, Work
-from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.parts import Part
+from offload.model.path_attention import path_attention
 from offload.model.weights import StreamedModel
 from offload.tree.spec import parse_tree
 from offload.tree.token_tree import ancestors
@@ -37,6 +37,7 @@ class Calls:
 def models(family: str, directory: Path) -> tuple[StreamedModel, StreamedModel, Calls]:
     checkpoint = open_checkpoint(save(build(FAMILIES[family]()), directory))
     plain, replayed, calls = resident_model(checkpoint, "float32"), resident_model(checkpoint, "float32"), Calls()
+    replayed.attend_with(path_attention)
     replayed.replay_with(Graphs(replayed, lambda: calls))
     return plain, replayed, calls
 
@@ -63,14 +64,30 @@ def passes(model: StreamedModel, cache: KVCache) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", ["llama", "qwen3-sliding", "gemma2"])
 def test_padded_passes_give_the_same_logits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphed, "WIDTHS", (2, 5, 12))
-    monkeypatch.setattr(graphed, "_EXTENT_STEP", 16)
     plain, replayed, calls = models(family, tmp_path)
     num_slots = 29 + 24 + 12
     wanted = passes(plain, KVCache(plain.num_layers, num_slots))
     got = passes(replayed, KVCache(replayed.num_layers, num_slots))
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
-    assert 3 < calls.num_recorded < len(wanted) - 1, "a shape is recorded once; the prompt is wider than any of them"
+    assert calls.num_recorded == 2, "a width is recorded once; the prompt is wider than any of them"
+
+
+def test_a_pass_that_is_too_deep_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk in a recording has room for so many columns."""
+    monkeypatch.setattr(graphed, "_MOST_COLUMNS", 64)
+    plain, replayed, calls = models("llama", tmp_path)
+    tree_TU = torch.ones(3, 70, dtype=torch.bool).tril(67)
+    tree_TU[0, :] = False
+    tree_TU[0, 67] = True  # so that there is next to nothing that all rows see
+    out = []
+    for model in (plain, replayed):
+        cache = KVCache(model.num_layers, 70)
+        cache.fix()
+        model.forward(torch.arange(67), torch.arange(67), causal(67), cache)
+        out.append(model.forward(torch.arange(3), torch.arange(70), tree_TU, cache))
+    torch.testing.assert_close(*out, atol=2e-5, rtol=1e-4)
+    assert calls.num_recorded == 1, "the first pass alone"
 
 
 def causal(num_rows: int) -> torch.Tensor:
@@ -87,7 +104,7 @@ def test_texts_that_have_shared_a_pass_go_on_alone(family: str, tmp_path: Path) 
     plain, replayed, _ = models(family, tmp_path)
     found = []
     for model in (plain, replayed):
-        model.share_passes(InvariantRows((1,)))
+        model.share_passes()
         lent = [model.new_cache(40) for _ in range(2)]
         KVCache.side_by_side(lent)
         prompts = [torch.arange(5, 5 + length) for length in (11, 3)]
@@ -158,6 +175,7 @@ def test_a_draft_that_replays_writes_the_same_text(tmp_path: Path, monkeypatch: 
         with offload.load(target, draft, ram="1GiB", context=128, tree="24x6", threads=1) as decoder:
             if is_replaying:
                 model = decoder.drafter.model
+                model.attend_with(path_attention)
                 model.replay_with(Graphs(model, Calls))
             results.append(decoder.generate([5, 6, 7] * 9, max_new_tokens=80))
     assert results[0].token_ids == results[1].token_ids
@@ -198,8 +216,8 @@ def test_padding_sees_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     three, sees = torch.arange(3), torch.ones(3, 3, dtype=torch.bool).tril()
     replayed.forward(three, three, sees, KVCache(replayed.num_layers, 8))
     ((_, recording),) = recorded._recordings.items()
-    for mask in recording.masks.values():
-        assert (mask == 0).any(-1).all() and mask.shape[2] == 4
+    walk_WL = recording.input_WI[:, graphed._INPUTS :]
+    assert len(walk_WL) == 4 and torch.equal(walk_WL[3], walk_WL[2]), "what the last row sees"
 
 
 class PaperCuda:

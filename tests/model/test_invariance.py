@@ -4,6 +4,7 @@ On this processor: how many rows a product needs is found by the same check that
 refuses is skipped with its reason.
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_families import WORKING
-from test_tree_rows import checkpoint_of
+from test_path_rows import checkpoint_of
 from tiny import FAMILIES, VOCAB_SIZE
 from torch import Tensor
 from torch.nn import functional
@@ -20,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 from offload.calibration.invariance import make_invariant
 from offload.checkpoint.safetensors import open_checkpoint
 from offload.engine.build import resident_model
-from offload.kernels.tree_attention import Chunk, Window
+from offload.kernels.path_attention import HEADER, Chunk, PathRows, ScoreTerms, Window
 from offload.memory.plan import PATH_SCRATCH_BYTES
 from offload.model import path_attention
 from offload.model.invariance import InvariantRows, in_whole_vectors
 from offload.model.kv_cache import KVCache
-from offload.model.path_attention import PathRows, ScoreTerms, path_rows
+from offload.model.path_attention import path_rows
 from offload.model.row_sizes import find_sizes
 from offload.model.weights import StreamedModel
 from offload.streaming.disk import DiskReader
@@ -127,9 +128,10 @@ def test_float16_and_other_numbers_of_threads(family: str, base: Path) -> None:
 def in_tree_order(num_prefix: int, ancestor_TU: Tensor, *more: Any) -> PathRows:
     """Planted mistake: of each row the last two keys are exchanged, which changes nothing but the order of sums."""
     rows = path_rows(num_prefix, ancestor_TU, *more)
-    for row, length in enumerate((rows.length_T[rows.num_early :] - rows.base).tolist()):
-        if length > 1:
-            rows.column_TL[row, [length - 2, length - 1]] = rows.column_TL[row, [length - 1, length - 2]]
+    for walk_L in rows.walk_TL:
+        last = HEADER + int(walk_L[0] - walk_L[1]) - 1
+        if last > HEADER:
+            walk_L[[last - 1, last]] = walk_L[[last, last - 1]]
     return rows
 
 
@@ -170,7 +172,8 @@ def test_path_attention_is_attention(
     )
     sink_H = torch.randn(6, generator=chance) if has_sink else None
     terms = ScoreTerms(0.3, cap, sink_H)
-    rows = path_rows(num_prefix, ancestors(topology), window, InvariantRows([1]))
+    rows = path_rows(num_prefix, ancestors(topology), path_attention.path_attention)
+    rows = replace(rows, window=window)
     got = path_attention.path_attention(query_HTK, key_GSK, value_GSV, rows, terms)
     with monkeypatch.context() as patch:
         patch.setattr(path_attention, "_TILE_BYTES", 4096)
@@ -207,7 +210,7 @@ class _Largest(TorchFunctionMode):
 def test_scores_of_a_wide_tree_stay_in_their_tile() -> None:
     ancestor_UU = torch.eye(768, dtype=torch.bool)
     ancestor_UU[:, 0] = True
-    rows = path_rows(70, ancestor_UU, None, InvariantRows([1]))
+    rows = path_rows(70, ancestor_UU, path_attention.path_attention)
     states = torch.ones(16, 838, 16)
     with _Largest() as largest:
         path_attention.path_attention(states[:, 70:], states, states, rows, ScoreTerms(1.0))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_tree_rows import checkpoint_of
+from test_path_rows import checkpoint_of
 from torch import Tensor
 
 import offload
@@ -74,7 +74,7 @@ FAMILIES = ("llama", "qwen3-sliding", "gemma2", "gemma3", "phi3", "mixtral", "de
 def test_rows_of_several_texts_get_what_they_get_alone(family: str, base: Path) -> None:
     model = model_of(family, base)
     wanted = [alone(model, text) for text in TEXTS]
-    model.share_passes(InvariantRows((1,)))
+    model.share_passes()
     for got_NV, wanted_NV in zip(together(model, [model.new_cache(100) for _ in TEXTS]), wanted, strict=True):
         torch.testing.assert_close(got_NV, wanted_NV, **CLOSE)
 
@@ -98,7 +98,7 @@ def test_one_column_too_far_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_masks_that_are_calculated_with_are_refused(base: Path) -> None:
     with pytest.raises(offload.UserError, match="`parallel` must be 1 for doge"):
-        model_of("doge", base).share_passes(InvariantRows((1,)))
+        model_of("doge", base).share_passes()
 
 
 def test_a_text_is_copied_to_another_place(base: Path) -> None:

@@ -24,7 +24,7 @@ from offload.checkpoint.safetensors import Checkpoint, open_checkpoint, read_hea
 from offload.checkpoint.sizes import model_shape
 from offload.checkpoint.text_part import text_part
 from offload.engine.build import resident_model
-from offload.kernels.tree_attention import Chunk
+from offload.kernels.path_attention import Chunk
 from offload.model import temperature, weights
 from offload.model.headers import describe
 from offload.streaming.disk import DiskReader

@@ -20,8 +20,8 @@ from strict_place import OnCard, StrictDevice, place
 from test_device_path import BUDGETS, base, device, pair_of
 from test_experts import logits_of, whole_layers
 from test_families import config_of, tiny_model
+from test_path_rows import CLOSE
 from test_tiny import prompts
-from test_tree_rows import CLOSE
 from tiny import save
 
 import offload

@@ -1,0 +1,77 @@
+"""One kernel against what runs without it, by the clock, once both agree.
+
+Invariant: no time is told for what is wrong.
+"""
+
+from collections.abc import Callable, Iterable
+from statistics import geometric_mean, median
+from typing import Any, NamedTuple
+
+from offload.calibration.kernel_comparison import Comparison, Outcome, compare
+from offload.streaming.device import Device
+
+Timer = Callable[[Callable[[], Any]], float]  # seconds that a piece of work takes
+_CACHE_BYTES = 64 << 20  # written before each run: in a sweep a layer's weights have gone through the cache
+_NUM_ROUNDS = 7
+
+
+class Duel(NamedTuple):
+    """How one has ended."""
+
+    outcome: Outcome
+    kernel_s: float | None = None  # None where the kernel is wrong, or does not run
+    rival_s: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Rival / kernel time; 0 where the kernel is no choice."""
+        return self.rival_s / self.kernel_s if self.kernel_s and self.rival_s else 0.0
+
+    def as_row(self) -> dict[str, object]:
+        """By the names that records use."""
+        times = {"kernel_s": self.kernel_s, "rival_s": self.rival_s, "ratio": self.ratio}
+        return {**self.outcome._asdict(), **times}
+
+
+class Verdict(NamedTuple):
+    """What all duels of a kernel say."""
+
+    mean_ratio: float  # geometric; 0 where one of them went wrong
+    worst_ratio: float
+
+
+def fight(comparison: Comparison, timer: Timer, settle: Callable[[], object] = lambda: None) -> Duel:
+    """Both sides in turn, if they agree. Raises what `compare` raises."""
+    outcome = compare(comparison, settle)
+    if outcome.reason:
+        return Duel(outcome)
+    return Duel(outcome, timer(comparison.challenger), timer(comparison.rival))
+
+
+def verdicts(duels: Iterable[Duel]) -> dict[str, Verdict]:
+    """By kernel."""
+    ratios: dict[str, list[float]] = {}
+    for duel in duels:
+        ratios.setdefault(duel.outcome.kernel, []).append(duel.ratio)
+    return {kernel: Verdict(geometric_mean(own) if min(own) else 0.0, min(own)) for kernel, own in ratios.items()}
+
+
+def device_timer(device: Device) -> Timer:
+    """Medians of runs with a cold cache, launches included, by events of the compute stream."""
+    scratch = device.allocate(_CACHE_BYTES)
+
+    def once(work: Callable[[], Any]) -> float:
+        device.fill(scratch, 0, device.compute)
+        before = device.record(device.compute, is_timed=True)
+        work()
+        after = device.record(device.compute, is_timed=True)
+        device.synchronize(after)
+        seconds = device.elapsed_s(before, after)
+        assert seconds is not None, "the host has waited for it"
+        return seconds
+
+    def seconds_of(work: Callable[[], Any]) -> float:
+        work()  # the first run of any code is not like the others
+        return median(once(work) for _ in range(_NUM_ROUNDS))
+
+    return seconds_of

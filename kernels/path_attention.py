@@ -1,0 +1,174 @@
+"""Attention in which each row goes along its own path, in blocks of 64 positions, with an online softmax in float32.
+
+    positions  [0, base) columns of the same number   [base, ...) columns that the row's walk names
+
+One program takes one row, one key/value head and up to 16 of the heads that share it. So the sums of a row depend on
+its path alone, by construction: nothing of the tree around it, of where `base` lies, or of how many rows a pass has
+changes what is added up in which order. What a program computes for a block is the same code on both sides of `base`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from offload.kernels.jit import jit, tl, triton
+
+BLOCK = 64  # positions: of which `base` is a multiple, and a walk's columns
+HEADER = 2  # numbers of a walk before its columns
+_HEADS = 16  # of a program: the least that tensor cores multiply, padded where fewer share a key/value head
+_TILE_BYTES = 16 << 10  # of keys, and as many of values: many GPUs grant 99 KiB, and the next block is on its way
+PositionT = TypeVar("PositionT", int, Tensor)
+
+
+class Chunk(NamedTuple):
+    """In place of a window: a row sees no further back than to the last position that is a multiple of `size`."""
+
+    size: int
+
+
+Window: TypeAlias = int | Chunk | None  # a row sees keys less than so many positions back; None is without limit
+
+
+def first_seen(window: int | Chunk, position: PositionT) -> PositionT:
+    """The least position that a row at `position` sees, which may be negative."""
+    return position // window.size * window.size if isinstance(window, Chunk) else position - window + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathRows:
+    """What the rows of one pass see, by position on their paths, in place of an additive mask.
+
+    Attributes:
+        walk_TL: int32, where rows are computed: how many keys lie on a row's path, itself included; `base`, the same
+            for all rows; then the columns of positions base, base + 1, ..., a multiple of 64 of them. Behind the end
+            of a path stands any column that holds numbers.
+        window: how far back a row sees.
+        attend: computes it, as `path_attention_kernel` does.
+    """
+
+    walk_TL: Tensor
+    window: Window
+    attend: Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreTerms:
+    """What a family adds to its scores."""
+
+    scaling: float
+    cap: float | None = None  # scores are cap * tanh(score / cap)
+    sink_H: Tensor | None = None  # a score per head that takes weight and has no value
+
+
+def path_attention_kernel(
+    query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
+) -> Tensor:
+    """Attention, (T, H, V) in the type of the queries, of the last T rows of the pass.
+
+    H is a multiple of G, head h belongs to key/value head h // (H / G); values may be of another width than keys.
+    """
+    assert query_HTK.stride(2) == key_GSK.stride(2) == value_GSK.stride(2) == rows.walk_TL.stride(1) == 1, "gaps"
+    (num_heads, num_rows, width), (num_groups, _, value_width) = query_HTK.shape, value_GSK.shape
+    group, window, walk_TL = num_heads // num_groups, rows.window, rows.walk_TL[-num_rows:]
+    out_THV = query_HTK.new_empty(num_rows, num_heads, value_width)
+    key_block, value_block = (max(16, triton.next_power_of_2(one)) for one in (width, value_width))
+    _attend[(num_rows, num_groups, triton.cdiv(group, _HEADS))](
+        out_THV,
+        query_HTK,
+        key_GSK,
+        value_GSK,
+        walk_TL,
+        terms.sink_H if terms.sink_H is not None else walk_TL,
+        -window.size if isinstance(window, Chunk) else window or 0,
+        (*query_HTK.stride()[:2], *key_GSK.stride()[:2], *value_GSK.stride()[:2], walk_TL.stride(0)),
+        float(terms.scaling),
+        float(terms.cap or 0.0),
+        SHAPE=(group, width, value_width),
+        HAS_WINDOW=window is not None,
+        HAS_CAP=terms.cap is not None,
+        HAS_SINK=terms.sink_H is not None,
+        BLOCK_M=_HEADS,
+        BLOCK_S=_block_size(max(key_block, value_block), key_GSK.element_size()),
+        BLOCK_K=key_block,
+        BLOCK_V=value_block,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out_THV
+
+
+def _block_size(width: int, item_bytes: int) -> int:
+    """Positions that are added up at once, the same for all passes of a model.
+
+    Fewer of wide keys, so that they fit; and of float32, which has no tensor cores and spills registers with more.
+    """
+    return max(16, min(BLOCK, _TILE_BYTES // (width * item_bytes * (2 if item_bytes == 4 else 1))))
+
+
+@jit(do_not_specialize=["window", "scaling", "cap"])
+def _attend(
+    out: tl.tensor,
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    walk: tl.tensor,
+    sink: tl.tensor,
+    window: tl.tensor,
+    strides: tl.tensor,
+    scaling: tl.tensor,
+    cap: tl.tensor,
+    SHAPE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """See the top of this file; strides are of heads and rows of queries, keys and values, and of walks."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    member = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_head, head = member < SHAPE[0], group * SHAPE[0] + member
+    dim, dim_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    query_place = query + head[:, None] * strides[0] + row * strides[1] + dim[None, :]
+    query_MK = tl.load(query_place, mask=is_head[:, None] & (dim < SHAPE[1])[None, :], other=0.0)
+    own = walk + row * strides[6]
+    num_keys, base = tl.load(own), tl.load(own + 1)
+    least, lo = 0, 0
+    if HAS_WINDOW:
+        last, chunk = num_keys - 1, tl.maximum(-window, 1)
+        least = tl.maximum(tl.where(window > 0, last - window + 1, last // chunk * chunk), 0)
+        lo = least // BLOCK_S * BLOCK_S
+    if HAS_SINK:
+        peak = tl.load(sink + head, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
+        total = tl.full((BLOCK_M,), 1.0, tl.float32)
+    else:
+        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+    sum_MV = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    for start in range(lo, num_keys, BLOCK_S):
+        position = start + tl.arange(0, BLOCK_S)
+        is_seen = (position < num_keys) & (position >= least)
+        named = tl.load(own + 2 + position - base, mask=is_seen & (position >= base), other=0)
+        column = tl.where(position >= base, named, position).to(tl.int64)
+        key_place = key + group * strides[2] + column[None, :] * strides[3] + dim[:, None]
+        key_KS = tl.load(key_place, mask=is_seen[None, :] & (dim < SHAPE[1])[:, None], other=0.0)
+        score = tl.dot(query_MK, key_KS, input_precision="ieee") * scaling
+        if HAS_CAP:
+            score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
+        score = tl.where(is_seen[None, :], score * LOG2_E, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        value_place = value + group * strides[4] + column[:, None] * strides[5] + dim_v[None, :]
+        value_SV = tl.load(value_place, mask=is_seen[:, None] & (dim_v < SHAPE[2])[None, :], other=0.0)
+        sum_MV = tl.dot(weight.to(value_SV.dtype), value_SV, sum_MV * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weight, 1)
+        peak = higher
+    target = out + (row * tl.num_programs(1) * SHAPE[0] + head)[:, None] * SHAPE[2] + dim_v[None, :]
+    result = sum_MV / total[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), mask=is_head[:, None] & (dim_v < SHAPE[2])[None, :])
