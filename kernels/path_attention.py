@@ -157,10 +157,12 @@ def _attend(
         column = tl.where(position >= base, named, position).to(tl.int64)
         key_place = key + group * strides[2] + column[None, :] * strides[3] + dim[:, None]
         key_KS = tl.load(key_place, mask=is_seen[None, :] & (dim < SHAPE[1])[:, None], other=0.0)
-        score = tl.dot(query_MK, key_KS, input_precision="ieee") * scaling
+        score = tl.dot(query_MK, key_KS, input_precision="ieee")
         if HAS_CAP:
-            score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
-        score = tl.where(is_seen[None, :], score * LOG2_E, float("-inf"))
+            score = (2 * tl.sigmoid(score * (2 * scaling / cap)) - 1) * (cap * LOG2_E)
+        else:
+            score = score * (scaling * LOG2_E)
+        score = tl.where(is_seen[None, :], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, 1))
         weight = tl.exp2(score - higher[:, None])
         shrink = tl.exp2(peak - higher)

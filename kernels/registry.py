@@ -15,6 +15,7 @@ from offload.kernels.keyed_gumbel import keyed_gumbel_kernel, keyed_gumbel_refer
 from offload.kernels.kv_commit import kv_commit_kernel, kv_commit_reference
 from offload.kernels.match_rows import match_rows_kernel
 from offload.kernels.path_attention import path_attention_kernel
+from offload.kernels.rms_norm import rms_norm_kernel
 
 
 class KernelSet(NamedTuple):
@@ -25,9 +26,17 @@ class KernelSet(NamedTuple):
     kv_commit: Callable[..., None]
     match_rows: Callable[..., Tensor] | None  # None: drawn on the rows that a walk visits, one by one
     path_attention: Callable[..., Tensor] | None  # None: dense masks
+    rms_norm: Callable[..., Tensor] | None  # None: transformers' own operations
 
 
-REFERENCES = KernelSet(keyed_gumbel_reference, draw_without_replacement_reference, kv_commit_reference, None, None)
+REFERENCES = KernelSet(
+    keyed_gumbel_reference, draw_without_replacement_reference, kv_commit_reference, None, None, None
+)
 KERNELS = KernelSet(
-    keyed_gumbel_kernel, draw_without_replacement_kernel, kv_commit_kernel, match_rows_kernel, path_attention_kernel
+    keyed_gumbel_kernel,
+    draw_without_replacement_kernel,
+    kv_commit_kernel,
+    match_rows_kernel,
+    path_attention_kernel,
+    rms_norm_kernel,
 )

@@ -7,13 +7,18 @@ Each is asked for a second time with other sizes and numbers, which must not com
 
 import json
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
 
 import torch
+import triton
 from no_gpu import tell_compiled
 from torch import Tensor
 
@@ -25,7 +30,8 @@ from offload.kernels.expansion import KERNELS
 from offload.kernels.keyed_gumbel import keyed_gumbel_kernel
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
-from offload.kernels.tree_attention import MAX_WIDTH, Sight, pack_bits, tree_attention_kernel
+from offload.kernels.path_attention import PathRows, ScoreTerms, path_attention_kernel
+from offload.kernels.rms_norm import FORMS, rms_norm_kernel
 
 
 class CompiledError(Exception):
@@ -36,19 +42,36 @@ def tell(done: Any, is_new: bool) -> None:
     row = {"kernel": done.metadata.name, "shared_bytes": done.metadata.shared, "is_new": is_new}
     row["has_tensor_cores"] = any(name in done.asm["ptx"] for name in ("mma.sync", "wgmma"))
     row |= {"is_repeated": is_repeated, "is_float32": torch.float32 in call}
+    row["width"] = call[4] if launch is attention and len(call) > 4 else 128
+    row["stack_bytes"] = stack_bytes(done.asm["cubin"]) if is_new else 0
     print(json.dumps(row))
     raise CompiledError
 
 
+def stack_bytes(cubin: bytes) -> int:
+    """Memory that a thread takes beside its registers: what the compiler has spilled."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(map(int, re.findall(r"STACK:(\d+)", said)))
+
+
 def attention(
-    num_heads: int, num_prefix: int, num_rows: int, window: int | None, width: int = 128,
+    num_heads: int, num_rows: int, num_columns: int, window: int | None, width: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
+    """Sliding layers here cap their scores and have sinks."""
     query = torch.zeros(num_rows, num_heads, width, dtype=dtype).transpose(0, 1)
-    keys = torch.zeros(8, 512, width, dtype=dtype)[:, : num_prefix + num_rows]
-    seen_TW, position_T = pack_bits(torch.eye(num_rows, dtype=torch.bool)), torch.arange(num_rows)
-    options = {"scaling": 0.1, "num_splits": 2 if window else 1}
-    tree_attention_kernel(query, keys, keys, Sight(seen_TW, num_prefix, position_T, window), **options)
+    keys = torch.zeros(8, 512, width, dtype=dtype)
+    terms = ScoreTerms(0.1, 50.0 if window else None, torch.zeros(num_heads) if window else None)
+    walk_TL = torch.zeros(num_rows, 2 + num_columns, dtype=torch.int32)
+    path_attention_kernel(query, keys, keys, PathRows(walk_TL, window, path_attention_kernel), terms)
+
+
+def norm(num_rows: int, width: int) -> None:
+    rms_norm_kernel(torch.zeros(num_rows, width, dtype=torch.bfloat16), torch.zeros(width).bfloat16(), 1e-6, FORMS[0])
 
 
 def commit(length: int, num_rows: int) -> None:
@@ -80,13 +103,17 @@ ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (match, [(3, 0.7), (4, 1.0), (2**62, 16.0)]),
     (match, [(3, 0.0)]),
     (draw_without_replacement_kernel, [(DISTRIBUTION, 20, 3, 100), (DISTRIBUTION, 1, 4, 0), (DISTRIBUTION, 16, 5, 16)]),
+    (norm, [(1, 8192), (768, 8192), (2048, 8192)]),
+    (norm, [(1, 128), (6144, 128)]),
     (commit, [(7, 5), (16, 7), (1, 8)]),
-    (attention, [(64, 300, 77, None), (64, 320, 64, None), (64, 1, 160, None), (64, 0, 90, None)]),
-    (attention, [(64, 300, 77, 50), (64, 320, 64, 64)]),
-    (attention, [(8, 300, 1, None), (8, 1, 1, None)]),
-    (attention, [(64, 300, 77, None, MAX_WIDTH)]),
+    (attention, [(64, 77, 64, None), (64, 1, 0, None), (64, 16, 128, None), (64, 2048, 192, None)]),
+    (attention, [(64, 77, 64, 50), (64, 64, 0, 64)]),
+    (attention, [(8, 1, 64, None), (8, 768, 128, None)]),
+    (attention, [(64, 77, 64, None, 256)]),
+    (attention, [(64, 77, 64, 50, 512)]),
     *((expand, [(index, 256, 768, torch.bfloat16), (index, 768, 256, torch.bfloat16)]) for index in range(NUM_SAMPLES)),
-    (attention, [(64, 300, 77, None, MAX_WIDTH, torch.float32)]),
+    (attention, [(64, 77, 64, None, 128, torch.float32)]),
+    (attention, [(64, 77, 64, 50, 256, torch.float32)]),
     (exponents, [(5000, 4, torch.bfloat16), (4096, 4, torch.bfloat16), (1, 4, torch.bfloat16)]),
     (exponents, [(5000, 3, torch.float16), (4096, 3, torch.float16), (1, 3, torch.float16)]),
 ]

@@ -6,10 +6,8 @@ Kernels are compiled and not started, so whatever comes out of them means nothin
 """
 
 import json
-import math
 import os
 import sys
-from itertools import product
 from typing import Any
 
 os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
@@ -17,18 +15,18 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
 import torch
 from no_gpu import tell_compiled
 
-from offload.calibration.kernel_selection import Shapes, comparisons
-from offload.kernels import tree_attention
+from offload.calibration.kernel_selection import Heads, Shapes, comparisons
 from offload.kernels.kv_commit import kv_commit_kernel
 from offload.kernels.match_rows import match_rows_kernel
-from offload.kernels.tree_attention import Sight, pack_bits, tree_attention_kernel
+from offload.kernels.path_attention import PathRows, ScoreTerms, path_attention_kernel
+from offload.model.cuda_graphs import _INPUTS, _MOST_COLUMNS
+from offload.model.path_attention import path_rows
 
-NUM_HEADS, NUM_GROUPS, WIDTH, NUM_NODES, NUM_SLOTS, NUM_PROCESSORS = 4, 1, 16, 64, 2101, 132
+NUM_HEADS, NUM_GROUPS, WIDTH, NUM_NODES, NUM_SLOTS = 4, 1, 16, 64, 2101
 DTYPE = torch.bfloat16
 SHAPES = Shapes(
-    num_heads=NUM_HEADS, num_groups=NUM_GROUPS, width=WIDTH, num_layers=1, num_slots=64, num_nodes=(NUM_NODES,),
-    num_scored=(3,), num_prefix=(600,), vocab_sizes=(4096,), temperatures=(0.7,), level_sizes=(4,), path_lengths=(7,),
-    dtype=DTYPE, caches=((WIDTH, DTYPE),),
+    heads=(Heads(NUM_HEADS, NUM_GROUPS, WIDTH, WIDTH, DTYPE),), num_layers=1, num_slots=64, num_nodes=(40,),
+    num_scored=(3,), num_prefix=(100,), vocab_sizes=(4096,), temperatures=(0.7,), level_sizes=(4,), path_lengths=(7,),
 )  # fmt: skip
 compiled: list[str] = []
 
@@ -38,26 +36,30 @@ def tell(done: Any, is_new: bool) -> None:
         compiled.append(done.metadata.name)
 
 
-def choose_splits(num_blocks: int, num_keys: int, device: torch.device) -> int:
-    """As on a GPU."""
-    return max(1, min(2 * NUM_PROCESSORS // num_blocks, math.ceil(num_keys / 256)))
+def attend(walk_TL: torch.Tensor) -> None:
+    """In a cache of many slots, as a slice of it or whole."""
+    query = torch.zeros(len(walk_TL), NUM_HEADS, WIDTH, dtype=DTYPE).transpose(0, 1)
+    keys, values = torch.zeros(2, NUM_GROUPS, NUM_SLOTS, WIDTH, dtype=DTYPE)
+    rows = PathRows(walk_TL, None, path_attention_kernel)
+    path_attention_kernel(query, keys, values, rows, ScoreTerms(0.125))
 
 
-def attend(num_prefix: int, num_rows: int) -> None:
-    """A tree with some committed tokens before it, behind a prefix in the cache."""
-    query = torch.zeros(num_rows, NUM_HEADS, WIDTH, dtype=DTYPE).transpose(0, 1)
-    keys, values = torch.zeros(2, NUM_GROUPS, NUM_SLOTS, WIDTH, dtype=DTYPE)[:, :, : num_prefix + num_rows]
-    sight = Sight(pack_bits(torch.eye(num_rows, dtype=torch.bool)), num_prefix, torch.arange(num_rows))
-    tree_attention_kernel(query, keys, values, sight, scaling=0.125)
+def tree_behind(num_prefix: int, num_pending: int) -> torch.Tensor:
+    """The walks of a tree with some committed tokens before it."""
+    seen_UU = torch.eye(num_pending + NUM_NODES, dtype=torch.bool)
+    seen_UU[:, :num_pending] = torch.ones(num_pending + NUM_NODES, num_pending, dtype=torch.bool).tril()
+    return path_rows(num_prefix, seen_UU, path_attention_kernel).walk_TL
 
 
 tell_compiled(tell, int(sys.argv[1]))
-tree_attention._choose_splits = choose_splits
 for comparison in comparisons(SHAPES, "cpu"):
     comparison.agrees()
 num_before = len(compiled)
-for num_prefix, num_pending in product((0, 1, 100, 192, 193, 500, 1000, 2000), (0, 1, 32)):
-    attend(num_prefix, num_pending + NUM_NODES)
+for num_prefix in (0, 1, 100, 192, 193, 500, 1000, 2000):
+    for num_pending in (0, 1, 32):
+        attend(tree_behind(num_prefix, num_pending))
+for width in (1, 2, 128):
+    attend(torch.zeros(width, _INPUTS + 2 + _MOST_COLUMNS, dtype=torch.int32)[:, _INPUTS:])  # of a recording
 cache = [torch.zeros(1, NUM_GROUPS, NUM_SLOTS, WIDTH, dtype=DTYPE)] * 2
 for num_rows in (*range(1, 40), 64, 100, 128, 200, 256, 300):
     kv_commit_kernel(cache, 3 * num_rows, torch.arange(num_rows))

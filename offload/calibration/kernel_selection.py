@@ -20,7 +20,9 @@ from offload.kernels.kv_commit import MAX_ROWS
 from offload.kernels.match_rows import match_rows_reference
 from offload.kernels.path_attention import PathRows, ScoreTerms, Window
 from offload.kernels.registry import KERNELS, REFERENCES, KernelSet
+from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_reference
 from offload.memory.plan import MemoryPlan
+from offload.model.norms import find_norms
 from offload.model.path_attention import path_attention, path_rows
 from offload.model.weights import StreamedModel
 from offload.streaming.device import Device
@@ -47,6 +49,15 @@ class Heads(NamedTuple):
     takes_paths: bool = True  # otherwise it has masks, and no kernel
 
 
+class Norm(NamedTuple):
+    """A kind of norm that a model has."""
+
+    width: int
+    form: NormForm = FORMS[0]
+    has_weight: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+
 class Shapes(NamedTuple):
     """What is compared; the defaults are a 70B model's."""
 
@@ -60,6 +71,7 @@ class Shapes(NamedTuple):
     temperatures: tuple[float, ...] = (0.0, 0.7)
     level_sizes: tuple[int, ...] = (1, 32)  # nodes whose children are drawn together
     path_lengths: tuple[int, ...] = (2, 6, 20)
+    norms: tuple[Norm, ...] = (Norm(8192),)  # of both models
 
 
 def shapes_of(model: StreamedModel, plan: MemoryPlan, sampling: Sampling, draft: StreamedModel | None = None) -> Shapes:
@@ -76,6 +88,7 @@ def shapes_of(model: StreamedModel, plan: MemoryPlan, sampling: Sampling, draft:
         temperatures=(sampling.temperature,),
         level_sizes=(min(32, plan.num_nodes),),
         path_lengths=(VISITED,),
+        norms=tuple(dict.fromkeys(norm for one in models for norm in _norms_of(one))),
     )
 
 
@@ -95,6 +108,13 @@ def _heads_of(model: StreamedModel) -> Heads:
         any(name.endswith("sinks") for name, _ in model.meta_model.named_parameters()),
         model.can_attend_by_path(),
     )
+
+
+def _norms_of(model: StreamedModel) -> Iterator[Norm]:
+    for module, form in find_norms(model.meta_model):
+        weight = getattr(module, "weight", None)
+        if weight is not None:
+            yield Norm(weight.shape[-1], form, True, model.dtype)
 
 
 class KernelChoice(NamedTuple):
@@ -126,6 +146,7 @@ def choose_kernels(
 def comparisons(shapes: Shapes, device: str) -> Iterator[Comparison]:
     """All of them, in the order of a step."""
     yield from _draws(shapes, device)
+    yield from _norms(shapes, device)
     yield from _attention(shapes, device)
     yield from _matches(shapes, device)
     yield from _commits(shapes, device)
@@ -156,6 +177,24 @@ def _equal(
         return torch.equal(got, wanted) if exact else torch.allclose(got, wanted, rtol=1e-13, atol=1e-13)
 
     return Comparison(name, shape, lambda: kernel(*what), lambda: reference(*what), agrees)
+
+
+def _norms(shapes: Shapes, device: str) -> Iterator[Comparison]:
+    kernel = KERNELS.rms_norm
+    assert kernel is not None, "there is a kernel to compare"
+    for (width, form, has_weight, dtype), num_rows in product(shapes.norms, shapes.num_nodes):
+        weight_D = _random(device, width).to(dtype) if has_weight else None
+        what = (_random(device, num_rows, width).to(dtype), weight_D, 1e-6, form)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # one number in a few hundred is rounded the other way
+        agrees = partial(_norms_agree, kernel, what, tolerance)
+        shape = f"N {num_rows}, D {width}"
+        yield Comparison("rms_norm", shape, partial(kernel, *what), partial(rms_norm_reference, *what), agrees)
+
+
+def _norms_agree(kernel: Callable[..., Tensor], what: tuple[Any, ...], tolerance: float) -> bool:
+    together, alone = kernel(*what), kernel(what[0][-1:], *what[1:])
+    is_close = torch.allclose(together, rms_norm_reference(*what), rtol=tolerance, atol=tolerance)
+    return is_close and torch.equal(alone, together[-1:])
 
 
 def _attention(shapes: Shapes, device: str) -> Iterator[Comparison]:

@@ -281,11 +281,12 @@ def _pick_kernels(pair: Pair, plan: MemoryPlan, sampling: Sampling) -> KernelCho
     if pair.device is None or not is_for_kernels(pair.device.place):
         return NO_KERNELS
     choice = choose_kernels(shapes_of(pair.target, plan, sampling, pair.draft), pair.device)
-    pair.target.attend_with(choice.kernels.path_attention)
-    if pair.draft is not None:
-        pair.draft.attend_with(choice.kernels.path_attention)
-        note = use_graphs(pair.draft) if pair.draft.place.type == "cuda" else None
-        pair.notes.extend([note] if note else [])
+    for model in (pair.target, pair.draft):
+        if model is not None:
+            model.attend_with(choice.kernels.path_attention)
+            model.normalize_with(choice.kernels.rms_norm)
+    note = use_graphs(pair.draft) if pair.draft is not None and pair.draft.place.type == "cuda" else None
+    pair.notes.extend([note] if note else [])
     return choice
 
 

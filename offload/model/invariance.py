@@ -62,10 +62,10 @@ class InvariantRows(TorchFunctionMode):
         num_columns = weight.shape[0]
         left, weight = _widened(input), _widened(_lengthened(weight))
         bias = None if bias is None else _widened(bias)
-        multiply = functional.linear
-        sizes = self._sizes_of(multiply, weight, bias)
-        rows = left.reshape(-1, left.shape[-1])
-        out = in_parts(lambda part: multiply(part, weight, bias), rows, sizes)[:, :num_columns]
+        rows, is_host = left.reshape(-1, left.shape[-1]), left.device.type == "cpu"
+        multiply = functional.linear if is_host else _linear_into
+        sizes, work = self._sizes_of(multiply, weight, bias), lambda part, **out: multiply(part, weight, bias, **out)
+        out = in_parts(work, rows, sizes, None if is_host else len(weight))[:, :num_columns]
         return out if left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def _multiply_whole(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -123,8 +123,16 @@ class InvariantRows(TorchFunctionMode):
         return work(rows)
 
 
-def in_parts(work: Work, rows: Tensor, sizes: RowSizes) -> Tensor:
-    """`work` on rows, the last dimension but one, in parts of these sizes; zeros stand behind the last ones."""
+def _linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """`linear` as a GPU computes it, with a place for the result."""
+    return torch.mm(rows, weight.t(), out=out) if bias is None else torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def in_parts(work: Callable[..., Tensor], rows: Tensor, sizes: RowSizes, num_columns: int | None = None) -> Tensor:
+    """`work` on rows, the last dimension but one, in parts of these sizes; zeros stand behind the last ones.
+
+    With `num_columns` it is told where to put so many for each row, as `out`, which saves gathering them.
+    """
     num_rows, parts = rows.shape[-2], parts_of(rows.shape[-2], sizes)
     if not parts:
         return work(rows)
@@ -132,6 +140,11 @@ def in_parts(work: Work, rows: Tensor, sizes: RowSizes) -> Tensor:
         missing = parts[0] - num_rows
         return work(pad(rows, (0, 0, 0, missing)))[..., :num_rows, :] if missing else work(rows)
     rows = pad(rows, (0, 0, 0, sum(parts) - num_rows)) if sum(parts) > num_rows else rows
+    if num_columns is not None:
+        whole = rows.new_empty(len(rows), num_columns)
+        for part, out in zip(rows.split(parts), whole.split(parts), strict=True):
+            work(part, out=out)
+        return whole[:num_rows]
     return torch.cat([work(part) for part in rows.split(parts, -2)], -2)[..., :num_rows, :]
 
 

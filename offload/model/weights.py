@@ -22,6 +22,7 @@ from offload.model.bound import BoundModel
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
+from offload.model.norms import normalize_with
 from offload.model.parts import Part, Parted, lay, seen_by
 from offload.model.path_attention import path_attention, path_rows
 from offload.sampling.logits import Logits
@@ -255,6 +256,11 @@ class StreamedModel(BoundModel):
     def attend_with(self, kernel: Attend | None) -> None:
         """From now on rows attend along their paths by this kernel, if the family's attention can be ours."""
         self._kernel = kernel if kernel is not None and self._takes_paths() else None
+
+    def normalize_with(self, kernel: Callable[..., Tensor] | None) -> None:
+        """From now on this kernel computes the norms, as far as it knows what they compute."""
+        if kernel is not None:
+            normalize_with(self.meta_model, kernel)
 
     @property
     def attend(self) -> Attend | None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fake_device import FakeDevice
-from test_kernel_selection import clock
+from test_duels import clock
 
 from offload.bench.gpu import expansions
 from offload.bench.gpu.expansions import expand_all

@@ -1,0 +1,86 @@
+"""Root-mean-square norms in one launch, each row by a program of its own.
+
+transformers writes them as eight operations, whose sum torch adds up in an order that depends on how many rows there
+are. Here a row's sum depends on the row alone, by construction, and numbers are rounded where the family rounds them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offload.kernels.jit import jit, tl, triton
+
+_MOST_COLUMNS = 1 << 15  # that a program holds at once
+
+
+class NormForm(NamedTuple):
+    """What a family does with the normed numbers, which are float32."""
+
+    is_rounded: bool = True  # to the type of the input, before the weight is multiplied
+    offset: float = 0.0  # is added to the weight
+
+
+FORMS = (NormForm(), NormForm(is_rounded=False), NormForm(is_rounded=False, offset=1.0))
+
+
+def rms_norm_reference(rows: Tensor, weight_D: Tensor | None, eps: float, form: NormForm) -> Tensor:
+    """Of the last dimension; the weight is of the same type as the input, or there is none. In plain torch."""
+    wide = rows.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight_D is None:
+        return normed.to(rows.dtype)
+    if form.is_rounded:
+        return normed.to(rows.dtype) * weight_D
+    return (normed * (weight_D.float() + form.offset)).to(rows.dtype)
+
+
+def rms_norm_kernel(rows: Tensor, weight_D: Tensor | None, eps: float, form: NormForm) -> Tensor:
+    """The same in Triton; the reference does what is wider than a program holds."""
+    width = rows.shape[-1]
+    if width > _MOST_COLUMNS or rows.numel() == 0:
+        return rms_norm_reference(rows, weight_D, eps, form)
+    rows_RD = rows.reshape(-1, width)
+    out_RD = torch.empty_like(rows_RD)
+    block = triton.next_power_of_2(width)
+    _normalize[(len(rows_RD),)](
+        out_RD,
+        rows_RD,
+        rows_RD if weight_D is None else weight_D,
+        rows_RD.stride(0),
+        out_RD.stride(0),
+        float(eps),
+        WIDTH=width,
+        HAS_WEIGHT=weight_D is not None,
+        IS_ROUNDED=form.is_rounded,
+        OFFSET=form.offset,
+        BLOCK_D=block,
+        num_warps=max(1, min(8, block // 512)),
+    )
+    return out_RD.view(rows.shape)
+
+
+@jit(do_not_specialize=["eps"])
+def _normalize(
+    out: tl.tensor,
+    rows: tl.tensor,
+    weight: tl.tensor,
+    stride: tl.tensor,
+    out_stride: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    is_column = column < WIDTH
+    numbers = tl.load(rows + row * stride + column, mask=is_column, other=0.0).to(tl.float32)
+    result = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / WIDTH + eps)
+    if HAS_WEIGHT:
+        if IS_ROUNDED:
+            result = result.to(out.dtype.element_ty).to(tl.float32)
+        result = result * (tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + OFFSET)
+    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=is_column)

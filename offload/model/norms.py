@@ -1,0 +1,76 @@
+"""Root-mean-square norms of a Hugging Face model, found by what they compute and handed to one function.
+
+Families write the same norm in a few forms. A module's form is found on numbers: its own code and the reference of a
+form must give the same bits, in half precision, where the forms round differently.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_reference
+
+Normalize = Callable[..., Tensor]  # `rms_norm_kernel` or its reference
+_EPS_NAMES = ("variance_epsilon", "eps")
+_WIDTH_WITHOUT_WEIGHT = 64  # of rows to try those with that have no weight, and take any
+_NUM_ROWS = 16
+
+
+def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
+    """All norms of a model whose forms are known, whether their weights are there or not."""
+    found, form_of = list[tuple[nn.Module, NormForm]](), dict[object, NormForm | None]()
+    for module in model.modules():
+        if _eps_of(module) is None or set(dict(module.named_parameters())) - {"weight"} or list(module.children()):
+            continue
+        weight = getattr(module, "weight", None)
+        kind = (type(module), None if weight is None else weight.shape[-1])
+        if kind not in form_of:
+            form_of[kind] = _form_of(module)
+        form = form_of[kind]
+        if form is not None:
+            found.append((module, form))
+    return found
+
+
+def normalize_with(model: nn.Module, normalize: Normalize) -> None:
+    """Let `normalize` compute every norm whose form is known."""
+    for module, form in find_norms(model):
+        # Its own code stays for what is of two types.
+        module.forward = partial(_forward, module, form, normalize, type(module).forward)
+
+
+def _forward(
+    module: nn.Module, form: NormForm, normalize: Normalize, usual: Callable[..., Tensor], rows: Tensor
+) -> Tensor:
+    weight, eps = getattr(module, "weight", None), _eps_of(module)
+    if weight is not None and weight.dtype != rows.dtype:
+        return usual(module, rows)
+    return normalize(rows, weight, eps, form)
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    found = next((getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)), None)
+    return found if isinstance(found, float) else None
+
+
+@torch.inference_mode()
+def _form_of(module: nn.Module) -> NormForm | None:
+    """On rows and a weight that are made up."""
+    chance = torch.Generator().manual_seed(0)
+    weight = getattr(module, "weight", None)
+    width = _WIDTH_WITHOUT_WEIGHT if weight is None else weight.shape[-1]
+    rows, weight_D = (torch.randn(*shape, generator=chance).bfloat16() for shape in ((_NUM_ROWS, width), (width,)))
+    sample, eps = copy(module), _eps_of(module)
+    assert eps is not None, "a norm has one"
+    made_up = None if weight is None else nn.Parameter(weight_D, requires_grad=False)
+    sample._parameters = dict.fromkeys(module._parameters, made_up)
+    try:
+        wanted = type(module).forward(sample, rows)
+    except (RuntimeError, TypeError, ValueError):  # a module of another kind that happens to have such a number
+        return None
+    own = None if weight is None else weight_D
+    same = [form for form in FORMS if torch.equal(rms_norm_reference(rows, own, eps, form), wanted)]
+    return same[0] if same else None

@@ -1,0 +1,110 @@
+"""Norms in one launch: the kernel against its reference, and families' own code against both."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_families import WORKING, config_of, tiny_model
+from test_path_rows import config_named
+from torch import Tensor, nn
+
+from offload.kernels.jit import HAS_TRITON
+from offload.kernels.rms_norm import FORMS, NormForm, rms_norm_kernel, rms_norm_reference
+from offload.model.norms import find_norms, normalize_with
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # on a GPU they are tests of the GPU
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 100), (1, 3, 2, 24), (2, 1024)])
+def test_the_kernel_is_its_reference(shape: tuple[int, ...], form: NormForm, dtype: torch.dtype) -> None:
+    rows, weight_D = numbers(*shape, dtype=dtype), numbers(shape[-1], dtype=dtype)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    for weight in (weight_D, None):
+        got, wanted = (one(rows, weight, 1e-5, form) for one in (rms_norm_kernel, rms_norm_reference))
+        assert got.dtype == dtype and got.shape == rows.shape
+        torch.testing.assert_close(got, wanted, atol=tolerance, rtol=tolerance)
+
+
+@needs_triton
+def test_a_row_has_the_bits_that_it_has_alone() -> None:
+    rows, weight_D = numbers(40, 200), numbers(200)
+    together = rms_norm_kernel(rows, weight_D, 1e-6, FORMS[0])
+    assert all(torch.equal(rms_norm_kernel(row[None], weight_D, 1e-6, FORMS[0])[0], together[index])
+               for index, row in enumerate(rows))  # fmt: skip
+
+
+@needs_triton
+def test_rows_with_gaps_are_taken() -> None:
+    wide, weight_D = numbers(6, 64), numbers(40)
+    got = rms_norm_kernel(wide[:, 8:48], weight_D, 1e-6, FORMS[0])
+    torch.testing.assert_close(got, rms_norm_reference(wide[:, 8:48], weight_D, 1e-6, FORMS[0]))
+
+
+@needs_triton
+@pytest.mark.parametrize("other", FORMS[1:], ids=str)
+def test_another_form_would_show(other: NormForm) -> None:
+    rows, weight_D = numbers(50, 64, dtype=torch.float16), numbers(64, dtype=torch.float16)
+    wanted = rms_norm_reference(rows, weight_D, 1e-6, other)
+    assert not torch.equal(rms_norm_kernel(rows, weight_D, 1e-6, FORMS[0]), wanted)
+
+
+LAYER_NORMS = ("cohere", "cohere2", "gpt_neox", "nemotron", "phi", "phimoe", "stablelm", "starcoder2")
+
+
+@pytest.mark.parametrize("family", WORKING)
+def test_all_norms_of_a_family_are_known(family: str) -> None:
+    """Those that divide by the root mean square, and no others."""
+    model = tiny_model(config_of(family))
+    found = {type(module) for module, _ in find_norms(model)}
+    named = {type(module) for module in model.modules() if type(module).__name__.endswith(("RMSNorm", "L2Norm"))}
+    assert found - {nn.RMSNorm} == named - {nn.RMSNorm} and bool(found) is (family not in LAYER_NORMS)
+
+
+class Odd(nn.Module):
+    """Looks like a norm, and is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.weight = 1e-6, nn.Parameter(torch.ones(32))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.weight * rows * torch.rsqrt(rows.abs().mean(-1, keepdim=True) + self.eps)
+
+
+def test_what_computes_something_else_is_left_alone() -> None:
+    assert find_norms(nn.Sequential(Odd())) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "llama4_text", "gemma3n_text"])
+def test_a_model_computes_the_same_by_the_reference(family: str) -> None:
+    model, calls = tiny_model(config_named(family)).bfloat16(), list[Any]()
+    token_1T = torch.arange(9)[None]
+    with torch.inference_mode():
+        wanted = model(token_1T).logits
+        normalize_with(model, lambda *what: calls.append(what) or rms_norm_reference(*what))
+        assert torch.equal(model(token_1T).logits, wanted)
+    assert calls
+
+
+def test_weights_of_another_type_keep_the_familys_own_code() -> None:
+    (module, _), *_ = find_norms(tiny_model(config_named("llama")))
+    normalize_with(module, lambda *_: pytest.fail("the kernel was asked"))
+    rows = numbers(3, module.weight.shape[0]).cpu().bfloat16()
+    assert module(rows).dtype == torch.float32
+
+
+def test_forms_are_found_without_weights() -> None:
+    """At load they are on the meta device."""
+    with torch.device("meta"):
+        model = tiny_model(config_named("llama"))
+    assert len(find_norms(model)) == 9
