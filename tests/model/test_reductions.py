@@ -1,0 +1,139 @@
+"""Sums of rows as a GPU adds them up: in an order that depends on how many rows there are.
+
+ATen shares a sum among threads by its number of outputs (Reduce.cuh: `vectorize_input`, `set_block_dimension`): a lone
+row of 2,048 numbers gets 512 of them, each of sixteen gets 32. Here a card that is not there adds up in that order.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from strict_place import OnCard, StrictDevice, place
+from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from offload.calibration.invariance import _CheckedRows, _DifferError
+from offload.model import invariance
+from offload.model.invariance import InvariantRows
+
+VECTOR, MOST_THREADS, WARP = 4, 512, 32  # numbers that a thread loads at once; threads of a block; of a warp
+MANY = 64  # rows
+
+
+def power_of_two_up_to(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+def threads_of_a_row(width: int, num_rows: int) -> int:
+    """All of a block where a sum is long for few threads; otherwise what other rows leave."""
+    across = min(power_of_two_up_to(width // VECTOR), MOST_THREADS)
+    down = min(power_of_two_up_to(num_rows), MOST_THREADS)
+    across_first = min(across, WARP)
+    down = min(down, MOST_THREADS // across_first)
+    across = min(across, MOST_THREADS // down)
+    has_long_sums = width // across >= min(16 * down, 256)
+    return across * down if has_long_sums else across
+
+
+def summed_as_on_a_gpu(rows_RD: Tensor) -> Tensor:
+    """(R,): each thread adds up every so manieth vector, then its four numbers, then threads meet two by two."""
+    num_rows, width = rows_RD.shape
+    num_threads = threads_of_a_row(width, num_rows)
+    vector_RSTV = rows_RD.reshape(num_rows, -1, num_threads, VECTOR)
+    total_RTV = torch.zeros(num_rows, num_threads, VECTOR)
+    for step in range(vector_RSTV.shape[1]):
+        total_RTV = total_RTV + vector_RSTV[:, step]
+    total_RT = total_RTV[..., 0]
+    for index in range(1, VECTOR):
+        total_RT = total_RT + total_RTV[..., index]
+    while total_RT.shape[1] > 1:
+        half = total_RT.shape[1] // 2
+        total_RT = total_RT[:, :half] + total_RT[:, half:]
+    return total_RT[:, 0]
+
+
+class Reducing(StrictDevice):
+    """Means of rows are added up like that."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.name == "aten::mean" and isinstance(args[0], OnCard):
+            rows = args[0].held
+            mean_R = summed_as_on_a_gpu(rows.reshape(-1, rows.shape[-1])) / rows.shape[-1]
+            out.held.copy_(mean_R.reshape(out.shape))
+        return out
+
+
+def norm_of(kind: type[nn.Module], width: int) -> nn.Module:
+    module = kind(width)
+    weight_D = torch.randn(width, generator=torch.Generator().manual_seed(1)).to(place())
+    module._parameters["weight"] = nn.Parameter(weight_D, requires_grad=False)
+    return module
+
+
+def rows_of(width: int) -> Tensor:
+    return torch.randn(1, MANY, width, generator=torch.Generator().manual_seed(2)).to(place())
+
+
+def differing(module: nn.Module, rows: Tensor) -> list[int]:
+    """Numbers of rows with which the first rows have other bits than with many."""
+    many = module(rows)
+    return [few for few in (1, 2, 5, 8, 15, 16, 33) if not torch.equal(module(rows[:, :few]).held, many[:, :few].held)]
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
+@pytest.mark.parametrize("width", [2048, 4096, 6144])
+def test_a_norm_has_the_same_bits_beside_any_rows(kind: type[nn.Module], width: int) -> None:
+    with Reducing(), torch.inference_mode():
+        module, rows = norm_of(kind, width), rows_of(width)
+        assert differing(module, rows), "as it is, it has not"
+        with InvariantRows((1,)):
+            assert differing(module, rows) == []
+
+
+def test_wide_rows_take_a_whole_block_each() -> None:
+    """Which is why Llama-2-70B would never have shown it."""
+    assert {threads_of_a_row(8192, num_rows) for num_rows in range(1, 100)} == {MOST_THREADS}
+    assert [threads_of_a_row(2048, num_rows) for num_rows in (1, 2, 4, 8, 16, 64)] == [512, 256, 128, 64, 32, 32]
+
+
+def test_the_check_at_load_looks_before_numbers_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 one normed row in two hundred would show it."""
+    with Reducing(), torch.inference_mode():
+        module, rows = norm_of(LlamaRMSNorm, 2048), rows_of(2048).bfloat16()
+        with _CheckedRows((1,)):
+            module(rows)
+        monkeypatch.setattr(invariance, "_LEAST_SUMS", 1)
+        with pytest.raises(_DifferError, match="beside other rows"), _CheckedRows((1,)):
+            module(rows)
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.mean(-1),
+        lambda x: x.mean(dim=-1, keepdim=True),
+        lambda x: torch.mean(x, 2),
+        lambda x: x.sum([-1], keepdim=True),
+        lambda x: x.var(-1, unbiased=False),
+        lambda x: x.sum(-1, dtype=torch.float64),
+        lambda x: x.mean(1),
+        lambda x: x.sum(),
+    ],
+)
+def test_what_is_padded_has_the_same_shape_and_numbers(reduce: Any) -> None:
+    numbers = torch.randn(1, 5, 24, generator=torch.Generator().manual_seed(3))
+    wanted = reduce(numbers)
+    with StrictDevice(), torch.inference_mode(), InvariantRows((1,)):
+        got = reduce(numbers.to(place()))
+    assert got.dtype == wanted.dtype
+    torch.testing.assert_close(got.held, wanted)
+
+
+def test_products_of_one_number_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary angles are such: there is no order in which a lone product could be added up."""
+    monkeypatch.setattr(invariance, "find_sizes", lambda *_, **__: pytest.fail("a trial"))
+    with InvariantRows((1,)):
+        got = torch.arange(64.0)[None, :, None] @ torch.arange(300.0)[None, None, :]
+    assert torch.equal(got, torch.arange(64.0)[None, :, None] * torch.arange(300.0))
