@@ -31,9 +31,11 @@ def _decoding_alone(packed: Packed, name: str) -> list[Damage]:
 
 def _decoded(packed: Packed) -> list[Damage]:
     """Numbers that are not finite. Raises `UserError` where a checksum is another."""
-    form, names = form_of("BF16"), set[str]()
-    assert form is not None, "it is what can be packed"
+    names = set[str]()
     for name, _, raw in original_parts(packed):
-        if name in packed.coded and not is_finite(top_bits(raw, form), form):
-            names.add(name)
+        if name in packed.coded:
+            form = form_of("F16" if packed.coded[name][0].dtype == "I8" else "BF16")
+            assert form is not None, "it is what can be packed"
+            if not is_finite(top_bits(raw, form), form):
+                names.add(name)
     return [Damage(packed.path.name, name, NOT_FINITE) for name in packed.names if name in names]
