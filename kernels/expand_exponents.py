@@ -88,9 +88,7 @@ def expand_exponents_kernel(
     if not num_weights:
         return
     width = _plane_bytes(distance_B, num_weights) // RUN
-    # The interpreter cuts off what it should round, and a cast between types of one size is none: bits are stored.
-    kind = TYPE_OF[mantissa_N.dtype]
-    out = out_N.view({kind: torch.int16, torch.float32: torch.int32}.get(out_N.dtype, out_N.dtype))
+    out = out_N.view(torch.int16) if out_N.dtype == TYPE_OF[mantissa_N.dtype] else out_N
     blocks, chunks = (triton.cdiv(num_weights, BLOCK),), (len(start_C) - 1,)
     _expand_blocks[blocks](mantissa_N, distance_B, top_1, out, num_weights, WIDTH=width, BLOCK=BLOCK, RUN=RUN)
     _put_lists[chunks](mantissa_N, escape_B, start_C, out, num_weights, chunks[0], CHUNK=CHUNK, AT_ONCE=_ESCAPES)
@@ -241,16 +239,14 @@ def _put_lists(
 
 @jit
 def _store_number(mantissa: tl.tensor, out: tl.tensor, word: tl.tensor, mask: tl.tensor) -> None:
-    """As it was, as a float32's bits, or rounded to the other type of 16 bits."""
+    """Its bits as they were, or rounded to another type."""
     if mantissa.dtype.element_ty == tl.int8:
-        half = (word & -32768 | (word & 4095) << 3 | word >> 12 & 7).to(tl.int16)
-        wide = half.to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+        bits = (word & -32768 | (word & 4095) << 3 | word >> 12 & 7).to(tl.int16)
+        number = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        half = word.to(tl.int16)
-        wide = word << 16
+        bits = word.to(tl.int16)
+        number = (word << 16).to(tl.float32, bitcast=True)
     if out.dtype.element_ty == tl.int16:
-        tl.store(out, half, mask=mask)
-    elif out.dtype.element_ty == tl.int32:
-        tl.store(out, wide, mask=mask)
+        tl.store(out, bits, mask=mask)
     else:
-        tl.store(out, wide.to(tl.float32, bitcast=True).to(out.dtype.element_ty), mask=mask)
+        tl.store(out, number.to(out.dtype.element_ty), mask=mask)

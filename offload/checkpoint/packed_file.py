@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload.checkpoint.numbers import NOT_FINITE, form_of, is_finite, top_bits
 from offload.checkpoint.parts import PART_BYTES, in_order, opened, parts, read_part, write_part
 from offload.checkpoint.safetensors import parse_header, read_header, read_metadata
 from offload.checkpoint.small_files import replacing
 from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.whole import Damage
 from offload.encoding.exponents import CODE, DAMAGED, ESCAPE_BYTES, WORDS, Exponents, width_of
-from offload.errors import UserError
+from offload.errors import ReadError, UserError
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.expand_exponents import TYPE_OF, expand_exponents_compiled, expand_exponents_reference
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
@@ -114,6 +116,39 @@ def write_original(path: Path, packed: Iterable[Packed], on_bytes: OnBytes) -> N
                 write_part(out, raw[: max(0, entries[name].num_bytes - at)], entries[name].lo + at)
                 on_bytes(len(raw))
         os.fsync(out)
+
+
+def undecoded(path: Path) -> list[Damage]:
+    """Tensors of a packed file that do not decode to what was packed, or to no numbers."""
+    try:
+        packed = read_packed(path)
+    except UserError as error:
+        return [Damage(path.name, "", str(error).removeprefix(f"{path}: "))]
+    try:
+        return _endless(packed)
+    except (UserError, ReadError):  # the first is not all
+        return [one for name in packed.names for one in _damage_of(packed, name)]
+
+
+def _damage_of(packed: Packed, name: str) -> list[Damage]:
+    plain = {own: entry for own, entry in packed.plain.items() if own == name}
+    coded = {own: entries for own, entries in packed.coded.items() if own == name}
+    try:
+        return _endless(packed._replace(plain=plain, coded=coded))
+    except (UserError, ReadError):
+        return [Damage(packed.path.name, name, "does not decode to what was packed")]
+
+
+def _endless(packed: Packed) -> list[Damage]:
+    """Numbers that are not finite. Raises `UserError` where a checksum is another."""
+    names = set[str]()
+    for name, _, raw in original_parts(packed):
+        if name in packed.coded:
+            form = form_of("F16" if packed.coded[name][0].dtype == "I8" else "BF16")
+            assert form is not None, "it is what can be packed"
+            if not is_finite(top_bits(raw, form), form):
+                names.add(name)
+    return [Damage(packed.path.name, name, NOT_FINITE) for name in packed.names if name in names]
 
 
 def _plain_jobs(packed: Packed, name: str) -> Iterator[tuple[Any, ...]]:
