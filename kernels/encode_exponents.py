@@ -1,4 +1,4 @@
-"""The other way round from `expand_exponents`: bfloat16 into words. What it writes `exponents_layout` says.
+"""The other way round from `expand_exponents`: bfloat16 or float16 into words. What it writes `exponents_layout` says.
 
 Invariant: of any bits whatsoever, NaNs, infinities and subnormal numbers too, expanding gives the same bits back.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.kernels.compiled import compiled
-from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
+from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
 from offload.kernels.rounding import U64
 
 I16, U8, U16 = np.int16, np.uint8, np.uint16
@@ -19,19 +19,20 @@ I16, U8, U16 = np.int16, np.uint8, np.uint16
 class ExponentWords(NamedTuple):
     """Weights as they are stored, of one tensor or of so many of its chunks."""
 
-    mantissa_N: Tensor
+    mantissa_N: Tensor  # uint8 of bfloat16, int8 of float16
     distance_B: Tensor
     escape_3E: Tensor  # low and high bytes of places, exponents
     count_C: Tensor  # int64, escapes of each chunk
 
 
-def encode_exponents_reference(bits_N: Tensor, top: int, width: int) -> ExponentWords:
-    """Words of bfloat16 weights, seen as int16, in plain torch.
+def encode_exponents_reference(weight_N: Tensor, top: int, width: int) -> ExponentWords:
+    """Words of bfloat16 or float16 weights, in plain torch.
 
     Args:
         top: the exponent at distance 0.
         width: bits of a distance, 3 or 4.
     """
+    bits_N, kind = _as_words(weight_N)
     num_weights, mark = len(bits_N), (1 << width) - 1
     exponent = (bits_N >> 7) & 0xFF
     distance = top - exponent
@@ -42,17 +43,25 @@ def encode_exponents_reference(bits_N: Tensor, top: int, width: int) -> Exponent
     filled = torch.nn.functional.pad(distance.to(torch.uint8), (0, -num_weights % BLOCK)).view(-1, BLOCK)
     parts = [_packed(filled, 4)] if width == 4 else [_packed(filled & 3, 2), _packed(filled >> 2, 1)]
     kept = (((bits_N >> 8) & 0x80) | (bits_N & 0x7F)).to(torch.uint8)
-    return ExponentWords(kept, torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts)
+    return ExponentWords(kept.view(kind), torch.cat(parts, 1).flatten(), torch.cat((low, high, escaped)), counts)
 
 
-def encode_exponents_compiled(bits_N: Tensor, top: int, width: int) -> ExponentWords:
+def encode_exponents_compiled(weight_N: Tensor, top: int, width: int) -> ExponentWords:
     """The same by numba, on this thread."""
+    bits_N, kind = _as_words(weight_N)
     num_weights, num_blocks = len(bits_N), -(-len(bits_N) // BLOCK)
     kept, plane = np.empty(num_weights, np.uint8), np.empty(num_blocks * width * RUN, np.uint8)
     lists, counts = np.empty((3, num_weights), np.uint8), np.zeros(-(-num_weights // CHUNK), np.int64)
     _encode(bits_N.numpy(), (top, width), kept, plane, lists, counts)
     escapes = lists[:, : counts.sum()].reshape(-1)
-    return ExponentWords(*map(torch.from_numpy, (kept, plane, escapes, counts)))
+    kept_N, *others = map(torch.from_numpy, (kept, plane, escapes, counts))
+    return ExponentWords(kept_N.view(kind), *others)
+
+
+def _as_words(weight_N: Tensor) -> tuple[Tensor, torch.dtype]:
+    """As int16, and what their mantissas are stored as."""
+    bits_N = weight_N.view(torch.int16)
+    return (bits_N, torch.uint8) if weight_N.dtype == torch.bfloat16 else (word_of_half(bits_N), torch.int8)
 
 
 def _packed(number_KB: Tensor, num_bits: int) -> Tensor:

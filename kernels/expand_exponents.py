@@ -1,4 +1,4 @@
-"""bfloat16 that was stored without loss in 12 bits, or 11, as `exponents_layout` says.
+"""bfloat16 or float16 that was stored without loss in 12 bits, or 11, as `exponents_layout` says.
 
 Invariant: whatever the words say, nothing is written outside of `out`, because only the last chunk may be cut, and
 there places are looked at.
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offload.kernels.compiled import compiled, share_rows
+from offload.kernels.compiled import ByType, compiled, share_rows
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 from offload.kernels.jit import jit, tl, triton
-from offload.kernels.rounding import F32, U32, U64, numbers, rounded
+from offload.kernels.rounding import U64, numbers, of_bfloat16, of_float16, rounded
 
+TYPE_OF = {torch.uint8: torch.bfloat16, torch.int8: torch.float16}  # of the weights, by that of their mantissas
 _KEPT = -32641  # the sign and the mantissa of a byte whose sign was extended: 0x807F as an int16
 _PIECE_CHUNKS = 4  # what the reference makes of so many at once stays in the cache
 _ESCAPES = 1024  # of a program at once
@@ -24,10 +25,10 @@ I16, U8 = np.int16, np.uint8
 def expand_exponents_reference(
     mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
 ) -> None:
-    """Fill `out` (bfloat16 as it was; float16 and float32 after one rounding), in plain torch.
+    """Fill `out` (in the type of the weights as they were; in others after one rounding), in plain torch.
 
     Args:
-        mantissa_N: uint8, sign and mantissa of each weight.
+        mantissa_N: sign and mantissa of each weight, uint8 of bfloat16, int8 of float16.
         distance_B: uint8, the planes, block after block; the last one is filled up.
         escape_B: uint8, the three lists, and anything behind them.
         start_C: int64, where the escapes of each chunk begin in a list, and at the end how many there are.
@@ -48,29 +49,33 @@ def expand_exponents_reference(
         is_inside = place < len(kept)
         place, exponent = place[is_inside], exponent[is_inside]
         bits[place] = kept[place] | (exponent << 7).to(torch.int16)
-        out_N[lo : lo + len(kept)] = bits.view(torch.bfloat16)
+        if mantissa_N.dtype == torch.int8:
+            bits = bits & -32768 | (bits & 4095) << 3 | bits >> 12 & 7
+        out_N[lo : lo + len(kept)] = bits.view(TYPE_OF[mantissa_N.dtype])
 
 
 def expand_exponents_compiled(
     mantissa_N: Tensor, distance_B: Tensor, escape_B: Tensor, start_C: Tensor, top_1: Tensor, out_N: Tensor
 ) -> None:
     """The same by numba, on as many threads as torch has."""
-    expand = _expand_4 if _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN else _expand_3
+    kind = TYPE_OF[mantissa_N.dtype]
+    expand = (_expand_4 if _plane_bytes(distance_B, len(mantissa_N)) == 4 * RUN else _expand_3).to(kind)
+    widen, put_escapes = (_widen if kind == torch.bfloat16 else _widen_half).to(out_N.dtype), _put_escapes.to(kind)
     kept, top, num_chunks = mantissa_N.view(torch.int8).numpy(), int(top_1), len(start_C) - 1
     words, lists = (kept, distance_B.numpy()), (escape_B.numpy(), start_C.numpy())
 
     def work(lo: int, hi: int) -> None:
-        if out_N.dtype == torch.bfloat16:
+        if out_N.dtype == kind:
             bits = out_N.view(torch.int16).numpy()
             expand(*words, top, bits, (lo, hi, 0))
-            _put_escapes(kept, *lists, bits, (lo, hi, 0))
+            put_escapes(kept, *lists, bits, (lo, hi, 0))
             return
         buffer = torch.empty(CHUNK, dtype=torch.int16)
         for chunk in range(lo, hi):
             own = buffer[: len(out_N) - chunk * CHUNK]
             expand(*words, top, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
-            _put_escapes(kept, *lists, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
-            _widen.to(out_N.dtype)(own.numpy(), numbers(out_N[chunk * CHUNK : (chunk + 1) * CHUNK]))
+            put_escapes(kept, *lists, own.numpy(), (chunk, chunk + 1, chunk * CHUNK))
+            widen(own.numpy(), numbers(out_N[chunk * CHUNK : (chunk + 1) * CHUNK]))
 
     share_rows(work, num_chunks)
 
@@ -83,8 +88,7 @@ def expand_exponents_kernel(
     if not num_weights:
         return
     width = _plane_bytes(distance_B, num_weights) // RUN
-    # The interpreter cuts off what it should round, and a cast between types of one size is none: bits are stored.
-    out = out_N.view({torch.bfloat16: torch.int16, torch.float32: torch.int32}.get(out_N.dtype, out_N.dtype))
+    out = out_N.view(torch.int16) if out_N.dtype == TYPE_OF[mantissa_N.dtype] else out_N
     blocks, chunks = (triton.cdiv(num_weights, BLOCK),), (len(start_C) - 1,)
     _expand_blocks[blocks](mantissa_N, distance_B, top_1, out, num_weights, WIDTH=width, BLOCK=BLOCK, RUN=RUN)
     _put_lists[chunks](mantissa_N, escape_B, start_C, out, num_weights, chunks[0], CHUNK=CHUNK, AT_ONCE=_ESCAPES)
@@ -110,6 +114,21 @@ def _unpacked(plane_KB: Tensor, num_bits: int) -> Tensor:
 
 
 @compiled
+def _same(word):  # type: ignore[no-untyped-def]
+    return word
+
+
+@compiled
+def _half(word):  # type: ignore[no-untyped-def]
+    """The bits of a float16."""
+    high = I16(I16(word & I16(-32768)) | I16(I16(word << I16(3)) & I16(0x7FF8)))
+    return I16(high | I16(I16(word >> I16(12)) & I16(7)))
+
+
+_number = ByType({torch.bfloat16: _same, torch.float16: _half})  # of a word, by the type that it stands for
+
+
+@compiled
 def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
     """Chunks [lo, hi) without their escapes, of a span lo, hi, origin: `bits` begins with the weight `origin`.
 
@@ -122,7 +141,8 @@ def _expand_4(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
             shift, place = U8(run & U64(4)), at - origin
             for i in range(min(U64(128), size - min(at, size))):
                 distance = I16((plane[source + i] >> shift) & U8(15))
-                bits[place + i] = I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7))
+                word = I16(I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7)))
+                bits[place + i] = _number(word)
 
 
 @compiled
@@ -136,7 +156,8 @@ def _expand_3(kept: Any, plane: Any, top: Any, bits: Any, span: Any) -> None:
             for i in range(min(U64(128), size - min(at, size))):
                 third = U8(U8(U8(plane[high + i] >> U8(run)) & U8(1)) << U8(2))
                 distance = I16(U8(U8(plane[low + i] >> shift) & U8(3)) | third)
-                bits[place + i] = I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7))
+                word = I16(I16(I16(kept[at + i]) & I16(-32641)) + I16(I16(top - distance) << I16(7)))
+                bits[place + i] = _number(word)
 
 
 @compiled
@@ -147,16 +168,22 @@ def _put_escapes(kept: Any, lists: Any, start: Any, bits: Any, span: Any) -> Non
         for at in range(start[chunk], start[chunk + 1]):
             place = chunk * 65536 + lists[at] + 256 * lists[num_all + at]
             if place < kept.size:
-                bits[place - span[2]] = I16(I16(kept[place]) & I16(-32641)) | I16(
-                    I16(lists[2 * num_all + at]) << I16(7)
-                )
+                exponent = I16(I16(lists[2 * num_all + at]) << I16(7))
+                bits[place - span[2]] = _number(I16(I16(I16(kept[place]) & I16(-32641)) | exponent))
 
 
 @compiled
 def _widen(bits: Any, out: Any) -> None:
     """Of a bfloat16 the number in another type."""
     for i in range(U64(out.size)):
-        out[i] = rounded(U32(U32(bits[i]) << U32(16)).view(F32))
+        out[i] = rounded(of_bfloat16(bits[i]))
+
+
+@compiled
+def _widen_half(bits: Any, out: Any) -> None:
+    """Of a float16."""
+    for i in range(U64(out.size)):
+        out[i] = rounded(of_float16(bits[i]))
 
 
 @jit(do_not_specialize=["num_weights"])
@@ -182,7 +209,7 @@ def _expand_blocks(
     here = block * BLOCK + lane
     byte = tl.load(mantissa + here, mask=here < num_weights, other=0).to(tl.int32)
     exponent = tl.load(top).to(tl.int32) - distance
-    _store_bits(out + here, ((byte & 0x80) << 8 | byte & 0x7F) + (exponent << 7), here < num_weights)
+    _store_number(mantissa, out + here, ((byte & 0x80) << 8 | byte & 0x7F) + (exponent << 7), here < num_weights)
 
 
 @jit(do_not_specialize=["num_weights", "num_chunks"])
@@ -207,15 +234,19 @@ def _put_lists(
         place = chunk * CHUNK + high * 256 + low
         is_own = (at < hi) & (place < num_weights)
         byte = tl.load(mantissa + place, mask=is_own, other=0).to(tl.int32)
-        _store_bits(out + place, (byte & 0x80) << 8 | byte & 0x7F | exponent << 7, is_own)
+        _store_number(mantissa, out + place, (byte & 0x80) << 8 | byte & 0x7F | exponent << 7, is_own)
 
 
 @jit
-def _store_bits(out: tl.tensor, bits: tl.tensor, mask: tl.tensor) -> None:
-    """Those of a bfloat16, as they are, as a float32's, or rounded to a float16."""
-    if out.dtype.element_ty == tl.int16:
-        tl.store(out, bits.to(tl.int16), mask=mask)
-    elif out.dtype.element_ty == tl.int32:
-        tl.store(out, bits << 16, mask=mask)
+def _store_number(mantissa: tl.tensor, out: tl.tensor, word: tl.tensor, mask: tl.tensor) -> None:
+    """Its bits as they were, or rounded to another type."""
+    if mantissa.dtype.element_ty == tl.int8:
+        bits = (word & -32768 | (word & 4095) << 3 | word >> 12 & 7).to(tl.int16)
+        number = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        tl.store(out, (bits << 16).to(tl.float32, bitcast=True).to(tl.float16), mask=mask)
+        bits = word.to(tl.int16)
+        number = (word << 16).to(tl.float32, bitcast=True)
+    if out.dtype.element_ty == tl.int16:
+        tl.store(out, bits, mask=mask)
+    else:
+        tl.store(out, number.to(out.dtype.element_ty), mask=mask)

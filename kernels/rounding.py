@@ -71,18 +71,18 @@ def _float16_pair(first, second):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _of_bfloat16(bits):  # type: ignore[no-untyped-def]
+def of_bfloat16(bits):  # type: ignore[no-untyped-def]
     return U32(U32(bits) << U32(16)).view(F32)
 
 
 @compiled
-def _of_float16(bits):  # type: ignore[no-untyped-def]
+def of_float16(bits):  # type: ignore[no-untyped-def]
     """The exponent's bias is made up for by a product, which subnormal numbers need no more than others."""
     size = U32(U32(U32(bits) & U32(0x7FFF)) << U32(13))
     finite = F32(size.view(F32) * F32(2.0**112))
-    large = U32(size | U32(0x7F800000)).view(F32)
-    value = large if size >= U32(0x0F800000) else finite
-    return U32(bits_of(value) | U32(U32(U32(bits) & U32(0x8000)) << U32(16))).view(F32)
+    large = U32(0x7FC00000) if size > U32(0x0F800000) else U32(0x7F800000)
+    value = large if size >= U32(0x0F800000) else bits_of(finite)
+    return U32(value | U32(U32(U32(bits) & U32(0x8000)) << U32(16))).view(F32)
 
 
 @compiled
@@ -97,4 +97,4 @@ def _float32_pair(first, second):  # type: ignore[no-untyped-def]
 
 rounded = ByType({torch.bfloat16: _bfloat16, torch.float16: _float16, torch.float32: bits_of})
 rounded_pair = ByType({torch.bfloat16: _bfloat16_pair, torch.float16: _float16_pair, torch.float32: _float32_pair})
-widened = ByType({torch.bfloat16: _of_bfloat16, torch.float16: _of_float16, torch.float32: _of_float32})
+widened = ByType({torch.bfloat16: of_bfloat16, torch.float16: of_float16, torch.float32: _of_float32})

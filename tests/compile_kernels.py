@@ -89,8 +89,8 @@ def expand(index: int, num_rows: int, num_columns: int, dtype: torch.dtype) -> N
     sample.expand(KERNELS, torch.empty(sample.out_shape, dtype=dtype))
 
 
-def exponents(num_weights: int, width: int, dtype: torch.dtype) -> None:
-    words = encode_exponents_reference(torch.zeros(num_weights, dtype=torch.int16), 120, width)
+def exponents(num_weights: int, width: int, dtype: torch.dtype, source: torch.dtype = torch.bfloat16) -> None:
+    words = encode_exponents_reference(torch.zeros(num_weights, dtype=source), 120, width)
     start_C = torch.zeros(len(words.count_C) + 1, dtype=torch.int64)
     expand_exponents_kernel(*words[:3], start_C, torch.tensor([120]), torch.zeros(num_weights, dtype=dtype))
 
@@ -116,6 +116,10 @@ ROUNDS: list[tuple[Callable[..., None], list[tuple[Any, ...]]]] = [
     (attention, [(64, 77, 64, 50, 256, torch.float32)]),
     (exponents, [(5000, 4, torch.bfloat16), (4096, 4, torch.bfloat16), (1, 4, torch.bfloat16)]),
     (exponents, [(5000, 3, torch.float16), (4096, 3, torch.float16), (1, 3, torch.float16)]),
+    *(
+        (exponents, [(num, 3, dtype, torch.float16) for num in (5000, 4096, 1)])
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    ),
 ]
 
 is_repeated = False

@@ -24,15 +24,15 @@ def packed(model: Path) -> Path:
     return pack(model, model.with_name(f"{model.name}-packed"), progress=lambda *_: None).folder
 
 
-def half(folder: Path, config: str, seed: int = 0) -> Path:
-    """In bfloat16."""
-    return save(build(FAMILIES[config](), seed).bfloat16(), folder)
+def half(folder: Path, config: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """In bfloat16, or in float16 that was bfloat16 once."""
+    return save(build(FAMILIES[config](), seed).bfloat16().to(dtype), folder)
 
 
-def little_ram(model: Path, draft: Path) -> int:
+def little_ram(model: Path, draft: Path, dtype: str) -> int:
     """For two slots."""
     files = (open_checkpoint(model), open_checkpoint(draft))
-    roomy = plan_memory(files, ram=1 << 40, dtype="float32", context=256, num_nodes=64)
+    roomy = plan_memory(files, ram=1 << 40, dtype=dtype, context=256, num_nodes=64)
     return roomy.fixed_bytes + 2 * max(roomy.layer_bytes) + 100
 
 
@@ -44,27 +44,37 @@ def logits(folder: Path, dtype: str, expansion=REFERENCE) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("expansion", FORMS, ids=["torch", "numba"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float16", "float32"),
+     ("float16", "bfloat16")],
+)  # fmt: skip
 @pytest.mark.parametrize("family", ["llama-tied", "phi3", "gemma3", "qwen3-moe"])
-def test_logits_have_the_same_bits(family: str, dtype: str, expansion, tmp_path: Path) -> None:
-    model = half(tmp_path / "model", family)
+def test_logits_have_the_same_bits(family: str, stored: str, dtype: str, expansion, tmp_path: Path) -> None:
+    model = half(tmp_path / "model", family, dtype=getattr(torch, stored))
     wanted = logits(model, dtype)
     folder = packed(model)
     assert any(".layers.0." in name and own.coded for name, own in open_checkpoint(folder).tensors.items())
     assert torch.equal(logits(folder, dtype, expansion), wanted)
-    other = packed(half(tmp_path / "other", family, seed=1))
+    other = packed(half(tmp_path / "other", family, 1, getattr(torch, stored)))
     assert not torch.equal(logits(other, dtype, expansion), wanted), "else nothing is shown"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
-def test_streamed_and_resident_ids_are_the_same_with_every_tree(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "stored", "dtype"),
+    [("llama", torch.bfloat16, "float32"), ("qwen3-moe", torch.bfloat16, "float32"), ("llama", torch.float16, "auto")],
+)
+def test_streamed_and_resident_ids_are_the_same_with_every_tree(
+    family: str, stored: torch.dtype, dtype: str, tmp_path: Path
+) -> None:
+    """What is packed is computed with in the type of what it was made from."""
     _, draft = save_pair(FAMILIES[family](), tmp_path, noise=0.003)
-    target = half(tmp_path / "half", family)
+    target = half(tmp_path / "half", family, dtype=stored)
     folder, wanted, resident = packed(target), dict[str, list[int]](), list[int]()
     sampling = {"temperature": 0.7, "seed": 3, "max_new_tokens": 24, "top_p": 0.95}
     for model in (target, folder):
-        for ram in (little_ram(model, draft), "1GiB"):
-            options = {"ram": ram, "context": 256, "tree": "64x16", "threads": 1, "dtype": "float32"}
+        for ram in (little_ram(model, draft, dtype), "1GiB"):
+            options = {"ram": ram, "context": 256, "tree": "64x16", "threads": 1, "dtype": dtype}
             with offload.load(model, draft, **options) as decoder:
                 resident.append(decoder.plan.num_resident)
                 for tree in ("none", "64x16"):

@@ -98,7 +98,7 @@ def _exponents(width: int, _: Words, num_rows: int, num_columns: int) -> Sample:
     """Of bfloat16 weights that are spread as trained ones are."""
     weight_N = (torch.randn(num_rows * num_columns) * 0.02).bfloat16()
     top = int(weight_N.abs().max().view(torch.int16)) >> 7
-    words = encode_exponents_reference(weight_N.view(torch.int16), top, width)
+    words = encode_exponents_reference(weight_N, top, width)
     start_C = torch.nn.functional.pad(words.count_C.cumsum(0), (1, 0))
     arguments = (words.mantissa_N, words.distance_B, words.escape_3E.reshape(-1), start_C, torch.tensor([top]))
     return Sample(f"bf16, {8 + width} bits", "exponents", arguments, (num_rows * num_columns,))

@@ -13,14 +13,12 @@ from offload.planning.cost_model import Traffic
 from offload.planning.hardware import Hardware
 from offload.planning.room import Room
 
-_WORTH_PACKING = 0.95  # of a model's bytes, packed; above it nobody packs
-
 
 class Packing(NamedTuple):
     """What `offload pack` would make of the target, and of a sweep with the same tree."""
 
     forecast: PackingForecast
-    streamed_bytes: int | None  # of a sweep; None where the packed model needs more memory than there is
+    streamed_bytes: int | None  # of a sweep; None where it is not worth it, or needs more memory than there is
     sweep_s: float | None
 
     def as_dict(self) -> dict[str, object]:
@@ -32,10 +30,12 @@ class Packing(NamedTuple):
 def packing_of(
     files: Files, room: Room, num_nodes: int, hardware: Hardware | None, link_bytes_per_s: float | None
 ) -> Packing | None:
-    """Of the target, with trees of so many nodes; None where there is nothing to win."""
+    """Of the target, with trees of so many nodes; None where there is nothing to pack."""
     found = forecast(files.target)
-    if found is None or found.share > _WORTH_PACKING:
+    if found is None:
         return None
+    if not found.is_worth_it:
+        return Packing(found, None, None)
     packed = as_packed(files.target, found)
     if room.experts == "demand" and model_shape(packed).experts is None:  # a packed stack of experts comes whole
         return None

@@ -1,4 +1,4 @@
-"""`offload pack` and `offload unpack`: a folder of a bfloat16 model, coded without loss, and back to the same bytes.
+"""`offload pack` and `offload unpack`: a model in 16 bits, coded without loss, and back to the same bytes.
 
 A source file becomes files of about a gibibyte each, so that an interrupted packing has at most that to do again: it
 goes on in `NAME.unfinished`, beside the folder to be, with the files that are there. Invariant: the folder itself is
@@ -30,7 +30,7 @@ from offload.checkpoint.pack_folder import (
 )
 from offload.checkpoint.packed_file import FORMAT, Origin, Packed, original_parts, read_packed, write_original
 from offload.checkpoint.packed_writing import Portion, write_packed
-from offload.checkpoint.packing_forecast import coded_bytes, is_packable, window_of
+from offload.checkpoint.packing_forecast import coded_bytes, forecast, is_packable, window_of
 from offload.checkpoint.parts import opened
 from offload.checkpoint.safetensors import (
     MANIFEST,
@@ -44,13 +44,13 @@ from offload.checkpoint.safetensors import (
 )
 from offload.checkpoint.tensors import TensorEntry
 from offload.config import require
-from offload.encoding.exponents import Exponents, Window
+from offload.encoding.exponents import MANTISSAS, Exponents, Window
 from offload.errors import ReadError, UserError
 
 _INDEX, _SOURCE_INDEX = "model.safetensors.index.json", "source.safetensors.index.json"
 _PORTION_BYTES = 1 << 30
-_LEAST_SHARE = 0.2  # of the bytes, that can be coded
-_NO_GAIN = "{} is stored as {}, and packing is for bfloat16: nothing to gain, run it as it is"
+_RULE = "packing is for bfloat16, and for float16 that stems from it"
+_NO_GAIN = f"{{}} is stored as {{}}, and {_RULE}: nothing to gain, run it as it is"
 _LAYER = re.compile(r"\b(?:layers|block|h)\.(\d+)\.")
 Progress = Callable[[int, int], None]
 
@@ -77,13 +77,13 @@ def pack(model: str | os.PathLike[str], destination: Path, *, progress: Progress
         progress: is called with the bytes of the source that were coded and proved, each counted once, and all of them.
 
     Raises:
-        UserError: the model is none of bfloat16 in safetensors, the folder holds something else or is the model's own,
-            the source changed since the packing was begun, or the disk is too small.
+        UserError: the model is none of bfloat16, or of float16 that stems from it, in safetensors, the folder holds
+            something else or is the model's own, the source changed since the packing was begun, or the disk is full.
         ReadError: the source changes meanwhile, or cannot be read.
     """
     _refuse_gguf(model)
     checkpoint, destination = open_checkpoint(model), destination.expanduser().resolve()
-    require_bfloat16(checkpoint)
+    _require_gain(checkpoint)
     require_apart(checkpoint.directory, destination)
     source, beside = made_from(checkpoint), _stamps_beside(checkpoint.directory)
     if checkpoint.config_stamp is not None:
@@ -151,7 +151,7 @@ def verify(model: Path, *, progress: Progress) -> Outcome:
     return _outcome(folder, 0)
 
 
-def require_bfloat16(checkpoint: Checkpoint) -> None:
+def _require_gain(checkpoint: Checkpoint) -> None:
     """Raises `UserError` for a model that packing does nothing for."""
     name, stored = checkpoint.directory.name, checkpoint.tensors.values()
     coded = next((entry.coded.coding for entry in stored if entry.coded is not None), None)
@@ -159,13 +159,10 @@ def require_bfloat16(checkpoint: Checkpoint) -> None:
         raise UserError(f"{name} is packed already: run it as it is, or give its source")
     if coded is not None:
         raise UserError(_NO_GAIN.format(name, coded.name))
-    packable_bytes = sum(entry.num_bytes for entry in stored if is_packable(entry))
-    if packable_bytes < _LEAST_SHARE * checkpoint.num_bytes:
-        kinds = ", ".join(sorted({entry.dtype for entry in stored}))
-        share = f"{packable_bytes / max(1, checkpoint.num_bytes):.0%}"
-        raise UserError(
-            f"{name}: packing is for bfloat16, its weights are {kinds}, {share} to be packed: run it as it is"
-        )
+    found, kinds = forecast(checkpoint), ", ".join(sorted({entry.dtype for entry in stored}))
+    if found is None or not found.is_worth_it:
+        share = "" if found is None else f", of which a sample would keep {found.share:.0%}"
+        raise UserError(f"{name}: {_RULE}, its weights are {kinds}{share}: run it as it is")
 
 
 def _refuse_gguf(model: str | os.PathLike[str]) -> None:
@@ -175,7 +172,7 @@ def _refuse_gguf(model: str | os.PathLike[str]) -> None:
         for entry in read_gguf_header(file).tensors.values():
             stored[entry.dtype] += entry.num_bytes
         ((kind, _),) = stored.most_common(1) or [("nothing", 0)]
-        if kind == "BF16":
+        if kind in MANTISSAS:
             raise UserError(f"{file.name} is GGUF, and packing is for safetensors: run it as it is, or give its source")
         raise UserError(_NO_GAIN.format(file.name, kind))
 

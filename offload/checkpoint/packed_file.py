@@ -1,4 +1,4 @@
-"""One file of a packed model: safetensors, its bfloat16 tensors coded without loss (`encoding/exponents.py`).
+"""One file of a packed model: safetensors, its tensors of 16 bits coded without loss (`encoding/exponents.py`).
 
 A file holds consecutive tensors of one file of the source, in its order; what stays of coded ones, their `.code`, lies
 behind all of them, so that a layer is one run. `__metadata__` names format and source, has a CRC-32 of every 8 MiB as
@@ -18,14 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offload.checkpoint.numbers import NOT_FINITE, form_of, is_finite, top_bits
 from offload.checkpoint.parts import PART_BYTES, in_order, opened, parts, read_part, write_part
 from offload.checkpoint.safetensors import parse_header, read_header, read_metadata
 from offload.checkpoint.small_files import replacing
 from offload.checkpoint.tensors import TensorEntry
+from offload.checkpoint.whole import Damage
 from offload.encoding.exponents import CODE, DAMAGED, ESCAPE_BYTES, WORDS, Exponents, width_of
-from offload.errors import UserError
+from offload.errors import ReadError, UserError
 from offload.kernels.compiled import HAS_NUMBA
-from offload.kernels.expand_exponents import expand_exponents_compiled, expand_exponents_reference
+from offload.kernels.expand_exponents import TYPE_OF, expand_exponents_compiled, expand_exponents_reference
 from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
 
 FORMAT, VERSION = "offload.packed", "1"
@@ -116,6 +118,39 @@ def write_original(path: Path, packed: Iterable[Packed], on_bytes: OnBytes) -> N
         os.fsync(out)
 
 
+def undecoded(path: Path) -> list[Damage]:
+    """Tensors of a packed file that do not decode to what was packed, or to no numbers."""
+    try:
+        packed = read_packed(path)
+    except UserError as error:
+        return [Damage(path.name, "", str(error).removeprefix(f"{path}: "))]
+    try:
+        return _endless(packed)
+    except (UserError, ReadError):  # the first is not all
+        return [one for name in packed.names for one in _damage_of(packed, name)]
+
+
+def _damage_of(packed: Packed, name: str) -> list[Damage]:
+    plain = {own: entry for own, entry in packed.plain.items() if own == name}
+    coded = {own: entries for own, entries in packed.coded.items() if own == name}
+    try:
+        return _endless(packed._replace(plain=plain, coded=coded))
+    except (UserError, ReadError):
+        return [Damage(packed.path.name, name, "does not decode to what was packed")]
+
+
+def _endless(packed: Packed) -> list[Damage]:
+    """Numbers that are not finite. Raises `UserError` where a checksum is another."""
+    names = set[str]()
+    for name, _, raw in original_parts(packed):
+        if name in packed.coded:
+            form = form_of("F16" if packed.coded[name][0].dtype == "I8" else "BF16")
+            assert form is not None, "it is what can be packed"
+            if not is_finite(top_bits(raw, form), form):
+                names.add(name)
+    return [Damage(packed.path.name, name, NOT_FINITE) for name in packed.names if name in names]
+
+
 def _plain_jobs(packed: Packed, name: str) -> Iterator[tuple[Any, ...]]:
     entry = packed.plain[name]
     for index, (lo, hi) in enumerate(parts(entry.lo, entry.hi)):
@@ -125,7 +160,7 @@ def _plain_jobs(packed: Packed, name: str) -> Iterator[tuple[Any, ...]]:
 def _coded_jobs(packed: Packed, name: str, fd: int) -> Iterator[tuple[Any, ...]]:
     mantissas, exponents, escapes, code = packed.coded[name]
     num_weights = math.prod(mantissas.shape)
-    width = width_of(num_weights, exponents.num_bytes)
+    width, kind = width_of(num_weights, exponents.num_bytes), torch.int8 if mantissas.dtype == "I8" else torch.uint8
     numbers = _tensor(read_part(fd, code.lo, code.hi), torch.int64)
     try:
         if width is None:
@@ -141,7 +176,7 @@ def _coded_jobs(packed: Packed, name: str, fd: int) -> Iterator[tuple[Any, ...]]
         own_3E = list_3E[:, own_C[0] : own_C[-1]].flatten()
         places = _part_places(mantissas, exponents, at, width)
         lists = (own_3E, own_C - own_C[0], ready["top"])
-        yield name, index, lambda fd, places=places, lists=lists: _decoded(fd, places, lists)
+        yield name, index, lambda fd, places=places, lists=lists: _decoded(fd, kind, places, lists)
 
 
 def _part_places(mantissas: TensorEntry, exponents: TensorEntry, at: int, width: int) -> tuple[int, int, int, int]:
@@ -151,9 +186,12 @@ def _part_places(mantissas: TensorEntry, exponents: TensorEntry, at: int, width:
     return mantissas.lo + at, min(mantissas.lo + at + PART_BYTES // 2, mantissas.hi), lo, min(hi, exponents.hi)
 
 
-def _decoded(fd: int, places: tuple[int, int, int, int], lists: tuple[Tensor, Tensor, Tensor]) -> np.ndarray:
-    mantissa_N, distance_B = (_tensor(read_part(fd, *own), torch.uint8) for own in (places[:2], places[2:]))
-    out_N = torch.empty(len(mantissa_N), dtype=torch.bfloat16)
+def _decoded(
+    fd: int, kind: torch.dtype, places: tuple[int, int, int, int], lists: tuple[Tensor, Tensor, Tensor]
+) -> np.ndarray:
+    mantissa_N = _tensor(read_part(fd, *places[:2]), kind)
+    distance_B = _tensor(read_part(fd, *places[2:]), torch.uint8)
+    out_N = torch.empty(len(mantissa_N), dtype=TYPE_OF[kind])
     expand = expand_exponents_compiled if HAS_NUMBA else expand_exponents_reference
     expand(mantissa_N, distance_B, *lists, out_N)
     return out_N.view(torch.uint8).numpy()

@@ -21,12 +21,13 @@ from offload.checkpoint.packed_file import FORMAT, VERSION, OnBytes, Origin, ori
 from offload.checkpoint.parts import PART_BYTES, in_order, opened, parts, read_part, write_part
 from offload.checkpoint.small_files import replacing
 from offload.checkpoint.tensors import TensorEntry
-from offload.encoding.exponents import ALIGN_BYTES, CODE, WORDS, Window, distance_bytes
+from offload.encoding.exponents import ALIGN_BYTES, CODE, MANTISSAS, WORDS, Window, distance_bytes
+from offload.encoding.registry import STORED
 from offload.kernels.compiled import HAS_NUMBA
 from offload.kernels.encode_exponents import ExponentWords, encode_exponents_compiled, encode_exponents_reference
 from offload.kernels.exponents_layout import BLOCK, RUN
 
-_ABOUT = "bfloat16 without loss: X.mantissas, X.exponents, X.escapes and X.code are one tensor; see offload unpack"
+_ABOUT = "16 bits without loss: X.mantissas, X.exponents, X.escapes and X.code are one tensor; see offload unpack"
 _LARGEST = 10**15  # an offset of as many digits as any
 
 
@@ -61,14 +62,14 @@ class _Writing:
 
     def write(self, on_bytes: OnBytes) -> None:
         tensors, windows = self._portion.tensors, self._portion.windows
-        jobs = ((lo, hi, windows.get(name)) for name, own in tensors.items() for lo, hi in parts(own.lo, own.hi))
+        jobs = ((own, *part, windows.get(name)) for name, own in tensors.items() for part in parts(own.lo, own.hi))
         done = in_order(self._taken, jobs)
         for name, entry in tensors.items():
             own = self._counted(islice(done, -(-entry.num_bytes // PART_BYTES)), on_bytes)
             if name not in windows:
                 self._add_plain(name, entry, own)
             elif not self._add_coded(name, entry, windows[name], own):  # it looked otherwise where it was sampled
-                self._add_plain(name, entry, (self._taken(*part, None) for part in parts(entry.lo, entry.hi)))
+                self._add_plain(name, entry, (self._taken(entry, *part) for part in parts(entry.lo, entry.hi)))
         for name, code in self._codes.items():
             self._put(name + CODE, "I64", [len(code)], code)
         header = _header(self._portion, self._places, self._sums)
@@ -78,13 +79,16 @@ class _Writing:
         os.fsync(self._out)
         os.posix_fadvise(self._out, 0, 0, os.POSIX_FADV_DONTNEED)  # what is read back comes from the disk
 
-    def _taken(self, lo: int, hi: int, window: Window | None) -> tuple[ExponentWords | bytearray, int, int]:
+    def _taken(
+        self, entry: TensorEntry, lo: int, hi: int, window: Window | None = None
+    ) -> tuple[ExponentWords | bytearray, int, int]:
         """A part of the source, coded or not, its checksum, and its bytes."""
         raw = read_part(self._source, lo, hi)
         if window is None:
             return raw, zlib.crc32(raw), len(raw)
         encode = encode_exponents_compiled if HAS_NUMBA else encode_exponents_reference
-        words = encode(torch.frombuffer(raw, dtype=torch.int16), window.top, window.width)
+        weight_N = torch.frombuffer(raw, dtype=getattr(torch, STORED[entry.dtype].dtype))
+        words = encode(weight_N, window.top, window.width)
         return words, zlib.crc32(raw), len(raw)
 
     def _counted(self, taken: Iterable[Any], on_bytes: OnBytes) -> Iterator[Any]:
@@ -117,9 +121,10 @@ class _Writing:
         fill_bytes = -(self._end + sum(sizes)) % ALIGN_BYTES
         if sum(sizes) + fill_bytes + 8 * len(counts) >= entry.num_bytes:
             return False
-        for suffix, shape in zip(WORDS, ([*entry.shape], [sizes[1]], [sizes[2] + fill_bytes]), strict=True):
+        types, shapes = (MANTISSAS[entry.dtype], "U8", "U8"), ([*entry.shape], [sizes[1]], [sizes[2] + fill_bytes])
+        for suffix, dtype, shape in zip(WORDS, types, shapes, strict=True):
             start, self._end = self._end, self._end + math.prod(shape)
-            self._places[name + suffix] = ("U8", shape, start, self._end)
+            self._places[name + suffix] = (dtype, shape, start, self._end)
         write_part(self._out, torch.nn.functional.pad(escapes, (0, fill_bytes)).numpy(), self._data_lo + start)
         self._codes[name] = np.array(counts, np.int64)
         return True

@@ -15,31 +15,38 @@ from offload.checkpoint.hub import is_here
 from offload.checkpoint.parts import opened, read_part
 from offload.checkpoint.safetensors import Checkpoint
 from offload.checkpoint.tensors import Coded, TensorEntry
-from offload.encoding.exponents import Exponents, Window, best_window, histogram
+from offload.encoding.exponents import MANTISSAS, Exponents, Window, best_window, histogram
+from offload.encoding.registry import STORED
 
 _PIECES, _PIECE_BYTES = 8, 32 << 10
 _LEAST_WEIGHTS = 2048  # norms and biases stay as they are
 _FEW = 16
 _USUAL_SHARE, _USUAL_WIDTH = 0.751, 3  # of bfloat16, in 12 bits; the narrower distances, which escapes make up for
+_WORTH_PACKING = 0.95  # of a model's bytes, packed; above it nobody packs
 
 
 class PackingForecast(NamedTuple):
     """A model as it would be packed."""
 
     source_bytes: int
-    packed_bytes: int
+    packed_bytes: int | None  # None: of float16, which only its bytes tell
     is_sampled: bool  # else what models usually are
 
     @property
-    def share(self) -> float:
+    def share(self) -> float | None:
         """Of the bytes there are now."""
-        return self.packed_bytes / max(1, self.source_bytes)
+        return None if self.packed_bytes is None else self.packed_bytes / max(1, self.source_bytes)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether anybody would pack."""
+        return self.share is not None and self.share <= _WORTH_PACKING
 
 
 def is_packable(entry: TensorEntry) -> bool:
     """Whether a tensor can be coded at all."""
     is_large = len(entry.shape) > 1 and math.prod(entry.shape) >= _LEAST_WEIGHTS
-    return entry.coded is None and entry.dtype == "BF16" and is_large
+    return entry.coded is None and entry.dtype in MANTISSAS and is_large
 
 
 def window_of(fd: int, entry: TensorEntry) -> Window:
@@ -48,7 +55,7 @@ def window_of(fd: int, entry: TensorEntry) -> Window:
     size_bytes = min(entry.num_bytes, _PIECE_BYTES)
     for piece in range(num_pieces):
         lo = entry.lo + (entry.num_bytes - size_bytes) * piece // max(1, num_pieces - 1) // 2 * 2
-        counts += histogram(np.frombuffer(read_part(fd, lo, lo + size_bytes), np.uint16))
+        counts += histogram(np.frombuffer(read_part(fd, lo, lo + size_bytes), np.int16), entry.dtype)
     return best_window(counts)
 
 
@@ -58,18 +65,26 @@ def coded_bytes(entry: TensorEntry, window: Window) -> int:
 
 
 def forecast(checkpoint: Checkpoint) -> PackingForecast | None:
-    """Of the whole model by some of its tensors; None where packing has nothing to code."""
+    """Of the whole model by some of its tensors; None where packing has too little to code."""
     packable = [entry for entry in checkpoint.tensors.values() if is_packable(entry)]
-    if not packable:
+    source_bytes, now_bytes = checkpoint.num_bytes, sum(entry.num_bytes for entry in packable)
+
+    def at(share: float) -> PackingForecast:
+        packed_bytes = source_bytes - now_bytes + math.ceil(share * now_bytes)
+        return PackingForecast(source_bytes, packed_bytes, is_here(checkpoint))
+
+    if not at(_USUAL_SHARE).is_worth_it:
         return None
-    share = _sampled_share(checkpoint, packable[:: -(-len(packable) // _FEW)]) if is_here(checkpoint) else _USUAL_SHARE
-    now_bytes = sum(entry.num_bytes for entry in packable)
-    packed_bytes = checkpoint.num_bytes - now_bytes + math.ceil(share * now_bytes)
-    return PackingForecast(checkpoint.num_bytes, packed_bytes, is_here(checkpoint))
+    if is_here(checkpoint):
+        return at(_sampled_share(checkpoint, packable[:: -(-len(packable) // _FEW)]))
+    if any(entry.dtype == "F16" for entry in packable):
+        return PackingForecast(source_bytes, None, is_sampled=False)
+    return at(_USUAL_SHARE)
 
 
 def as_packed(checkpoint: Checkpoint, found: PackingForecast) -> Checkpoint:
     """Headers of the packed model as planning sees them."""
+    assert found.packed_bytes is not None, "it is worth packing"
     now_bytes = sum(entry.num_bytes for entry in checkpoint.tensors.values() if is_packable(entry))
     saved_share = (found.source_bytes - found.packed_bytes) / max(1, now_bytes)
     return replace(checkpoint, tensors={name: _shrunk(own, saved_share) for name, own in checkpoint.tensors.items()})
@@ -80,7 +95,7 @@ def _shrunk(entry: TensorEntry, saved_share: float) -> TensorEntry:
         return entry
     fixed_bytes = Exponents(_USUAL_WIDTH, 0).stored_bytes(entry.shape)
     escape_bytes = max(0, math.ceil(entry.num_bytes * (1 - saved_share)) - fixed_bytes)
-    coded = Coded(Exponents(_USUAL_WIDTH, escape_bytes))
+    coded = Coded(Exponents(_USUAL_WIDTH, escape_bytes, STORED[entry.dtype].dtype))
     return entry._replace(hi=entry.lo + fixed_bytes + escape_bytes, coded=coded)
 
 

@@ -142,8 +142,12 @@ _LIMITS = {"disk": "the disk is the limit", "link": "the link to the GPU is the 
 def _packing_words(found: "Estimate") -> str:
     packing = found.packing
     assert packing is not None, "others are not asked"
+    if packing.forecast.share is None:
+        return "unknown: float16 loses a quarter where it stems from bfloat16, which plan sees where its weights are"
     basis = "by its weights" if packing.forecast.is_sampled else "as usual"
     words = f"offload pack leaves {packing.forecast.share:.0%} of the model, without loss ({basis})"
+    if not packing.forecast.is_worth_it:
+        return f"{words}: run it as it is"
     if packing.streamed_bytes is None:
         return f"{words}, but needs more memory than this"
     words += f": a sweep moves {_gb(packing.streamed_bytes)} instead of {_gb(found.sweep_bytes)}"

@@ -1,9 +1,10 @@
-"""bfloat16 weights without loss in about 12 bits, or 11: of the exponent is stored how far it lies below a top.
+"""Weights of 16 bits without loss in about 12, or 11: of the exponent is stored how far it lies below a top.
 
-`offload pack` writes them; `kernels/exponents_layout.py` has the layout. A weight X consists of `X.mantissas` (sign and
-mantissa of each number, of its shape), `X.exponents` (distances), `X.escapes` (exponents outside of the window; zeros
-behind them let the next tensor begin at a multiple of 64), streamed as one run, and `X.code`, which stays: the top and
-the number of escapes in each chunk.
+They are bfloat16, or float16 that was bfloat16 once. `offload pack` writes them; `kernels/exponents_layout.py` has the
+layout. A weight X consists of `X.mantissas` (sign and mantissa of each number, of its shape; U8 of bfloat16, I8 of
+float16), `X.exponents` (distances), `X.escapes` (exponents outside of the window; zeros behind them let the next tensor
+begin at a multiple of 64), streamed as one run, and `X.code`, which stays: the top and the number of escapes in each
+chunk.
 """
 
 import math
@@ -13,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offload.encoding.base import Format, Found, Header
-from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN
+from offload.encoding.registry import STORED
+from offload.kernels.exponents_layout import BLOCK, CHUNK, RUN, word_of_half
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 ESCAPE_BYTES, ALIGN_BYTES = 3, 64
 WORDS, CODE = (".mantissas", ".exponents", ".escapes"), ".code"
+MANTISSAS = {"BF16": "U8", "F16": "I8"}  # what they are stored as, by what can be coded
 _WIDTHS = (4, 3)  # bits of a distance
 _AGAIN = "pack it again"
 DAMAGED = "it was damaged, pack the model again"
@@ -50,11 +53,12 @@ def best_window(histogram_256: "np.ndarray") -> Window:
     return min(found, key=lambda window: window.bits)
 
 
-def histogram(bits_N: "np.ndarray") -> "np.ndarray":
-    """How often each of the 256 exponents occurs, of bfloat16 seen as uint16."""
+def histogram(bits_N: "np.ndarray", dtype: str) -> "np.ndarray":
+    """How often each of the 256 exponents occurs, of bfloat16 or float16 seen as int16."""
     import numpy as np
 
-    return np.bincount((bits_N >> 7) & 0xFF, minlength=256)
+    word_N = word_of_half(bits_N) if dtype == "F16" else bits_N
+    return np.bincount((word_N >> 7) & 0xFF, minlength=256)
 
 
 def distance_bytes(num_weights: int, width: int) -> int:
@@ -79,7 +83,7 @@ class Exponents:
 
     @property
     def name(self) -> str:
-        return f"bf16 without loss in {8 + self.width} bits"
+        return f"{self.dtype} without loss in {8 + self.width} bits"
 
     def stored_bytes(self, shape: Sequence[int]) -> int:
         """Of all three."""
@@ -109,9 +113,14 @@ class Exponents:
         self, stored_B: "Tensor", companions: "Mapping[str, Tensor]", out: "Tensor", expansion: "Expansion"
     ) -> None:
         """As they were before."""
+        import torch
+
         num_weights = out.numel()
         sizes = (num_weights, distance_bytes(num_weights, self.width), self.escape_bytes)
-        expansion.exponents(*stored_B.split(sizes), companions["start"], companions["top"], out.view(-1))
+        mantissa_N, *others = stored_B.split(sizes)
+        if self.dtype == "float16":
+            mantissa_N = mantissa_N.view(torch.int8)
+        expansion.exponents(mantissa_N, *others, companions["start"], companions["top"], out.view(-1))
 
 
 def _recognise(stem: str, stored: Mapping[str, Header], _settings: Mapping[str, Any]) -> Found | None:
@@ -125,10 +134,11 @@ def _recognise(stem: str, stored: Mapping[str, Header], _settings: Mapping[str, 
     mantissas, exponents, escapes, code = (stored[name] for name in names)
     num_weights = math.prod(mantissas.shape)
     width, types = width_of(num_weights, math.prod(exponents.shape)), [stored[name].dtype for name in names]
-    if width is None or types != ["U8", "U8", "U8", "I64"] or len(code.shape) != 1:
+    source = next((one for one, stored_as in MANTISSAS.items() if stored_as == mantissas.dtype), None)
+    if width is None or source is None or types[1:] != ["U8", "U8", "I64"] or len(code.shape) != 1:
         sizes = f"{num_weights} mantissas have {math.prod(exponents.shape)} bytes of exponents in {', '.join(types)}"
         raise ValueError(f"packed as by another version, {sizes}: {_AGAIN}")
-    coding = Exponents(width, math.prod(escapes.shape))
+    coding = Exponents(width, math.prod(escapes.shape), STORED[source].dtype)
     return Found(coding, mantissas.shape, tuple(names[:3]), (names[3],))
 
 

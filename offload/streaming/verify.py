@@ -125,7 +125,7 @@ def _comparable(known: Mapping[str, Sums], whole: Whole) -> dict[str, Sums]:
 def _undecoded(packed: Set[Path]) -> list[Damage]:
     if not packed:
         return []
-    from offload.checkpoint.packed_proof import undecoded  # brings torch along, which nothing else here needs
+    from offload.checkpoint.packed_file import undecoded  # brings torch along, which nothing else here needs
 
     return [one for path in sorted(packed) for one in undecoded(path)]
 

@@ -34,10 +34,10 @@ def silent(_done: int, _total: int) -> None:
     pass
 
 
-@pytest.fixture(scope="session")
-def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In several files, with some that are no weights."""
-    folder = save(build(FAMILIES["qwen3-moe"]()).bfloat16(), tmp_path_factory.mktemp("bf16"))
+@pytest.fixture(scope="session", params=[torch.bfloat16, torch.float16], ids=str)
+def packable_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In several files, with some that are no weights; what is float16 was bfloat16 once."""
+    folder = save(build(FAMILIES["qwen3-moe"]()).bfloat16().to(request.param), tmp_path_factory.mktemp("model"))
     (folder / "tokenizer.model").write_bytes(os.urandom(100))
     (folder / "LICENSE").write_text("Do as you like.\n")
     (folder / ".hidden").write_text("not copied")
@@ -51,8 +51,8 @@ def _small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model(bf16_model: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(bf16_model, tmp_path / "model"))
+def model(packable_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(packable_model, tmp_path / "model"))
 
 
 def sums(folder: Path) -> dict[str, str]:
@@ -80,27 +80,28 @@ def test_what_is_unpacked_has_the_same_sha256(model: Path, tmp_path: Path) -> No
     assert verify(tmp_path / "packed", progress=silent) == found
 
 
-def test_anything_that_a_file_may_hold_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_anything_that_a_file_may_hold_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
     """Every pattern of bits, types that are not coded, empty tensors, notes; in one file without an index."""
     folder = tmp_path / "odd"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     random = torch.Generator().manual_seed(0)
-    usual = (torch.randn(300, 1000, generator=random) * 0.02).bfloat16()
-    patterns = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
+    usual = (torch.randn(300, 1000, generator=random) * 0.02).bfloat16().to(dtype)
+    patterns = torch.arange(65536).to(torch.int16).view(dtype)
     rare = usual.clone()
     rare[::7, ::50] = (
         torch.tensor([float("nan"), float("inf"), -0.0, 1e-40, 3e38, -1.5])
-        .bfloat16()
+        .to(dtype)
         .repeat(43, 4)[:43, :20]
         .flatten()[:860]
         .view(43, 20)
     )
     tensors = {
         "model.layers.0.a.weight": usual, "model.layers.0.b.weight": patterns, "model.layers.0.experts.c": rare,
-        "d.weight": torch.randn(50, 60), "e.weight": torch.zeros(0, 8).bfloat16(), "f.weight": usual[0, :5].clone(),
-        "g.bias": torch.randint(0, 255, (999,), dtype=torch.uint8), "h": torch.zeros(50, 100).bfloat16(),
-        "i.bias": torch.zeros(5000).bfloat16(),
+        "d.weight": torch.randn(50, 60), "e.weight": torch.zeros(0, 8, dtype=dtype), "f.weight": usual[0, :5].clone(),
+        "g.bias": torch.randint(0, 255, (999,), dtype=torch.uint8), "h": torch.zeros(50, 100, dtype=dtype),
+        "i.bias": torch.zeros(5000, dtype=dtype),
     }  # fmt: skip
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt", "note": 'ü "quoted"'})
     pack(folder, tmp_path / "packed", progress=silent)
@@ -229,9 +230,9 @@ def test_a_wrong_coder_is_found_before_its_file_has_a_name(
     for name in ("encode_exponents_compiled", "encode_exponents_reference"):
         encode = getattr(packed_writing, name)
 
-        def wrong(bits, top, width, encode=encode):
-            words = encode(bits, top, width)
-            words.mantissa_N[len(bits) // 2] ^= 1
+        def wrong(weight_N, top, width, encode=encode):
+            words = encode(weight_N, top, width)
+            words.mantissa_N[len(weight_N) // 2] ^= 1
             return words
 
         monkeypatch.setattr(packed_writing, name, wrong)
@@ -295,7 +296,10 @@ def test_narrow_exponents_take_eleven_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "words"),
-    [(torch.float32, r"its weights are F32, 0% to be packed"), (torch.float16, "its weights are F16")],
+    [
+        (torch.float32, r"its weights are F32: run it as it is"),
+        (torch.float16, r"for float16 that stems from it, its weights are F16, of which a sample would keep 100%: run"),
+    ],
 )
 def test_other_types_are_refused(dtype: torch.dtype, words: str, tmp_path: Path) -> None:
     folder = save(build(FAMILIES["llama"]()).to(dtype), tmp_path / "model")
@@ -304,7 +308,7 @@ def test_other_types_are_refused(dtype: torch.dtype, words: str, tmp_path: Path)
     assert not list(tmp_path.glob("packed*"))
 
 
-def test_folders_that_are_in_the_way_are_refused(model: Path, tmp_path: Path, bf16_model: Path) -> None:
+def test_folders_that_are_in_the_way_are_refused(model: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
     with pytest.raises(UserError, match="`out` must be another folder"):
         pack(model, model / ".", progress=silent)

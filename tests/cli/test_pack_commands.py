@@ -132,6 +132,24 @@ def test_plan_foretells_what_packing_makes_of_it(bf16: Path, tmp_path: Path) -> 
     assert json.loads(shell("plan", "-m", tmp_path / "packed", "--ram", "1GiB", "--json").out)["packing"] is None
 
 
+@pytest.mark.usefixtures("_instant_link")
+@pytest.mark.parametrize("stems", [True, False], ids=["stems from bfloat16", "does not"])
+def test_plan_foretells_what_packing_makes_of_float16(stems: bool, tmp_path: Path) -> None:
+    """A model that streams; what is foretold is what packing makes of it, or refuses."""
+    model = build(FAMILIES["llama"]())
+    folder = save((model.bfloat16() if stems else model).half(), tmp_path / "model")
+    asked = ("plan", "-m", folder, "--ram", "1GiB", "--json")
+    foretold = json.loads(shell(*asked).out)["packing"]
+    outcome = shell("pack", "-m", folder, "--out", tmp_path / "packed")
+    assert foretold["is_sampled"]
+    if stems:
+        packed_bytes = open_checkpoint(tmp_path / "packed").num_bytes
+        assert foretold["packed_bytes"] == pytest.approx(packed_bytes, rel=0.05) and foretold["share"] < 0.8
+    else:
+        assert foretold["share"] == 1 and foretold["sweep_s"] is None
+        assert_refused(outcome, "float16 that stems from it", "F16, of which a sample would keep 100%: run it as it is")
+
+
 def test_plan_of_a_config_says_what_is_usual(tmp_path: Path) -> None:
     config = {
         "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
@@ -143,5 +161,8 @@ def test_plan_of_a_config_says_what_is_usual(tmp_path: Path) -> None:
     found = json.loads(shell(*asked, "--json").out)
     assert found["packing"]["share"] == pytest.approx(0.751, rel=1e-3) and not found["packing"]["is_sampled"]
     assert found["packing"]["sweep_s"] < 0.76 * found["sweep_s"], "more layers stay as well"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    assert json.loads(shell(*asked, "--json").out)["packing"]["share"] is None
+    assert "packing   unknown: float16 loses a quarter where it stems from bfloat16" in shell(*asked).out
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     assert json.loads(shell(*asked, "--json").out)["packing"] is None and "packing" not in shell(*asked).out

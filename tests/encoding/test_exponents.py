@@ -7,11 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from offload.encoding.exponents import CODE, FORMATS, WORDS, Exponents, Found, best_window, distance_bytes, histogram
+from offload.encoding.exponents import (
+    CODE,
+    FORMATS,
+    MANTISSAS,
+    WORDS,
+    Exponents,
+    Found,
+    best_window,
+    distance_bytes,
+    histogram,
+)
 from offload.kernels.encode_exponents import encode_exponents_reference
 from offload.kernels.expansion import REFERENCE
 
 SHAPE = (130, 9, 70)
+TYPES = {"BF16": (torch.bfloat16, 121), "F16": (torch.float16, 9)}  # and a usual top
 
 
 class Told(NamedTuple):
@@ -30,26 +41,34 @@ def headers(stem: str = ".weight", *, width: int = 4, **changed: Told | None) ->
     return {f"{stem}.{name}": one for name, one in named.items() if one is not None}
 
 
-def weights(num: int) -> np.ndarray:
-    return (torch.randn(num, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16().view(torch.int16).numpy()
+def weights(num: int, source: str = "BF16", scale: float = 0.02) -> torch.Tensor:
+    """That were bfloat16 once."""
+    drawn = torch.randn(num, generator=torch.Generator().manual_seed(0)) * scale
+    return drawn.bfloat16().to(TYPES[source][0])
+
+
+def counts(weight_N: torch.Tensor, source: str) -> np.ndarray:
+    return histogram(weight_N.view(torch.int16).numpy(), source)
 
 
 @pytest.mark.parametrize("width", [3, 4])
 @pytest.mark.parametrize("format", FORMATS, ids=["weight", "parameter"])
-def test_what_was_stored_is_what_is_expanded(format, width: int) -> None:
-    bits = torch.from_numpy(weights(math.prod(SHAPE)))
-    words = encode_exponents_reference(bits, 121, width)
+@pytest.mark.parametrize("source", TYPES)
+def test_what_was_stored_is_what_is_expanded(source: str, format, width: int) -> None:
+    weight_N, (dtype, top) = weights(math.prod(SHAPE), source), TYPES[source]
+    words = encode_exponents_reference(weight_N, top, width)
     fill = torch.zeros(-sum(map(len, words[:3])) % 64, dtype=torch.uint8)
-    stored_B = torch.cat((*words[:3], fill))
-    told = headers(format.parameter, width=width, escapes=Told("U8", (len(words.escape_3E) + len(fill),)))
+    stored_B = torch.cat([part.view(torch.uint8) for part in (*words[:3], fill)])
+    sizes = {"mantissas": Told(MANTISSAS[source], SHAPE), "escapes": Told("U8", (len(words.escape_3E) + len(fill),))}
+    told = headers(format.parameter, width=width, **sizes)
     found = format.recognise(told, {})
     assert isinstance(found, Found) and found.shape == SHAPE
     assert found.coding.stored_bytes(SHAPE) == len(stored_B)
-    ready = found.coding.prepare({CODE: torch.cat((torch.tensor([121]), words.count_C))}, SHAPE)
+    ready = found.coding.prepare({CODE: torch.cat((torch.tensor([top]), words.count_C))}, SHAPE)
     assert sum(tensor.nbytes for tensor in ready.values()) == found.coding.companion_bytes(SHAPE)
-    out = torch.empty(SHAPE, dtype=torch.bfloat16)
+    out = torch.empty(SHAPE, dtype=getattr(torch, found.coding.dtype))
     found.coding.expand(stored_B, ready, out, REFERENCE)
-    assert torch.equal(out.view(torch.int16).view(-1), bits)
+    assert out.dtype == dtype and torch.equal(out.view(-1).view(torch.int16), weight_N.view(torch.int16))
 
 
 def test_tensors_of_other_formats_are_left_alone() -> None:
@@ -82,12 +101,13 @@ def test_a_code_that_points_outside_is_refused(code: list[int]) -> None:
         coding.prepare({CODE: torch.tensor(code, dtype=torch.int64)}, SHAPE)
 
 
-def test_the_window_is_the_best_one() -> None:
-    bits = weights(1 << 16)
-    found = best_window(histogram(bits.view(np.uint16)))
+@pytest.mark.parametrize("source", TYPES)
+def test_the_window_is_the_best_one(source: str) -> None:
+    weight_N, usual = weights(1 << 16, source), TYPES[source][1]
+    found = best_window(counts(weight_N, source))
     taken = {
-        (top, width): 8 * sum(map(len, encode_exponents_reference(torch.from_numpy(bits), top, width)[:3])) / len(bits)
-        for top in range(110, 130)
+        (top, width): 8 * sum(map(len, encode_exponents_reference(weight_N, top, width)[:3])) / len(weight_N)
+        for top in range(usual - 9, usual + 9)
         for width in (3, 4)
     }
     assert found.bits == pytest.approx(taken[found.top, found.width]) == min(taken.values())
@@ -98,3 +118,12 @@ def test_wide_exponents_take_four_bits_and_all_of_them_none() -> None:
     assert best_window(np.bincount(np.repeat(np.arange(100, 115), 100), minlength=256))[:2] == (114, 4)
     assert best_window(np.ones(256)).bits > 16
     assert best_window(np.bincount([0], minlength=256))[1] == 3
+
+
+@pytest.mark.parametrize("scale", [0.002, 0.01, 0.02, 0.1])
+@pytest.mark.parametrize("freedom", [3, 100], ids=["heavy tails", "a bell"])
+def test_float16_takes_twelve_bits_only_where_it_was_bfloat16(freedom: int, scale: float) -> None:
+    """Of the small ones some are subnormal as float16: these are escapes."""
+    drawn_N = torch.from_numpy(np.random.default_rng(0).standard_t(freedom, 1 << 18) * scale)
+    assert best_window(counts(drawn_N.bfloat16().half(), "F16")).bits < 12.3
+    assert best_window(counts(drawn_N.half(), "F16")).bits > 16

@@ -214,6 +214,17 @@ def test_numbers_that_are_not_finite_are_damage_the_first_time(number: float, tm
     assert not default_manifest(open_whole(str(folder))).exists(), "nobody should compare with these"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_packed_numbers_that_are_not_finite_are_damage(dtype: torch.dtype, tmp_path: Path) -> None:
+    source, name = save_small(tmp_path / "source", dtype=torch.bfloat16), "model.layers.2.mlp.down_proj.weight"
+    for path in source.glob("*.safetensors"):
+        save_file({key: one.to(dtype) for key, one in load_file(path).items()}, path, {"format": "pt"})
+    assert not ask(pack(source, tmp_path / "sound", progress=silent).folder).damage
+    change(source, name, lambda tensor: tensor[7].fill_(torch.inf))
+    (damage,) = ask(pack(source, tmp_path / "packed", progress=silent).folder).damage
+    assert damage[1:] == (name, "has numbers that are not finite")
+
+
 def test_what_is_odd_is_a_note(tmp_path: Path) -> None:
     folder = shards_of(tmp_path / "model")
     change(folder, "model.layers.0.mlp.up_proj.weight", lambda tensor: tensor.zero_())
