@@ -57,7 +57,7 @@ def attempt(name: str, promises: Iterable[str], rows: Iterable[Row]) -> Iterator
 
 def failures(name: str, promises: Iterable[str], error: Exception) -> Iterator[Row]:
     """A row for each promise that is missed, or one of none; no two rows of a step have the same name."""
-    for promise in list(promises) or [None]:
+    for promise in [*promises] or (None,):
         yield failure(name, promise, error)
 
 

@@ -163,9 +163,11 @@ def open_decoder(
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
         invariance = Invariance(reason="several ranks share its rows")
         if team.is_alone:
-            invariance = _make_invariant(options, pair, plan_for(trees.most_nodes), threads, hooks.on_phase)
+            invariance = _make_invariant(options, pair, least, threads, hooks.on_phase)
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
         plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
+        if team.is_alone and plan.is_streamed and not least.is_streamed:  # for the sake of the tree that was chosen
+            invariance = _make_invariant(options, pair, plan, threads, hooks.on_phase)
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)

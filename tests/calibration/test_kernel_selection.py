@@ -300,7 +300,7 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
         assert decoder.target._model._attend is chosen.tree_attention
-    assert order == ["duels at (64, 512)", "sweeps with these", "drafts with these"]
+    assert order == ["duels at (64, 2048)", "sweeps with these", "drafts with these"]
 
 
 def test_a_tree_that_is_to_be_chosen_has_as_many_nodes_as_there_is_room_for() -> None:
@@ -308,7 +308,7 @@ def test_a_tree_that_is_to_be_chosen_has_as_many_nodes_as_there_is_room_for() ->
         traffic_of = lambda num_nodes: Traffic(1, 1) if num_nodes <= most else None  # noqa: E731
         return Trees(parse_tree(wish), lambda *_: (None, ""), traffic_of)
 
-    assert [trees("auto", most).most_nodes for most in (5000, 512, 200, 1)] == [512, 512, 192, 1]
+    assert [trees("auto", most).most_nodes for most in (5000, 512, 200, 1)] == [2048, 512, 192, 1]
     assert [trees(wish, 5000).most_nodes for wish in ("none", "24x6", "dynamic:700x9")] == [1, 24, 700]
 
 
