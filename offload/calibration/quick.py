@@ -22,8 +22,8 @@ from offload.tree.topology import Topology, chain, sequences
 
 MAX_TIMED_NODES = 257  # of the largest tree that is tried
 SWEEP_SIZES, DRAFT_WIDTHS = (1, 16, 64, 256), (1, 4, 16, 64)
-# Where a device computes: reading weights takes as long as the products of some 200 rows, and only beyond does the curve
-# rise as it goes on to the largest trees.
+# Where a device computes: reading weights takes as long as the products of some 200 rows, and only beyond does the
+# curve rise as it goes on to the largest trees.
 DEVICE_SIZES = (*SWEEP_SIZES, 1024)
 _MOST_LOGITS = 128  # rows that a device scores at once, see `sampling.logits`
 _DRAFT_STEPS = 4  # of which the first runs committed tokens

@@ -87,8 +87,8 @@ def calibrate(
     if profile is None or profile.num_threads != threads.most:
         target.attend_with(kernels.tree_attention)
         torch.set_num_threads(threads.start.sweep.num_threads)
-        sizes = SWEEP_SIZES if target.place.type == "cpu" else DEVICE_SIZES
-        sizes = tuple(size for size in sizes if size <= MAX_TIMED_NODES or trees.traffic_of(size) is not None)
+        wanted = SWEEP_SIZES if target.place.type == "cpu" else DEVICE_SIZES
+        sizes = [size for size in wanted if size <= MAX_TIMED_NODES or trees.traffic_of(size) is not None]
         slab, draft_step_s = store.fetch(target.layer_layouts[target.typical_layer]), NOTHING
         compute_s = sweep_curve(target, slab, sizes)
         if draft is not None:

@@ -283,7 +283,7 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
         order.append(f"duels at {shapes.num_nodes}")
         return KernelChoice(chosen, ())
 
-    def sweep_curve(model: StreamedModel, slab: Any) -> Curve:
+    def sweep_curve(model: StreamedModel, slab: Any, sizes: Any) -> Curve:
         order.append("sweeps with these" if model._attend is chosen.tree_attention else "sweeps with others")
         return Curve((1, 64), (1e-3, 2e-3))
 
