@@ -8,6 +8,7 @@ No torch, no clock. Invariant: no tree is larger than memory was planned for, an
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from offload.config import Sampling, drafting_of
@@ -17,7 +18,7 @@ from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import NEVER, NOTHING, Costs, Curve, Prediction, Traffic, paced, step_of
 from offload.planning.profile import Profile
 from offload.planning.routing import Routing
-from offload.planning.tree_search import DEPTHS, Forest, rank_trees
+from offload.planning.tree_search import DEPTHS, Forest, search
 from offload.planning.usual import SMALL, Usual
 from offload.tree.sizes import SIZES
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES, TreeSpec, parse_tree
@@ -107,10 +108,11 @@ class TreeSelector:
         return TreeChoice(chain(depth) if spec.is_chosen else spec.build(), "as far as guesses reach")
 
     def _best(self, costs: Costs) -> TreeChoice:
-        forest = self._forest(self._most, DEPTHS[-1])
-        best = rank_trees(
-            forest, costs, self._traffic, self.max_depth, is_dynamic=self._is_dynamic, num_texts=self.num_texts
-        )
+        forest_of = partial(self._forest, max_depth=DEPTHS[-1])
+        forest, best = search(
+            forest_of, self._most, costs, self._traffic, self.max_depth, is_dynamic=self._is_dynamic,
+            num_texts=self.num_texts,
+        )  # fmt: skip
         if not best:
             return TreeChoice(chain(0), "memory has no room for any tree")
         why = self._basis

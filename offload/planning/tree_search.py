@@ -8,7 +8,7 @@ No torch, no clock.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from offload.planning.cost_model import Costs, Prediction, Traffic, paced, step_time
 from offload.planning.traces import (
@@ -35,6 +35,7 @@ from offload.tree.topology import (
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
 SMOOTHINGS = (4.0, 16.0, 64.0, 256.0)
 _LEAST_GAIN = 1.02  # of traces over the product form on held-out text; less than this is chance
+_FIRST_NODES = 512  # of the trees that are ordered first: larger ones only where they might be better
 _SPARE = 3  # so many times more nodes are ordered than the largest tree has, since a bound on the depth drops some
 
 
@@ -145,6 +146,48 @@ def rank_trees(
             step = step_time(costs, traffic, shape, num_texts)
             candidates.append(Prediction(label_of(shape), shape, step, (num_texts * tokens,) * 2))
     return sorted(candidates, key=lambda candidate: candidate.s_per_token)
+
+
+def search(
+    forest_of: Callable[[int], Forest],
+    max_nodes: int,
+    costs: Costs,
+    traffic_of: Callable[[int], Traffic | None],
+    max_depth: int = DEPTHS[-1],
+    *,
+    is_dynamic: bool = False,
+    num_texts: int = 1,
+) -> tuple[Forest, list[Prediction]]:
+    """The trees of the whole grid as `rank_trees` has them, and the forest that they are of.
+
+    Args:
+        forest_of: of trees of so many nodes at most; large ones take long to order.
+    """
+    rank = partial(
+        rank_trees, costs=costs, traffic_of=traffic_of, max_depth=max_depth, is_dynamic=is_dynamic, num_texts=num_texts
+    )
+    forest = forest_of(min(_FIRST_NODES, max_nodes))
+    ranked = rank(forest)
+    if max_nodes > _FIRST_NODES and ranked and _may_pay(forest, max_nodes, costs, ranked[0], num_texts):
+        forest = forest_of(max_nodes)
+        ranked = rank(forest)
+    return forest, ranked
+
+
+def _may_pay(forest: Forest, max_nodes: int, costs: Costs, best: Prediction, num_texts: int) -> bool:
+    """Whether a larger tree than this forest has could be quicker than its best one.
+
+    Its nodes are no likelier than the last of those that are ordered, and it computes for as long as its rows take.
+    """
+    most = forest.max_nodes
+    fewer = max(size for size in SIZES if size < most)
+    tokens, fewer_tokens = (forest.expected_dynamic(size, DEPTHS[-1]) for size in (most, fewer))
+    slope = max(0.0, tokens - fewer_tokens) / (most - fewer)
+    larger = [size for size in SIZES if most < size <= max_nodes]
+    return any(
+        costs.compute_s.at(num_texts * size) < best.s_per_token * num_texts * (tokens + slope * (size - most))
+        for size in larger
+    )
 
 
 def best_smoothing(p_K: Floats, traces: Sequence[Trace], num_nodes: int = 128, depth: int = 16) -> float:
