@@ -336,11 +336,10 @@ def _predictions(
         max_depth = case.plan(1).context - 1
         traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
         weighed = known if case.plan(1).has_experts else costs  # rows ask for bytes there, which is what is known
-        num_texts, usual = case.options.parallel, usual_for(case.files.draft)
-        choice = TreeSelector(
-            case.options.rule, profile, basis, weighed, traffic_of, max_depth=max_depth, usual=usual,
-            num_texts=num_texts,
-        ).choose(case.tree)  # fmt: skip
+        num_texts = case.options.parallel
+        known_of, usual = (profile, basis, weighed, traffic_of), usual_for(case.files.draft)
+        selector = TreeSelector(case.options.rule, *known_of, max_depth=max_depth, usual=usual, num_texts=num_texts)
+        choice = selector.choose(case.tree)
         tokens, basis = _tokens(case, choice, profile, basis)
         found.append(_predict(case, known, case.plan(num_texts * choice.shape.num_nodes), choice.shape, tokens))
     return tuple(found), basis

@@ -300,7 +300,7 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
     with offload.load(target, draft, context=128, tree="auto", threads=1, profile="none", **BUDGETS) as decoder:
         assert decoder.generate(prompts()[1], max_new_tokens=6).token_ids == wanted[:6]
         assert decoder.target._model._attend is chosen.tree_attention
-    assert order == ["duels at (64, 2048)", "sweeps with these", "drafts with these"]
+    assert order == ["duels at (64, 1024)", "sweeps with these", "drafts with these"]
 
 
 def test_a_tree_that_is_to_be_chosen_has_as_many_nodes_as_there_is_room_for() -> None:
