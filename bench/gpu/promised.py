@@ -1,9 +1,10 @@
 """Each promise of the device path beside its ceiling, on a 70B-shaped target with a 7B-shaped draft.
 
 The pair is made in host memory, and computes what the packaged one computes: every token can be proved. The parts are
-those of the other commands (`gate`, `link`, `passes`, `decode`, `peers`) on one decoder that is loaded once. Nothing is
-timed before the gate has passed; what breaks later is a row of its own, and the last lines say of each promise what was
-wanted, what was seen and whether it is met.
+those of the other commands (`gate`, `passes`, `decode`, `link`, `peers`) on one decoder that is loaded once, and sweeps
+once more on one that does not give rows the same bits in every pass. Nothing is timed in a way whose gate has not
+passed. What breaks, a refusal at load among it, is missed by each promise that hangs on it, and the last lines say of
+each promise what was wanted, what was seen and whether it is met.
 """
 
 import time
@@ -20,12 +21,12 @@ import typer
 from offload.bench.gpu import experts
 from offload.bench.gpu.rates import copy_rates
 from offload.bench.harness.command import PLACE, Bench, command, one_of
-from offload.bench.harness.gate import Written, WrongTokenError
-from offload.bench.harness.promises import Row, attempt, failure, row, row_line, verdict_lines, verdicts
+from offload.bench.harness.gate import Written
+from offload.bench.harness.promises import Row, attempt, failures, row, row_line, verdict_lines, verdicts
 from offload.bench.harness.prompts import Prompt
 from offload.bench.harness.record import writable
 from offload.bench.harness.setting import PRETEND, Setting, place_of, resident_pair, synthetic_setting
-from offload.bench.harness.steps import record_steps, repeated_scores
+from offload.bench.harness.steps import PassRunner, record_steps, repeated_scores
 from offload.bench.harness.synthetic import LLAMA_2_70B
 from offload.bench.harness.timeline import write_trace
 from offload.bench.latency import passes
@@ -43,8 +44,13 @@ from offload.streaming.device import CudaDevice, Device
 from offload.streaming.device_carrier import DeviceCarrier
 
 QUICK_LAYERS = 18
-PARTS = ("gate", "experts", "link", "sweeps", "drafting", "trees", "trace", "soak", "memory", "accelerate")
+PROMISED: dict[str, tuple[str, ...]] = {  # what each part is to show
+    "gate": ("exact",), "experts": ("exact",), "enqueue": (), "sweeps": ("link", "hidden compute"),
+    "drafting": ("step",), "trees": ("step",), "trace": (), "soak": ("soak",), "memory": ("memory",), "link": (),
+    "accelerate": ("against accelerate",), "plain": ("link", "hidden compute"),
+}  # fmt: skip
 _HOST_SHARE = 0.8  # of what is free, to the target's layers
+_ENQUEUED_SHARE = 0.8  # of a pass, within which the host has to be done with it
 _GIB = 2**30
 
 
@@ -60,6 +66,11 @@ class Amounts(NamedTuple):
     draft_s: float = 6.0  # time for the draft's curve
     draft_width: int = 64  # rows of the draft step that was promised
     context: int = 768
+
+    @property
+    def largest(self) -> str:
+        """The tree that a decoder is opened with: its rows are those of the largest sweep."""
+        return f"{max(self.sizes)}x24"
 
 
 TINY = Amounts((1, 8, 24), 24, ("none", "sequences:4x4", "24x8"), 6, 6, 3, 1.5, 1, 512)
@@ -91,6 +102,19 @@ def link(job: Job) -> Iterator[Row]:
     yield row("copies from behind a page, as weights lie in files", *pace, None, "GB/s")
 
 
+def enqueue(job: Job, decoder: Decoder) -> Iterator[Row]:
+    """The host's time for one pass beside the device's: a host that is no sooner done is what the pass waits for."""
+    size = job.amounts.hidden_size
+    runner = PassRunner(decoder, decoder.encode(PROMPT, raw=True))
+    for num_rows in (1, size):  # the first pass takes the prompt in, the first of a size chooses kernels for it
+        runner.run(num_rows)
+    found = runner.run(size)
+    job.setting.prove([runner.written()])
+    name = f"a pass of {size} rows: enqueued by the host, against its whole time"
+    told = {"stall_s": found.stall_s, "compute_s": found.seconds - found.stall_s}
+    yield row(name, found.host_s, found.seconds, _ENQUEUED_SHARE, "s") | told
+
+
 def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Sweeps of all sizes against moving their bytes and computing their products."""
     sizes = job.amounts.sizes
@@ -99,8 +123,8 @@ def sweeps(job: Job, decoder: Decoder) -> Iterator[Row]:
     job.setting.prove(measured.written)
     found = {one["num_nodes"]: one for one in passes.rows_of(measured, decoder.plan.streamed_bytes) if "limit" in one}
     one_s = found[sizes[0]]["sweep_s"]
-    copy_bytes_per_s = job.copy_bytes_per_s or decoder.plan.streamed_bytes / measured.read_s[-1]
-    link_s = found[sizes[0]]["bytes_moved"] / copy_bytes_per_s
+    job.copy_bytes_per_s = decoder.plan.streamed_bytes / min(measured.read_s)  # the quickest copies are the ceiling
+    link_s = found[sizes[0]]["bytes_moved"] / job.copy_bytes_per_s
     for size in sizes:
         compute_s = passes.compute_s(job.setting, size)
         is_link, is_first = compute_s < link_s, size == sizes[0]
@@ -123,7 +147,7 @@ def trees(job: Job, decoder: Decoder) -> Iterator[Row]:
     """Tokens per sweep and seconds per token of all trees; one whose tokens are wrong has no figures."""
     for tree in job.amounts.trees:
         promise = "step" if tree in job.amounts.trees[2:] else None
-        for one in attempt(tree, promise, one_tree(job, decoder, tree, promise)):
+        for one in attempt(tree, [promise] if promise else [], one_tree(job, decoder, tree, promise)):
             if "s_per_token" in one:
                 job.best_s = min(job.best_s or one["s_per_token"], one["s_per_token"])
             yield one
@@ -189,52 +213,75 @@ def accelerate(job: Job) -> Iterator[Row]:
     for is_pinned, how in ((False, "as it comes"), *([(True, "weights page-locked for it")] if is_cuda else [])):
         peer_s = accelerate_s(job.setting.target, job.device, job.num_resident, is_pinned=is_pinned)
         yield row(f"accelerate, CPU offload, one token, {how}", peer_s, None, None, "s")
-        if job.best_s is not None:
-            name = f"best tree against accelerate, {how} (s/token)"
-            promise = None if is_pinned else "against accelerate"
-            yield {**row(name, job.best_s, peer_s, 0.1, "s", promise=promise), "times": peer_s / job.best_s}
+        if job.best_s is None:
+            rule, remedy = "no tree has seconds per token to compare", "look at what became of the part `trees`"
+            raise UserError(f"{rule}: {remedy}")
+        name = f"best tree against accelerate, {how} (s/token)"
+        promise = None if is_pinned else "against accelerate"
+        yield {**row(name, job.best_s, peer_s, 0.1, "s", promise=promise), "times": peer_s / job.best_s}
 
 
 ON_DECODER = {
-    "sweeps": ("link", sweeps), "drafting": ("step", drafting), "trees": ("step", trees), "trace": (None, trace),
-    "soak": ("soak", soak), "memory": ("memory", memory),
+    "enqueue": enqueue, "sweeps": sweeps, "drafting": drafting, "trees": trees, "trace": trace, "soak": soak,
+    "memory": memory,
 }  # fmt: skip
+_ON_PLAIN = ("enqueue", "sweeps")
 
 
 def measure(job: Job) -> Iterator[Row]:
-    """All rows, each as soon as it is known; after a wrong token in the gate there are no others."""
-    small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
-    if "gate" in job.parts:
-        try:
-            yield from gates(small, PROMPT, job.amounts.num_gate)
-        except WrongTokenError as error:
-            yield failure("gate", "exact", error)
-            return
+    """All rows, each as soon as it is known; what is timed in a way whose tokens the gate finds wrong is left out."""
+    right = set[bool]()  # ways, by whether they promise the same bits
+    for is_invariant in (False, True):
+        found = list[Row]()
+        for one in gate(job, is_invariant) if "gate" in job.parts else ():
+            found.append(one)
+            yield one
+        if not any(one["promise"] == "exact" and one["is_met"] is False for one in found):
+            right.add(is_invariant)
+    if not right:
+        return
     if "experts" in job.parts:
-        yield from attempt("experts", "exact", experts.measure(job.device))
+        yield from attempt("experts", PROMISED["experts"], experts.measure(job.device))
+    wanted = [name for name in ON_DECODER if name in job.parts]
+    if wanted and True in right:
+        yield from attempt("loading", promised_of(wanted), on_decoder(job, wanted))
     if "link" in job.parts:
-        yield from attempt("link", None, link(job))
-    if wanted := [name for name in ON_DECODER if name in job.parts]:
-        yield from attempt("loading", None, on_decoder(job, wanted))
-    if "accelerate" in job.parts:
-        yield from attempt("accelerate", "against accelerate", accelerate(job))
+        yield from attempt("link", PROMISED["link"], link(job))
+    if "accelerate" in job.parts and True in right:
+        yield from attempt("accelerate", PROMISED["accelerate"], accelerate(job))
+    if "plain" in job.parts and False in right:
+        for one in attempt("loading", PROMISED["plain"], on_decoder(job, _ON_PLAIN, invariant=False)):
+            yield one | {"row": f"not invariant, {one['row']}"}
 
 
-def on_decoder(job: Job, wanted: Sequence[str]) -> Iterator[Row]:
+def gate(job: Job, is_invariant: bool) -> Iterator[Row]:
+    """Whether tokens are right, of a decoder that gives rows the same bits in every pass, or of one that does not."""
+    small = resident_pair("4GiB")._replace(opened=job.setting.opened, device=job.setting.device)
+    asked = gates(small, PROMPT, job.amounts.num_gate, None if is_invariant else False)
+    for one in attempt("gate", PROMISED["gate"], asked):
+        how = "" if is_invariant else "not invariant, "
+        yield one | {"row": how + one["row"], "is_invariant": is_invariant}
+
+
+def promised_of(parts: Sequence[str]) -> list[str]:
+    """Each promise that these parts are to show, once."""
+    return list(dict.fromkeys(promise for name in parts for promise in PROMISED[name]))
+
+
+def on_decoder(job: Job, wanted: Sequence[str], invariant: bool | None = None) -> Iterator[Row]:
     """What needs the large model, which is loaded once."""
     started, amounts = time.perf_counter(), job.amounts
-    with job.setting.open(f"{max(amounts.sizes)}x24", context=amounts.context) as decoder:
+    with job.setting.open(amounts.largest, context=amounts.context, invariant=invariant) as decoder:
         yield row("loading", time.perf_counter() - started, None, None, "s")
         plan, job.num_resident = decoder.plan, decoder.plan.num_resident
         told = {"notes": decoder.notes, "plan": plan.as_dict(), "kernels": rows_of(decoder.comparisons)}
         yield {**row("layers", len(plan.layer_bytes), None, None, ""), **told}
         for name in wanted:
-            promise, part = ON_DECODER[name]
-            yield from attempt(name, promise, part(job, decoder))
+            yield from attempt(name, PROMISED[name], ON_DECODER[name](job, decoder))
 
 
 Layers = Annotated[int | None, typer.Option(metavar="N", help=f"default: what fits; {QUICK_LAYERS} with --quick")]
-Part = Annotated[list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PARTS)}; default: all")]
+Part = Annotated[list[str] | None, typer.Option(metavar="PART", help=f"of {', '.join(PROMISED)}; default: all")]
 MaxTokens = Annotated[int | None, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="with each tree")]
 Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="two steps", callback=writable)]
 
@@ -248,32 +295,47 @@ def main(
     trace_file: Trace = None,
 ) -> None:
     """What a device gives, each promise beside its ceiling; exits with 1 where one is missed."""
-    one_of(part or (), PARTS, "--part")
+    one_of(part or (), tuple(PROMISED), "--part")
     asked = bench.given("device")
     amounts = TINY if asked == PRETEND else Amounts()
     amounts = amounts._replace(num_new=max_tokens or amounts.num_new)
     if asked != PRETEND and not torch.cuda.is_available():
         raise UserError("bench device needs a CUDA device, this machine shows none: run it where there is one, or "
                         "rehearse it with --device pretend")  # fmt: skip
-    place = place_of(asked, bench.given("gpu_mem") or (None if asked == PRETEND else "40GiB"))
-    ram = bench.given("ram")
+    rows, job, refusal = list[Row](), None, None
     with ExitStack() as resources:
-        num_layers = layers or _num_layers(bench.quick, asked, ram)
-        setting = resources.enter_context(synthetic_setting(num_layers, ram, place["opened"]))
-        job, rows = Job(setting._replace(**place), amounts, part or PARTS, trace_file), list[Row]()
         try:
-            for one in measure(job):
+            job = _open_job(bench, resources, layers, part or tuple(PROMISED), amounts, trace_file)
+            measured = measure(job)
+        except UserError as error:
+            refusal, measured = error, failures("opening", promised_of(part or tuple(PROMISED)), error)
+        try:
+            for one in measured:
                 rows.append(bench.row(one))
                 print(row_line(one), flush=True)
         finally:
             found = verdicts(rows)
             print("\n".join(verdict_lines(found)))
-            bench.end({"bench": "device", "device": job.device.name, "promises": found, "rows": rows})
+            name = job.device.name if job else asked
+            bench.end({"bench": "device", "device": name, "promises": found, "rows": rows})
+    if refusal is not None:
+        raise refusal
     missed: dict[str, Any] = {one["promise"]: one["seen"] for one in found if one["is_met"] is False}
     if "exact" in missed:
         raise UserError(f"tokens are wrong ({missed['exact']}): no speed is worth printing")
     if missed:
         raise typer.Exit(1)
+
+
+def _open_job(
+    bench: Bench, resources: ExitStack, layers: int | None, parts: Sequence[str], amounts: Amounts, trace: Path | None
+) -> Job:
+    """The models on the device. Raises `UserError`."""
+    asked, ram = bench.given("device"), bench.given("ram")
+    place = place_of(asked, bench.given("gpu_mem") or (None if asked == PRETEND else "40GiB"))
+    num_layers = layers or _num_layers(bench.quick, asked, ram)
+    setting = resources.enter_context(synthetic_setting(num_layers, ram, place["opened"]))
+    return Job(setting._replace(**place), amounts, parts, trace)
 
 
 def _num_layers(is_quick: bool, asked: str, ram: str | None) -> int:

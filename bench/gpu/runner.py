@@ -53,7 +53,7 @@ def run_steps(steps: Sequence[Step], files: Files, budget_s: float) -> None:
     with files.log.open("ab") as log:
         for step in open_steps:
             limit_s = clock.limit_s(step)
-            wrong = next((name for name in step.skips_after if _is_wrong(files, name)), None)
+            wrong = next((name for name in step.skips_after if _is_wrong(files, name, step.is_invariant)), None)
             if wrong is not None:
                 _mark_end(files, step, f"skipped: wrong tokens in {wrong}")
             elif limit_s < step.least_s:
@@ -102,9 +102,16 @@ def _mark_end(files: Files, step: Step, status: str, wall_s: float = 0.0) -> Non
     add_row(files.rows, {"step": step.name, "event": "end", "status": status, "wall_s": round(wall_s, 1)})
 
 
-def _is_wrong(files: Files, step: str) -> bool:
-    """Whether a token was: nothing that is measured with it counts."""
+def _is_wrong(files: Files, step: str, is_invariant: bool | None = None) -> bool:
+    """Whether a token was: nothing that is measured with it counts.
+
+    Args:
+        is_invariant: asks of the way of computing that gives rows the same bits in every pass, or of the other one; a
+            row that says of neither is of both.
+    """
     rows = rows_of(read_rows(files.rows), step)
+    if is_invariant is not None:
+        rows = [row for row in rows if row.get("is_invariant", is_invariant) is is_invariant]
     return any(row.get("promise") == "exact" and row.get("is_met") is False for row in rows)
 
 

@@ -19,6 +19,7 @@ PROMISES = {
     "step": "draft + sweep <= 1.15 x the slower of both; draft step of 64 rows <= 1.5 x reading its weights",
     "memory": "device peak <= --gpu-mem; page-locked <= 1.02 x the layers held",
     "exact": "float32: the ids of transformers, all trees; bf16: where they part, a gap below rounding",
+    "same bits": "bf16, fp16: the ids of all trees are those of none, where the decoder promises it",
     "against accelerate": ">= 10 x the tokens/s of accelerate's CPU offload",
     "soak": "sweeps with poisoned slots: the same scores, no NaN, no drift in memory",
 }
@@ -41,24 +42,28 @@ def row(
     return {"row": name, **figures, "at_most": limit, "is_met": is_met, "promise": promise}
 
 
-def attempt(name: str, promise: str | None, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows; what breaks becomes a row that says so, because the rows behind it are still worth having.
+def attempt(name: str, promises: Iterable[str], rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows; what breaks becomes rows that say so, because the rows behind them are still worth having.
 
-    A wrong token breaks the promise of exactness, too.
+    It breaks all of `promises`, of which nobody will see more; a wrong token breaks that of exactness, too.
     """
     try:
         yield from rows
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        is_wrong = isinstance(error, WrongTokenError)
-        if is_wrong:
-            yield failure(name, "exact", error)
-        if promise is not None or not is_wrong:
-            yield failure(name, promise, error)
+        wrong = ["exact"] if isinstance(error, WrongTokenError) else []
+        yield from failures(name, dict.fromkeys([*wrong, *promises]), error)
+
+
+def failures(name: str, promises: Iterable[str], error: Exception) -> Iterator[Row]:
+    """A row for each promise that is missed, or one of none; no two rows of a step have the same name."""
+    for promise in [*promises] or (None,):
+        yield failure(name, promise, error)
 
 
 def failure(name: str, promise: str | None, error: Exception) -> Row:
-    failed = {"row": f"{name}: failed", "value": 0.0, "unit": "", "is_met": False, "promise": promise}
+    about = f"{name}: failed" if promise is None else f"{name}: failed ({promise})"
+    failed = {"row": about, "value": 0.0, "unit": "", "is_met": False, "promise": promise}
     return {**failed, "error": f"{type(error).__name__}: {reason(error)}"}
 
 

@@ -34,6 +34,7 @@ class Pass(NamedTuple):
     seconds: float
     stall_s: float  # of these, compute waited for the link
     num_bytes: int  # that came over the link
+    host_s: float  # of these, until the host had enqueued all of it
 
 
 class PassRunner:
@@ -51,12 +52,13 @@ class PassRunner:
         tree, stalled_s, moved_bytes = TokenTree(shape, node_N), stream.stall_s, stream.bytes_read
         started = time.perf_counter()
         scores = target.score(tree, tokens, cache)
+        host_s = time.perf_counter() - started
         target.wait()
         seconds = time.perf_counter() - started
         token = int(scores.whole()[0].argmax())
         target.commit([0], tokens, cache)
         tokens.append(token)
-        return Pass(num_rows, seconds, stream.stall_s - stalled_s, stream.bytes_read - moved_bytes)
+        return Pass(num_rows, seconds, stream.stall_s - stalled_s, stream.bytes_read - moved_bytes, host_s)
 
     def written(self) -> Written:
         text = self._text

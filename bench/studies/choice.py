@@ -80,7 +80,8 @@ def against_grid(setting: Setting, tuned: Tuned, effort: Effort, limit: int | No
         choice = decoder.tree_choice(Sampling())
     grid, written = _grid(tuned, effort, choice), list[Written]()
     steps: dict[Size, list[float]] = {size: [] for size in grid}
-    with setting.open(f"{tuned.profile.costs.compute_s.sizes[-1]}x{DEPTH}", **options) as decoder:
+    largest = max(tree.num_nodes for tree in grid.values())
+    with setting.open(f"{largest}x{DEPTH}", **options) as decoder:
         texts = [decoder.encode(text, raw=True) for _, text in _halves() if text]
         prompts = cut_windows(texts, effort.num_tokens, False)
         for index in range(num_rounds):

@@ -40,7 +40,7 @@ from offload.planning.options import LoadOptions
 from offload.planning.profile import Identity, Machine, Profile, find_profile, parse_profile, read_profile
 from offload.planning.room import Room
 from offload.planning.routing import Routing
-from offload.planning.tree_policy import TreeChoice, TreeSelector, most_timed, routing_in
+from offload.planning.tree_policy import TreeChoice, TreeSelector, routing_in
 from offload.planning.usual import usual_for
 from offload.tree.spec import TreeSpec, label_of
 from offload.tree.topology import Shape, chain
@@ -48,7 +48,6 @@ from offload.tree.topology import Shape, chain
 if TYPE_CHECKING:  # it brings torch along, which other machines are planned without
     from offload.streaming.device import Device
 
-MAX_NODES = 1024  # of a tree that is chosen for a GPU
 _FILLED_SHARE = 0.5  # of the context, whose keys and values a pass reads on average
 
 
@@ -334,12 +333,13 @@ def _predictions(
     known = costs or link_alone(link)
     found = [_predict(case, known, case.plan_without_draft(), chain(0), (1.0, 1.0))]
     if case.files.draft is not None and case.tree.kind != "none":
-        max_nodes, max_depth = MAX_NODES if case.hardware else most_timed(profile, costs), case.plan(1).context - 1
+        max_depth = case.plan(1).context - 1
         traffic_of = cache(partial(case.room.traffic, case.files, hardware=case.hardware))
         weighed = known if case.plan(1).has_experts else costs  # rows ask for bytes there, which is what is known
-        num_texts, usual = case.options.parallel, usual_for(case.files.draft)
-        known_of = (profile, basis, weighed, traffic_of, max(1, max_nodes // num_texts), max_depth)
-        choice = TreeSelector(case.options.rule, *known_of, usual=usual, num_texts=num_texts).choose(case.tree)
+        num_texts = case.options.parallel
+        known_of, usual = (profile, basis, weighed, traffic_of), usual_for(case.files.draft)
+        selector = TreeSelector(case.options.rule, *known_of, max_depth=max_depth, usual=usual, num_texts=num_texts)
+        choice = selector.choose(case.tree)
         tokens, basis = _tokens(case, choice, profile, basis)
         found.append(_predict(case, known, case.plan(num_texts * choice.shape.num_nodes), choice.shape, tokens))
     return tuple(found), basis

@@ -21,14 +21,20 @@ from offload.sampling.sampler import Sampler
 from offload.tree.topology import Topology, chain, sequences
 
 MAX_TIMED_NODES = 257  # of the largest tree that is tried
-_SWEEP_SIZES, DRAFT_WIDTHS = (1, 16, 64, 256), (1, 4, 16, 64)
+SWEEP_SIZES, DRAFT_WIDTHS = (1, 16, 64, 256), (1, 4, 16, 64)
+# Where a device computes: reading weights takes as long as the products of some 200 rows, and only beyond does the
+# curve rise as it goes on to the largest trees.
+DEVICE_SIZES = (*SWEEP_SIZES, 1024)
+_MOST_LOGITS = 128  # rows that a device scores at once, see `sampling.logits`
 _DRAFT_STEPS = 4  # of which the first runs committed tokens
 _TOKENS_PER_STEP = 4  # that a draft has to catch up with, as in decoding
 _LEAST_S = 1e-7
 _MAX_ROUNDS = 9
 
 
-def sweep_curve(model: StreamedModel, slab: np.ndarray, *, budget_s: float = 0.5) -> Curve:
+def sweep_curve(
+    model: StreamedModel, slab: np.ndarray, sizes: Sequence[int] = SWEEP_SIZES, *, budget_s: float = 0.5
+) -> Curve:
     """Compute time of a whole sweep against its rows; `slab` is the typical layer's, which is not bound yet."""
     typical = model.typical_layer
     share = sum(layout.slab_bytes for layout in model.layer_layouts) / model.layer_layouts[typical].slab_bytes
@@ -36,7 +42,7 @@ def sweep_curve(model: StreamedModel, slab: np.ndarray, *, budget_s: float = 0.5
         share = model.num_layers  # since what experts compute depends on the rows, and bytes do not tell it
     model.bind_layer(typical, slab)
     try:
-        return fill_curve(lambda size: _sweep_s(model, size, share), _SWEEP_SIZES, budget_s)
+        return fill_curve(lambda size: _sweep_s(model, size, share), sizes, budget_s)
     finally:
         model.unbind_layer(typical)
 
@@ -100,7 +106,9 @@ def _forward_s(model: StreamedModel, num_rows: int, layers: slice) -> float:
         cache = model.new_cache(num_rows)
         # A number on the host is the sign that a device is done as well.
         # Rows differ, as those of a text do: a router would send the same ones to the same experts.
-        return timed(lambda: float(model.forward(row_T % model.vocab_size, row_T, sees_TT, cache)[-1, 0]))
+        num_logits = num_rows if model.place.type == "cpu" else min(num_rows, _MOST_LOGITS)
+        what = row_T % model.vocab_size, row_T, sees_TT, cache
+        return timed(lambda: float(model.forward(*what, num_logits=num_logits)[-1, 0]))
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from offload.calibration.link import LOCAL_BYTES_PER_S, link_bytes_per_s
-from offload.calibration.quick import MAX_TIMED_NODES, draft_curve, sweep_curve
+from offload.calibration.quick import DEVICE_SIZES, MAX_TIMED_NODES, SWEEP_SIZES, draft_curve, sweep_curve
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.config import Sampling, drafting_of, require
 from offload.drafting.model import ModelDrafter
@@ -86,7 +86,10 @@ def calibrate(
     trees.num_threads, trees.link_bytes_per_s = threads.most, link() if link else _link_bytes_per_s(trees, store)
     if profile is None or profile.num_threads != threads.most:
         torch.set_num_threads(threads.start.sweep.num_threads)
-        compute_s, draft_step_s = sweep_curve(target, store.fetch(target.layer_layouts[target.typical_layer])), NOTHING
+        wanted = SWEEP_SIZES if target.place.type == "cpu" else DEVICE_SIZES
+        sizes = [size for size in wanted if size <= MAX_TIMED_NODES or trees.traffic_of(size) is not None]
+        slab, draft_step_s = store.fetch(target.layer_layouts[target.typical_layer]), NOTHING
+        compute_s = sweep_curve(target, slab, sizes)
         if draft is not None:
             drafter = ModelDrafter(draft, target.vocab_size, 2 * MAX_TIMED_NODES, kernels)
             sampler = Sampler(settings.sampling, target.vocab_size, drafting_of(settings.rule), kernels)

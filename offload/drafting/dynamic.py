@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from offload.drafting.base import Drafted
 from offload.drafting.children import point_mass_scores
@@ -104,7 +103,7 @@ def grow_forest(plots: Sequence[Plot], bounds: DynamicShape, worth: Worth = _NO_
                 break
             picked = best.pick(rows.num_run)
             if picked.size:
-                rows.run(picked, [rows.place_below(*one) for one in picked[["parent", "token"]].tolist()])
+                rows.run(picked, rows.places_of(picked))
     best.cut(worth.num_rows(best.chances, rows.widths, len(plots)))
     found = [best.candidates[best.candidates["text"] == text] for text in range(len(plots))]
     return [_as_tree(one, text, plots[text].tokens[-1], rows) for text, one in enumerate(found)]
@@ -124,6 +123,8 @@ class _Best:
         self._is_expanded_E = np.zeros(most_rows(bounds.num_nodes), dtype=bool)
 
     def add(self, more: Candidates) -> None:
+        if self._depth_R.size == 1 and self._is_full:  # most of what is new would be cut at once
+            more = more[more["log_f"] > self.candidates["log_f"].min(initial=np.inf)]
         self.candidates = np.concatenate([self.candidates, more])
         self.cut(self._bounds.num_nodes)
 
@@ -161,6 +162,10 @@ class _Best:
         """How many of them a sweep is expected to accept."""
         return float(np.exp(self.candidates["log_f"]).sum())
 
+    @property
+    def _is_full(self) -> bool:
+        return self.candidates.size == self._bounds.num_nodes - self._depth_R.size
+
     def scored(self) -> Candidates:
         """Those that were run already and whose children are not among the candidates yet."""
         row_C = self.candidates["row"]
@@ -169,10 +174,10 @@ class _Best:
 
     def pick(self, first_row: int) -> Candidates:
         """The best that are worth running in one pass; they are given the rows from `first_row` on, text by text."""
-        log_f_C, is_full = self._weights(), self.candidates.size == self._bounds.num_nodes - self._depth_R.size
+        log_f_C = self._weights()
         is_open_C = self.candidates["row"] == _NOT_RUN
         is_open_C &= self.candidates["depth"] < self._depth_R[self.candidates["text"]]
-        if is_full:
+        if self._is_full:
             is_open_C &= log_f_C > log_f_C.min()  # a child of the last one would be no better
         open_O = np.flatnonzero(is_open_C)
         count = min(self._bounds.pace.rows_per_pass(self._bounds.num_nodes), self._is_expanded_E.size - first_row)
@@ -192,28 +197,41 @@ class _TextRows:
 
     def __init__(self, plot: Plot) -> None:
         self.root, self.num_run = len(plot.tokens) - 1, 1
-        self._position_U = torch.zeros(_LEAST_ROOM, dtype=torch.long)
-        self._sees_UU = torch.eye(_LEAST_ROOM, dtype=torch.bool)
+        self._position_U = np.zeros(_LEAST_ROOM, dtype=np.int64)
+        self._sees_UU = np.eye(_LEAST_ROOM, dtype=bool)
         self.paths: list[tuple[int, ...]] = [()]  # tokens from below the root down to each row
 
     def add(self, picked: Candidates, parents: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Its next rows, as `Draft.run` takes them, which hang from these ones; a parent comes before its children."""
         lo, hi = self.num_run, self.num_run + picked.size
         self._make_room(hi)
-        self._position_U[lo:hi] = torch.from_numpy(self.root + picked["depth"])
+        self._position_U[lo:hi] = self.root + picked["depth"]
+        for level, above in _levels(parents, lo):
+            self._sees_UU[level] |= self._sees_UU[above]
+        self.paths += [()] * picked.size
         for row, (parent, token) in enumerate(zip(parents, picked["token"].tolist(), strict=True), lo):
-            self._sees_UU[row] |= self._sees_UU[parent]
-            self.paths.append((*self.paths[parent], token))
+            self.paths[row] = (*self.paths[parent], token)
         self.num_run = hi
         token_W = torch.from_numpy(picked["token"].copy())
-        return token_W, self._position_U[1:hi], self._sees_UU[lo:hi, 1:hi]
+        return token_W, torch.from_numpy(self._position_U[1:hi]), torch.from_numpy(self._sees_UU[lo:hi, 1:hi])
 
     def _make_room(self, num_rows: int) -> None:
         """Any text may have most rows of a forest, so that room for all in each would be far too much."""
         num_more = max(num_rows, 2 * len(self._position_U)) - len(self._position_U)
         if num_rows > len(self._position_U):
-            self._position_U = pad(self._position_U, (0, num_more))
-            self._sees_UU = pad(self._sees_UU, (0, num_more, 0, num_more)).fill_diagonal_(True)
+            self._position_U = np.pad(self._position_U, (0, num_more))
+            self._sees_UU = np.pad(self._sees_UU, (0, num_more))
+            np.fill_diagonal(self._sees_UU, True)
+
+
+def _levels(parents: Sequence[int], first: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Rows from `first` on with what they hang from, as many at once as do not hang from each other."""
+    parent_W = np.array(parents)
+    row_W = first + np.arange(parent_W.size)
+    while row_W.size:
+        is_next_W = parent_W < row_W[0]
+        yield row_W[is_next_W], parent_W[is_next_W]
+        row_W, parent_W = row_W[~is_next_W], parent_W[~is_next_W]
 
 
 class _Rows:
@@ -237,9 +255,13 @@ class _Rows:
         self._text_of, self.local = list(range(roots.size)), [0] * roots.size
         return roots
 
-    def place_below(self, parent: int, token: int) -> Place:
-        """Where guesses are for what follows a token behind a row."""
-        return self._plots[self._text_of[parent]].mixture.guesses.follow(self.places[parent], token)
+    def places_of(self, picked: Candidates) -> list[Place]:
+        """Where guesses are for what follows each of them."""
+        if not any(plot.mixture.guesses for plot in self._plots):
+            return [NO_GUESSES.root] * picked.size
+        below = picked[["parent", "token"]].tolist()
+        guesses = [self._plots[self._text_of[parent]].mixture.guesses for parent, _ in below]
+        return [own.follow(self.places[parent], token) for own, (parent, token) in zip(guesses, below, strict=True)]
 
     def keep(self, picked: Candidates, logits_WV: Tensor, places: Sequence[Place]) -> None:
         """Note what the children of these rows are ranked by, and where guesses for them are."""

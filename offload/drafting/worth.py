@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.tree.sizes import SIZES
+
 StepSeconds = Callable[[int, Sequence[int]], float]  # of a step, by rows of its sweep and of each of its draft passes
 
 _MOST_STEPS = 32  # that the mean of tokens goes back
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)  # rows that are compared
 
 
 class Worth:
@@ -45,7 +46,7 @@ class Worth:
             draft_widths: rows of every pass.
         """
         most = len(chances) + num_roots
-        sizes = [size for size in _SIZES if num_roots <= size < most] + [most]
+        sizes = [size for size in SIZES if num_roots <= size < most] + [most]
         seconds = np.array([self._step_s(size, draft_widths) for size in sizes])
         tokens = np.cumsum([float(num_roots), *chances])[np.array(sizes) - num_roots]
         rates = tokens / seconds

@@ -162,11 +162,11 @@ def open_decoder(
         choice = _pick_kernels(pair, plan_for(trees.most_nodes), settings.sampling)
         choice, kernels = choice._replace(comparisons=(*choice.comparisons, *expanded)), choice.kernels
         threads = _thread_policy(options.threads, pair, spec.num_nodes)
-        invariance = Invariance(reason="several ranks share its rows")
-        if team.is_alone:
-            invariance = _make_invariant(options, pair, plan_for(trees.most_nodes), threads, hooks.on_phase)
+        same_bits = partial(_make_invariant, options, pair, threads, hooks.on_phase, is_alone=team.is_alone)
+        invariance = same_bits(least)
         hooks.on_phase("choosing a tree, measuring the link" if spec.is_chosen else "planning memory")
         plan = _plan_tree(trees, pair, settings, plan_for, threads, kernels)
+        invariance = same_bits(plan) if plan.is_streamed and not least.is_streamed else invariance
         team.settle(plan)
         hooks.on_phase("reading layers that stay")
         stream = _start_stream(pair, plan, hooks.on_bytes, resources)
@@ -248,9 +248,15 @@ def _thread_policy(fixed: int | None, pair: Pair, num_rows: int) -> ThreadPolicy
 
 
 def _make_invariant(
-    options: LoadOptions, pair: Pair, plan: MemoryPlan, threads: ThreadPolicy, on_phase: Callable[[str], None]
-) -> Invariance:
-    """Let the target give every row the same bits, where that is wanted and where it can be had."""
+    options: LoadOptions, pair: Pair, threads: ThreadPolicy, on_phase: Callable[[str], None], plan: MemoryPlan,
+    *, is_alone: bool,
+) -> Invariance:  # fmt: skip
+    """Let the target give every row the same bits, where that is wanted and where it can be had.
+
+    Asked by the least plan, and once more where only the chosen tree has brought it to stream layers.
+    """
+    if not is_alone:
+        return Invariance(reason="several ranks share its rows")
     if options.invariant is False:
         return Invariance(reason="it is not wanted")
     if options.invariant is None and not plan.is_streamed:

@@ -1,9 +1,11 @@
 """What a step costs on a machine: curves, measured or from data sheets, that give the seconds of any tree.
 
 A sweep takes at least as long as its slower side: computing, which grows with the tree, or the link, which does not and
-fills the free slots while drafting goes on. Where both take about as long, the sweep takes longer than either, because
-slots are few and readers share the processor with computing: `overlap_penalty` says by how much. Experts that a sweep
-reads on demand come only once a router has asked for them, and computing waits for most of their bytes.
+fills the free slots while drafting goes on. Slots that are full wait, though, for the first layer to be computed, and
+computing waits for the last one to arrive: these ends hide behind nothing. Where both sides take about as long, the
+sweep takes longer than either, because slots are few and readers share the processor with computing: `overlap_penalty`
+says by how much. Experts that a sweep reads on demand come only once a router has asked for them, and computing waits
+for most of their bytes.
 
 Curves are of one machine, bytes are of the memory plan, hence the same curves serve every budget. No torch, no clock.
 Invariant: a prediction is never shorter than either side alone needs.
@@ -27,9 +29,24 @@ from offload.tree.topology import DynamicShape, Shape
 
 Limit = Literal["link", "disk", "compute", "draft"]
 _PENALTIES = tuple(index / 100 for index in range(101))
-# Launching, sorting and drawing of one draft step, most of it replayed from a captured graph, and of one verification.
-# Assumed: of the size of ten kernels a layer at some microseconds each; a step of a second does not notice.
-DRAFT_OVERHEAD_S, VERIFY_S = 1e-3, 2e-3
+# What a draft step takes beside its weights, its kernels and the host's growing of the tree: masks and positions are
+# sent, children ranked and drawn, some 60 launches around a recorded pass, and the host waits twice. Estimated at 1 to
+# 2 ms.
+DRAFT_OVERHEAD_S = 1.5e-3
+# Of a step: what was accepted is walked, committed to both caches and learnt from, some 100 launches and two waits.
+# Estimated.
+VERIFY_S = 2e-3
+# The host's part of growing a dynamic tree, for each pass: sorting and cutting candidates, in numpy. Measured with
+# scores at hand (a thread's own time, trees of 64 to 2,048 nodes).
+GROW_S, GROW_NODE_S = 0.35e-3, 0.95e-6
+# Before the first layer: tables that tell each row its path. Measured in the same way for `model.path_attention`.
+_TABLES_S = ((64, 0.2e-3), (768, 9e-3), (2048, 100e-3))
+# A layer of Llama is 45 kernels (counted by dispatch over meta tensors; 60 are the most that a test lets any family
+# have). A Python thread takes 6 to 10 us to launch one; one that is replayed takes 2 us at least (assumed).
+KERNELS_PER_LAYER, LAUNCH_S, KERNEL_S = 45, 8e-6, 2e-6
+_REPLAYED_ROWS = 128  # of the widest pass that is recorded, see `model.cuda_graphs`
+_CHUNK_ROWS, _CHUNK_S = 128, 0.3e-3  # logits are scored so many at a time; launches, draws and wait. Estimated.
+_NUM_ENDS = 2  # the first layer of a sweep, and its last
 _EXPANDED_BYTES = 2  # of one number that is computed with
 _FAR_ROWS = 1 << 16  # of the last point of a curve, beyond any tree
 # Of what is read on demand: what has arrived is computed with while the rest comes, and readers run dry at the end of
@@ -77,6 +94,10 @@ class Costs:
     verify_s: float  # of one step
     link_bytes_per_s: float
     overlap_penalty: float = 0.0  # see `overlapped_s`
+    # What is known of data sheets alone: measured curves have all of it in them.
+    grow_s: Curve = NOTHING  # of each draft step of a dynamic tree, against its nodes: the host's part
+    host_s: Curve = NOTHING  # of a step against its rows: what the host does while nothing is computed
+    ends_share: float = 0.0  # of computing a sweep that waits for the link: its ends, which nothing hides
 
 
 class Traffic(NamedTuple):
@@ -135,15 +156,19 @@ class StepTime(NamedTuple):
     overlap_penalty: float = 0.0
     is_disk_slower: bool = False  # than the link to the GPU
     asked_s: float = 0.0  # of `link_s`, for experts that routers have to ask for
+    host_s: float = 0.0  # before the sweep, and between chunks of logits
+    ends_s: float = 0.0  # of computing, that a sweep takes longer than the link needs
 
     @property
     def sweep_s(self) -> float:
-        unasked_s = overlapped_s(self.compute_s, self.link_s - self.asked_s, self.overlap_penalty)
-        return overlapped_s(unasked_s, self.asked_s, WAITING_PENALTY)
+        unasked_s = self.link_s - self.asked_s
+        unasked_s += self.ends_s if unasked_s > 0 else 0.0
+        dense_s = overlapped_s(self.compute_s, unasked_s, self.overlap_penalty)
+        return overlapped_s(dense_s, self.asked_s, WAITING_PENALTY)
 
     @property
     def total_s(self) -> float:
-        return self.draft_s + self.sweep_s + self.verify_s
+        return self.draft_s + self.host_s + self.sweep_s + self.verify_s
 
     @property
     def limit(self) -> Limit:
@@ -155,15 +180,18 @@ class StepTime(NamedTuple):
 
 def step_time(costs: Costs, traffic: Traffic, shape: Shape, num_texts: int = 1) -> StepTime:
     """The time of one step with trees of this shape, or within these bounds, one for each text."""
-    widths = [num_texts * width for width in draft_widths(shape)]
-    return step_of(costs, traffic, num_texts * shape.num_nodes, widths)
+    widths, num_rows = [num_texts * width for width in draft_widths(shape)], num_texts * shape.num_nodes
+    return step_of(costs, traffic, num_rows, widths, is_grown=isinstance(shape, DynamicShape))
 
 
-def step_of(costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int]) -> StepTime:
+def step_of(
+    costs: Costs, traffic: Traffic, num_rows: int, widths: Sequence[int], *, is_grown: bool = False
+) -> StepTime:
     """The time of one step by the rows of its sweep and of each of its draft steps."""
-    draft_s = sum(map(costs.draft_step_s.at, widths))
-    hidden_s = min(draft_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
-    return _best_way(_ways(costs, traffic, num_rows, hidden_s))._replace(draft_s=draft_s)
+    draft_s = sum(map(costs.draft_step_s.at, widths)) + (len(widths) * costs.grow_s.at(num_rows) if is_grown else 0.0)
+    host_s = costs.host_s.at(num_rows)
+    hidden_s = min(draft_s + host_s + costs.verify_s, traffic.slots_bytes / costs.link_bytes_per_s)
+    return _best_way(_ways(costs, traffic, num_rows, hidden_s))._replace(draft_s=draft_s, host_s=host_s)
 
 
 def _best_way(ways: Sequence[StepTime]) -> StepTime:
@@ -178,7 +206,7 @@ def _ways(costs: Costs, traffic: Traffic, num_rows: int, hidden_s: float) -> lis
     link_s = max(0.0, traffic.streamed_bytes / costs.link_bytes_per_s - hidden_s)
     compute_s, fixed = costs.compute_s.at(num_rows), (costs.verify_s, costs.overlap_penalty, traffic.is_disk_slower)
     if traffic.experts is None:
-        return [StepTime(0.0, compute_s, link_s, *fixed)]
+        return [StepTime(0.0, compute_s, link_s, *fixed, ends_s=costs.ends_share * compute_s)]
     asked_s = traffic.experts.bytes_at(num_rows) / (DEMAND_RATE * costs.link_bytes_per_s)
     ahead_s = traffic.experts.whole_bytes / costs.link_bytes_per_s
     demand = StepTime(0.0, compute_s, link_s + asked_s, *fixed, asked_s)
@@ -246,7 +274,7 @@ class Prediction(NamedTuple):
     def as_dict(self) -> dict[str, object]:
         """The figures by the names that `--json` uses."""
         own = ("tokens_per_sweep", "s_per_token", "s_per_token_range")
-        terms = ("limit", "draft_s", "compute_s", "link_s", "verify_s")
+        terms = ("limit", "draft_s", "host_s", "compute_s", "ends_s", "link_s", "verify_s")
         return {
             **{"tree": self.label, "num_nodes": self.shape.num_nodes, "depth": self.shape.depth},
             **{name: getattr(self, name) for name in own},
@@ -259,13 +287,34 @@ class Prediction(NamedTuple):
 
 def costs_on(hardware: Hardware, target: ModelShape, draft: ModelShape | None, num_positions: int) -> Costs:
     """Two models on a machine that is not here; every pass reads keys and values of `num_positions`."""
-    steps = _pass_curve(hardware, draft, num_positions) if draft else NOTHING
+    steps = _pass_curve(hardware, draft, num_positions, replayed_rows=_REPLAYED_ROWS) if draft else NOTHING
+    sizes = (1, *(rows for rows, _ in _TABLES_S))
     return Costs(
         compute_s=_pass_curve(hardware, target, num_positions),
         draft_step_s=Curve(steps.sizes, tuple(seconds + DRAFT_OVERHEAD_S for seconds in steps.seconds)),
         verify_s=VERIFY_S,
         link_bytes_per_s=hardware.feed_bytes_per_s,
+        grow_s=Curve(sizes, tuple(GROW_S + GROW_NODE_S * rows for rows in sizes)),
+        host_s=_host_curve(hardware, target),
+        ends_share=_NUM_ENDS / len(target.layer_bytes),
     )
+
+
+def _host_curve(hardware: Hardware, target: ModelShape) -> Curve:
+    """What keeps a step waiting beside its passes: tables of paths, and where a device computes chunks of logits.
+
+    A walk down a tree may look at every chunk; the first one is part of the sweep.
+    """
+    assert hardware.memory_bytes_per_s, "rates of computing are known"
+    head_s = target.head_bytes / (hardware.memory_share * hardware.memory_bytes_per_s)
+    chunk_s = head_s + _CHUNK_S if hardware.gpu_bytes else 0.0
+    tables_s = Curve((1, *(rows for rows, _ in _TABLES_S)), (0.0, *(seconds for _, seconds in _TABLES_S)))
+
+    def host_s(rows: int) -> float:
+        return tables_s.at(rows) + (math.ceil(rows / _CHUNK_ROWS) - 1) * chunk_s
+
+    sizes = tuple(sorted({*tables_s.sizes, _CHUNK_ROWS}))
+    return Curve(sizes, tuple(host_s(rows) for rows in sizes))
 
 
 def link_alone(link_bytes_per_s: float) -> Costs:
@@ -273,10 +322,11 @@ def link_alone(link_bytes_per_s: float) -> Costs:
     return Costs(compute_s=NOTHING, draft_step_s=NOTHING, verify_s=0.0, link_bytes_per_s=link_bytes_per_s)
 
 
-def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Curve:
+def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int, *, replayed_rows: int = 0) -> Curve:
     """Time of one pass against its rows: flat while reading takes longer than multiplying, then in proportion.
 
-    Of E routed experts each row is multiplied with its own k, and rows read no more than k times their number.
+    Of E routed experts each row is multiplied with its own k, and rows read no more than k times their number. On a GPU
+    no pass is quicker than its kernels are launched, unless it has been recorded.
     """
     assert hardware.flops_per_s and hardware.memory_bytes_per_s, "rates of computing are known"
     read_bytes = sum(shape.layer_bytes) + shape.head_bytes + num_positions * shape.kv_bytes_per_token
@@ -285,17 +335,21 @@ def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int) -> Cu
     bytes_per_s = hardware.memory_share * hardware.memory_bytes_per_s
     expanded_bytes = 2 * _EXPANDED_BYTES * shape.expanded_weights  # what is written and read again
     few_rows = 0 if hardware.gpu_bytes else shape.product_rows
+    num_kernels = KERNELS_PER_LAYER * len(shape.layer_bytes) if hardware.gpu_bytes else 0
 
     def pass_s(rows: int) -> float:
         idle_bytes = max(0.0, 1 - rows * shape.routed_share) * shape.routed_bytes
         moved_bytes = read_bytes - idle_bytes + (expanded_bytes if rows > few_rows else 0)
-        return max(moved_bytes / bytes_per_s, rows * row_s)
+        kernels_s = max(moved_bytes / bytes_per_s, rows * row_s) + num_kernels * KERNEL_S
+        return kernels_s if rows <= replayed_rows else max(kernels_s, num_kernels * LAUNCH_S)
 
     bend = int((read_bytes + expanded_bytes) / bytes_per_s / row_s)
     corners = {
         1,
         max(1, few_rows),
         few_rows + 1,
+        max(1, replayed_rows),
+        replayed_rows + 1,
         math.ceil(1 / shape.routed_share),
         max(2, min(bend, _FAR_ROWS - 1)),
         _FAR_ROWS,

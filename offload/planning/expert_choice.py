@@ -13,8 +13,9 @@ from offload.errors import UserError
 from offload.memory.planner import Files, shape_of
 from offload.planning.cost_model import Traffic, link_alone, step_of
 from offload.planning.room import Room
-from offload.planning.tree_search import SIZES, Forest
+from offload.planning.tree_search import Forest
 from offload.planning.usual import usual_for
+from offload.tree.sizes import SIZES
 from offload.tree.topology import check_acceptance
 
 _MAX_NODES, _MAX_DEPTH = 128, 16  # of the trees that are compared

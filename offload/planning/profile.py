@@ -33,6 +33,7 @@ _MOST_LAYERS, _MOST_EXPERTS = 4096, 65_536  # of any model
 _AGAIN = "run offload tune again"
 _KEY_OF = {"dynamic_yields": "grown", "overlap_penalty": "friction"}  # in files, since the first of them
 _NAME_OF = {key: name for name, key in _KEY_OF.items()}
+_NEVER_MEASURED = ("grow_s", "host_s", "ends_share")  # terms of data sheets, which measured curves have in them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +152,8 @@ class Profile:
     def as_dict(self) -> dict[str, object]:
         """What the file holds and `--json` prints."""
         values = {_KEY_OF.get(name, name): value for name, value in asdict(self).items()}
-        values["costs"] = {_KEY_OF.get(name, name): value for name, value in values["costs"].items()}
+        measured = {name: value for name, value in values["costs"].items() if name not in _NEVER_MEASURED}
+        values["costs"] = {_KEY_OF.get(name, name): value for name, value in measured.items()}
         uses = values.pop("expert_uses")
         values |= {} if uses is None else {"expert_uses": uses._asdict()}
         return {"schema": SCHEMA, **values}

@@ -2,11 +2,13 @@
 
 One selector serves decoding, predicting, tuning and measuring, so that all of them mean the same tree. It goes by a
 profile of `offload tune` that holds for exactly this run, else by the default acceptance and a quick calibration at
-start. No torch, no clock. Invariant: no tree is larger than memory was planned for, and what a choice rests on is said.
+start. Every caller chooses from the same sizes: how large a tree may be follows from what its rows and its memory cost.
+No torch, no clock. Invariant: no tree is larger than memory was planned for, and what a choice rests on is said.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from offload.config import Sampling, drafting_of
@@ -16,12 +18,12 @@ from offload.planning.chains import ASSUMED_COST, ChainPolicy, tokens_per_run
 from offload.planning.cost_model import NEVER, NOTHING, Costs, Curve, Prediction, Traffic, paced, step_of
 from offload.planning.profile import Profile
 from offload.planning.routing import Routing
-from offload.planning.tree_search import DEPTHS, SIZES, Forest, rank_trees
+from offload.planning.tree_search import DEPTHS, Forest, search
 from offload.planning.usual import SMALL, Usual
+from offload.tree.sizes import SIZES
 from offload.tree.spec import AUTO_DEPTH, AUTO_NODES, MAX_CHAIN, MAX_TREE_NODES, TreeSpec, parse_tree
 from offload.tree.topology import DynamicShape, Shape, chain, check_acceptance, isotonic
 
-AUTO_MAX_NODES = 512  # of a chosen tree whose size was not measured
 LOOKUP_NODES = 64  # at most, of guesses alone, as REST has (2311.08252, section 4)
 LOOKUP_DEPTH = 32  # ... and copies may be long
 _SPARE_TRAFFIC = 1.01  # of a sweep with room for guesses over one without
@@ -68,7 +70,7 @@ class TreeSelector:
     note: str = ""  # why there is no profile
     costs: Costs | None = None  # of a step; None where nothing was measured
     traffic_of: TrafficOf = lambda _: None
-    max_nodes: int = AUTO_MAX_NODES  # of a text's tree that is chosen: what memory has room for, and what was timed
+    max_nodes: int = SIZES[-1]  # of the trees of all texts that are chosen: what memory was planned for, if it was
     max_depth: int = DEPTHS[-1]  # what the context has room for
     has_draft: bool = True  # without one there are guesses alone, and nothing is known of them beforehand
     usual: Usual = SMALL  # what stands in for a profile
@@ -86,8 +88,8 @@ class TreeSelector:
         if self.costs is not None:
             return self._best(self.costs)
         default = TreeSpec(
-            "dynamic" if self._is_dynamic and min(self.max_nodes - 1, self.max_depth) else "best",
-            min(AUTO_NODES, self.max_nodes),
+            "dynamic" if self._is_dynamic and min(self._most - 1, self.max_depth) else "best",
+            min(AUTO_NODES, self._most),
             min(AUTO_NODES - 1 if self.usual.is_copy else AUTO_DEPTH, self.max_depth),
         )
         return self._named(default)._replace(why=f"a default, since nothing was measured ({self.note})")
@@ -96,7 +98,7 @@ class TreeSelector:
         """Bounds, within which every step takes the guesses that pay; a shape is filled as far as guesses reach."""
         num_nodes, depth = spec.num_nodes, spec.depth
         if spec.is_chosen:
-            num_nodes, depth = min(LOOKUP_NODES, self.max_nodes), min(LOOKUP_DEPTH, self.max_depth)
+            num_nodes, depth = min(LOOKUP_NODES, self._most), min(LOOKUP_DEPTH, self.max_depth)
         depth = min(depth, num_nodes - 1)
         if depth < 1:
             return TreeChoice(chain(0), "as named" if spec.kind == "none" else "there is room for no other")
@@ -106,10 +108,11 @@ class TreeSelector:
         return TreeChoice(chain(depth) if spec.is_chosen else spec.build(), "as far as guesses reach")
 
     def _best(self, costs: Costs) -> TreeChoice:
-        forest = self._forest(self.max_nodes, DEPTHS[-1])
-        best = rank_trees(
-            forest, costs, self._traffic, self.max_depth, is_dynamic=self._is_dynamic, num_texts=self.num_texts
-        )
+        forest_of = partial(self._forest, max_depth=DEPTHS[-1])
+        forest, best = search(
+            forest_of, self._most, costs, self._traffic, self.max_depth, is_dynamic=self._is_dynamic,
+            num_texts=self.num_texts,
+        )  # fmt: skip
         if not best:
             return TreeChoice(chain(0), "memory has no room for any tree")
         why = self._basis
@@ -122,7 +125,7 @@ class TreeSelector:
     def _chain(self) -> TreeChoice:
         """Of the integer lengths the one with the largest gain, by the first entry of the acceptance vector."""
         alpha = (self.usual.acceptance if self.profile is None else self.profile.acceptance)[0]
-        most, why = min(MAX_CHAIN, self.max_nodes - 1, self.max_depth), f"alpha {alpha:.2f} at first ({self._basis})"
+        most, why = min(MAX_CHAIN, self._most - 1, self.max_depth), f"alpha {alpha:.2f} at first ({self._basis})"
         traffic = self._traffic(most + 1)
         if self.costs is None or traffic is None:
             policy, why = ChainPolicy.assumed(alpha, most), f"{why}; a draft step as a {ASSUMED_COST:g} of a sweep"
@@ -159,6 +162,11 @@ class TreeSelector:
         return Forest(p_K, known.traces, known.smoothing, max_nodes, max_depth, known.dynamic_yields)
 
     @property
+    def _most(self) -> int:
+        """Nodes that each text may have."""
+        return max(1, self.max_nodes // self.num_texts)
+
+    @property
     def _is_dynamic(self) -> bool:
         return not drafting_of(self.rule).keeps_distributions
 
@@ -173,11 +181,6 @@ def routing_in(profile: Profile | None) -> Routing | None:
     """As a profile has counted it; None where no experts were counted."""
     uses = None if profile is None else profile.expert_uses
     return None if uses is None else Routing.counted(uses.uses_LE, uses.num_rows)
-
-
-def most_timed(profile: Profile | None, costs: Costs | None) -> int:
-    """Nodes of the largest tree to choose: with a profile no more than were timed, else as many as deserve a guess."""
-    return AUTO_MAX_NODES if profile is None or costs is None else costs.compute_s.sizes[-1]
 
 
 @dataclass
@@ -212,9 +215,9 @@ class Trees:
             return self.parallel * self.wish.num_nodes
         if not self.has_draft:
             return self._nodes_to_spare()
-        sizes = [size for size in SIZES if size <= AUTO_MAX_NODES]
+        sizes: Sequence[int] = SIZES
         if self.wish.kind == "auto_chain":
-            longest = min(MAX_CHAIN, (self.context or AUTO_MAX_NODES) - 1)
+            longest = MAX_CHAIN if self.context is None else min(MAX_CHAIN, self.context - 1)
             sizes = [self.parallel * num_nodes for num_nodes in range(1, 2 + longest)]
         return next((size for size in reversed(sizes) if self.traffic_of(size) is not None), 1)
 
@@ -268,14 +271,13 @@ class Trees:
 
     def _selector(self, spec: TreeSpec, profile: Profile | None, note: str, rule: str, num_texts: int) -> TreeSelector:
         costs = self._costs_of(profile)
-        max_nodes = min(self.max_nodes, most_timed(profile, costs) if self.has_draft else self.most_nodes)
+        max_nodes = min(self.max_nodes, SIZES[-1] if self.has_draft else self.most_nodes)
         max_depth = DEPTHS[-1] if self.context is None else self.context - 1
         if spec.kind == "auto_chain":  # it may grow, whoever else is there by then
             max_nodes //= self.parallel
         return TreeSelector(
-            rule, profile, note, costs, self._traffic_of, max(1, max_nodes // num_texts), max_depth, self.has_draft,
-            self.usual, num_texts,
-        )  # fmt: skip
+            rule, profile, note, costs, self._traffic_of, max_nodes, max_depth, self.has_draft, self.usual, num_texts
+        )
 
     def ahead_rows(self) -> int:
         """The least rows from which a sweep had better read all experts ahead of their routers, see `Traffic`."""

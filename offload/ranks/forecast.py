@@ -27,15 +27,16 @@ from offload.planning.options import LoadOptions
 from offload.planning.pipeline import TIMED_ROWS, PipelineOptions, free_rows
 from offload.planning.profile import Profile, parse_profile
 from offload.planning.roles import Roles, require_exact_rule
-from offload.planning.tree_policy import AUTO_MAX_NODES, TreeSelector
+from offload.planning.tree_policy import TreeSelector
 from offload.ranks.layout import Layout, Part, Wish, lay_out_shards, lay_out_stages
+from offload.tree.sizes import SIZES
 from offload.tree.spec import AUTO_DEPTH, TreeSpec, label_of
 from offload.tree.topology import Shape, chain
 
 Kind = Literal["shards", "stages"]
 Limit = Literal["disk", "link", "processor", "network"]
 _LAY_OUT: dict[Kind, Callable[[Wish, int], Layout]] = {"shards": lay_out_shards, "stages": lay_out_stages}
-_CURVE_ROWS = (1, 8, 32, 64, 128, 256, 512)
+_CURVE_ROWS = (1, 8, 32, 64, 128, 256, 512, SIZES[-1])
 SHOWN_ROWS = (1, 64, 256)  # of passes, beside those of the tree
 _TYPICAL_NODES = 64
 
@@ -218,9 +219,7 @@ def _choice(
     wish: Wish, tree: TreeSpec, profile: Profile | None, lay_out: Callable[[int], Layout]
 ) -> tuple[Shape, tuple[float, float], str]:
     """The tree for this layout, what it yields, and what that rests on."""
-    max_nodes = AUTO_MAX_NODES
-    while tree.is_chosen and max_nodes > 1 and not _fits(lay_out, max_nodes):
-        max_nodes //= 2
+    max_nodes = next(size for size in reversed(SIZES) if size == 1 or not tree.is_chosen or _fits(lay_out, size))
     layout = lay_out(min(_TYPICAL_NODES, max_nodes) if tree.is_chosen else tree.num_nodes)
     costs = None
     if _knows_compute(wish):

@@ -47,7 +47,7 @@ from offload.planning.profile import (
 )
 from offload.planning.room import Room
 from offload.planning.traces import NUM_RANKS, acceptance, bounds_to_count, yields_of
-from offload.planning.tree_policy import TreeChoice, TreeSelector, most_timed
+from offload.planning.tree_policy import TreeChoice, TreeSelector
 from offload.planning.tree_search import best_smoothing
 from offload.streaming.device import open_device
 from offload.tree.spec import TreeSpec
@@ -57,7 +57,9 @@ from offload.tuning.trace_acceptance import dynamic_again, given_trace, ranks_of
 
 NUM_PROMPT, NUM_NEW = 64, 128  # tokens of a window: what is given, and what is written or read behind it
 DEPTH = 24
-SIZES = (512, 384, 256, 192, 128, 64, 32, 16)  # of the largest tree that is timed: the first that fits
+# Of the largest tree that is timed: the first that fits. Larger ones are chosen all the same, by the same costs: from
+# some hundred rows on computing grows by as much for each row, which is how the curves go on.
+SIZES = (512, 384, 256, 192, 128, 64, 32, 16)
 _WRITING_NODES, _WRITING_DEPTH = 64, 16
 _CONTEXT = 512  # positions: a window, or the steps of one round of timing
 _NOBODY = Hooks()
@@ -167,9 +169,8 @@ def _require_profiled(options: LoadOptions, sampling: Sampling) -> None:
 
 def choice_from(profile: Profile, files: Files, room: Room) -> TreeChoice:
     """The tree that a run in this room would choose by the profile."""
-    costs, max_depth = profile.costs, room.plan(files, 1).context - 1
-    max_nodes, traffic_of = most_timed(profile, costs), partial(room.traffic, files)
-    selector = TreeSelector(room.rule, profile, "", costs, traffic_of, max_nodes, max_depth)
+    traffic_of, max_depth = partial(room.traffic, files), room.plan(files, 1).context - 1
+    selector = TreeSelector(room.rule, profile, "", profile.costs, traffic_of, max_depth=max_depth)
     return selector.choose(TreeSpec("auto"))
 
 

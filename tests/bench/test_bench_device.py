@@ -51,11 +51,18 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
         "gate: float32 greedy ids equal transformers": True,
         "gate: bf16, none": True,
         "gate: bf16, 64x16": True,
+        "not invariant, gate: float32 greedy ids equal transformers": True,
+        "not invariant, gate: bf16, 64x16": True,
+        "gate: bfloat16, ids of all trees": True,
+        "gate: float16, ids of all trees": True,
         "experts, least: float32 ids": True,
         "experts, all: float32 ids": True,
         "copies of": None,
         "loading": None,
+        "a pass of 24 rows: enqueued": ...,
         "sweep of 24 rows": ...,
+        "not invariant, a pass of 24 rows: enqueued": ...,
+        "not invariant, sweep of 24 rows": ...,
         "draft step of 1 rows": ...,  # more where time is left, which a busy machine has none of
         "none:": ...,
         "sequences:4x4": ...,
@@ -69,6 +76,10 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
         (row,) = (row for name, row in rows.items() if name.startswith(start))
         assert row["value"] > 0 or "gate: bf16" in start or "memory" in start, start
         assert is_met in (..., row["is_met"]), start
+    timed = [
+        name for name in rows if "gate" not in name and "experts" not in name and name not in ("loading", "layers")
+    ]
+    assert timed[0].startswith("a pass of 24 rows: enqueued"), "what decides the most comes first"
     events = [one for one in json.loads(trace.read_text())["traceEvents"] if one["ph"] == "X"]
     assert {one["cat"] for one in events} == set(LANES)
     assert {one["args"]["layer"] for one in events if one["cat"] == "compute"} == set(range(8))
@@ -77,7 +88,8 @@ def test_every_row_is_measured(tmp_path: Path) -> None:
     assert all("not measured" not in one["seen"] for one in promises.values()), "a promise that nothing is measured for"
     assert len(promises["memory"]["seen"].split(";")) == len(promises["soak"]["seen"].split(";")) == 2
     assert len(promises["step"]["seen"].split(";")) == 2, "a step with the chosen tree, and a draft step"
-    assert all(any(line.split(" ", 1)[1].strip().startswith(name) for line in lines[-8:-1]) for name in promises)
+    said = lines[-1 - len(promises) : -1]
+    assert all(any(line.split(" ", 1)[1].strip().startswith(name) for line in said) for name in promises)
 
 
 def broken(*_: object) -> Iterator[dict[str, object]]:
@@ -90,8 +102,8 @@ def test_what_breaks_costs_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) ->
     def breaks(*_: object) -> Iterator[dict[str, object]]:
         yield from broken()
 
-    monkeypatch.setitem(bench.ON_DECODER, "drafting", ("step", breaks))
-    monkeypatch.setitem(bench.ON_DECODER, "soak", ("soak", breaks))
+    monkeypatch.setitem(bench.ON_DECODER, "drafting", breaks)
+    monkeypatch.setitem(bench.ON_DECODER, "soak", breaks)
     code, result, _ = run_tiny(*parts("sweeps", "drafting", "soak", "memory"))
     promises = {one["promise"]: one for one in result["promises"]}
     assert code == 1, "a promise was missed"
@@ -99,6 +111,22 @@ def test_what_breaks_costs_its_own_rows_only(monkeypatch: pytest.MonkeyPatch) ->
     assert promises["step"]["is_met"] is False and promises["memory"]["is_met"] is True
     assert promises["exact"]["is_met"] is None and promises["exact"]["seen"] == "not measured"
     assert promises["link"]["seen"] != "not measured"
+
+
+def test_a_refusal_at_load_is_missed_by_all_that_hangs_on_it() -> None:
+    """A blank would read as if nobody had asked."""
+    asked = parts("sweeps", "drafting", "trees", "soak", "memory", "accelerate", "plain")
+    code, result, _ = run_tiny(*asked, "--gpu-mem", "900MiB")
+    promises = {one["promise"]: one for one in result["promises"]}
+    assert code == 1 and promises["exact"]["is_met"] is None
+    for name in ("link", "hidden compute", "step", "soak", "memory", "against accelerate"):
+        assert promises[name]["is_met"] is False, name
+    for name in ("link", "hidden compute", "step", "soak", "memory"):
+        assert "needs" in promises[name]["seen"] and "raise `gpu_memory` to" in promises[name]["seen"], name
+    code, result, outcome = run_tiny(*asked, "--layers", 3)
+    assert code == 2 and "--layers must be" in outcome.err.splitlines()[-1]
+    missed = {name for name, is_met in verdicts_of(result).items() if is_met is False}
+    assert missed == {*promises} - {"exact", "same bits"}, "refused before anything was loaded"
 
 
 MISTAKEN: dict[str, Callable[[list[int]], list[int]]] = {
@@ -118,9 +146,41 @@ def test_nothing_is_timed_after_a_wrong_token(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(exact, "reference_ids", other_ids)
     code, result, outcome = run_tiny()
     assert code == 2 and "not the ids of transformers" in outcome.err.splitlines()[-1]
-    assert [row["promise"] for row in result["rows"]] == ["exact"] and "error" in result["rows"][0]
+    assert [row["promise"] for row in result["rows"]] == ["exact"] * 2 and all("error" in row for row in result["rows"])
     assert {name for name, is_met in verdicts_of(result).items() if is_met is not None} == {"exact"}
     assert shell("bench", "gate", "--device", "cpu", "-n", 5).code == 2
+
+
+@pytest.mark.parametrize("is_invariant", [True, False], ids=["the same bits", "the others"])
+def test_a_wrong_token_of_one_way_leaves_the_other_its_timings(
+    is_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed_ids = exact.streamed_ids
+
+    def one_is_wrong(*args: Any) -> Iterator[tuple[str, list[int]]]:
+        for tree, ids in streamed_ids(*args):
+            yield tree, [*ids[:-1], ids[-1] + int((args[-1] is not False) == is_invariant)]
+
+    monkeypatch.setattr(exact, "streamed_ids", one_is_wrong)
+    code, result, _ = run_tiny(*parts("gate", "sweeps", "plain"))
+    names = [row["row"] for row in result["rows"]]
+    assert code == 2 and verdicts_of(result)["exact"] is False
+    timed = {name.startswith("not invariant, ") for name in names if "sweep of" in name}
+    assert timed == {is_invariant}, "of one way alone, the one whose tokens are right"
+
+
+def test_bits_that_differ_are_a_promise_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timings prove their own texts; that trees write the same bits is another matter, and is told."""
+    same = exact.same_for_all_trees
+
+    def one_less(*args: Any) -> Iterator[dict[str, Any]]:
+        for row in same(*args):
+            yield row | {"value": row["value"] - 1, "is_met": False}
+
+    monkeypatch.setattr(exact, "same_for_all_trees", one_less)
+    code, result, _ = run_tiny(*parts("gate", "memory"))
+    found = verdicts_of(result)
+    assert code == 1 and found["same bits"] is False and found["exact"] is True and found["memory"] is not None
 
 
 @pytest.mark.parametrize(("wrong", "errors"), [(1, [0, 1, 0]), (2, [0, 0, 1, 1])], ids=["a tree", "the last tree"])

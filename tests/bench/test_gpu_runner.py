@@ -25,6 +25,7 @@ from offload.bench.harness.row_log import add_row, read_rows
 ADD = "from offload.bench.harness.row_log import add_row; from pathlib import Path; import os, signal, sys, time\n"
 ADD += "def add(name, **more):\n"
 ADD += " add_row(Path('{rows}'), {'row': name, 'value': 1.0, 'unit': 's', 'ratio': None, **more})\n"
+_MOST_S = 1500.0  # of all steps together; one has ten minutes at most, as a call with a device does
 HANG = "\nwhile True: time.sleep(60)"
 DEAF = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
 
@@ -107,6 +108,21 @@ def test_a_wrong_token_skips_timings_and_nothing_else(tmp_path: Path) -> None:
     assert names_in(out, "timing") == ["fast"] and "met    exact" in Files(out).summary.read_text()
     begun = [row["step"] for row in read_rows(Files(out).rows) if row.get("event") == "begin"]
     assert begun == ["gate", "tests", "gate", "timing"]
+
+
+def test_a_wrong_token_of_one_way_skips_its_own_timings(tmp_path: Path) -> None:
+    wrong = "add('gate: failed', promise='exact', is_met=False, is_invariant={}); sys.exit(2)"
+    others = (
+        step("timing", "add('fast')", skips_after=("gate",)),
+        step("plain", "add('faster')", skips_after=("gate",), is_invariant=False),
+    )
+    for is_invariant, names in ((True, ([], ["faster"])), (False, (["fast"], []))):
+        out = tmp_path / str(is_invariant)
+        run(out, step("gate", wrong.format(is_invariant)), *others)
+        assert (names_in(out, "timing"), names_in(out, "plain")) == names
+    out = tmp_path / "both"
+    run(out, step("gate", "add('gate: failed', promise='exact', is_met=False)"), *others)
+    assert (names_in(out, "timing"), names_in(out, "plain")) == ([], []), "a row that says of neither is of both"
 
 
 def test_time_that_is_left_is_the_next_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +238,10 @@ def test_what_the_table_names_is_there() -> None:
         assert all(find_spec(name) for name in modules if name.startswith("offload.")), one
         assert all((ROOT / word).is_file() for word in one.command if word.startswith("tests/")), one
         assert all(name in [other.name for other in all_steps(False)] for name in one.skips_after)
+        assert one.least_s <= one.budget_s <= _MOST_S / 2
+    names = [one.name for one in all_steps(False)]
+    assert names == [one.name for one in all_steps(True)] and names[:4] == ["facts", "copies", "gate", "device"]
+    assert sum(one.budget_s for one in all_steps(False)) <= _MOST_S
     assert json.dumps([one._asdict() for one in all_steps(False)]).count("{rows}") == len(all_steps(False))
 
 

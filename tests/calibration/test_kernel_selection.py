@@ -218,7 +218,7 @@ def test_an_automatic_tree_goes_by_the_times_of_the_kernels_that_run(
         order.append("kernels")
         return KernelChoice(chosen, ())
 
-    def sweep_curve(model: StreamedModel, slab: Any) -> Curve:
+    def sweep_curve(model: StreamedModel, slab: Any, sizes: Any) -> Curve:
         order.append("sweeps with these" if model.attend is chosen.path_attention else "sweeps with others")
         return Curve((1, 64), (1e-3, 2e-3))
 
@@ -244,7 +244,7 @@ def test_a_tree_that_is_to_be_chosen_has_as_many_nodes_as_there_is_room_for() ->
         traffic_of = lambda num_nodes: Traffic(1, 1) if num_nodes <= most else None  # noqa: E731
         return Trees(parse_tree(wish), lambda *_: (None, ""), traffic_of)
 
-    assert [trees("auto", most).most_nodes for most in (5000, 512, 200, 1)] == [512, 512, 192, 1]
+    assert [trees("auto", most).most_nodes for most in (5000, 512, 200, 1)] == [2048, 512, 192, 1]
     assert [trees(wish, 5000).most_nodes for wish in ("none", "24x6", "dynamic:700x9")] == [1, 24, 700]
 
 

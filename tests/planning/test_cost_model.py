@@ -14,6 +14,8 @@ from offload.checkpoint.sizes import model_shape
 from offload.memory.planner import Budgets, make_plan
 from offload.planning.cost_model import (
     DRAFT_OVERHEAD_S,
+    KERNEL_S,
+    KERNELS_PER_LAYER,
     VERIFY_S,
     Curve,
     Prediction,
@@ -47,11 +49,12 @@ def test_a_pass_reads_its_weights_or_multiplies_them() -> None:
     costs = costs_on(TOY, target, draft, num_positions=1000)
     weights = sum(target.layer_bytes) + target.head_bytes
     read_s = (weights + 1000 * 80 * 2 * 8 * 128 * 2) / 0.5e12
-    assert costs.compute_s.at(1) == costs.compute_s.at(50) == pytest.approx(read_s)
+    kernels_s = 80 * KERNELS_PER_LAYER * KERNEL_S
+    assert costs.compute_s.at(1) == costs.compute_s.at(50) == pytest.approx(read_s + kernels_s)
     for rows in (512, 768, 2048):
-        assert costs.compute_s.at(rows) == pytest.approx(2 * target.num_weights * rows / 1e14, rel=0.005)
+        assert costs.compute_s.at(rows) == pytest.approx(2 * target.num_weights * rows / 1e14 + kernels_s, rel=0.005)
     assert costs.draft_step_s.at(4) == pytest.approx(
-        DRAFT_OVERHEAD_S + (13.2e9 + 1000 * 32 * 8192 * 2) / 0.5e12, rel=0.01
+        DRAFT_OVERHEAD_S + (13.2e9 + 1000 * 32 * 8192 * 2) / 0.5e12 + 32 * KERNELS_PER_LAYER * KERNEL_S, rel=0.01
     )
     assert costs_on(TOY, target, None, 0).draft_step_s == Curve((1,), (DRAFT_OVERHEAD_S,))
 
@@ -62,14 +65,14 @@ def test_a_row_is_multiplied_with_its_own_experts_and_many_rows_read_them_all() 
         dense, routed_weights=dense.num_weights // 2, routed_bytes=dense.num_bytes // 2, routed_share=1 / 8
     )
     costs, all_read = (costs_on(TOY, shape, None, 0).compute_s for shape in (routed, dense))
-    row_weights = dense.num_weights / 2 * (1 + 1 / 8)
+    row_weights, kernels_s = dense.num_weights / 2 * (1 + 1 / 8), 80 * KERNELS_PER_LAYER * KERNEL_S
     for rows in (1024, 2048):
-        assert costs.at(rows) == pytest.approx(2 * row_weights * rows / 1e14, rel=0.005)
-        assert all_read.at(rows) == pytest.approx(2 * dense.num_weights * rows / 1e14, rel=0.005)
+        assert costs.at(rows) == pytest.approx(2 * row_weights * rows / 1e14 + kernels_s, rel=0.005)
+        assert all_read.at(rows) == pytest.approx(2 * dense.num_weights * rows / 1e14 + kernels_s, rel=0.005)
     read_s = (sum(dense.layer_bytes) + dense.head_bytes) / 0.5e12
     for rows, share in ((1, 1 / 8), (4, 4 / 8), (8, 1.0), (50, 1.0)):
         idle_s = (1 - share) * routed.routed_bytes / 0.5e12
-        assert costs.at(rows) == pytest.approx(read_s - idle_s), "n rows read at most n times k experts"
+        assert costs.at(rows) == pytest.approx(read_s - idle_s + kernels_s), "n rows read at most n times k experts"
 
 
 @pytest.mark.parametrize(("family", "share"), [("mixtral", 2 / 4), ("qwen3-moe", 2 / 12), ("llama", 1.0)])
@@ -88,10 +91,11 @@ def test_a_step_is_drafting_and_the_slower_side() -> None:
     traffic, shape = Traffic.of(memory, TOY), best_first([0.7, 0.2, 0.05], 64, 8)
     got = Prediction("64x8", shape, step_time(costs, traffic, shape), (2.0, 8.0))
     slots_s = 3 * memory.slot_bytes / 20e9
-    hidden_s = min(slots_s, got.step.draft_s + VERIFY_S)
+    hidden_s, ends_s = min(slots_s, got.step.draft_s + got.step.host_s + VERIFY_S), 2 / 80 * costs.compute_s.at(64)
     assert got.step.draft_s == pytest.approx(8 * costs.draft_step_s.at(1), rel=0.01)
     assert got.step.link_s == pytest.approx(memory.streamed_bytes / 20e9 - hidden_s)
-    assert got.s_per_token == pytest.approx((got.step.draft_s + got.step.link_s + VERIFY_S) / 4)
+    beside_s = got.step.draft_s + got.step.host_s + VERIFY_S
+    assert got.s_per_token == pytest.approx((beside_s + got.step.link_s + ends_s) / 4)
     assert got.s_per_token_range == pytest.approx((got.s_per_token / 2, got.s_per_token * 2))
     assert got.step.limit == got.as_dict()["limit"] == "link" and got.as_dict()["s_per_token"] == got.s_per_token
     slow = replace(costs, draft_step_s=Curve((1,), (2.0,)))

@@ -28,7 +28,8 @@ from offload.planning.hardware import Hardware
 from offload.planning.room import Room
 from offload.planning.routing import Routing
 from offload.planning.tree_policy import Trees, routing_in
-from offload.planning.tree_search import SIZES, Forest, rank_trees
+from offload.planning.tree_search import Forest, rank_trees
+from offload.tree.sizes import SIZES
 from offload.tree.spec import parse_tree
 from offload.tree.topology import DEFAULT_ACCEPTANCE, check_acceptance
 

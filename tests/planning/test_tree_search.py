@@ -30,7 +30,8 @@ from offload.planning.traces import (
     tokens_per_sweep,
 )
 from offload.planning.tree_policy import Trees
-from offload.planning.tree_search import DEPTHS, Forest, best_smoothing, rank_trees
+from offload.planning.tree_search import DEPTHS, Forest, best_smoothing, rank_trees, search
+from offload.tree.sizes import SIZES
 from offload.tree.spec import parse_tree
 from offload.tree.topology import (
     DEFAULT_ACCEPTANCE,
@@ -323,3 +324,22 @@ def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch)
     assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=12.0) == Curve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
     seen.clear()
     assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=3.0).sizes == (1, 2, 4), "the budget still holds"
+
+
+@pytest.mark.parametrize("row_s", [0.0, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2])
+@pytest.mark.parametrize("num_texts", [1, 4])
+def test_large_trees_are_left_out_where_they_cannot_be_better(row_s: float, num_texts: int) -> None:
+    """They are ordered only where they might be, and what is chosen is what all of them would have shown."""
+    what, traffic, asked = costs(row_s=row_s, draft_s=5e-3), Traffic(3 * 10**8, 10**8), list[int]()
+
+    def forest_of(max_nodes: int) -> Forest:
+        asked.append(max_nodes)
+        return Forest(P_K, max_nodes=max_nodes)
+
+    for is_dynamic in (False, True):
+        how = {"is_dynamic": is_dynamic, "num_texts": num_texts}
+        _, found = search(forest_of, SIZES[-1], what, lambda _: traffic, **how)
+        assert found[0] == rank_trees(Forest(P_K), what, lambda _: traffic, **how)[0]
+        if row_s in (0.0, 1e-2):
+            assert asked == ([512] if row_s else [512, SIZES[-1]]), "most of the time goes into ordering"
+        asked.clear()

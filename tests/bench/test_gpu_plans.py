@@ -1,0 +1,101 @@
+"""Every step of the GPU bench, planned from headers with its own words: one that is refused at load proves nothing.
+
+The device is a name, the models are sketches of kilobytes, and loading ends where headers have been read and admitted.
+"""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from shell import shell
+
+from offload.bench.gpu import promised
+from offload.bench.gpu.steps import Step, all_steps
+from offload.bench.harness import setting
+from offload.bench.latency import exact, passes
+from offload.engine import load
+from offload.memory.plan import MemoryPlan
+
+PLANNED = ("gate", "device", "plain", "large")  # what opens models of a size that is named
+
+
+class _AdmittedError(Exception):
+    """Headers were read, and there is room for what they tell."""
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
+    """Of every decoder that was admitted; none is built."""
+    found, card = list[MemoryPlan](), SimpleNamespace(name="a device", place=torch.device("cuda", 0))
+
+    def open_pair(files: Any, options: Any, *_: Any, **__: Any) -> NoReturn:
+        room = load.Room.of(options, "cuda")
+        found.append(room.plan(files, options.tree_spec(has_draft=True).num_nodes))
+        raise _AdmittedError
+
+    def reference_ids(*_: Any) -> tuple[list[int], list[int]]:
+        return [5], [6]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(setting, "open_device", lambda *_: card)
+    monkeypatch.setattr(exact, "reference_ids", reference_ids)
+    monkeypatch.setattr(load, "open_pair", open_pair)
+    return found
+
+
+def refused(step: Step, tmp_path: Path) -> list[str]:
+    """What loading says where it refuses the step."""
+    words = [word.format(rows=tmp_path / "rows.jsonl", out=tmp_path) for word in step.command]
+    assert words[:3] == ["-m", "offload.bench.suite", "device"]
+    outcome = shell("bench", *words[2:])
+    assert outcome.code in (1, 2)
+    opened = ("opening: failed", "gate: failed", "loading: failed")
+    errors = [line for line in outcome.out.splitlines() if line.removeprefix("not invariant, ").startswith(opened)]
+    assert errors and all("MISSED" in line for line in errors), "every step opens a model, and none is built"
+    return [line for line in errors if "_AdmittedError" not in line]
+
+
+def named(name: str) -> Step:
+    return next(one for one in all_steps(False) if one.name == name)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_step_is_admitted(name: str, plans: list[MemoryPlan], tmp_path: Path) -> None:
+    assert refused(named(name), tmp_path) == [] and plans
+    if name != "gate":
+        (plan,) = plans
+        num_layers = len(plan.layer_bytes)
+        assert plan.num_nodes == max(passes.ON_DEVICE.sizes) and plan.gpu_bytes == 32 << 30
+        assert plan.streamed_bytes > 0 and not plan.disk_streamed_bytes, "the link is what is measured"
+        assert sum(plan.is_resident) < num_layers / 2, "a sweep has to move most of the model"
+
+
+def other_budget(step: Step, budget: str) -> Step:
+    command = list(step.command)
+    command[command.index("--gpu-mem") + 1] = budget
+    return step._replace(command=tuple(command))
+
+
+MISTAKES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "the budget and the sizes of old": ("24GiB", (1, 64, 256, 768, 1024, 2048, 4096)),
+    "a budget that is too small": ("20GiB", promised.Amounts().sizes),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", PLANNED[1:])
+def test_a_step_that_would_be_refused_is_noticed(
+    name: str, mistake: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    budget, sizes = MISTAKES[mistake]
+    monkeypatch.setattr(promised, "Amounts", partial(promised.Amounts, sizes))
+    lines = refused(other_budget(named(name), budget), tmp_path)
+    assert lines and all("raise `gpu_memory` to" in line for line in lines)
+
+
+def test_steps_that_name_no_budget_of_models_are_known() -> None:
+    """A step that opens models has to be planned above; of experts each decoder has the least that works."""
+    assert {one.name for one in all_steps(False) if "device" in one.command} == {*PLANNED, "experts"}
