@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -52,6 +53,10 @@ class FakeDevice:
         self._random, self._lock = random.Random(seed), threading.RLock()
         self._is_compute_late, self._haste, self._compute_share = is_compute_late, haste, compute_share
         self.num_copies, self.num_host_waits, self._latency_s = 0, 0, latency_s
+
+    def computing(self) -> nullcontext[None]:
+        """It has no current stream."""
+        return nullcontext()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """It begins with a page, as that of a GPU begins at a multiple of 256 bytes."""
@@ -134,7 +139,7 @@ class FakeDevice:
 class FakeWay:
     """Locks pages as long as `limit_bytes` lasts."""
 
-    name = "fake"
+    name, is_seen = "fake", True
 
     def __init__(self, limit_bytes: float = float("inf")) -> None:
         self.left_bytes, self.freed = limit_bytes, 0

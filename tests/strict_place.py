@@ -98,9 +98,14 @@ class StrictDevice(TorchDispatchMode):
         is_read = not any(isinstance(leaf, OnCard) for leaf in tree_leaves(out))
         if is_of_card and (is_read or _has_a_size_to_wait_for(func, operands)):
             self.looks.append(sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)) or 1)
-        elif not is_read and any(not isinstance(operand, OnCard) and operand.ndim for operand in operands):
-            self.sends.append(max(operand.numel() for operand in operands))
+        elif not is_read and (sent := [one.numel() for one in operands if _is_sent(func, one)]):
+            self.sends.append(max(sent))
         return out
+
+
+def _is_sent(func: Any, operand: Tensor) -> bool:
+    """Of an operation that gives something on the GPU: a single number of the host is sent by copies alone."""
+    return not isinstance(operand, OnCard) and (operand.ndim > 0 or func._schema.name in _COPIES)
 
 
 def _has_a_size_to_wait_for(func: Any, operands: list[Tensor]) -> bool:

@@ -1,24 +1,24 @@
-"""How bytes get to this device: ways of locking memory, copies at once and in chunks, small uploads behind layers.
+"""How bytes get to this device: ways of locking memory, large copies, and small uploads behind layers.
 
-Whether a small upload waits for all layers queued before it decides how much of drafting the link can hide; the
-remedies are measured beside each other, and which of them a run would take.
+Whether a small upload waits for all layers queued before it decides how much of drafting the link can hide: staged ones
+are timed beside copies.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from offload.bench.harness.promises import failure, row
 from offload.bench.harness.row_log import Row, add_row
-from offload.calibration.copy_choice import CANDIDATES, STAGING_BYTES, choose_copies, is_right, observe, using
 from offload.calibration.link import copy_bytes_per_s
-from offload.streaming.copy_policy import AT_ONCE, CopyPolicy
 from offload.streaming.device import CudaDevice
 from offload.streaming.disk import allocate
 from offload.streaming.pinned import PinnedAllocator, Way, open_pinned_allocator
@@ -26,13 +26,20 @@ from offload.streaming.pinned import PinnedAllocator, Way, open_pinned_allocator
 LAYER_BYTES = 1_711_000_000  # of Llama-2-70B
 UPLOADS = {"64 B": 64, "40 KB": 40_000, "12 MB": 12_582_912}  # a few positions, a mask, embeddings of 768 rows
 _QUEUED_BYTES = 512 << 20  # each; three of them are long enough to be waited for
-_CHUNKS = (16 << 20, 32 << 20, 64 << 20)
+_NUM_QUEUED = 3  # as a sweep leaves it: every slot has a layer on its way
+_NUM_ROUNDS = 4  # of which the first is not like the others
+
+
+class Observed(NamedTuple):
+    """One way of sending on one device."""
+
+    upload_s: float  # until a small tensor is there that was asked for behind several layers
+    copy_bytes_per_s: float  # of these layers
 
 
 def measure(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int = LAYER_BYTES) -> Iterator[Row]:
     """All rows; what breaks costs its own."""
     asked: list[tuple[str, Callable[[], Iterator[Row]]]] = [
-        ("chosen", lambda: _chosen(card, arena)),
         ("uploads", lambda: uploads(card, arena, min(layer_bytes, _QUEUED_BYTES))),
         ("pinning", lambda: pinning(card, [*arena.ways_open, PageableWay()], layer_bytes)),
     ]
@@ -57,7 +64,7 @@ def pinning(card: CudaDevice, ways: list[Way], num_bytes: int) -> Iterator[Row]:
 class PageableWay:
     """Memory that is not locked, for comparison."""
 
-    name = "pageable"
+    name, is_seen = "pageable", False
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Pages that are there already."""
@@ -70,48 +77,51 @@ class PageableWay:
 
 
 def uploads(card: CudaDevice, arena: PinnedAllocator, layer_bytes: int) -> Iterator[Row]:
-    """Each size behind three layers, under each policy, beside the same with nothing before it."""
-    layer, staging = arena.allocate(layer_bytes).array, arena.allocate(STAGING_BYTES).array
-    slot = card.allocate(layer_bytes)
-    for policy in (AT_ONCE, *(CopyPolicy(chunk_bytes=size) for size in _CHUNKS), CANDIDATES[-1]):
-        for name, has_ticks in ((told(policy), True), *([(told(policy, False), False)] if policy.chunk_bytes else [])):
-            with using(card, policy, staging), _ticks(card, has_ticks):
-                yield row(f"uploads arrive as sent, {name}", 0.0, None, None, "") | {"is_met": is_right(card)}
-                for size, num_bytes in UPLOADS.items():
-                    found = observe(card, layer, slot, num_bytes=num_bytes)
-                    idle = observe(card, layer[:4096], slot[:4096], num_bytes=num_bytes)
-                    about = f"upload of {size} behind three layers, {name}"
-                    yield row(about, found.upload_s, idle.upload_s, None, "s")
-                yield row(f"layers, {name}", found.copy_bytes_per_s / 1e9, None, None, "GB/s")
+    """Each size behind three layers, as copies and staged, beside the same with nothing before it."""
+    layer, slot = arena.allocate(layer_bytes).array, card.allocate(layer_bytes)
+    for name in ("at once", "staged"):
+        with ExitStack() as resources:
+            refusal = card.stage_uploads(resources) if name == "staged" else None
+            arrived = {"is_met": refusal is None and is_right(card), "notes": refusal or ""}
+            yield row(f"uploads arrive as sent, {name}", 0.0, None, None, "") | arrived
+            for size, num_bytes in UPLOADS.items():
+                found = observe(card, layer, slot, num_bytes=num_bytes)
+                idle = observe(card, layer[:4096], slot[:4096], num_bytes=num_bytes)
+                yield row(f"upload of {size} behind three layers, {name}", found.upload_s, idle.upload_s, None, "s")
+            yield row(f"layers, {name}", found.copy_bytes_per_s / 1e9, None, None, "GB/s")
 
 
-def told(policy: CopyPolicy, has_ticks: bool = True) -> str:
-    """A policy in words."""
-    if policy.chunk_bytes is None:
-        return "staged" if policy.stages_uploads else "at once"
-    return f"chunks of {policy.chunk_bytes >> 20} MiB" + (", a kernel between" if has_ticks else "")
+def is_right(device: CudaDevice) -> bool:
+    """Whether uploads of any type and size bring what was sent, one behind the other."""
+    sources = [torch.arange(size, dtype=dtype) % 2 for size in (1, 77, 9001) for dtype in (torch.int64, torch.float32)]
+    sources += [torch.arange(1001) % 3 == 0, torch.tensor(5)]
+    sent = [device.upload(source) for source in sources]
+    return all(torch.equal(there.cpu(), source) for there, source in zip(sent, sources, strict=True))
 
 
-def _chosen(card: CudaDevice, arena: PinnedAllocator) -> Iterator[Row]:
-    started = time.perf_counter()
-    policy = choose_copies(card, arena)
-    card.stage_uploads(None)
-    yield row("choosing a copy policy", time.perf_counter() - started, None, None, "s") | {"notes": told(policy)}
-
-
-@contextmanager
-def _ticks(card: CudaDevice, has_ticks: bool) -> Iterator[None]:
-    """Without them chunks follow one another directly."""
-    before, nothing = card._tick, cast(torch.Tensor, _Nothing())
-    card._tick = before if has_ticks else nothing
-    try:
-        yield
-    finally:
-        card._tick = before
-
-
-class _Nothing:
-    def add_(self, _: int) -> None: ...
+def observe(
+    device: CudaDevice,
+    layer: np.ndarray,
+    slot: Tensor,
+    *,
+    num_bytes: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Observed:
+    """Queue some layers, ask for a small tensor, and wait for it; medians over rounds."""
+    source, upload_s, rates = torch.zeros(num_bytes, dtype=torch.uint8), list[float](), list[float]()
+    weights = torch.from_numpy(layer)
+    device.wait(device.copies, device.record(device.compute))  # memory of the slot may still be in use there
+    for _ in range(_NUM_ROUNDS):
+        before = device.record(device.copies, is_timed=True)
+        for _ in range(_NUM_QUEUED):
+            device.copy(slot, weights, device.copies)
+        after, started = device.record(device.copies, is_timed=True), clock()
+        device.upload(source)
+        device.synchronize(device.record(device.compute))
+        upload_s.append(clock() - started)
+        device.synchronize(after)
+        rates.append(_NUM_QUEUED * layer.nbytes / max(device.elapsed_s(before, after) or 0.0, 1e-9))
+    return Observed(median(upload_s[1:]), median(rates[1:]))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def _with_replacement(probs_WV: Tensor, num_children: int, sampler: Sampler) -> 
     chosen = []
     for probs_RV in _blocks(probs_WV):
         sum_RV = probs_RV.double().cumsum(1)
-        coin_RK = torch.from_numpy(sampler.uniform(len(probs_RV), num_children)).to(probs_RV.device)
+        coin_RK = sampler.send(torch.from_numpy(sampler.uniform(len(probs_RV), num_children)), probs_RV)
         total_R1 = sum_RV[:, -1:].clone()
         token_RK = torch.searchsorted(sum_RV, coin_RK * total_R1, right=True)
         last_R1 = torch.searchsorted(sum_RV, total_R1).clamp_(max=probs_RV.shape[1] - 1)

@@ -5,8 +5,6 @@ sure than it should be, so beta is mostly above one. For each token that was emi
 log-loss, old losses fade, and the one that has paid least is used next. It shapes later trees, never what is emitted.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -26,10 +24,9 @@ class Sharpness:
     def exponent(self) -> float:
         return _GRID[int(self._loss_G.argmin())]
 
-    def learn(self, score_TV: Tensor, tokens: Sequence[int]) -> None:
-        """`tokens` were emitted where the draft gave these scores; one that it ruled out tells nothing."""
-        token_T1 = torch.tensor(tokens, device=score_TV.device)[:, None]
-        losses = [-(beta * score_TV).log_softmax(1).gather(1, token_T1) for beta in _GRID]
+    def learn(self, score_TV: Tensor, token_T: Tensor) -> None:
+        """These tokens were emitted where the draft gave these scores; one that it ruled out tells nothing."""
+        losses = [-(beta * score_TV).log_softmax(1).gather(1, token_T[:, None]) for beta in _GRID]
         for loss_G in torch.cat(losses, 1).cpu():
             if torch.isfinite(loss_G).all():
                 self._loss_G = _KEPT * self._loss_G + loss_G

@@ -95,7 +95,7 @@ def grow_forest(plots: Sequence[Plot], bounds: DynamicShape, worth: Worth = _NO_
     rows.keep(picked, logits_RV, [plot.mixture.guesses.root for plot in plots])
     rows.run_ahead(bounds)
     while picked.size:
-        best.add(np.concatenate([_children(own, rows, plots[text].mixture) for text, own in _by_text(picked)]))
+        best.add(np.concatenate([_children(own, rows, plots[text]) for text, own in _by_text(picked)]))
         picked = best.scored()
         if not picked.size:
             gain, expected = best.expected - expected, best.expected
@@ -306,23 +306,26 @@ class _Rows:
         self.ahead = {(parent, guess.token): row for row, (_, guess, parent) in enumerate(found, first)}
 
 
-def _children(parents: Candidates, rows: _Rows, mixture: Mixture) -> Candidates:
+def _children(parents: Candidates, rows: _Rows, plot: Plot) -> Candidates:
     """The likeliest children of one text's rows that were run, row after row; none without a chance."""
     score_WV = torch.stack([rows.scores[row] for row in parents["row"].tolist()])
+    mixture = plot.mixture
     log_pi_WV = (mixture.exponent * score_WV).log_softmax(1)  # never above 0: f must not rise
     token_WK = score_WV.topk(min(_NUM_CHILDREN, score_WV.shape[1])).indices
     children_WK = np.zeros(token_WK.shape, dtype=_CANDIDATE)
     children_WK["log_f"] = log_pi_WV.gather(1, token_WK).cpu().numpy()
     children_WK["token"], children_WK["row"] = token_WK.cpu().numpy(), _NOT_RUN
     children_WK["parent"] = parents["row"][:, None]
-    children = _mixed(children_WK, log_pi_WV, rows, mixture.guesses) if mixture.guesses else children_WK.reshape(-1)
+    children, guesses = children_WK.reshape(-1), mixture.guesses
+    if guesses:
+        children = _mixed(children_WK, log_pi_WV, rows, guesses, plot.sampler)
     above = parents[np.searchsorted(parents["row"], children["parent"])]
     children["depth"], children["text"] = above["depth"] + 1, above["text"]
     children["log_f"] += above["log_f"]
     return children[children["log_f"] > -np.inf]
 
 
-def _mixed(children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Guesses) -> Candidates:
+def _mixed(children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Guesses, sampler: Sampler) -> Candidates:
     """The children of the draft, and those that are guessed, each with the chance that both together give it."""
     best_W = np.exp(children_WK["log_f"].max(1, initial=-np.inf)).tolist()
     parents = children_WK["parent"][:, 0].tolist()
@@ -333,7 +336,8 @@ def _mixed(children_WK: Candidates, log_pi_WV: Tensor, rows: _Rows, guesses: Gue
         return children_WK.reshape(-1)
     row_G, token_G, chance_G = (np.array(column) for column in zip(*pairs, strict=True))
     rest_W = np.array([rest for _, rest in told])
-    log_pi_G = log_pi_WV[torch.from_numpy(row_G), torch.from_numpy(token_G)].cpu().numpy()
+    place_G = sampler.send(torch.from_numpy(row_G * log_pi_WV.shape[1] + token_G), log_pi_WV)
+    log_pi_G = log_pi_WV.take(place_G).cpu().numpy()
     guessed["log_f"] = np.log(chance_G + rest_W[row_G] * np.exp(log_pi_G))
     guessed["token"], guessed["parent"] = token_G, children_WK["parent"][row_G, 0]
     guessed["row"] = [

@@ -90,7 +90,8 @@ class ModelDrafter:
         seen = [node for node in nodes if node in drafted.score_of_node]
         if seen:
             scores_TV = torch.stack([drafted.score_of_node[node] for node in seen])
-            self._sharpness[_kind(sampler)].learn(scores_TV, [emitted_after[node] for node in seen])
+            token_T = sampler.send(torch.tensor([emitted_after[node] for node in seen]), scores_TV)
+            self._sharpness[_kind(sampler)].learn(scores_TV, token_T)
             self._worth[_kind(sampler)].learn(len(tokens))
 
     def score(self, tokens: Sequence[int], start: int, state: KVCache) -> Iterator[Tensor]:

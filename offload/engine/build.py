@@ -31,7 +31,7 @@ from offload.model.experts import sample_of
 from offload.model.weights import StreamedModel
 from offload.planning.options import LoadOptions
 from offload.sampling.grammars import Grammars
-from offload.streaming.device import Device
+from offload.streaming.device import CudaDevice, Device
 from offload.streaming.disk import DiskReader
 from offload.streaming.sight import Sight
 from offload.streaming.source import ByteSource, OpenSource
@@ -118,6 +118,18 @@ def read_pair(pair: Pair, on_bytes: Progress) -> list[Outcome]:
             outcomes += _pick_expansion(pair, draft, source)
             _fill_layers(draft, source, count)
     return outcomes
+
+
+def send_beside_layers(
+    device: Device | None, plan: MemoryPlan, resources: ExitStack, *models: StreamedModel | None
+) -> list[str]:
+    """On a GPU that layers are streamed to, let what these models send pass the layers; lines for the user."""
+    if not isinstance(device, CudaDevice) or not plan.is_streamed:
+        return []
+    refusal = device.stage_uploads(resources)
+    for model in filter(None, models):
+        model.send_with(device.upload)
+    return [] if refusal is None else [refusal]
 
 
 def telling(pair: Pair, hooks: Hooks) -> Callable[[], None]:

@@ -104,7 +104,7 @@ class Decoder:
         self.target, self.drafter, self._resources = target, drafter, resources
         self._vocab_size, self._start = target.vocab_size, target.start
         self._grammars = grammars or Grammars(self.tokenizer, self._vocab_size, self.end_ids)
-        self._turn, self._waiting, self._encoding = Turn(), ThreadWaiting(), threading.Lock()
+        self._turn, self._waiting, self._encoding = Turn(target.computing), ThreadWaiting(), threading.Lock()
         resources.callback(self._waiting.close)
         weakref.finalize(self, _close_dropped, resources).atexit = False
         sets = [Caches(target.new_cache(), drafter.new_state()) for _ in range(self.num_parallel)]

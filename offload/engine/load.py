@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from offload.calibration.copy_choice import choose_copies
 from offload.calibration.device_link import device_link_bytes_per_s
 from offload.calibration.invariance import Invariance, make_invariant
 from offload.calibration.kernel_selection import NO_KERNELS, KernelChoice, choose_kernels, shapes_of
@@ -22,7 +21,7 @@ from offload.calibration.startup import RunSettings, calibrate, pick_threads, tr
 from offload.checkpoint.compute_type import settled_dtype
 from offload.checkpoint.hub import fetch
 from offload.config import Sampling, check_lenience, require
-from offload.engine.build import Pair, counter, open_pair, read_pair, telling
+from offload.engine.build import Pair, counter, open_pair, read_pair, send_beside_layers, telling
 from offload.engine.decoder import Decoder, Settled
 from offload.engine.hooks import Hooks, Progress
 from offload.engine.lookup_sources import open_sources
@@ -41,7 +40,7 @@ from offload.planning.place import find_place
 from offload.planning.room import Room
 from offload.planning.tree_policy import Trees
 from offload.ranks.transport import Transport
-from offload.streaming.device import CudaDevice, Device, open_device
+from offload.streaming.device import Device, computing_on, open_device
 from offload.streaming.disk import DiskReader
 from offload.streaming.expert_cache import warm_order
 from offload.streaming.expert_pool import ExpertPool, open_pool
@@ -132,7 +131,7 @@ def open_decoder(
     device = device or _device_of(options)
     settings = RunSettings(request.sampling if request else Sampling(), options.rule)
     room = Room.of(options, str(device.place) if device else None)
-    with ExitStack() as resources:
+    with computing_on(device), ExitStack() as resources:
         files, roles = _read_headers(model, draft, options, room, hooks.on_phase), options.roles()
         dtype, notes = settled_dtype(files.target, options.dtype, is_on_cpu=device is None)
         options, room = replace(options, dtype=dtype), replace(room, dtype=dtype)
@@ -155,7 +154,7 @@ def open_decoder(
         if request is not None:
             _check_request(request, pair, models)
         sources = open_sources(options, pair.tokenizer, pair.target.vocab_size, has_draft=draft is not None)
-        _pick_copies(pair, least, resources)
+        pair.notes.extend(send_beside_layers(device, least, resources, pair.target, pair.draft))
         hooks.on_phase("reading draft and embeddings" if draft is not None else "reading embeddings")
         expanded = read_pair(pair, hooks.on_bytes)  # the first weights: what can be refused has been
         hooks.on_phase("choosing kernels and threads")
@@ -294,20 +293,6 @@ def _pick_kernels(pair: Pair, plan: MemoryPlan, sampling: Sampling) -> KernelCho
     note = use_graphs(pair.draft) if pair.draft is not None and pair.draft.place.type == "cuda" else None
     pair.notes.extend([note] if note else [])
     return choice
-
-
-def _pick_copies(pair: Pair, plan: MemoryPlan, resources: ExitStack) -> None:
-    """On a GPU that layers are streamed to: how they leave room for what is small, and how that is sent."""
-    device = pair.device
-    if not isinstance(device, CudaDevice) or not plan.is_streamed:
-        return
-    allocator = device.open_allocator()
-    resources.callback(allocator.close)
-    resources.callback(device.stage_uploads, None)
-    choose_copies(device, allocator)
-    for model in (pair.target, pair.draft):
-        if model is not None:
-            model.send_with(device.upload)
 
 
 def _open_experts(

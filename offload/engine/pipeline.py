@@ -6,7 +6,7 @@ Invariant: the text is that of the same seed in one process; what runs are on th
 import time
 from collections import abc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -50,7 +50,7 @@ class _Elsewhere:
     """What stands for the target: the head asks stages instead of scoring."""
 
     start: tuple[int, ...] = ()
-    peak_device_bytes = 0
+    peak_device_bytes, computing = 0, nullcontext
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.stream = vocab_size, self

@@ -15,6 +15,7 @@ from offload.calibration.quick import timed
 from offload.calibration.startup import pick_threads
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
+from offload.engine.build import send_beside_layers
 from offload.engine.capacity import capacity_of
 from offload.engine.meeting import meet
 from offload.engine.team import Given, Team
@@ -37,6 +38,7 @@ from offload.streaming.layers import Layers, open_layers
 from offload.streaming.sight import Sight
 
 _TYPICAL_NODES = 64
+_BY_HOST = "ranks exchange rows of GPUs by way of host memory, which is slower than NCCL, and the way that was tried"
 _TIMED_ROWS, _NUM_TIMES = (1, 16, 64, 256), 3
 
 
@@ -54,11 +56,12 @@ class Shards(Team):
     is_alone, profile = False, "none"  # profiles are those of one process
 
     def __init__(
-        self, transport: Transport, sharding: Sharding, exchange: Exchange, measured: _Measured, resources: ExitStack
-    ) -> None:
+        self, transport: Transport, sharding: Sharding, exchange: Exchange, measured: _Measured, resources: ExitStack,
+        notes: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.transport, self.sharding, self.exchange, self._measured = transport, sharding, exchange, measured
         self.exchange_s = measured.exchange_s
-        self._resources, self.notes = resources, (f"rows of every layer by rank: {sharding.percentages}",)
+        self._resources, self.notes = resources, (f"rows of every layer by rank: {sharding.percentages}", *notes)
 
     def own(self, files: Files) -> Files:
         """The head's rows, with all that is around the layers."""
@@ -113,7 +116,7 @@ def join_shards(given: Given, resources: ExitStack, transport: Transport | None 
 def _share(given: Given, transport: Transport, own_bytes: int, resources: ExitStack) -> Shards:
     files, dtype = given.files, given.options.dtype
     even = share_layers(files.target, [1 / transport.num_ranks] * transport.num_ranks)
-    tell_all(transport, None)  # links are measured at one time: they may be the same
+    has_gpu = any(tell_all(transport, given.device is not None))  # links are measured at one time: they may be the same
     held = given.room.roomy().plan(shard_files(files, even, transport.rank), _TYPICAL_NODES)
     mine = capacity_of(given, held, shares_kv=even.has_own_heads)
     capacities = [RankCapacity(*one) for one in tell_all(transport, mine)]
@@ -127,7 +130,7 @@ def _share(given: Given, transport: Transport, own_bytes: int, resources: ExitSt
     num_layers, width = len(shape.layer_bytes), config_sizes(files.target)["hidden_size"]
     row_bytes = Gathers(gathered_widths(sharding), num_layers, width, column.itemsize).sent_bytes(1)[transport.rank]
     measured = _Measured(own_bytes, row_bytes, Curve(_TIMED_ROWS, pass_s))
-    return Shards(transport, sharding, exchange, measured, resources)
+    return Shards(transport, sharding, exchange, measured, resources, (_BY_HOST,) if has_gpu else ())
 
 
 def _layer_s(exchange: Exchange, sharding: Sharding, rank: int, column: torch.Tensor) -> float:
@@ -155,6 +158,8 @@ def _follow(shards: Shards, given: Given, resources: ExitStack) -> None:
     sight = Sight(own, given.hooks.on_note)
     store = given.open_source(own.shards, stamps=own.stamps, rate_limit_bytes_per_s=limit, sight=sight)
     resources.callback(store.close)
+    for note in send_beside_layers(device, plan, resources, model):
+        given.hooks.on_note(note)
     torch.set_num_threads(options.threads or pick_threads(model, None).start.sweep.num_threads)
     stream = open_layers(store, model.layer_layouts, plan, device, resources)
     stream.load_resident()

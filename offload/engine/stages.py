@@ -20,7 +20,7 @@ from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.section import Section, checkpoint_of
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import format_bytes, parse_size
-from offload.engine.build import Vocabulary, check_vocabulary, end_ids_of, resident_model
+from offload.engine.build import Vocabulary, check_vocabulary, end_ids_of, resident_model, send_beside_layers
 from offload.engine.capacity import capacity_of
 from offload.engine.decoder import Settled
 from offload.engine.meeting import meet
@@ -46,6 +46,7 @@ from offload.ranks.head import Head, RowPrice
 from offload.ranks.messages import Channel
 from offload.ranks.stage import Neighbours, Stage, serve_stage
 from offload.ranks.transport import Transport
+from offload.streaming.device import Device, computing_on
 from offload.streaming.layers import open_layers
 from offload.streaming.sight import Sight
 from offload.threads.policy import Mode, Modes, ThreadPolicy
@@ -198,8 +199,8 @@ def _require_room_for_draft(rank: _Rank) -> None:
 class _Services:
     """What this rank does for the head, each in a thread where it does more than one thing."""
 
-    def __init__(self, stage: Stage | None, work: list[Callable[[], None]]) -> None:
-        self.stage, self._work = stage, work
+    def __init__(self, stage: Stage | None, work: list[Callable[[], None]], device: Device | None) -> None:
+        self.stage, self._work, self._device = stage, work, device
         self._errors = list[BaseException]()
 
     def start(self, resources: ExitStack) -> None:
@@ -217,7 +218,8 @@ class _Services:
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            work()
+            with computing_on(self._device):
+                work()
         except BaseException as error:  # raised by `run`; the head has been told
             self._errors.append(error)
 
@@ -234,7 +236,7 @@ def _load(rank: _Rank, plan: MemoryPlan | None, resources: ExitStack) -> _Servic
     if not work:  # a draft's rank, where nobody guesses
         work.append(partial(_wait_for_end, rank.transport))
     agree_on(rank.transport)
-    return _Services(stage, work)
+    return _Services(stage, work, rank.given.device)
 
 
 def _wait_for_end(transport: Transport) -> None:
@@ -252,6 +254,8 @@ def _load_stage(rank: _Rank, index: int, plan: MemoryPlan, resources: ExitStack)
         target.shards, stamps=target.stamps, rate_limit_bytes_per_s=limit, sight=Sight(target, given.hooks.on_note)
     )  # fmt: skip
     resources.callback(store.close)
+    for note in send_beside_layers(given.device, plan, resources, model):
+        given.hooks.on_note(note)
     model.read_rest(store.fetch)
     model.expand_with(choose_expansion(model, store.fetch, given.device).expansion)
     torch.set_num_threads(given.options.threads or pick_threads(model, None).start.sweep.num_threads)

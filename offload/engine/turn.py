@@ -4,17 +4,20 @@ Invariant: caches, slots and readers are touched by whoever has the turn alone. 
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from offload.errors import UserError
 
 
 class Turn:
-    """Had by the thread that uses a decoder, as often as it likes; others are refused meanwhile."""
+    """Had by the thread that uses a decoder, as often as it likes; others are refused meanwhile.
 
-    def __init__(self) -> None:
-        self._lock, self._is_over = threading.RLock(), False
+    `computing` is entered with every turn: where that thread is to compute.
+    """
+
+    def __init__(self, computing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._lock, self._is_over, self._computing = threading.RLock(), False, computing
         self._stepping: int | None = None  # the thread that a step is under way in
 
     @contextmanager
@@ -26,7 +29,8 @@ class Turn:
             self._require_no_own_step()
             if self._is_over:
                 raise UserError("this decoder was closed: load the model again")
-            yield
+            with self._computing():
+                yield
         finally:
             self._lock.release()
 

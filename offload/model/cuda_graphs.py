@@ -131,15 +131,22 @@ class CudaRecorder:
 
     def _capture(self, graph: Any, work: Work) -> None:
         """Without `torch.cuda.graph`, which waits for the whole device, hence for all layers on their way to it."""
-        # Other threads copy layers meanwhile, and must be let.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            work()
+            # Other threads copy layers meanwhile, and must be let.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # says again that it failed, and less of why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         except BaseException:
-            with suppress(RuntimeError):  # says again that it failed, and less of why
-                graph.capture_end()
+            # Up to torch 2.11 a capture that ends broken stays open in the allocator, which then refuses to give
+            # memory back (pytorch/pytorch#180395); where it is closed already, the allocator says so.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._side.device.index, self._pool)
             raise
-        graph.capture_end()
 
 
 def use_graphs(model: StreamedModel) -> str | None:
@@ -154,7 +161,8 @@ def use_graphs(model: StreamedModel) -> str | None:
     try:
         with torch.inference_mode():
             graphs(one, one, torch.ones(1, 1, dtype=torch.bool), cache, 1)
-    except RuntimeError as error:
-        return f"the draft runs without CUDA graphs, which is slower ({str(error).splitlines()[0][:120]})"
+    except Exception as error:  # whatever a family does in its pass that a recording does not take
+        why = str(error).partition("\n")[0] or type(error).__name__
+        return f"the draft runs without CUDA graphs, which is slower ({why[:120]})"
     model.replay_with(Graphs(model, open_recorder))
     return None

@@ -4,6 +4,7 @@ It holds weights and no text: the cache of the text's keys and values is lent to
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from offload.model.parts import Part
 from offload.model.weights import StreamedModel
 from offload.sampling.logits import Logits
 from offload.stats import Moved, RankFigures
-from offload.streaming.device import Device
+from offload.streaming.device import Device, computing_on
 from offload.streaming.expert_pool import ExpertPool
 from offload.streaming.layers import Layers
 from offload.tree.token_tree import TokenTree, ancestors
@@ -67,6 +68,7 @@ class Target:
         self._last_position, self._max_logits = plan.source_tokens + plan.context - 1, plan.num_logits_rows
         self._cache_slots, self._gather = plan.cache_slots, kernels.kv_commit
         self._device, self._on_layer = device, on_layer
+        self.computing = partial(computing_on, device)  # to be entered by every thread that computes with it
         model.stream_layers(stream.acquire, self._release)
         if experts is not None:
             model.bring_experts(experts.bring)

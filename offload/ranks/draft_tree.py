@@ -186,7 +186,7 @@ class DraftTree:
 
     def _learn(self, token: int) -> None:
         if self.root.score_V is not None:
-            self._sharpness.learn(self.root.score_V[None], [token])
+            self._sharpness.learn(self.root.score_V[None], torch.tensor([token]))
 
     def _child(self, token: int) -> Node:
         """Of the root; told, or among the news."""

@@ -4,7 +4,7 @@ Invariant: outside of a pass nobody is waited for: the columns of other ranks ar
 can be timed, and tried out, alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,12 +22,16 @@ from offload.ranks.transport import Transport
 class Exchange:
     """One rank's part in the passes of a shared model.
 
+    What is exchanged passes through host memory on every rank, whatever each of them computes on.
+
     Attributes:
         num_passes, num_rows: that all ranks have run together, and their rows.
+        send: brings rows of the host to where this rank computes.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._is_open = transport, False
+        self.send: Callable[[Tensor], Tensor] = lambda rows: rows
         self.num_passes = self.num_rows = 0
 
     @contextmanager
@@ -44,14 +48,14 @@ class Exchange:
         if not self._is_open:
             return rows
         self.num_passes, self.num_rows = self.num_passes + 1, self.num_rows + len(rows)
-        return self._transport.broadcast(rows)
+        return self.send(self._transport.broadcast(rows.cpu()))
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks, of which `part`, (..., widths[rank]), has this one's."""
         before = sum(widths[: self._transport.rank])
         if not self._is_open:
             return pad(part, (before, sum(widths) - before - part.shape[-1]))
-        return self._transport.gather(part.flatten(0, -2), widths).unflatten(0, part.shape[:-1])
+        return self.send(self._transport.gather(part.flatten(0, -2).cpu(), widths)).unflatten(0, part.shape[:-1])
 
 
 def cut_model(meta_model: nn.Module, sharding: Sharding, exchange: Exchange, rank: int) -> None:

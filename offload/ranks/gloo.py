@@ -1,4 +1,4 @@
-"""A transport over torch.distributed: gloo between hosts and processors, NCCL where exchanged rows lie on GPUs.
+"""A transport over torch.distributed's gloo, whatever ranks compute on: what they exchange lies in host memory.
 
 Messages of each channel go through a process group of their own. Gloo's receiver must know the size, so a header comes
 first; and a send lasts until the other side takes it, so a thread waits for it and keeps its tensors alive. Exchanges

@@ -220,14 +220,12 @@ def compare(cards: Sequence[Card]) -> None:
 def _open(store: dist.Store, place: Place, limit_s: float, exchange_limit_s: float) -> Gloo:
     """A transport over process groups that are made here. Raises `UserError` where ranks cannot reach each other."""
     choose_interface(place.address, place.port)
-    has_own_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= place.num_on_host
-    backend = "cpu:gloo,cuda:nccl" if has_own_gpu and dist.is_nccl_available() else "gloo"
     try:
         dist.init_process_group(
             "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=limit(exchange_limit_s)
         )
         channels = {one: dist.new_group(timeout=limit(limit_s), backend="gloo") for one in Channel}
-        exchange = dist.new_group(timeout=limit(_PATIENCE * exchange_limit_s), backend=backend)
+        exchange = dist.new_group(timeout=limit(_PATIENCE * exchange_limit_s), backend="gloo")
         dist.barrier()
     except RuntimeError as error:
         rule = f"rank {place.rank} must reach all others at the address by which it is known"

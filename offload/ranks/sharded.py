@@ -39,6 +39,7 @@ class ShardedTarget(Target):
         on_layer: Callable[[], None] = lambda: None, **more: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, on_layer=self._hear_layer, **more)
+        exchange.send = self.send
         self._transport, self._exchange, self._listener, self._is_broken = transport, exchange, on_layer, False
         self._held_back: BaseException | None = None
         self._read = read
@@ -123,6 +124,7 @@ def serve_shard(
     """Follow the head until it ends. Raises `RankError` where it is lost, `ReadError` where the disk fails."""
     cache = model.new_cache(plan.cache_slots)
     model.stream_layers(stream.acquire, stream.release)
+    exchange.send = model.send
     while (order := transport.receive(0, Channel.DATA)).kind is not Kind.STOP:
         if order.kind is Kind.RESET:
             cache.clear(order.numbers[0])
@@ -138,7 +140,7 @@ def serve_shard(
             sees_TT = _unpacked(order.payload, len(position_T))
             with exchange.opened():
                 hidden_TD = exchange.share(torch.empty(len(position_T), model.width, dtype=model.dtype))
-                model.forward(hidden_TD.to(model.place), position_T, sees_TT, cache)
+                model.forward(hidden_TD, position_T, sees_TT, cache)
 
 
 def _packed(sees_TT: Tensor) -> Tensor:

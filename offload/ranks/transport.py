@@ -38,7 +38,10 @@ class Transport(Protocol):
         """One of these (source, channel) whose next message has arrived; waits for it, and takes nothing."""
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
-        """The source's rows on every rank; others give a tensor of the same shape and type, which may be filled."""
+        """The source's rows on every rank; others give a tensor of the same shape and type, which may be filled.
+
+        It is of the host, as in `gather`: two ranks that chose a way by where their rows lie might never meet.
+        """
 
     def gather(self, part_TR: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks side by side; this one's are `part_TR`, rank r has `widths[r]` of them."""

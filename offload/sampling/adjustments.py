@@ -7,13 +7,20 @@ Invariant: what becomes of a row depends on its past alone, bit for bit, and not
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offload.config import Sampling
+
+Send = Callable[[Tensor], Tensor]
+
+
+def stay(tensor: Tensor) -> Tensor:
+    """The way to logits that are on the host."""
+    return tensor
 
 
 class Adjustment(Protocol):
@@ -25,11 +32,12 @@ class Adjustment(Protocol):
     def accept(self, tokens: Sequence[int]) -> None:
         """These follow."""
 
-    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send) -> Tensor:
         """Other logits, float32, and never in place.
 
         Args:
             paths: for every row the tokens behind the accepted ones, down to the row itself; they may be any tokens.
+            send: brings a tensor of the host to where logits are.
         """
 
     @property
@@ -65,17 +73,17 @@ class Penalties:
         self._num_new.update(tokens)
         self._said_C = None
 
-    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay) -> Tensor:
         """See `Adjustment`."""
-        place, scores_TV = logits_TV.device, logits_TV.to(torch.float32, copy=True)
-        scores_TV[:, self._biased_C.to(place)] += self._bias_C.to(place)
+        scores_TV = logits_TV.to(torch.float32, copy=True)
+        scores_TV[:, send(self._biased_C)] += send(self._bias_C)
         if self._said_C is None:
             self._said_C = torch.tensor([*self._num_new], dtype=torch.long)
             self._num_C = torch.tensor([*self._num_new.values()], dtype=torch.long)
-        said_C, (row_R, token_R, num_R) = self._said_C.to(place), self._on_paths(paths)
-        at_R = (row_R.to(place), token_R.to(place))
-        on_paths_R = self._penalised(scores_TV[at_R], num_R)  # of what is not penalised yet
-        scores_TV[:, said_C] = self._penalised(scores_TV[:, said_C], self._num_C)
+        said_C, (row_R, token_R, num_R) = send(self._said_C), self._on_paths(paths)
+        at_R = (send(row_R), send(token_R))
+        on_paths_R = self._penalised(scores_TV[at_R], send(self._lost(num_R)))  # of what is not penalised yet
+        scores_TV[:, said_C] = self._penalised(scores_TV[:, said_C], send(self._lost(self._num_C)))
         scores_TV[at_R] = on_paths_R
         return scores_TV
 
@@ -89,9 +97,12 @@ class Penalties:
         row_R, token_R, num_R = torch.tensor(found, dtype=torch.long).view(-1, 3).unbind(1)
         return row_R, token_R, num_R
 
-    def _penalised(self, scores: Tensor, num_C: Tensor) -> Tensor:
-        """Scores (..., C) of tokens that were said, of which so many are new."""
+    def _penalised(self, scores: Tensor, lost_C: Tensor) -> Tensor:
+        """Scores (..., C) of tokens that were said, and what each loses for being new text."""
         how = self._sampling
-        scores = torch.where(scores < 0, scores * how.repeat_penalty, scores / how.repeat_penalty)
-        lost_C = num_C.double() * how.frequency_penalty + (num_C > 0) * how.presence_penalty
-        return scores - lost_C.float().to(scores.device)
+        return torch.where(scores < 0, scores * how.repeat_penalty, scores / how.repeat_penalty) - lost_C
+
+    def _lost(self, num_C: Tensor) -> Tensor:
+        """By tokens that are new text so many times."""
+        how = self._sampling
+        return (num_C.double() * how.frequency_penalty + (num_C > 0) * how.presence_penalty).float()

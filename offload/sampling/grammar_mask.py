@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import UserError, refusing
+from offload.sampling.adjustments import Send, stay
 
 _REMEDY = "mend it, or ask for less"
 Path = tuple[int, ...]
@@ -67,7 +68,7 @@ class GrammarMask:
         mask_V = self._mask(())
         return mask_V is not None and not mask_V.any()
 
-    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay) -> Tensor:
         """See `Adjustment`; a row whose largest is no finite number stays, so that it is told of."""
         rows, masks = list[int](), list[Tensor]()
         for path, row in sorted((tuple(path), row) for row, path in enumerate(paths)):  # neighbours share most
@@ -77,8 +78,8 @@ class GrammarMask:
                 masks.append(mask_V)
         scores_TV = logits_TV.to(torch.float32, copy=True)
         if rows:
-            row_R = torch.tensor(rows, device=scores_TV.device)
-            scores_TV[row_R] = _masked(scores_TV[row_R], torch.stack(masks).to(scores_TV.device))
+            row_R = send(torch.tensor(rows))
+            scores_TV[row_R] = _masked(scores_TV[row_R], send(torch.stack(masks)))
         return scores_TV
 
     def _mask(self, path: Path) -> Tensor | None:

@@ -13,6 +13,7 @@ is biased.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -70,7 +71,7 @@ class Sampler:
         adjustments: Iterable[Adjustment] = (),
     ) -> None:
         self.kernels, self.sampling, self._vocab_size = kernels, sampling, vocab_size
-        self.is_greedy, self.drafting, self._send = sampling.is_greedy, drafting, send
+        self.is_greedy, self.drafting, self._send_by = sampling.is_greedy, drafting, send
         self._warpers = _warpers(sampling)
         self._is_filtered = len(self._warpers) > 1  # by more than a temperature
         self._noise: dict[int, Tensor] = {}
@@ -119,9 +120,14 @@ class Sampler:
         """`draw` for many rows, each at its own position: int64 (N), on the device; `NO_TOKEN` where none can be."""
         draw = self.kernels.match_rows
         assert draw is not None and self.draws_rows, "rows are drawn one by one here"
-        position_N = position_N.to(logits_NV.device) if self._send is None else self._send(position_N)
-        token_N = draw(logits_NV, position_N, self.sampling.seed, temperature=self.sampling.temperature)
+        token_N = draw(
+            logits_NV, self.send(position_N, logits_NV), self.sampling.seed, temperature=self.sampling.temperature
+        )
         return or_no_token(token_N, logits_NV)
+
+    def send(self, tensor: Tensor, scores: Tensor) -> Tensor:
+        """A small tensor of the host where these scores are: a plain copy would wait for layers that are queued."""
+        return tensor.to(scores.device) if self._send_by is None else self._send_by(tensor)
 
     def perturbed(self, logits_TV: Tensor, position: int | Sequence[int]) -> Tensor:
         """log p + G up to a constant per row, float64, for a token at one position or one per row; greedy: logits."""
@@ -167,7 +173,7 @@ class Sampler:
             paths: for every row the tokens behind the committed ones, down to the row itself; none for the root.
         """
         for adjustment in self._adjustments:
-            logits_TV = adjustment.adjust(logits_TV, paths)
+            logits_TV = adjustment.adjust(logits_TV, paths, partial(self.send, scores=logits_TV))
         return logits_TV
 
     def adjusted_rows(self, tree: Paths, logits: Rows) -> Rows:

@@ -5,6 +5,9 @@ current one" is another inside a `with` block and in another thread. Invariant: 
 """
 
 import re
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,9 +16,8 @@ from torch import Tensor
 
 from offload.config import format_bytes, parse_size
 from offload.errors import UserError, reason
-from offload.streaming.copy_policy import AT_ONCE, CopyPolicy
 from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
-from offload.streaming.staging import StagingRing
+from offload.streaming.staging import STAGING_BYTES, StagingRing
 
 Event = Any  # a mark in a stream, reached or not yet
 Stream = Any  # work that is done in order
@@ -30,6 +32,9 @@ class Device(Protocol):
     place: torch.device
     copies: Stream
     compute: Stream
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Meanwhile what this thread computes without naming a stream is enqueued on `compute`."""
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
@@ -68,9 +73,9 @@ class CudaDevice:
         torch.cuda.set_device(self.place)  # graphs are recorded on the current one
         self.compute = torch.cuda.current_stream(self.place)
         self.copies = torch.cuda.Stream(self.place, priority=-1)  # of kernels between copies, which must not wait long
-        self.policy: CopyPolicy = AT_ONCE  # how bytes get there; set by whoever measures (`copy_choice.py`)
         self._ring: StagingRing | None = None
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for every length anew, tens of milliseconds each
+        multiply_by_ieee()
         torch.cuda.reset_peak_memory_stats(self.place)
         self._context_bytes = self._own_context_bytes()
         # torch keeps to a limit, so that a large GPU can stand in for a small one; one from before no longer holds.
@@ -78,7 +83,12 @@ class CudaDevice:
         if limit_bytes is not None and limit_bytes > beside_bytes:  # with less no plan works, and that says so better
             share = (limit_bytes - beside_bytes) / torch.cuda.mem_get_info(self.place)[1]
         torch.cuda.set_per_process_memory_fraction(share, self.place)
-        self._tick = self.allocate(1)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Both are a thread's own: without this, another one would compute, and Triton launch, on the first GPU."""
+        with torch.cuda.device(self.place), torch.cuda.stream(self.compute):
+            yield
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the device as flat uint8."""
@@ -90,31 +100,32 @@ class CudaDevice:
 
     def copy(self, to: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy; from page-locked memory the host does not wait for it."""
-        step = self.policy.chunk_bytes
         with torch.cuda.stream(stream):
-            if step is None:
-                to.copy_(source, non_blocking=True)
-                return
-            for lo in range(0, len(to), step):
-                if lo:
-                    self._tick.add_(1)  # until this has run, the engine takes copies of other streams
-                to[lo : lo + step].copy_(source[lo : lo + step], non_blocking=True)
+            to.copy_(source, non_blocking=True)
 
-    def stage_uploads(self, array: np.ndarray | None) -> None:
-        """Let uploads pass through `array`, page-locked memory that stays until None takes its place."""
-        if array is None:
-            self._ring = None
-            return
-        seen = torch.as_tensor(_SeenByKernels(array), device=self.place)
-        self._ring = StagingRing(array, seen, lambda: self.record(self.compute), self.synchronize)
+    def stage_uploads(self, resources: ExitStack) -> str | None:
+        """Let uploads pass the layers that are queued, while `resources` are open; or a line why they cannot."""
+        pinned = self.open_allocator()
+        resources.callback(pinned.close)
+        buffer = pinned.allocate(STAGING_BYTES)
+        if not buffer.is_seen:
+            why = "kernels of this GPU cannot read it where the host does" if buffer.is_pinned else pinned.note
+            return f"what a step sends waits behind layers, it needs memory locked by cupy ({why}): install cupy"
+        seen = torch.as_tensor(_SeenByKernels(buffer.array), device=self.place)
+        self._ring = StagingRing(buffer.array, seen, lambda: self.record(self.compute), self.synchronize)
+        resources.callback(self._unstage)
+        return None
+
+    def _unstage(self) -> None:
+        self.synchronize(self.record(self.compute))  # the last uploads may still be read
+        self._ring = None
 
     def upload(self, source: Tensor) -> Tensor:
         """A tensor of the host for what computes; one that is here already is itself."""
-        ring = self._ring if self.policy.stages_uploads and source.device.type == "cpu" else None
-        if ring is None or not ring.has_room_for(source):
+        if self._ring is None or source.device.type != "cpu" or not self._ring.has_room_for(source):
             return source.to(self.place)
         with torch.cuda.stream(self.compute):
-            return ring.send(source)
+            return self._ring.send(source)
 
     def fill(self, tensor: Tensor, value: int, stream: Stream) -> None:
         """Enqueue setting every byte."""
@@ -159,6 +170,19 @@ class _SeenByKernels:
     def __init__(self, array: np.ndarray) -> None:
         address = {"data": (array.ctypes.data, False), "shape": (len(array) // 8,), "typestr": "<i8"}
         self.__cuda_array_interface__ = {**address, "version": 3}
+
+
+def computing_on(device: Device | None) -> AbstractContextManager[None]:
+    """`Device.computing`; None is the CPU, which every thread computes on."""
+    return nullcontext() if device is None else device.computing()
+
+
+def multiply_by_ieee() -> None:
+    """Let no float32 product be one of TF32, whatever the environment says (`TORCH_ALLOW_TF32_CUBLAS_OVERRIDE`)."""
+    with warnings.catch_warnings():  # the newer names alone leave a mixture, which torch refuses to multiply by
+        warnings.simplefilter("ignore", UserWarning)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def open_device(name: str | Device, gpu_memory: str | int | None = None, *, rank_on_host: int = 0) -> Device | None:

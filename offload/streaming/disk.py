@@ -4,6 +4,7 @@ Files are opened with O_DIRECT where the file system has it: nothing passes thro
 memory is kept. A few threads keep several requests in flight; a single one leaves a third of the disk unused.
 """
 
+import errno
 import mmap
 import os
 import threading
@@ -22,6 +23,7 @@ from offload.streaming.source import ByteSource, finish
 
 NUM_READERS = 8  # as many requests in flight: a reader that waits for its turn must not leave the disk idle
 REQUEST_BYTES = 2 << 20
+_NOT_INTO = "disks cannot write into locked memory here: reading through a buffer, which takes the host's time"
 _NO_DIRECT = "this file system has no O_DIRECT: reading through the page cache, which is slower and competes for memory"
 
 
@@ -55,10 +57,13 @@ class DiskReader(ByteSource):
         self._throttle = _Throttle(rate_limit_bytes_per_s) if rate_limit_bytes_per_s else None
         self._count = threading.Lock()
         self.bytes_read = 0  # what was moved
+        self._has_bounced = False
 
     @property
     def note(self) -> str | None:
-        return None if self.is_direct else _NO_DIRECT
+        if not self.is_direct:
+            return _NO_DIRECT
+        return _NOT_INTO if self._has_bounced else None
 
     def read(self, layout: SlabLayout, slab: np.ndarray) -> list[Future[None]]:
         """Start reading a slab; it is valid once every returned future is done. A failed read raises in `result()`."""
@@ -116,7 +121,7 @@ class DiskReader(ByteSource):
         done = 0
         while done < wanted:
             try:
-                count = os.preadv(fd, [view[done:]], request.lo + done)
+                count = self._read_some(fd, view[done:], request.lo + done)
             except OSError as error:
                 raise ReadError(f"reading {self.paths[request.shard].name} failed: {error.strerror}") from error
             if count == 0:
@@ -131,6 +136,19 @@ class DiskReader(ByteSource):
             self._sight.look(request.shard, request.lo, np.frombuffer(view[:wanted], np.uint8))
         with self._count:
             self.bytes_read += done
+
+    def _read_some(self, fd: int, view: memoryview, at: int) -> int:
+        """`preadv`, by way of memory of ours where a disk cannot write into what a driver has given."""
+        try:
+            return os.preadv(fd, [view], at)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+        buffer = self._bounce_buffer(len(view))[: len(view)].data
+        count = os.preadv(fd, [buffer], at)
+        view[:count] = buffer[:count]
+        self._has_bounced = True
+        return count
 
 
 class _Throttle:

@@ -214,8 +214,9 @@ class ExpertPool:
         """Move a block into its slot, once nothing else is on its way there."""
         self._drop(slot)
         if self.poison_released:
-            self._device.fill(self._slots[slot], _POISON, self._device.compute)
-            self._free[slot] = self._device.record(self._device.compute)
+            # Behind the copy of a guess that was given up, which may still be under way.
+            self._device.wait(self._device.copies, self._free.get(slot, self._opened))
+            self._device.fill(self._slots[slot], _POISON, self._device.copies)
         with held_back():  # a transfer that nobody knows of would write over what comes into the slot later
             self._arriving[slot] = _Transfer.of(self._carried(block, slot))
         self.bytes_read += self.records[block].slab_bytes

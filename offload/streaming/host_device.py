@@ -1,6 +1,7 @@
 """The host as a device: models that compute on the CPU stream as those on a GPU do, with times for events."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from offload.streaming.pinned import PinnedAllocator
 class PlainWay:
     """Pages that count as locked, because nobody copies from them behind our back."""
 
-    name = "plain"
+    name, is_seen = "plain", True
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Exactly so many bytes."""
@@ -29,6 +30,10 @@ class HostDevice:
 
     name, place = "host", torch.device("cpu")
     copies = compute = None
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Every thread computes here anyway."""
+        return nullcontext()
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Memory of the host, page-aligned, so that a disk can write into it directly."""

@@ -24,6 +24,7 @@ from offload.streaming.numa import cpus_near, stay_on
 _PAGE_BYTES = 4096
 _NO_LIMIT = 1 << 62
 _TOUCH_BYTES = 64 << 20  # by one thread at a time
+_HOST_POINTER = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _NUM_THREADS = 8  # that touch pages: more gain nothing, the kernel's own locks are the limit then
 
 
@@ -36,12 +37,18 @@ class HostBuffer(NamedTuple):
 
     array: np.ndarray  # flat uint8, page-aligned
     is_pinned: bool  # whether a device may copy from it while the host goes on
+    is_seen: bool = False  # whether the device's kernels may read it, by the host's own address
 
 
 class Way(Protocol):
-    """One way to get page-locked memory."""
+    """One way to get page-locked memory.
+
+    Attributes:
+        is_seen: whether kernels may read it by the host's address; where they may not, that ends the context.
+    """
 
     name: str
+    is_seen: bool
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Exactly so many locked bytes. Raises `RefusedError`."""
@@ -53,7 +60,7 @@ class Way(Protocol):
 class CupyWay:
     """Locked memory from the driver by way of cupy. Raises `RefusedError` when cupy is missing or for another CUDA."""
 
-    name = "cupy"
+    name, is_seen = "cupy", True
 
     def __init__(
         self, index: int, import_cupy: Callable[[], Any], cuda_version: str | None, cpus: frozenset[int] | None = None
@@ -96,14 +103,16 @@ class RegisterWay:
         runtime: has `cudaHostRegister(address, size, flags)`, 0 for success, and `cudaHostUnregister(address)`.
         forget_error: clears what a refused call leaves behind, which torch would report at its next kernel.
         touch: makes pages real before the driver has to, one after the other.
+        is_seen: what the device says of such memory; see `Way`.
     """
 
     name = "registered"
 
     def __init__(
-        self, runtime: Any, forget_error: Callable[[], None], touch: Callable[[np.ndarray], None] = lambda _: None
-    ) -> None:
-        self._runtime, self._forget_error, self._touch = runtime, forget_error, touch
+        self, runtime: Any, forget_error: Callable[[], None], touch: Callable[[np.ndarray], None] = lambda _: None,
+        *, is_seen: bool = False,
+    ) -> None:  # fmt: skip
+        self._runtime, self._forget_error, self._touch, self.is_seen = runtime, forget_error, touch, is_seen
 
     def allocate(self, num_bytes: int) -> np.ndarray:
         """Anonymous pages: a mapped file must never be locked."""
@@ -143,7 +152,7 @@ class PinnedAllocator:
                 continue
             self._owners.append((way, array))
             self.pinned_bytes += num_bytes
-            return HostBuffer(array, True)
+            return HostBuffer(array, True, way.is_seen)
         self.pageable_bytes += num_bytes
         return HostBuffer(allocate(num_bytes), num_bytes == 0)
 
@@ -188,7 +197,12 @@ def open_pinned_allocator(place: torch.device) -> PinnedAllocator:
     cpus, refusals, ways = cpus_near(_pci_address(place)), [], []
     for build in (
         partial(CupyWay, place.index or 0, _import_cupy, torch.version.cuda, cpus),
-        lambda: RegisterWay(torch.cuda.cudart(), forget_cuda_error, partial(touch_pages, cpus=cpus)),
+        lambda: RegisterWay(
+            torch.cuda.cudart(),
+            forget_cuda_error,
+            partial(touch_pages, cpus=cpus),
+            is_seen=sees_registered(place.index or 0),
+        ),
     ):
         try:
             ways.append(build())
@@ -206,6 +220,16 @@ def touch_pages(array: np.ndarray, cpus: frozenset[int] | None = None) -> None:
 
 def _touch(part: np.ndarray) -> None:
     part[::_PAGE_BYTES] = 0
+
+
+def sees_registered(index: int, open_library: Callable[[str], Any] = ctypes.CDLL) -> bool:
+    """Whether kernels of this GPU read registered memory by the host's address; where the driver cannot say, no."""
+    value = ctypes.c_int(0)
+    try:
+        code = open_library("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(value), _HOST_POINTER, index)
+    except (OSError, AttributeError):
+        return False
+    return not code and bool(value.value)
 
 
 def forget_cuda_error(maps: Path = Path("/proc/self/maps"), open_library: Callable[[str], Any] = ctypes.CDLL) -> None:

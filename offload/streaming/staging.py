@@ -1,5 +1,8 @@
 """A ring of locked host memory that kernels of a device read: small tensors get there without a copy of their own.
 
+A device serves copies of one direction in their order, whatever stream they are of, so a copy would wait for all layers
+queued before it.
+
 Invariant: a part of the ring is written again only after the event behind its last reader has been reached.
 """
 
@@ -11,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+STAGING_BYTES = 32 << 20  # twice the embeddings of the largest trees
 _ALIGN_BYTES, _WORD_BYTES = 256, 8
 _PART_BYTES = 1 << 20  # small tensors in a row share an event, so that there are few
 

@@ -58,8 +58,10 @@ class Proposals:
         return cls(np.full(topology.num_nodes, int(draw)), row_N, probs_EV)
 
     def write(self, node_W: Sequence[int] | Ints, probs_WV: Tensor) -> None:
-        """Note what the children of these nodes are drawn from."""
-        self.probs_EV[torch.from_numpy(self.row_N[node_W]).to(self.probs_EV.device)] = probs_WV
+        """Note what the children of these nodes are drawn from, which follow one another, but for those without any."""
+        rows = self.row_N[node_W]
+        assert (np.diff(rows) == 1).all(), "nodes of a level, in their order"
+        self.probs_EV[rows[0] : rows[0] + len(rows)] = probs_WV
 
     def offers(self, parent: int, children: Sequence[int], tokens: Sequence[int]) -> Iterator[Offer]:
         """The children of `parent` in the order of their draws, while tokens are left. Raises `UserError` for NaN."""

@@ -266,7 +266,7 @@ def test_the_exponent_of_the_target_is_found(exponent: float) -> None:
     for _ in range(500):
         score_TV = torch.randn(3, 20, generator=generator)
         token_T1 = (exponent * score_TV).softmax(1).multinomial(1, generator=generator)
-        sharpness.learn(score_TV, token_T1[:, 0].tolist())
+        sharpness.learn(score_TV, token_T1[:, 0])
     assert sharpness.exponent == exponent
 
 
@@ -274,7 +274,7 @@ def test_a_token_that_was_ruled_out_teaches_nothing() -> None:
     sharpness = Sharpness()
     start = sharpness.exponent
     for _ in range(50):
-        sharpness.learn(torch.tensor([[0.0, -torch.inf, 3.0]]), [1])
+        sharpness.learn(torch.tensor([[0.0, -torch.inf, 3.0]]), torch.tensor([1]))
     assert sharpness.exponent == start
 
 

@@ -229,7 +229,7 @@ def test_a_grammar_makes_guesses_better_and_a_draft_without_it_worse(
 def test_a_mask_that_forgets_the_path_shows(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     adjust = GrammarMask.adjust
     monkeypatch.setattr(
-        GrammarMask, "adjust", lambda self, logits_TV, paths: adjust(self, logits_TV, [()] * len(paths))
+        GrammarMask, "adjust", lambda self, logits_TV, paths, send: adjust(self, logits_TV, [()] * len(paths), send)
     )
     with pytest.raises((UserError, AssertionError)):
         require_person(written(decoder, GRAMMARS["schema"], tree="16x4").text)

@@ -10,7 +10,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from offload.config import Sampling
 from offload.errors import UserError
-from offload.sampling.adjustments import Penalties
+from offload.sampling.adjustments import Penalties, Send, stay
 from offload.sampling.sampler import Sampler
 
 SIZE = 40
@@ -98,7 +98,7 @@ class OneTokenOnly:
     def accept(self, tokens: Sequence[int]) -> None:
         self.num += len(tokens)
 
-    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    def adjust(self, logits_TV: Tensor, paths: Sequence[Sequence[int]], send: Send = stay) -> Tensor:
         only_T1 = torch.tensor([[self.num + len(path)] for path in paths])
         return torch.full_like(logits_TV.float(), -torch.inf).scatter(1, only_T1, 0.0)
 

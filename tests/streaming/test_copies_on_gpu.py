@@ -1,14 +1,15 @@
-"""What only a GPU can show of copies: kernels read locked memory, chunks arrive, recordings wait for no layer."""
+"""What only a GPU can show of copies: kernels read locked memory, recordings wait for no layer."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from offload.calibration.copy_choice import CANDIDATES, choose_copies, is_right, using
+from offload.bench.gpu.copies import is_right
 from offload.model.cuda_graphs import CudaRecorder
-from offload.streaming.copy_policy import AT_ONCE, CopyPolicy
+from offload.streaming import device
 from offload.streaming.device import CudaDevice
 from offload.streaming.pinned import PinnedAllocator, open_pinned_allocator
 
@@ -29,28 +30,23 @@ def place() -> Iterator[Place]:
     arena.close()
 
 
-@pytest.mark.parametrize("policy", CANDIDATES, ids=str)
-def test_uploads_are_what_was_sent(policy: CopyPolicy, place: Place) -> None:
+def test_uploads_are_what_was_sent(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a ring so small that it begins anew many times."""
-    with using(place.card, policy, place.arena.allocate(1 << 17).array):
+    monkeypatch.setattr(device, "STAGING_BYTES", 1 << 17)
+    with ExitStack() as resources:
+        assert place.card.stage_uploads(resources) is None
         assert all(is_right(place.card) for _ in range(20))
+    assert is_right(place.card), "afterwards they are copies"
 
 
-@pytest.mark.parametrize("policy", CANDIDATES, ids=str)
-def test_layers_are_what_was_sent(policy: CopyPolicy, place: Place) -> None:
+def test_layers_are_what_was_sent(place: Place) -> None:
     card, layer = place.card, place.arena.allocate((100 << 20) + 7).array
     source, slot = torch.from_numpy(layer), card.allocate(len(layer))
     source.random_(0, 255)
     card.wait(card.copies, card.record(card.compute))
-    with using(card, policy, place.arena.allocate(1 << 17).array):
-        card.copy(slot, source, card.copies)
+    card.copy(slot, source, card.copies)
+    card.wait(card.compute, card.record(card.copies))
     assert torch.equal(slot.cpu(), source)
-
-
-def test_a_policy_is_chosen(place: Place) -> None:
-    assert choose_copies(place.card, place.arena) == place.card.policy
-    assert is_right(place.card)
-    place.card.stage_uploads(None)
 
 
 def test_a_recording_does_not_wait_for_layers(place: Place) -> None:
@@ -66,4 +62,3 @@ def test_a_recording_does_not_wait_for_layers(place: Place) -> None:
     assert not copied.query(), "the recording has waited for copies, or these take no time"
     replay()
     assert number.tolist() == [5.0] * 8, "two runs to warm up, and three replays"
-    assert card.policy == AT_ONCE

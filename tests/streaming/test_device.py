@@ -1,8 +1,11 @@
 """Devices by name, and a CUDA device on a driver made of paper: who is refused, and which stream is meant."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +14,10 @@ import torch
 
 from offload.errors import UserError
 from offload.streaming import device
-from offload.streaming.copy_policy import CopyPolicy
-from offload.streaming.device import CudaDevice, open_device
+from offload.streaming.device import CudaDevice, computing_on, open_device
+from offload.streaming.disk import allocate
+from offload.streaming.pinned import HostBuffer
+from offload.streaming.staging import StagingRing
 
 GIB = 1 << 30
 
@@ -26,6 +31,7 @@ class PaperCuda:
         self.share: float | None = None
         self.current = threading.local()
         self.reserved_bytes, self.broken, self.has_cudnn_sdp = 0, "", True
+        self.matmul, self.cudnn = (SimpleNamespace(allow_tf32=True) for _ in range(2))
         paper = self
 
         class Stream:
@@ -74,7 +80,19 @@ class PaperCuda:
         yield
         self.current.stream = before
 
-    def set_device(self, place: Any) -> None: ...
+    def set_device(self, place: Any) -> None:
+        self.current.place = place
+
+    @property
+    def current_place(self) -> Any:
+        return getattr(self.current, "place", torch.device("cuda", 0))
+
+    @contextmanager
+    def device(self, place: Any) -> Iterator[None]:
+        before = self.current_place
+        self.set_device(place)
+        yield
+        self.set_device(before)
 
     def get_device_name(self, place: Any) -> str:
         return "Paper 9000"
@@ -99,7 +117,7 @@ class PaperCuda:
 def paper_torch(monkeypatch: pytest.MonkeyPatch, cuda: PaperCuda, version: str | None = "13.0") -> PaperCuda:
     kept = {name: getattr(torch, name) for name in ("device", "uint8", "Tensor")}
     empty = lambda *size, **how: torch.empty(*size, dtype=how.get("dtype"))  # noqa: E731
-    kept |= {"version": SimpleNamespace(cuda=version), "backends": SimpleNamespace(cuda=cuda)}
+    kept |= {"version": SimpleNamespace(cuda=version), "backends": SimpleNamespace(cuda=cuda, cudnn=cuda.cudnn)}
     monkeypatch.setattr(device, "torch", SimpleNamespace(cuda=cuda, empty=empty, **kept))
     return cuda
 
@@ -245,39 +263,111 @@ def _inside(cuda: PaperCuda, stream: Any, work: Any) -> None:
         work()
 
 
-def test_a_large_copy_leaves_gaps_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces cover it once, in order; between two of them there is one kernel, on the stream of the copies."""
+class Staging:
+    """Locked memory of the size that is asked for, closed in time."""
+
+    note = "2 GiB of locked memory are the limit"
+
+    def __init__(self, *, is_pinned: bool = True, is_seen: bool = True) -> None:
+        self.buffer, self.is_closed = HostBuffer(allocate(1 << 16), is_pinned, is_seen), False
+
+    def allocate(self, num_bytes: int) -> HostBuffer:
+        return self.buffer
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def staging_card(monkeypatch: pytest.MonkeyPatch, staging: Staging) -> tuple[PaperCuda, CudaDevice]:
     cuda = paper_torch(monkeypatch, PaperCuda(1))
+    seen = torch.from_numpy(staging.buffer.array).view(torch.int64)
+    monkeypatch.setattr(device.torch, "as_tensor", lambda _, device: seen, raising=False)
     card = CudaDevice(0)
-    to, source, ticks = torch.zeros(1000, dtype=torch.uint8), torch.arange(1000).to(torch.uint8), list[Any]()
-
-    class Tick:
-        def add_(self, one: int) -> None:
-            ticks.append((cuda.current_stream(None), int((to != 0).sum())))
-
-    card._tick, card.policy = Tick(), CopyPolicy(chunk_bytes=300)  # type: ignore[assignment]
-    source[source == 0] = 1
-    card.copy(to, source, card.copies)
-    assert torch.equal(to, source) and ticks == [(card.copies, done) for done in (300, 600, 900)]
-    card.copy(to[:300], source[:300], card.copies)
-    assert len(ticks) == 3, "what is one piece has no gap"
+    monkeypatch.setattr(card, "open_allocator", lambda: staging)
+    return cuda, card
 
 
-def test_uploads_go_through_the_ring_only_where_the_policy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    paper_torch(monkeypatch, PaperCuda(1))
-    card, sent = CudaDevice(0), list[int]()
+def test_what_fits_is_staged_for_as_long_as_its_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, sent = Staging(), list[int]()
+    cuda, card = staging_card(monkeypatch, staging)
 
-    class Ring:
-        def has_room_for(self, source: torch.Tensor) -> bool:
-            return len(source) < 10
+    def send(ring: StagingRing, source: torch.Tensor) -> torch.Tensor:
+        sent.append(len(source))
+        return source
 
-        def send(self, source: torch.Tensor) -> torch.Tensor:
-            sent.append(len(source))
-            return source
-
-    card.place, card._ring = torch.device("cpu"), Ring()  # type: ignore[assignment]
-    for policy in (CopyPolicy(), CopyPolicy(stages_uploads=True)):
-        card.policy = policy
-        for size in (3, 11):
+    monkeypatch.setattr(StagingRing, "send", send)
+    card.place = torch.device("cpu")
+    with ExitStack() as resources:
+        assert card.stage_uploads(resources) is None
+        for size in (3, 1 << 20):
             assert len(card.upload(torch.zeros(size))) == size
+        cuda.log.clear()
+    assert [entry[0] for entry in cuda.log] == ["record", "synchronize"], "the last ones may still be read"
+    assert staging.is_closed
+    card.upload(torch.zeros(3))
     assert sent == [3]
+
+
+@pytest.mark.parametrize(
+    ("staging", "words"),
+    [
+        (Staging(is_seen=False), "cannot read it where the host does"),
+        (Staging(is_pinned=False, is_seen=False), "2 GiB of locked memory are the limit"),
+    ],
+    ids=["not seen", "not locked"],
+)
+def test_memory_that_kernels_cannot_read_is_not_staged_through(
+    staging: Staging, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address that is the host's alone ends the context of whoever reads it."""
+    _, card = staging_card(monkeypatch, staging)
+    card.place = torch.device("cpu")
+    with ExitStack() as resources:
+        refusal = card.stage_uploads(resources)
+        assert refusal is not None and words in refusal and refusal.endswith("install cupy") and card._ring is None
+        assert len(card.upload(torch.zeros(3))) == 3
+
+
+def test_every_thread_computes_where_the_device_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that begins on the first GPU, and one inside somebody's own stream; afterwards all is as it was."""
+    cuda = paper_torch(monkeypatch, PaperCuda(2))
+    card, seen = CudaDevice(1), list[Any]()
+
+    def compute() -> None:
+        before = cuda.current_place, cuda.current_stream(None)
+        with card.computing():
+            seen.append((cuda.current_place, cuda.current_stream(None)))
+        assert (cuda.current_place, cuda.current_stream(None)) == before
+
+    for run in (compute, lambda: _in_thread(compute), lambda: _inside(cuda, card.copies, compute)):
+        run()
+    assert seen == [(card.place, card.compute)] * 3
+    with computing_on(None):
+        pass
+
+
+_IEEE = """
+import torch
+from offload.streaming.device import multiply_by_ieee
+assert torch.backends.cuda.matmul.allow_tf32, "the environment asks for it"
+multiply_by_ieee()
+assert torch.get_float32_matmul_precision() == "highest" and torch.backends.cuda.matmul.fp32_precision != "tf32"
+assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+assert "tf32" not in (torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision)
+"""
+
+
+def test_products_are_never_tf32_whatever_the_environment_says() -> None:
+    """In a process of its own, where warnings are errors: every way of asking torch gives the same answer."""
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", _IEEE], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_device_multiplies_by_ieee(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = paper_torch(monkeypatch, PaperCuda(1))
+    assert cuda.matmul.allow_tf32 and cuda.cudnn.allow_tf32
+    CudaDevice(0)
+    assert not cuda.matmul.allow_tf32 and not cuda.cudnn.allow_tf32

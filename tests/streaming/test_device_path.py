@@ -305,7 +305,9 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
     poison(monkeypatch)
     how = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB"}
     with offload.load(target, draft, context=128, tree="64x16", **how) as decoder:
-        assert not [note for note in decoder.notes if "O_DIRECT" not in note], "nothing but that was refused"
+        refusals = ["O_DIRECT", *([] if decoder.invariance.holds else [decoder.invariance.reason])]
+        others = [note for note in decoder.notes if not any(refusal in note for refusal in refusals)]
+        assert not others, "a file system may lack O_DIRECT, and a card the same bits for every tree, and nothing else"
         assert decoder.comparisons and not any(comparison.reason for comparison in decoder.comparisons), (
             "every kernel runs and agrees"
         )

@@ -163,6 +163,45 @@ def test_short_reads_are_continued(file: Path, monkeypatch: pytest.MonkeyPatch) 
         store.close()
 
 
+def of_a_driver(monkeypatch: pytest.MonkeyPatch, *arrays: np.ndarray) -> None:
+    """A disk cannot write into these: their pages are no ordinary memory."""
+    preadv, spans = os.preadv, [(array.ctypes.data, array.nbytes) for array in arrays]
+
+    def refuse(fd: int, views: list[memoryview], at: int) -> int:
+        address = np.frombuffer(views[0], np.uint8).ctypes.data
+        if any(lo <= address < lo + size for lo, size in spans):
+            raise OSError(errno.EFAULT, "Bad address")
+        return preadv(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+def test_memory_that_a_disk_cannot_write_into_is_read_by_way_of_ours(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = one_piece(file)
+    slab, store = allocate(layout.slab_bytes), DiskReader([file])
+    plain = store.fetch(layout)
+    assert store.note is None
+    of_a_driver(monkeypatch, slab)
+    for future in store.read(layout, slab):
+        future.result()
+    assert np.array_equal(slab, plain) and store.note is not None and "locked memory" in store.note
+    assert store.bytes_read == 2 * file.stat().st_size
+    store.close()
+
+
+def test_a_bad_address_of_our_own_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EFAULT, "Bad address")
+
+    store = DiskReader([file])
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ReadError, match=r"reading .* failed: Bad address"):
+        store.fetch(one_piece(file))
+    store.close()
+
+
 def test_bytes_read_counts_what_was_moved(file: Path) -> None:
     store = DiskReader([file])
     try:

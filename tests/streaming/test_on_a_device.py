@@ -32,6 +32,11 @@ from offload.tuning.trace_acceptance import given_trace
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PLACE = torch.device("cuda", 0)
+GATES = [
+    "gate: float32 greedy ids equal transformers",
+    *(f"gate: {dtype}, ids of all trees are those of none" for dtype in ("bfloat16", "float16")),
+    *(f"gate: bf16, {tree}: gap of the reference where ids part" for tree in ("none", "64x16")),
+]
 HOW: dict[str, Any] = {"device": "cuda", "gpu_memory": "2GiB", "ram": "4GiB", "context": 128, "profile": "none"}
 
 
@@ -42,7 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[int
 
 def test_both_types_pass_the_gate_of_the_bench() -> None:
     rows = [*gates(resident_pair("4GiB")._replace(**place_of("cuda", "2GiB")), PROMPT, 60)]
-    assert len(rows) == 3 and all(row["is_met"] for row in rows)
+    assert [row["row"] for row in rows] == GATES and all(row["is_met"] for row in rows)
 
 
 def test_a_tree_is_chosen_by_what_the_card_takes(pair: tuple[Path, Path, list[int]]) -> None:

@@ -11,7 +11,15 @@ import torch
 
 from offload.streaming.disk import allocate
 from offload.streaming.numa import cpus_near, stay_on
-from offload.streaming.pinned import CupyWay, PinnedAllocator, RefusedError, RegisterWay, forget_cuda_error, touch_pages
+from offload.streaming.pinned import (
+    CupyWay,
+    PinnedAllocator,
+    RefusedError,
+    RegisterWay,
+    forget_cuda_error,
+    sees_registered,
+    touch_pages,
+)
 
 ODD_BYTES = 3 * 4096 * 5  # no power of two
 
@@ -125,7 +133,7 @@ def test_a_refused_registration_leaves_no_error_behind() -> None:
 
 def test_a_way_that_refused_is_asked_again_only_for_less() -> None:
     class Wall:
-        name = "wall"
+        name, is_seen = "wall", False
 
         def __init__(self) -> None:
             self.asked: list[int] = []
@@ -159,6 +167,39 @@ def test_touching_reaches_every_page_and_moves_nobody_else() -> None:
     assert not array[::4096].any() and array[1::4096].all()
     assert os.sched_getaffinity(0) == allowed, "only the threads that touch are bound"
     stay_on(None)
+
+
+@pytest.mark.parametrize("answer", [(0, 1), (0, 0), (1, 1), None], ids=["yes", "no", "an error", "no driver"])
+def test_the_device_says_whether_its_kernels_see_registered_memory(answer: tuple[int, int] | None) -> None:
+    """Attribute 91; where it cannot be asked, memory is not shown to kernels."""
+    asked = list[tuple[int, int]]()
+
+    def ask(value: Any, attribute: int, index: int) -> int:
+        asked.append((attribute, index))
+        assert answer is not None
+        value._obj.value = answer[1]
+        return answer[0]
+
+    def open_library(file: str) -> Any:
+        if answer is None:
+            raise OSError(f"{file}: cannot open shared object file")
+        return SimpleNamespace(cuDeviceGetAttribute=ask)
+
+    assert sees_registered(1, open_library) == (answer == (0, 1))
+    assert asked == ([] if answer is None else [(91, 1)])
+
+
+def test_a_buffer_says_whether_kernels_see_it() -> None:
+    runtime = PaperRuntime()
+    for is_seen in (True, False):
+        arena = PinnedAllocator([RegisterWay(runtime, runtime.forget, is_seen=is_seen)])
+        buffer = arena.allocate(ODD_BYTES)
+        assert buffer.is_pinned and buffer.is_seen == is_seen
+        arena.close()
+    cupy = PinnedAllocator([CupyWay(0, PaperCupy, None)]).allocate(ODD_BYTES)
+    assert cupy.is_seen, "what the driver has allocated has one address for both"
+    plain = PinnedAllocator([]).allocate(ODD_BYTES)
+    assert not plain.is_pinned and not plain.is_seen
 
 
 def test_every_loaded_runtime_forgets(tmp_path: Path) -> None:

@@ -123,33 +123,6 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
     assert passes > 0 and len(card.looks) <= per_pass * passes + len(new) + learning
 
 
-@pytest.mark.parametrize("tree", ["16x6", "grown:16x6"])
-def test_small_tensors_take_the_way_that_was_chosen(
-    tree: str, card: StrictDevice, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that does not would wait behind all layers that are queued; but for what a dynamic tree learns from."""
-    target, draft, _ = pair_of("llama", base)
-    place_layers(monkeypatch, *TIERS["host"])
-    with card, offload.load(target, draft, tree=tree, **LOAD) as decoder:
-        slab_bytes = min(layout.slab_bytes for layout in decoder.target._model.layer_layouts)
-        shape, sent = decoder._trees.for_run(Sampling(), "match").shape, list[int]()
-
-        def send(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, OnCard):
-                return tensor
-            sent.append(tensor.numel())
-            return tensor.to(place())
-
-        for model in (decoder.target._model, decoder.drafter.model):
-            model.send_with(send)
-        text = decoder.begin(prompts()[1], Sampling(), shape=shape)
-        for _ in range(3):
-            card.sends[:], sent[:] = [], []
-            decoder.step(text)
-            small = [size for size in card.sends if size < slab_bytes // 2]  # layers are copies
-            assert len(sent) > 3 and len(small) - len(sent) <= isinstance(shape, DynamicShape), (small, sent)
-
-
 def attend_on_card(query: Tensor, key: Tensor, value: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
     """In the kernel's place: it reads what lies there and nothing else."""
     assert all(isinstance(one, OnCard) for one in (query, key, value, rows.walk_TL))
