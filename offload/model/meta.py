@@ -76,7 +76,7 @@ def _config(settings: dict[str, Any]) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         code = "it needs code of its own, which is not run" if "auto_map" in settings else "transformers lacks it"
         raise ValueError(code)
-    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**settings, "model_type": kind}))
+    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind}))
 
 
 def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
