@@ -69,7 +69,7 @@ class Words(NamedTuple):
 
     @property
     def align_bytes(self) -> int:
-        return _align_in_file(self.part.entry)
+        return _align_of(self.part.entry)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]
     """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else scattered."""
     entries = [part.entry for _, parts in parameters.values() for part in parts]
     whole = all(is_coded(parts) or _adjoin(parts) for _, parts in parameters.values())
-    if whole and all(entry.lo % _align_in_file(entry) == 0 for entry in entries):
+    if whole and all(map(_is_in_place, entries)):
         return _direct(parameters, entries)
     return _scattered(parameters)
 
@@ -118,7 +118,7 @@ def is_coded(parts: Sequence[Part]) -> bool:
 def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
     """Bytes that the slab of these tensors takes at most, whichever way it is laid out."""
     entries = list(entries)
-    direct = sum(_aligned_span(lo, hi) for _, lo, hi in _runs(entries))
+    direct = sum(_aligned_span(lo, hi) for _, lo, hi in _runs(filter(_is_in_place, entries)))
     scattered = sum(_up(entry.hi - entry.lo, _PARAMETER_ALIGN_BYTES) for entry in entries)
     return _up(max(direct, scattered), BLOCK_BYTES)
 
@@ -177,7 +177,12 @@ def _scattered(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]])
     return SlabLayout(tuple(sorted(pieces)), placed, _up(base, BLOCK_BYTES), is_direct=False, coded=coded)
 
 
-def _align_in_file(entry: TensorEntry) -> int:
+def _is_in_place(entry: TensorEntry) -> bool:
+    """Whether memory that mirrors its file has it where it can be used."""
+    return entry.lo % _align_of(entry) == 0
+
+
+def _align_of(entry: TensorEntry) -> int:
     return _align_bytes(entry.dtype, entry.shape) if entry.coded is None else entry.coded.coding.align_bytes
 
 

@@ -241,7 +241,8 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
         raise _unsupported(checkpoint, f"of encoder-decoder models {' and '.join(ENCODER_DECODERS)} are known")
     with _refusing(checkpoint):
         meta_model = _instantiate(AutoModelForSeq2SeqLM, config, dtype)
-        meta_model.set_attn_implementation(attention.BIASED)
+        for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):  # transformers 5.17 tells none
+            part.set_attn_implementation(attention.BIASED)
         _try_out(meta_model, dtype)
         return meta_model
 

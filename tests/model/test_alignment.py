@@ -18,7 +18,7 @@ from test_device_expert_path import place_experts
 from test_device_path import BUDGETS, TIERS, device, place_layers
 from test_families import config_of, tiny_model
 from test_tiny import prompts
-from tiny import FAMILIES, build, save
+from tiny import FAMILIES, LINE_BYTES, build, displaced, save
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -30,7 +30,6 @@ from offload.checkpoint.pack import pack
 from offload.memory.planner import least_budget, plan_memory
 
 __all__ = ["device"]  # a fixture
-_LINE_BYTES = 64
 _PRODUCTS = {functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 
 
@@ -45,19 +44,8 @@ class Addresses(TorchFunctionMode):
         if func in _PRODUCTS:
             _, factor, *_ = (*args, *(kwargs or {}).values())
             if factor.ndim == 2 and factor.dtype == torch.float32:
-                self.behind.append(factor.data_ptr() % _LINE_BYTES)
+                self.behind.append(factor.data_ptr() % LINE_BYTES)
         return func(*args, **(kwargs or {}))
-
-
-def displaced(folder: Path) -> Path:
-    """The same files, with data that begin 8 bytes before a line of a cache does."""
-    for path in folder.glob("*.safetensors"):
-        raw = path.read_bytes()
-        size = int.from_bytes(raw[:8], "little")
-        header = raw[8 : 8 + size].rstrip()
-        header += b" " * (-(len(header) + 16) % _LINE_BYTES)
-        path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
-    return folder
 
 
 def plain(family: str, folder: Path) -> Path:
@@ -111,7 +99,7 @@ def addresses(model: Path, **settings: Any) -> list[int]:
 
 def of_format(formats: dict[str, Callable[[Path], Path]], name: str, tmp_path: Path) -> Path:
     model = formats[name](tmp_path)
-    return model if model.is_file() else displaced(model)
+    return model if model.is_file() else displaced(model, 56)
 
 
 @pytest.mark.parametrize("format", LAYERS)
