@@ -5,7 +5,7 @@
 #   make faults  a fault at every place where a system call is made, in every command (hours); ONLY="--share 0.05" for less
 #   make check   linters only
 #   make fuzz CASES=10000 SEED=0   damaged files against all that reads them, see tests/fuzz
-#   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own
+#   make test-floor   tests with the oldest versions that pyproject.toml admits, in an environment of their own (Python 3.12)
 #   make audit   known holes in all that is installed, by pip-audit; fails where the advisory database is out of reach
 #   make licences   of what the wheel needs; make sbom   the same as a CycloneDX list in build/sbom.json
 #   make clean   remove the virtual environments, caches and builds
@@ -99,6 +99,8 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "== installing offload and its development tools into $(VENV) (once; torch is large, this takes minutes)"
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed-run $@
+
+$(FLOOR)/bin/pip: PYTHON = python3.12 # as in CUDA images; make PYTHON=... test-floor names another here, too
 
 # Of torch's oldest version an index may have builds for some Pythons only, or none without CUDA: pip says which it misses.
 $(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip

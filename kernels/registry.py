@@ -24,14 +24,12 @@ class KernelSet(NamedTuple):
     keyed_gumbel: Callable[..., Tensor]
     draw_without_replacement: Callable[..., Tensor]
     kv_commit: Callable[..., None]
-    match_rows: Callable[..., Tensor] | None  # None: drawn on the rows that a walk visits, one by one
-    path_attention: Callable[..., Tensor] | None  # None: dense masks
-    rms_norm: Callable[..., Tensor] | None  # None: transformers' own operations
+    match_rows: Callable[..., Tensor] | None = None  # drawn on the rows that a walk visits, one by one
+    path_attention: Callable[..., Tensor] | None = None  # dense masks
+    rms_norm: Callable[..., Tensor] | None = None  # transformers' own operations
 
 
-REFERENCES = KernelSet(
-    keyed_gumbel_reference, draw_without_replacement_reference, kv_commit_reference, None, None, None
-)
+REFERENCES = KernelSet(keyed_gumbel_reference, draw_without_replacement_reference, kv_commit_reference)
 KERNELS = KernelSet(
     keyed_gumbel_kernel,
     draw_without_replacement_kernel,

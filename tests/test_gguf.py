@@ -113,7 +113,9 @@ def vocabulary(folder: Path) -> dict[str, Any]:
     kinds = [3 if index < 3 else 5 if token.startswith("<unused") else 1 for index, token in enumerate(tokens)]
     said = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": kinds, "add_bos_token": False}
     named = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
-    return {**named, "tokenizer.ggml.merges": ["< p"], "tokenizer.chat_template": tokenizer.chat_template}
+    tokens[2] = "<|endoftext|>"  # as in all of Qwen's
+    tokens[-2:] = "<p", "p>"  # which the merges make; of one alone transformers 5.17 takes the letters for several
+    return {**named, "tokenizer.ggml.merges": ["< p", "p >"], "tokenizer.chat_template": tokenizer.chat_template}
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +123,6 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a file that has its own tokenizer and chat template, and the original's folder."""
     folder = tmp_path_factory.mktemp("talking")
     says = vocabulary(folder / "original")
-    tokens = says["tokenizer.ggml.tokens"]
-    tokens[-1] = "<p"  # which the one merge makes
     config = MODELS["qwen3"]()
     write_gguf(config, folder / "m.gguf", "Q4_K", says=says)
     (folder / "original" / "config.json").write_text(json.dumps(config.to_dict()))
@@ -162,7 +162,6 @@ def test_without_the_package_one_line_says_what_to_do(talking: Path, monkeypatch
 
 def test_a_chat_template_of_a_file_has_limits_like_any(tmp_path: Path) -> None:
     says = vocabulary(tmp_path / "original")
-    says["tokenizer.ggml.tokens"][-1] = "<p"
     says["tokenizer.chat_template"] = "{{ 'x' * (2 * 10 ** 6) }}"
     write_gguf(MODELS["qwen3"](), tmp_path / "m.gguf", "Q4_K", says=says)
     with pytest.raises(UserError, match=r"the model's chat template failed \(it writes 2000000 characters"):

@@ -127,18 +127,13 @@ class KernelChoice(NamedTuple):
 NO_KERNELS = KernelChoice(REFERENCES, ())
 
 
-def choose_kernels(
-    shapes: Shapes, device: Device, on_outcome: Callable[[Outcome], None] = lambda _: None
-) -> KernelChoice:
+def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice:
     """Compare each kernel at each shape; those that agree take the place of what runs without them."""
 
     def settle() -> None:
         device.synchronize(device.record(device.compute))
 
-    outcomes = list[Outcome]()
-    for comparison in comparisons(shapes, str(device.place)):
-        outcomes.append(compare(comparison, settle))
-        on_outcome(outcomes[-1])
+    outcomes = [compare(comparison, settle) for comparison in comparisons(shapes, str(device.place))]
     agreeing = {kernel: getattr(KERNELS, kernel) for kernel, is_used in used(outcomes).items() if is_used}
     return KernelChoice(REFERENCES._replace(**agreeing), tuple(outcomes))
 

@@ -8,7 +8,6 @@ readers that share the processor are not in these figures: `offload tune`, the f
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from offload.model.kv_cache import KVCache
 from offload.model.weights import StreamedModel
 from offload.planning.cost_model import Curve
 from offload.sampling.sampler import Sampler
+from offload.timer import median_s, timed
 from offload.tree.topology import Topology, chain, sequences
 
 MAX_TIMED_NODES = 257  # of the largest tree that is tried
@@ -81,16 +81,9 @@ def fill_curve(measure: Callable[[int], float], sizes: Sequence[int], budget_s: 
         once = partial(measure, size)
         started += timed(once)
         share_s = budget_s * (index + 1) / len(sizes)
-        seconds.append(_median(once, started + share_s))
+        seconds.append(median_s(once, started + share_s - time.perf_counter(), most_rounds=_MAX_ROUNDS))
     rising = np.maximum.accumulate(np.maximum(seconds, _LEAST_S))
     return Curve(tuple(sizes[: len(seconds)]), tuple(rising.tolist()))
-
-
-def _median(measure: Callable[[], float], stop: float) -> float:
-    seconds = [measure()]
-    while len(seconds) < _MAX_ROUNDS and time.perf_counter() < stop:
-        seconds.append(measure())
-    return median(seconds)
 
 
 def _sweep_s(model: StreamedModel, num_rows: int, share: float) -> float:
@@ -109,10 +102,3 @@ def _forward_s(model: StreamedModel, num_rows: int, layers: slice) -> float:
         num_logits = num_rows if model.place.type == "cpu" else min(num_rows, _MOST_LOGITS)
         what = row_T % model.vocab_size, row_T, sees_TT, cache
         return timed(lambda: float(model.forward(*what, num_logits=num_logits)[-1, 0]))
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started

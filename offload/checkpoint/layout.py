@@ -2,7 +2,7 @@
 
 A slab that mirrors its file block by block is *direct*: it can be read with O_DIRECT straight into place. Tensors that
 must be regrouped (fused experts) or that start at an odd offset make it *scattered*: the same reads go through a small
-bounce buffer.
+bounce buffer. A float32 matrix begins a line of a cache in any slab, or MKL's product of one row has other bits.
 
 The blocks of a direct slab begin before its first weight, which may lie anywhere. A device, whose wide loads want 16
 bytes and more, gets the slab from its first weight on. Invariant: pieces never leave the slab, and a parameter's bytes
@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from offload.checkpoint.safetensors import Checkpoint
@@ -24,6 +24,7 @@ from offload.encoding.registry import STORED
 
 BLOCK_BYTES = 4096  # alignment that O_DIRECT asks of offsets, addresses and lengths
 _PARAMETER_ALIGN_BYTES = 256  # of a scattered parameter: what vector units and GPUs like
+_MATRIX_ALIGN_BYTES = 64  # of a float32 matrix anywhere: what MKL asks for, to give the same bits in any place
 _MAX_GAP_BYTES = 64 << 10  # reading over a small gap is cheaper than a second run; a rank's rows have many gaps
 _LAYER_NAME = re.compile(r"^(?:.*?\.)?(layers|decoder\.block|encoder\.block)\.(\d{1,9})\.")
 
@@ -55,12 +56,20 @@ class Placed(NamedTuple):
     def num_bytes(self) -> int:
         return STORED[self.dtype].stored_bytes(self.shape)
 
+    @property
+    def align_bytes(self) -> int:
+        return _align_bytes(self.dtype, self.shape)
+
 
 class Words(NamedTuple):
     """Words of a coded parameter, or of some of its rows, inside a slab."""
 
     part: Part
     slab_lo: int
+
+    @property
+    def align_bytes(self) -> int:
+        return _align_of(self.part.entry)
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,9 @@ class SlabLayout:
     @cached_property
     def lead_bytes(self) -> int:
         """What lies before the first weight, as far as weights of the widest type keep their own alignment without."""
-        placed, words = self.parameters.values(), [one for several in self.coded.values() for one in several]
-        widths = [STORED[one.dtype].align_bytes for one in placed] + [_align_bytes(one.part.entry) for one in words]
-        starts = [one.slab_lo for one in placed] + [one.slab_lo for one in words]
-        return min(starts, default=0) // math.lcm(1, *widths) * math.lcm(1, *widths)
+        held: list[Placed | Words] = [*self.parameters.values(), *chain.from_iterable(self.coded.values())]
+        width = math.lcm(1, *(one.align_bytes for one in held))
+        return min((one.slab_lo for one in held), default=0) // width * width
 
     @property
     def sent(self) -> slice:
@@ -91,7 +99,7 @@ def slab_layout(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]]
     """Lay out parameters, name -> (shape, parts): direct where the file's own order allows it, else scattered."""
     entries = [part.entry for _, parts in parameters.values() for part in parts]
     whole = all(is_coded(parts) or _adjoin(parts) for _, parts in parameters.values())
-    if whole and all(entry.lo % _align_bytes(entry) == 0 for entry in entries):
+    if whole and all(map(_is_in_place, entries)):
         return _direct(parameters, entries)
     return _scattered(parameters)
 
@@ -110,7 +118,7 @@ def is_coded(parts: Sequence[Part]) -> bool:
 def slab_bytes_bound(entries: Iterable[TensorEntry]) -> int:
     """Bytes that the slab of these tensors takes at most, whichever way it is laid out."""
     entries = list(entries)
-    direct = sum(_aligned_span(lo, hi) for _, lo, hi in _runs(entries))
+    direct = sum(_aligned_span(lo, hi) for _, lo, hi in _runs(filter(_is_in_place, entries)))
     scattered = sum(_up(entry.hi - entry.lo, _PARAMETER_ALIGN_BYTES) for entry in entries)
     return _up(max(direct, scattered), BLOCK_BYTES)
 
@@ -169,8 +177,17 @@ def _scattered(parameters: Mapping[str, tuple[tuple[int, ...], Sequence[Part]]])
     return SlabLayout(tuple(sorted(pieces)), placed, _up(base, BLOCK_BYTES), is_direct=False, coded=coded)
 
 
-def _align_bytes(entry: TensorEntry) -> int:
-    return STORED[entry.dtype].align_bytes if entry.coded is None else entry.coded.coding.align_bytes
+def _is_in_place(entry: TensorEntry) -> bool:
+    """Whether memory that mirrors its file has it where it can be used."""
+    return entry.lo % _align_of(entry) == 0
+
+
+def _align_of(entry: TensorEntry) -> int:
+    return _align_bytes(entry.dtype, entry.shape) if entry.coded is None else entry.coded.coding.align_bytes
+
+
+def _align_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return _MATRIX_ALIGN_BYTES if dtype == "F32" and len(shape) > 1 else STORED[dtype].align_bytes
 
 
 def _runs(entries: Iterable[TensorEntry]) -> list[tuple[int, int, int]]:

@@ -6,13 +6,13 @@ import torch
 from torch.nn import functional
 
 from offload.calibration.link import link_bytes_per_s
-from offload.calibration.quick import timed
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
 from offload.config import parse_size
 from offload.engine.team import Given
 from offload.memory.plan import MemoryPlan
 from offload.planning.shares import RankCapacity
+from offload.timer import timed
 
 _TYPICAL_ROWS, _MOST_WIDTH, _NUM_TIMES = 64, 4096, 9
 _DEVICE_LINK_BYTES_PER_S = 25e9  # assumed of a GPU: 16 lanes of PCIe 4, as achieved; its disk is measured

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.calibration.quick import timed
 from offload.calibration.startup import pick_threads
 from offload.checkpoint.safetensors import compute_dtype_name
 from offload.checkpoint.sizes import config_sizes, model_shape
@@ -36,6 +35,7 @@ from offload.ranks.transport import Transport
 from offload.stats import RankFigures
 from offload.streaming.layers import Layers, open_layers
 from offload.streaming.sight import Sight
+from offload.timer import timed
 
 _TYPICAL_NODES = 64
 _BY_HOST = "ranks exchange rows of GPUs by way of host memory, which is slower than NCCL, and the way that was tried"

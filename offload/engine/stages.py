@@ -14,7 +14,6 @@ import torch
 from offload.calibration.expansion_choice import choose_expansion
 from offload.calibration.invariance import Invariance
 from offload.calibration.kernel_selection import NO_KERNELS
-from offload.calibration.quick import timed
 from offload.calibration.startup import pick_threads
 from offload.checkpoint.encoder_decoder import has_encoder
 from offload.checkpoint.section import Section, checkpoint_of
@@ -50,6 +49,7 @@ from offload.streaming.device import Device, computing_on
 from offload.streaming.layers import open_layers
 from offload.streaming.sight import Sight
 from offload.threads.policy import Mode, Modes, ThreadPolicy
+from offload.timer import timed
 from offload.tree.spec import TreeSpec
 from offload.verification.rules import find_rule
 

@@ -28,7 +28,7 @@ Bring = Callable[[int, Sequence[int], Sequence[int]], Iterator[tuple[int, SlabLa
 # A record and its slab -> the numbers, valid until it is called again.
 Open = Callable[[SlabLayout, Tensor], Weights]
 _SAMPLE_BYTES = 64 << 20  # more than processors keep, so that numbers come from memory as in a pass
-_FLAGS = ("is_transposed", "has_bias", "has_gate", "has_post_expert_norm", "num_experts", "_apply_gate")
+_FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "_apply_gate")
 
 
 class RoutedExperts(NamedTuple):
@@ -52,7 +52,7 @@ def find_experts(
         prefix = f"{name}."
         stacks = {one.removeprefix(prefix): what for one, what in stored.items() if one.startswith(prefix)}
         count = int(module.num_experts)
-        is_known = module.has_gate and not module.has_post_expert_norm
+        is_known = module.has_gate and not getattr(module, "has_post_expert_norm", False)  # which 5.17 does not have
         assert is_known and all(shape[0] == count for shape, _ in stacks.values()), "a family that was tried"
         return RoutedExperts(module, split_experts(stacks, count)), {prefix + one for one in stacks}
     return None, set()

@@ -7,7 +7,6 @@ largest matrix. Rounding is to the nearest. Invariant: a layer that was taken ov
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from offload.kernels.encode_int4 import encode_int4, least_step
 from offload.kernels.int4_blocks import Layout, expand_int4, int4_product, layout_for
 from offload.model.expanded import ExpandedWeights
 from offload.model.places import Place
+from offload.timer import timed
 
 _MOST_8_BITS = 127
 _CHUNK_NUMBERS = 1 << 20  # rounded at once
@@ -230,9 +230,5 @@ class HeldWeights:
 
 
 def _least_s(work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(1 + _NUM_TIMES):  # the first is not like the others
-        started = perf_counter()
-        work()
-        seconds.append(perf_counter() - started)
-    return min(seconds[1:])
+    """Behind a first one, which is not like the others."""
+    return min([timed(work) for _ in range(1 + _NUM_TIMES)][1:])

@@ -75,7 +75,7 @@ class InvariantRows(TorchFunctionMode):
     def multiply(self, product: Multiply, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """By `matmul` or what is like it; of a stack the rows are those of each factor in it."""
         left, right = (*args, *kwargs.values())
-        if left.ndim < 2 or right.ndim < 2 or left.shape[-1] == 1:  # of one number there is no order
+        if left.ndim < 2 or right.ndim < 2 or left.shape[-1] == 1:  # of a single number nothing is added up
             return product(left, right)
         num_columns, is_stack = right.shape[-1], right.ndim > 2
         left, right = _widened(left), _widened(_lengthened(right))

@@ -76,7 +76,7 @@ def _config(settings: dict[str, Any]) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         code = "it needs code of its own, which is not run" if "auto_map" in settings else "transformers lacks it"
         raise ValueError(code)
-    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**settings, "model_type": kind}))
+    return CONFIG_MAPPING[kind].from_dict(copy.deepcopy({**settings, **_OUTPUT_FLAGS, "model_type": kind}))
 
 
 def layer_stacks(meta_model: PreTrainedModel) -> list[nn.ModuleList]:
@@ -241,7 +241,8 @@ def _encoder_decoder(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) ->
         raise _unsupported(checkpoint, f"of encoder-decoder models {' and '.join(ENCODER_DECODERS)} are known")
     with _refusing(checkpoint):
         meta_model = _instantiate(AutoModelForSeq2SeqLM, config, dtype)
-        meta_model.set_attn_implementation(attention.BIASED)
+        for part in (meta_model, meta_model.get_encoder(), meta_model.get_decoder()):  # transformers 5.17 tells none
+            part.set_attn_implementation(attention.BIASED)
         _try_out(meta_model, dtype)
         return meta_model
 

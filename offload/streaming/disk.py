@@ -101,16 +101,15 @@ class DiskReader(ByteSource):
     def _read_scattered(self, slab: np.ndarray, pieces: list[Piece]) -> None:
         """Read the blocks around neighbouring pieces into a bounce buffer, then put each piece in its place."""
         shard, lo, hi = pieces[0].shard, _down(pieces[0].lo), _up(max(piece.hi for piece in pieces))
-        buffer = self._bounce_buffer(hi - lo)
+        buffer = self._bounce_buffer()
         self._fill(Piece(shard, lo, hi, 0), buffer[: hi - lo].data)
         for piece in pieces:
             slab[piece.slab_lo : piece.slab_lo + piece.hi - piece.lo] = buffer[piece.lo - lo : piece.hi - lo]
 
-    def _bounce_buffer(self, num_bytes: int) -> np.ndarray:
-        buffer = getattr(self._bounce, "buffer", None)
-        if buffer is None or len(buffer) < num_bytes:
-            buffer = self._bounce.buffer = allocate(max(num_bytes, REQUEST_BYTES + 2 * BLOCK_BYTES))
-        return buffer
+    def _bounce_buffer(self) -> np.ndarray:
+        if not hasattr(self._bounce, "buffer"):
+            self._bounce.buffer = allocate(REQUEST_BYTES)  # one huge page: of small ones a disk reads half as fast
+        return self._bounce.buffer
 
     def _fill(self, request: Piece, view: memoryview) -> None:
         """Read [lo, hi) of a shard, or up to its end. Raises `ReadError`, also where the file was changed."""
@@ -144,7 +143,7 @@ class DiskReader(ByteSource):
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
-        buffer = self._bounce_buffer(len(view))[: len(view)].data
+        buffer = self._bounce_buffer()[: len(view)].data
         count = os.preadv(fd, [buffer], at)
         view[:count] = buffer[:count]
         self._has_bounced = True
@@ -200,15 +199,16 @@ def _open_direct(path: Path) -> int | None:
 
 def _direct_requests(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Whole blocks around each run, cut into requests. The slab mirrors the file, so both stay block-aligned."""
-    return _cut(Piece(shard, _down(lo), _up(hi), _down(slab_lo)) for shard, lo, hi, slab_lo in pieces)
+    return _cut((Piece(shard, _down(lo), _up(hi), _down(slab_lo)) for shard, lo, hi, slab_lo in pieces), REQUEST_BYTES)
 
 
 def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces cut to the request size, then neighbours gathered while they fit into one request."""
+    """Pieces cut, then neighbours gathered, while the blocks around them fit into one request."""
     batch: list[Piece] = []
-    for piece in _cut(pieces):
+    most_bytes = REQUEST_BYTES - BLOCK_BYTES
+    for piece in _cut(pieces, most_bytes):
         is_near = batch and piece.shard == batch[0].shard and 0 <= piece.lo - batch[-1].hi <= BLOCK_BYTES
-        if batch and not (is_near and piece.hi - batch[0].lo <= REQUEST_BYTES):
+        if batch and not (is_near and piece.hi - batch[0].lo <= most_bytes):
             yield batch
             batch = []
         batch.append(piece)
@@ -216,10 +216,10 @@ def _scattered_requests(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _cut(pieces: Iterable[Piece], most_bytes: int) -> Iterator[Piece]:
     for piece in pieces:
-        for start in range(piece.lo, piece.hi, REQUEST_BYTES):
-            yield Piece(piece.shard, start, min(start + REQUEST_BYTES, piece.hi), piece.slab_lo + start - piece.lo)
+        for start in range(piece.lo, piece.hi, most_bytes):
+            yield Piece(piece.shard, start, min(start + most_bytes, piece.hi), piece.slab_lo + start - piece.lo)
 
 
 def _down(value: int) -> int:

@@ -1,10 +1,12 @@
 """The thread count to begin with, from the products that a step consists of: real steps correct it later."""
 
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
+from functools import partial
 
 import torch
+from torch.nn.functional import linear
+
+from offload.timer import median_s, timed
 
 
 def fastest_num_threads(
@@ -19,19 +21,9 @@ def fastest_num_threads(
     before, best = torch.get_num_threads(), (float("inf"), ladder[0])
     for count in ladder:
         torch.set_num_threads(count)
-        elapsed_s = _median_s(lambda: torch.nn.functional.linear(rows, weight), budget_s / len(ladder))
+        linear(rows, weight)  # the first is not like the others
+        elapsed_s = median_s(partial(timed, partial(linear, rows, weight)), budget_s / len(ladder), least_rounds=3)
         if elapsed_s < 0.9 * best[0]:
             best = (elapsed_s, count)
     torch.set_num_threads(before)
     return best[1]
-
-
-def _median_s(work: Callable[[], object], budget_s: float) -> float:
-    work()
-    times: list[float] = []
-    stop = time.perf_counter() + budget_s
-    while time.perf_counter() < stop or len(times) < 3:
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return median(times)

@@ -13,7 +13,7 @@ from in_memory import Delay
 from processes import Ranks
 from quantised import save_quantised
 from rank_threads import as_started_by_torchrun, rank_threads
-from tiny import FAMILIES, VOCAB_SIZE, save_pair, streaming_ram
+from tiny import FAMILIES, VOCAB_SIZE, displaced, save_pair, streaming_ram
 
 import offload
 from offload.engine.decoder import Decoder
@@ -32,7 +32,8 @@ Pair = tuple[Path, Path]
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     @functools.cache
     def pair(family: str) -> Pair:
-        return save_pair(FAMILIES[family](), tmp_path_factory.mktemp(family))
+        target, draft = save_pair(FAMILIES[family](), tmp_path_factory.mktemp(family))
+        return displaced(target, 0), draft  # as it is read straight into place, so that plans know each byte
 
     return pair
 

@@ -150,7 +150,8 @@ def test_ladder(most: int, ladder: list[int]) -> None:
 @pytest.mark.parametrize(("two_s", "count"), [(0.5, 2), (0.95, 1), (3.0, 1)])
 def test_the_start_is_measured_and_ties_go_to_fewer(two_s: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(fastest, "_median_s", lambda work, budget_s: [1.0, two_s][torch.get_num_threads() - 1])
+    seconds = lambda *_, **__: [1.0, two_s][torch.get_num_threads() - 1]  # noqa: E731
+    monkeypatch.setattr(fastest, "median_s", seconds)
     assert fastest.fastest_num_threads([1, 2], 4, 8, torch.float32) == count
     assert torch.get_num_threads() == before
 
