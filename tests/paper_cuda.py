@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from strict_place import StrictDevice, place
+from strict_place import StrictDevice, attend_on_card, place
 
 from offload.checkpoint.safetensors import Checkpoint
 from offload.engine.build import resident_model
@@ -146,4 +146,6 @@ class Capturing(StrictDevice):
 
 def draft_on_card(checkpoint: Checkpoint) -> StreamedModel:
     """A draft that may be recorded; to be made while the card is there."""
-    return resident_model(checkpoint, "float32", place())
+    model = resident_model(checkpoint, "float32", place())
+    model.attend_with(attend_on_card)
+    return model

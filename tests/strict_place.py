@@ -5,6 +5,7 @@ before it runs. An operation that takes tensors of both places is refused, and s
 counted.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, NoReturn
 
@@ -13,6 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from offload.kernels.path_attention import PathRows, ScoreTerms
+from offload.model.path_attention import path_attention
 
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::type_as")
 _MATH = 0  # the way of attention that is made of simple operations
@@ -106,6 +110,14 @@ class StrictDevice(TorchDispatchMode):
 def _is_sent(func: Any, operand: Tensor) -> bool:
     """Of an operation that gives something on the GPU: a single number of the host is sent by copies alone."""
     return not isinstance(operand, OnCard) and (operand.ndim > 0 or func._schema.name in _COPIES)
+
+
+def attend_on_card(query: Tensor, key: Tensor, value: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
+    """In the kernel's place: it reads what lies there and nothing else, by operations that a card can look at."""
+    assert all(isinstance(one, OnCard) for one in (query, key, value, rows.walk_TL))
+    sink_H = None if terms.sink_H is None else terms.sink_H.held
+    *states, walk_TL = (one.clone().held for one in (query, key, value, rows.walk_TL))
+    return OnCard(path_attention(*states, replace(rows, walk_TL=walk_TL), replace(terms, sink_H=sink_H)))
 
 
 def _has_a_size_to_wait_for(func: Any, operands: list[Tensor]) -> bool:

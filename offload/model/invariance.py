@@ -30,7 +30,6 @@ _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.b
 _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
                 Tensor.tanh, functional.tanh, functional.softplus, functional.mish, functional.elu)  # fmt: skip
 _SUMS = (torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var)
-_NORMS = (functional.layer_norm, functional.rms_norm)  # a block of threads for each row; looked at by a check alone
 # By product, and by what decides how it is tried: what a library does with a shape stays what it is, for any model.
 _TRIED: dict[Any, RowSizes] = {}
 
@@ -53,7 +52,6 @@ class InvariantRows(TorchFunctionMode):
         self._own |= {product: partial(self._multiply_whole, product) for product in _PRODUCTS}
         self._own |= {function: partial(self._activate, function) for function in _ACTIVATIONS}
         self._own |= {function: partial(self._sum, function) for function in _SUMS}
-        self._own |= {function: partial(self._normalize, function) for function in _NORMS}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._own.get(func, func)(*args, **(kwargs or {}))
@@ -113,10 +111,6 @@ class InvariantRows(TorchFunctionMode):
         work = partial(_at_least, _LEAST_SUMS, partial(function, dim=-1, keepdim=True, **more))
         out = self.activate(work, numbers.reshape(-1, numbers.shape[-1])).reshape(*numbers.shape[:-1], 1)
         return out if kwargs.get("keepdim") else out[..., 0]
-
-    def _normalize(self, function: Callable[..., Tensor], rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        work = lambda part: function(part, *args, **kwargs)  # noqa: E731
-        return self.activate(work, rows) if rows.ndim > 1 else work(rows)
 
     def activate(self, work: Work, rows: Tensor) -> Tensor:
         """What is done with rows one by one; a check looks at it here."""

@@ -27,11 +27,7 @@ _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is t
 _TILE_BYTES = PATH_SCRATCH_BYTES // 4  # of scores at once
 _GATHER_BYTES = PATH_SCRATCH_BYTES // 16  # of values at once
 MultiplyBy = Callable[[Multiply, Tensor, Tensor], Tensor]  # a product, its rows and its second factor
-
-
-def multiply_plainly(product: Multiply, left: Tensor, right: Tensor) -> Tensor:
-    """As the library does it."""
-    return product(left, right)
+_PLAINLY: MultiplyBy = lambda product, left, right: product(left, right)  # noqa: E731
 
 
 def path_rows(
@@ -63,7 +59,7 @@ def path_rows(
 
 def path_attention(
     query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms,
-    multiply: MultiplyBy = multiply_plainly,
+    multiply: MultiplyBy = _PLAINLY,
 ) -> Tensor:  # fmt: skip
     """See `path_attention_kernel`, of which this is the reference: on a CPU, by products that `multiply` makes.
 

@@ -29,7 +29,7 @@ from offload.streaming.expert_cache import ExpertCache
 from offload.streaming.expert_carrier import ExpertCarrier
 from offload.streaming.host_device import HostDevice
 from offload.streaming.source import ByteSource, drop
-from offload.streaming.stall import Stall
+from offload.streaming.timeline import Stall
 from offload.threads.interrupts import held_back
 
 _POISON = 0xFF  # NaN in every float format we stream

@@ -21,8 +21,7 @@ from offload.streaming.host_carrier import HostCarrier
 from offload.streaming.host_device import HostDevice
 from offload.streaming.source import ByteSource
 from offload.streaming.stage import Stage
-from offload.streaming.stall import Stall
-from offload.streaming.timeline import Record
+from offload.streaming.timeline import Record, Stall
 
 _POISON = 0xFF  # NaN in every float format we stream
 

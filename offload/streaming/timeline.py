@@ -63,3 +63,23 @@ class Spans:
                 start_s = self._device.elapsed_s(self._origin, span.before)
                 assert start_s is not None, "an event is reached before the one behind it"
                 self._listener(span.kind, span.layer, self._origin_s + start_s, self._origin_s + end_s)
+
+
+class Stall:
+    """How long compute has waited for bytes, by timed events of its stream; nobody is kept waiting to find out."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._known_s = device, 0.0
+        self._waits = deque[tuple[Event, Event]]()
+
+    def add(self, before: Event, after: Event) -> None:
+        """Between these two it waited."""
+        self._waits.append((before, after))
+
+    @property
+    def known_s(self) -> float:
+        """Of the waits that are over."""
+        while self._waits and (waited_s := self._device.elapsed_s(*self._waits[0])) is not None:
+            self._known_s += waited_s
+            self._waits.popleft()
+        return self._known_s

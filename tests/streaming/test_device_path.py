@@ -322,12 +322,14 @@ def test_on_a_card_ids_equal_transformers(family: str, tiers: str, base: Path, m
 def test_on_a_card_recorded_passes_give_the_same_logits(tmp_path: Path) -> None:
     from test_cuda_graphs import passes
 
+    from offload.kernels.registry import KERNELS
     from offload.model.cuda_graphs import use_graphs
     from offload.model.kv_cache import KVCache
 
     checkpoint = open_checkpoint(pair_of("llama", tmp_path)[0])
     place = torch.device("cuda", 0)
     plain, replayed = (resident_model(checkpoint, "float32", place) for _ in range(2))
+    replayed.attend_with(KERNELS.path_attention)
     assert use_graphs(replayed) is None
     both = [passes(model, KVCache(model.num_layers, 29 + 24 + 12)) for model in (plain, replayed)]
     for theirs, ours in zip(*both, strict=True):

@@ -23,6 +23,7 @@ from offload.checkpoint.safetensors import open_checkpoint
 from offload.cli.demo import PAIR, PROMPT
 from offload.config import Sampling
 from offload.engine import build
+from offload.kernels.registry import KERNELS
 from offload.model.cuda_graphs import use_graphs
 from offload.model.kv_cache import KVCache
 from offload.streaming.device import CudaDevice
@@ -151,6 +152,7 @@ def test_recordings_on_one_cache_after_another(pair: tuple[Path, Path, list[int]
     """Those of the first are dropped, and their pool of memory with them."""
     checkpoint = open_checkpoint(pair[0])
     plain, replayed = (build.resident_model(checkpoint, "float32", PLACE) for _ in range(2))
+    replayed.attend_with(KERNELS.path_attention)
     assert use_graphs(replayed) is None
     before = torch.cuda.current_stream(PLACE)
     for _ in range(3):

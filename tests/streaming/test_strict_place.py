@@ -3,14 +3,13 @@
 The fake device of the other tests lies in host memory, so that a mask or a number left on the wrong side goes unseen.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_device import FakeDevice
-from strict_place import OnCard, StrictDevice, place
+from strict_place import OnCard, StrictDevice, attend_on_card, place
 from test_cuda_graphs import passes
 from test_device_path import BUDGETS, TIERS, base, device, pair_of, place_layers
 from test_families import config_of, tiny_model
@@ -26,10 +25,8 @@ from offload.checkpoint.sizes import model_shape
 from offload.config import RULES, Sampling, drafting_of
 from offload.engine import load as loading
 from offload.engine.build import resident_model
-from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.model.cuda_graphs import Graphs, Work
 from offload.model.kv_cache import KVCache
-from offload.model.path_attention import path_attention
 from offload.model.weights import StreamedModel
 from offload.sampling import sampler as sampling
 from offload.streaming.disk import DiskReader
@@ -121,14 +118,6 @@ def test_the_host_looks_at_the_card_no_more_than_the_tree_needs(
         new = decoder.step(text)
     per_pass, learning = (2, 2 + len(new)) if isinstance(shape, DynamicShape) else (1, 0)
     assert passes > 0 and len(card.looks) <= per_pass * passes + len(new) + learning
-
-
-def attend_on_card(query: Tensor, key: Tensor, value: Tensor, rows: PathRows, terms: ScoreTerms) -> Tensor:
-    """In the kernel's place: it reads what lies there and nothing else."""
-    assert all(isinstance(one, OnCard) for one in (query, key, value, rows.walk_TL))
-    sink_H = None if terms.sink_H is None else terms.sink_H.held
-    states = (one.held for one in (query, key, value))
-    return OnCard(path_attention(*states, replace(rows, walk_TL=rows.walk_TL.held), replace(terms, sink_H=sink_H)))
 
 
 def placed_model(family: str, base: Path) -> StreamedModel:
