@@ -167,9 +167,16 @@ def test_passes_and_their_rows_on_disk(tmp_path: Path) -> None:
 def test_the_papers_table_is_predicted(tmp_path: Path) -> None:
     outcome = shell("bench", "prediction", "--rows", tmp_path / "rows.jsonl")
     assert outcome.code == 0, outcome.err
-    base, *rows = json.loads(outcome.out.splitlines()[-1])["rows"]
-    assert len(rows) == 6 == len((tmp_path / "rows.jsonl").read_text().splitlines()) - 1
+    found = json.loads(outcome.out.splitlines()[-1])
+    (base, *rows), bill = found["rows"], found["bill"]
+    assert len(rows) == 6 and len(bill) == 3
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1 + len(rows) + len(bill)
     assert base["here"] < base["overlapped"] <= base["in_turn"] and all(row["here"] < base["here"] for row in rows)
+    for row in bill:
+        beside_s = row["draft_s"] + row["host_s"] + row["verify_s"] + row["ends_s"] - row["hidden_s"]
+        assert row["step_s"] == pytest.approx(row["link_s"] + beside_s) and row["compute_s"] < row["link_s"]
+        assert row["over_link"] == pytest.approx(row["step_s"] / row["link_s"])
+    assert min(bill, key=lambda row: row["s_per_token"])["row"].endswith(bill[-1]["row"].split(", ")[-1])
 
 
 def test_compare_flags_what_has_become_slower(decoded: Path, tmp_path: Path) -> None:
