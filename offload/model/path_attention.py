@@ -13,6 +13,7 @@ not see has weight 0.0, and adding 0.0 * value changes no sum; so blocks that no
 from collections.abc import Callable, Iterator
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -40,21 +41,35 @@ def path_rows(
 
     `ancestor_TU` is as in `tree_mask`, on the host; `send` brings tensors to where rows are computed.
     """
-    num_rows, num_uncommitted = ancestor_TU.shape
-    own_T = torch.arange(num_uncommitted - num_rows, num_uncommitted)
-    is_linear_U = (ancestor_TU | (own_T[:, None] < torch.arange(num_uncommitted))).all(0)  # later rows all see it
-    base = (num_prefix + int(is_linear_U.int().cumprod(0).sum())) // BLOCK * BLOCK
-    length_T = ancestor_TU.sum(1) + num_prefix
-    num_columns = -(-max(0, int(length_T.max()) - base) // BLOCK) * BLOCK
-    column_TL = (own_T + num_prefix)[:, None].repeat(1, num_columns)  # any that holds numbers
-    column_TL[:, : max(0, num_prefix - base)] = torch.arange(base, max(base, num_prefix))
+    sees_TU = ancestor_TU.numpy()
+    num_rows, num_uncommitted = sees_TU.shape
+    own_T = np.arange(num_uncommitted - num_rows, num_uncommitted)
+    base = (num_prefix + _num_linear(sees_TU)) // BLOCK * BLOCK
     first = max(0, base - num_prefix)  # uncommitted rows before it are seen by all whose paths go on behind `base`
-    row_E, node_E = ancestor_TU[:, first:].nonzero().unbind(1)
-    count_T = ancestor_TU[:, first:].sum(1)
-    nth_E = torch.arange(len(row_E)) - (count_T.cumsum(0) - count_T)[row_E] + max(0, num_prefix - base)
+    row_E, node_E = np.divmod(np.flatnonzero(sees_TU[:, first:]), max(1, num_uncommitted - first))
+    count_T = np.bincount(row_E, minlength=num_rows)
+    length_T = np.where(count_T > 0, num_prefix + first + count_T, own_T + num_prefix + 1)
+    num_columns = -(-max(0, int(length_T.max()) - base) // BLOCK) * BLOCK
+    walk_TL = np.empty((num_rows, HEADER + num_columns), np.int32)
+    walk_TL[:, 0], walk_TL[:, 1] = length_T, base
+    column_TL = walk_TL[:, HEADER:]
+    column_TL[:] = (own_T + num_prefix)[:, None]  # any that holds numbers
+    column_TL[:, : max(0, num_prefix - base)] = np.arange(base, max(base, num_prefix))
+    nth_E = np.arange(len(row_E)) - (count_T.cumsum() - count_T)[row_E] + max(0, num_prefix - base)
     column_TL[row_E, nth_E] = node_E + first + num_prefix
-    header_T2 = torch.stack([length_T, torch.full_like(length_T, base)], 1)
-    return PathRows(send(torch.cat([header_T2, column_TL], 1).int()), None, attend)
+    return PathRows(send(torch.from_numpy(walk_TL)), None, attend)
+
+
+def _num_linear(sees_TU: np.ndarray) -> int:
+    """How many columns, the first ones, are seen by every row from there on."""
+    num_rows, num_uncommitted = sees_TU.shape
+    for lo in range(0, num_uncommitted, BLOCK):
+        column_B = np.arange(lo, min(lo + BLOCK, num_uncommitted))
+        num_later_B = np.minimum(num_rows, num_uncommitted - column_B)
+        is_linear_B = np.count_nonzero(sees_TU[:, lo : lo + BLOCK], axis=0) == num_later_B
+        if not is_linear_B.all():
+            return lo + int(is_linear_B.argmin())
+    return num_uncommitted
 
 
 def path_attention(
