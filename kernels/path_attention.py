@@ -80,7 +80,7 @@ def path_attention_kernel(
         key_GSK,
         value_GSK,
         walk_TL,
-        terms.sink_H if terms.sink_H is not None else walk_TL,
+        terms.sink_H if terms.sink_H is not None else out_THV,
         -window.size if isinstance(window, Chunk) else window or 0,
         (*query_HTK.stride()[:2], *key_GSK.stride()[:2], *value_GSK.stride()[:2], walk_TL.stride(0)),
         float(terms.scaling),
@@ -107,7 +107,8 @@ def _block_size(width: int, item_bytes: int) -> int:
     return max(16, min(BLOCK, _TILE_BYTES // (width * item_bytes * (2 if item_bytes == 4 else 1))))
 
 
-@jit(do_not_specialize=["window", "scaling", "cap"])
+# A walk may begin anywhere among the inputs of a recording.
+@jit(do_not_specialize=["window", "scaling", "cap"], do_not_specialize_on_alignment=["walk"])
 def _attend(
     out: tl.tensor,
     query: tl.tensor,
@@ -129,7 +130,7 @@ def _attend(
     BLOCK_V: tl.constexpr,
 ) -> None:
     """See the top of this file; strides are of heads and rows of queries, keys and values, and of walks."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
+    LOG2_E: tl.constexpr = 1.4426950408889634  # powers of two are what a GPU computes
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     member = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_head, head = member < SHAPE[0], group * SHAPE[0] + member
@@ -138,19 +139,13 @@ def _attend(
     query_MK = tl.load(query_place, mask=is_head[:, None] & (dim < SHAPE[1])[None, :], other=0.0)
     own = walk + row * strides[6]
     num_keys, base = tl.load(own), tl.load(own + 1)
-    least, lo = 0, 0
-    if HAS_WINDOW:
-        last, chunk = num_keys - 1, tl.maximum(-window, 1)
-        least = tl.maximum(tl.where(window > 0, last - window + 1, last // chunk * chunk), 0)
-        lo = least // BLOCK_S * BLOCK_S
+    least = _first_key(num_keys, window) if HAS_WINDOW else 0
+    peak, total = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     if HAS_SINK:
         peak = tl.load(sink + head, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
-        total = tl.full((BLOCK_M,), 1.0, tl.float32)
-    else:
-        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        total += 1.0
     sum_MV = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    for start in range(lo, num_keys, BLOCK_S):
+    for start in range(least // BLOCK_S * BLOCK_S, num_keys, BLOCK_S):
         position = start + tl.arange(0, BLOCK_S)
         is_seen = (position < num_keys) & (position >= least)
         named = tl.load(own + 2 + position - base, mask=is_seen & (position >= base), other=0)
@@ -174,3 +169,10 @@ def _attend(
     target = out + (row * tl.num_programs(1) * SHAPE[0] + head)[:, None] * SHAPE[2] + dim_v[None, :]
     result = sum_MV / total[:, None]
     tl.store(target, result.to(out.dtype.element_ty), mask=is_head[:, None] & (dim_v < SHAPE[2])[None, :])
+
+
+@jit
+def _first_key(num_keys: tl.tensor, window: tl.tensor) -> tl.tensor:
+    """The least position that the last of so many keys sees; a chunk's size comes as a negative window."""
+    last, chunk = num_keys - 1, tl.maximum(-window, 1)
+    return tl.maximum(tl.where(window > 0, last - window + 1, last // chunk * chunk), 0)

@@ -40,10 +40,11 @@ VERIFY_S = 2e-3
 # scores at hand (a thread's own time, trees of 64 to 2,048 nodes).
 GROW_S, GROW_NODE_S = 0.35e-3, 0.95e-6
 # Before the first layer: tables that tell each row its path. Measured in the same way for `model.path_attention`.
-_TABLES_S = ((64, 0.2e-3), (768, 9e-3), (2048, 100e-3))
-# A layer of Llama is 45 kernels (counted by dispatch over meta tensors; 60 are the most that a test lets any family
-# have). A Python thread takes 6 to 10 us to launch one; one that is replayed takes 2 us at least (assumed).
-KERNELS_PER_LAYER, LAUNCH_S, KERNEL_S = 45, 8e-6, 2e-6
+_TABLES_S = ((64, 0.2e-3), (768, 1.5e-3), (2048, 6e-3))
+# A layer of Llama is 26 kernels, and 40 where products are made in parts of 256 rows (counted at 768 rows on a card
+# that is not there, as a test does that lets no family have more than 60). A Python thread takes 6 to 10 us to launch
+# one; one that is replayed takes 2 us at least (assumed).
+REPLAYED_KERNELS, KERNELS_PER_LAYER, LAUNCH_S, KERNEL_S = 26, 40, 8e-6, 2e-6
 _REPLAYED_ROWS = 128  # of the widest pass that is recorded, see `model.cuda_graphs`
 _CHUNK_ROWS, _CHUNK_S = 128, 0.3e-3  # logits are scored so many at a time; launches, draws and wait. Estimated.
 _NUM_ENDS = 2  # the first layer of a sweep, and its last
@@ -335,7 +336,8 @@ def _pass_curve(hardware: Hardware, shape: ModelShape, num_positions: int, *, re
     bytes_per_s = hardware.memory_share * hardware.memory_bytes_per_s
     expanded_bytes = 2 * _EXPANDED_BYTES * shape.expanded_weights  # what is written and read again
     few_rows = 0 if hardware.gpu_bytes else shape.product_rows
-    num_kernels = KERNELS_PER_LAYER * len(shape.layer_bytes) if hardware.gpu_bytes else 0
+    per_layer = REPLAYED_KERNELS if replayed_rows else KERNELS_PER_LAYER
+    num_kernels = per_layer * len(shape.layer_bytes) if hardware.gpu_bytes else 0
 
     def pass_s(rows: int) -> float:
         idle_bytes = max(0.0, 1 - rows * shape.routed_share) * shape.routed_bytes

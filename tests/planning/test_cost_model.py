@@ -16,6 +16,7 @@ from offload.planning.cost_model import (
     DRAFT_OVERHEAD_S,
     KERNEL_S,
     KERNELS_PER_LAYER,
+    REPLAYED_KERNELS,
     VERIFY_S,
     Curve,
     Prediction,
@@ -54,7 +55,7 @@ def test_a_pass_reads_its_weights_or_multiplies_them() -> None:
     for rows in (512, 768, 2048):
         assert costs.compute_s.at(rows) == pytest.approx(2 * target.num_weights * rows / 1e14 + kernels_s, rel=0.005)
     assert costs.draft_step_s.at(4) == pytest.approx(
-        DRAFT_OVERHEAD_S + (13.2e9 + 1000 * 32 * 8192 * 2) / 0.5e12 + 32 * KERNELS_PER_LAYER * KERNEL_S, rel=0.01
+        DRAFT_OVERHEAD_S + (13.2e9 + 1000 * 32 * 8192 * 2) / 0.5e12 + 32 * REPLAYED_KERNELS * KERNEL_S, rel=0.01
     )
     assert costs_on(TOY, target, None, 0).draft_step_s == Curve((1,), (DRAFT_OVERHEAD_S,))
 

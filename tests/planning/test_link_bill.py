@@ -18,6 +18,7 @@ from offload.planning.cost_model import (
     KERNELS_PER_LAYER,
     LAUNCH_S,
     NOTHING,
+    REPLAYED_KERNELS,
     Costs,
     StepTime,
     Traffic,
@@ -109,7 +110,7 @@ def test_kernels_are_launched_or_replayed() -> None:
     """A small draft's pass is no quicker than its kernels; a recorded one waits for no host."""
     fast = replace(KNOWN["h200"], memory_bytes_per_s=1e18, flops_per_s=1e21)
     target, draft = SHAPES["Llama-2-70B"], SHAPES["Llama-2-7B"]
-    costs, num_kernels = costs_on(fast, target, draft, 0), 32 * KERNELS_PER_LAYER
+    costs, num_kernels = costs_on(fast, target, draft, 0), 32 * REPLAYED_KERNELS
     for rows, kernel_s in ((1, KERNEL_S), (128, KERNEL_S), (129, LAUNCH_S), (512, LAUNCH_S)):
         assert costs.draft_step_s.at(rows) == pytest.approx(DRAFT_OVERHEAD_S + num_kernels * kernel_s, rel=1e-3)
     for rows in (1, 2048):

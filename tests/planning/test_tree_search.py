@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from offload import timer
 from offload.calibration import quick as probe
 from offload.config import RULES, Sampling
 from offload.errors import UserError
@@ -320,7 +321,8 @@ def test_the_first_run_of_a_size_counts_nowhere(monkeypatch: pytest.MonkeyPatch)
         now_s += taken_s
         return taken_s
 
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    for module in (probe, timer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s))
     assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=12.0) == Curve((1, 2, 4, 8), (1.0, 2.0, 4.0, 8.0))
     seen.clear()
     assert probe.fill_curve(measure, (1, 2, 4, 8), budget_s=3.0).sizes == (1, 2, 4), "the budget still holds"
