@@ -40,9 +40,9 @@ class Verdict(NamedTuple):
     worst_ratio: float
 
 
-def fight(comparison: Comparison, timer: Timer, settle: Callable[[], object] = lambda: None) -> Duel:
+def fight(comparison: Comparison, timer: Timer, device: Device | None = None) -> Duel:
     """Both sides in turn, if they agree. Raises what `compare` raises."""
-    outcome = compare(comparison, settle)
+    outcome = compare(comparison, device)
     if outcome.reason:
         return Duel(outcome)
     return Duel(outcome, timer(comparison.challenger), timer(comparison.rival))

@@ -34,14 +34,11 @@ def expand_all(
     source, out = (torch.zeros(size, dtype=dtype, device=device.place) for _ in range(2))
     copy_s = timer(partial(out.copy_, source))
 
-    def settle() -> None:
-        device.synchronize(device.record(device.compute))
-
     for sample in samples(*size, device.place):
         got, wanted = (one.view(sample.out_shape) for one in (out, source))
         run, run_reference = (partial(sample.expand, how, into) for how, into in ((KERNELS, got), (REFERENCE, wanted)))
         agrees = partial(_agree, sample, got, wanted, KERNELS)
-        duel = fight(Comparison(f"expand {sample.kind}", sample.name, run, run_reference, agrees), timer, settle)
+        duel = fight(Comparison(f"expand {sample.kind}", sample.name, run, run_reference, agrees), timer, device)
         kernel_s = duel.kernel_s
         yield Expanded(duel, out.nbytes / kernel_s if kernel_s else 0.0, copy_s / kernel_s if kernel_s else 0.0)
 

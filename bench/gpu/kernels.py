@@ -35,11 +35,7 @@ def main(bench: Bench) -> None:
         raise UserError("bench kernels needs Triton, which is not installed: pip install triton")
     device = CudaDevice(torch.cuda.current_device())
     timer = device_timer(device)
-
-    def settle() -> None:
-        device.synchronize(device.record(device.compute))
-
-    duels = [fight(one, timer, settle) for one in comparisons(Shapes(), str(device.place))]
+    duels = [fight(one, timer, device) for one in comparisons(Shapes(), str(device.place))]
     say_table(["kernel", "shape", "kernel, ms", "without, ms", "without / kernel"], map(cells, duels))
     expanded = list(expand_all(device, timer))
     head = ["kernel", "words", "kernel, ms", "torch, ms", "torch / kernel", "GB/s written", "copy / kernel"]

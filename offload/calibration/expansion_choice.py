@@ -53,7 +53,7 @@ def choose_expansion(
         return ExpansionChoice(notes=(WITHOUT_NUMBA,) if missed else ())
     outcomes = list[Outcome]()
     for words in _examples(model, fetch, codings):
-        outcomes += [compare(one, partial(_settle, device)) for one in _comparisons(words, rivals)]
+        outcomes += [compare(one, device) for one in _comparisons(words, rivals)]
     agreeing = {kind: getattr(rivals, kind) for kind, is_used in used(outcomes).items() if is_used}
     return ExpansionChoice(REFERENCE._replace(**agreeing), tuple(outcomes), tuple(_notes(outcomes)))
 
@@ -117,8 +117,3 @@ def _notes(outcomes: list[Outcome]) -> Iterator[str]:
     """Of what does not work, once for each kind."""
     for kind, reason in {one.kernel: one.reason for one in outcomes if one.reason}.items():
         yield f"{kind} weights are expanded with torch: the faster function is not used, for {reason}"
-
-
-def _settle(device: Device | None) -> None:
-    if device is not None:
-        device.synchronize(device.record(device.compute))

@@ -5,7 +5,10 @@ a kernel that was wrong or refused at one shape is not used at any.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # a console line does without torch
+    from offload.streaming.device import Device
 
 
 class Comparison(NamedTuple):
@@ -26,8 +29,8 @@ class Outcome(NamedTuple):
     reason: str = ""  # why the kernel is not used
 
 
-def compare(comparison: Comparison, settle: Callable[[], object] = lambda: None) -> Outcome:
-    """Whether both sides agree; `settle` waits for the device after a failure.
+def compare(comparison: Comparison, device: "Device | None" = None) -> Outcome:
+    """Whether both sides agree; after a failure the device, if it is one that computes, is waited for.
 
     Raises:
         RuntimeError: the kernel has left the device unusable, and every error from here on would be blamed on others.
@@ -39,7 +42,8 @@ def compare(comparison: Comparison, settle: Callable[[], object] = lambda: None)
         first_line = (str(error).splitlines() or [""])[0]
         said = f"{type(error).__name__}: {first_line[:120]}"
     try:
-        settle()
+        if device is not None:
+            device.synchronize(device.record(device.compute))
     except Exception as lost:
         raise RuntimeError(f"{kernel} at {shape} has left the device unusable ({said})") from lost
     return Outcome(kernel, shape, said)

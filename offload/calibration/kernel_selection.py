@@ -46,7 +46,6 @@ class Heads(NamedTuple):
     windows: tuple[Window, ...] = (None,)
     cap: float | None = None
     has_sinks: bool = False
-    takes_paths: bool = True  # otherwise it has masks, and no kernel
 
 
 class Norm(NamedTuple):
@@ -105,7 +104,6 @@ def _heads_of(model: StreamedModel) -> Heads:
         tuple(model.windows),
         getattr(config, "attn_logit_softcapping", None),
         any(name.endswith("sinks") for name, _ in model.meta_model.named_parameters()),
-        model.can_attend_by_path(),
     )
 
 
@@ -128,11 +126,7 @@ NO_KERNELS = KernelChoice(REFERENCES, ())
 
 def choose_kernels(shapes: Shapes, device: Device) -> KernelChoice:
     """Compare each kernel at each shape; those that agree take the place of what runs without them."""
-
-    def settle() -> None:
-        device.synchronize(device.record(device.compute))
-
-    outcomes = [compare(comparison, settle) for comparison in comparisons(shapes, str(device.place))]
+    outcomes = [compare(comparison, device) for comparison in comparisons(shapes, str(device.place))]
     agreeing = {kernel: getattr(KERNELS, kernel) for kernel, is_used in used(outcomes).items() if is_used}
     return KernelChoice(REFERENCES._replace(**agreeing), tuple(outcomes))
 
@@ -191,8 +185,7 @@ def _norms_agree(kernel: Callable[..., Tensor], what: tuple[Any, ...], tolerance
 
 
 def _attention(shapes: Shapes, device: str) -> Iterator[Comparison]:
-    attending = [heads for heads in shapes.heads if heads.takes_paths]
-    for heads, num_nodes, num_prefix in product(attending, shapes.num_nodes, shapes.num_prefix):
+    for heads, num_nodes, num_prefix in product(shapes.heads, shapes.num_nodes, shapes.num_prefix):
         rows = path_rows(num_prefix, ancestors(k_ary(2, num_nodes)), path_attention, lambda walk: walk.to(device))
         for window in heads.windows:
             yield _one_attention(heads, PathRows(rows.walk_TL, window, path_attention), num_prefix, device)

@@ -173,10 +173,9 @@ class _Piece:
         """Of the span that begins there."""
         hi = min(lo + _SPAN, self._hi)
         score_GTIS = self._capped(self._times_keys(query_GTIK, key_GSK[:, lo:hi]))
-        if self._least < hi:
-            self._hide(score_GTIS[..., max(0, self._least - lo) :], max(lo, self._least))
-        if self._window is not None:
-            self._hide_old(score_GTIS, lo)
+        first = lo if self._window is not None else max(lo, self._least)
+        if first < hi:
+            self._hide(score_GTIS[..., first - lo :], first)
         return score_GTIS
 
     def _own_scores(self, query_GTIK: Tensor, key_GSK: Tensor) -> Tensor:
@@ -188,21 +187,16 @@ class _Piece:
         score_GTIL = score_GTIU.gather(3, self._column_TL.long()[:, None].expand(*score_GTIU.shape[:3], -1))
         score_GTIL = self._capped(score_GTIL)
         self._hide(score_GTIL, base)
-        if self._window is not None:
-            self._hide_old(score_GTIL, base)
         return score_GTIL
 
     def _hide(self, score_GTIS: Tensor, first: int) -> None:
-        """What lies behind a row; the first column is that of position `first`."""
+        """What lies behind a row, and what its window does not reach; the first column is that of position `first`."""
         position_S = torch.arange(first, first + score_GTIS.shape[3], device=score_GTIS.device)
-        score_GTIS.masked_fill_(position_S >= self._seen_T[:, None, None], -torch.inf)
-
-    def _hide_old(self, score_GTIS: Tensor, first: int) -> None:
-        """What a row's window, or its chunk, does not reach."""
-        position_S = torch.arange(first, first + score_GTIS.shape[3], device=score_GTIS.device)
-        assert self._window is not None, "there is a window"
-        least_T11 = first_seen(self._window, self._seen_T[:, None, None] - 1)
-        score_GTIS.masked_fill_(position_S < least_T11, -torch.inf)
+        seen_T11 = self._seen_T[:, None, None]
+        is_hidden_T1S = position_S >= seen_T11
+        if self._window is not None:
+            is_hidden_T1S |= position_S < first_seen(self._window, seen_T11 - 1)
+        score_GTIS.masked_fill_(is_hidden_T1S, -torch.inf)
 
     def _capped(self, score_GTIS: Tensor) -> Tensor:
         cap = self._terms.cap

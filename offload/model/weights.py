@@ -224,13 +224,6 @@ class StreamedModel(BoundModel):
             self.meta_model.set_attn_implementation(self._usual_attention)
         return can_be
 
-    def can_attend_by_path(self) -> bool:
-        """Whether all of the attention can be ours."""
-        can_be = self._takes_paths()
-        if self.attend is None:
-            self.meta_model.set_attn_implementation(self._usual_attention)
-        return can_be
-
     def close(self) -> None:
         """See `BoundModel`."""
         super().close()

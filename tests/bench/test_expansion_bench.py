@@ -35,12 +35,12 @@ def test_kernels_stand_beside_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, which cuts what it stores as bfloat16."""
     size = (128, 256)
     found = list(expand_all(FakeDevice(), clock(1.0, 0.5, 2.0), size, torch.float32))
-    assert [one.outcome.shape for one in found] == [one.name for one in samples(*size)]
-    assert [one.outcome.reason for one in found] == [""] * len(found)
+    assert [one.duel.outcome.shape for one in found] == [one.name for one in samples(*size)]
+    assert [one.duel.outcome.reason for one in found] == [""] * len(found)
     assert found[0].of_copy == 2 and found[0].bytes_per_s == 4 * 128 * 256 / 0.5
     monkeypatch.setattr(expansions, "KERNELS", KERNELS._replace(float8=lambda *arguments: arguments[-1].fill_(3)))
     wrong = next(expand_all(FakeDevice(), clock(1.0), size, torch.float32))
-    assert (wrong.outcome.reason, wrong.bytes_per_s, wrong.of_copy) == ("its results differ", 0, 0)
+    assert (wrong.duel.outcome.reason, wrong.bytes_per_s, wrong.of_copy) == ("its results differ", 0, 0)
 
 
 @pytest.mark.skipif(not HAS_NUMBA, reason="needs numba")

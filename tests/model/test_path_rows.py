@@ -114,7 +114,7 @@ def test_a_model_computes_the_same_along_paths(family: str, base: Path) -> None:
 def test_a_family_that_calculates_with_its_mask_keeps_it(base: Path) -> None:
     spy = Spy()
     wanted, model = logits_of_two_trees(model_of("doge", base)), model_of("doge", base, spy)
-    assert model.attend is None and not model.can_attend_by_path()
+    assert model.attend is None
     assert torch.equal(logits_of_two_trees(model), wanted)
     assert spy.num_calls == 0
 
