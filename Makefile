@@ -1,6 +1,7 @@
 # Every target sets itself up from a bare Python 3.11 or newer; a second run installs nothing.
 #   make demo    decode with a model larger than its memory budget
 #   make test    linters, then tests
+#   make test-slow  kernels for every kind of GPU, which `make test` compiles for one
 #   make test-isa   what computes, as processors with fewer instructions compute it
 #   make faults  a fault at every place where a system call is made, in every command (hours); ONLY="--share 0.05" for less
 #   make check   linters only
@@ -21,7 +22,7 @@ PYTEST := $(BIN)/pytest -q -n auto --maxprocesses 8 --dist worksteal
 CONTRACT := build/contract# the layout of a wheel: there the contract sees the bench and the kernels, too
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-isa fuzz faults test-floor check audit licences sbom clean
+.PHONY: demo test test-slow test-isa fuzz faults test-floor check audit licences sbom clean
 
 demo: $(VENV)/.installed-run
 	@$(BIN)/offload demo
@@ -29,6 +30,10 @@ demo: $(VENV)/.installed-run
 test: check
 	@echo "== pytest"
 	@$(PYTEST)
+
+test-slow: $(VENV)/.installed-dev
+	@echo "== pytest, what takes long"
+	@$(PYTEST) -m slow
 
 # Each library has its own switch: torch's loops, MKL's float32 products, oneDNN's bfloat16 ones (see tests/README.md).
 ISA_VARIANTS := ATEN_CPU_CAPABILITY=default,MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2,MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
