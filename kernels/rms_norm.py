@@ -40,15 +40,13 @@ def rms_norm_kernel(rows: Tensor, weight_D: Tensor | None, eps: float, form: Nor
     width = rows.shape[-1]
     if width > _MOST_COLUMNS or rows.numel() == 0:
         return rms_norm_reference(rows, weight_D, eps, form)
-    rows_RD = rows.reshape(-1, width)
+    rows_RD = rows.reshape(-1, width).contiguous()
     out_RD = torch.empty_like(rows_RD)
     block = triton.next_power_of_2(width)
     _normalize[(len(rows_RD),)](
         out_RD,
         rows_RD,
         rows_RD if weight_D is None else weight_D,
-        rows_RD.stride(0),
-        out_RD.stride(0),
         float(eps),
         WIDTH=width,
         HAS_WEIGHT=weight_D is not None,
@@ -60,13 +58,12 @@ def rms_norm_kernel(rows: Tensor, weight_D: Tensor | None, eps: float, form: Nor
     return out_RD.view(rows.shape)
 
 
-@jit(do_not_specialize=["eps"])
+# A weight lies where its layer has it.
+@jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["weight"])
 def _normalize(
     out: tl.tensor,
     rows: tl.tensor,
     weight: tl.tensor,
-    stride: tl.tensor,
-    out_stride: tl.tensor,
     eps: tl.tensor,
     WIDTH: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -77,10 +74,10 @@ def _normalize(
     """One row."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
     is_column = column < WIDTH
-    numbers = tl.load(rows + row * stride + column, mask=is_column, other=0.0).to(tl.float32)
+    numbers = tl.load(rows + row * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
     result = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / WIDTH + eps)
     if HAS_WEIGHT:
         if IS_ROUNDED:
             result = result.to(out.dtype.element_ty).to(tl.float32)
         result = result * (tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32) + OFFSET)
-    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=is_column)
+    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=is_column)

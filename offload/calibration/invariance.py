@@ -55,8 +55,8 @@ def make_invariant(model: StreamedModel, slab: np.ndarray, thread_counts: Sequen
         with model.cut_to(slice(typical, typical + 1)):
             rows = _require_invariance(model, thread_counts)
         found = Invariance(tuple(thread_counts), rows=rows)
-    except (_DifferError, UserError) as error:
-        found = Invariance(reason=str(error))
+    except (_DifferError, UserError, torch.OutOfMemoryError) as error:
+        found = Invariance(reason=str(error).partition("\n")[0])
     finally:
         model.unbind_layer(typical)
         if not found.holds:

@@ -54,6 +54,7 @@ class Norm(NamedTuple):
     width: int
     form: NormForm = FORMS[0]
     dtype: torch.dtype = torch.bfloat16
+    has_weight: bool = True
 
 
 class Shapes(NamedTuple):
@@ -62,9 +63,9 @@ class Shapes(NamedTuple):
     heads: tuple[Heads, ...] = (Heads(),)  # of both models, the target's first
     num_layers: int = 80
     num_slots: int = 2048
-    num_nodes: tuple[int, ...] = (1, 64, 768, 2048)
+    num_nodes: tuple[int, ...] = (1, 64, 768)
     num_scored: tuple[int, ...] = (1, 16, 64, 128)  # rows whose logits are there at once
-    num_prefix: tuple[int, ...] = (128, 1024, 4000)
+    num_prefix: tuple[int, ...] = (128, 1024)
     vocab_sizes: tuple[int, ...] = (32_000, 128_256)
     temperatures: tuple[float, ...] = (0.0, 0.7)
     level_sizes: tuple[int, ...] = (1, 32)  # nodes whose children are drawn together
@@ -109,9 +110,9 @@ def _heads_of(model: StreamedModel) -> Heads:
 
 def _norms_of(model: StreamedModel) -> Iterator[Norm]:
     for module, form in find_norms(model.meta_model):
-        weight = getattr(module, "weight", None)
-        if weight is not None:
-            yield Norm(weight.shape[-1], form, model.dtype)
+        weight = getattr(module, "weight", None)  # without one they are of queries and keys
+        width = _heads_of(model).width if weight is None else weight.shape[0]
+        yield Norm(width, form, model.dtype, weight is not None)
 
 
 class KernelChoice(NamedTuple):
@@ -170,8 +171,9 @@ def _equal(
 def _norms(shapes: Shapes, device: str) -> Iterator[Comparison]:
     kernel = KERNELS.rms_norm
     assert kernel is not None, "there is a kernel to compare"
-    for (width, form, dtype), num_rows in product(shapes.norms, shapes.num_nodes):
-        what = (_random(device, num_rows, width).to(dtype), _random(device, width).to(dtype), 1e-6, form)
+    for (width, form, dtype, has_weight), num_rows in product(shapes.norms, shapes.num_nodes):
+        weight_D = _random(device, width).to(dtype) if has_weight else None
+        what = (_random(device, num_rows, width).to(dtype), weight_D, 1e-6, form)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # one number in a few hundred is rounded the other way
         agrees = partial(_norms_agree, kernel, what, tolerance)
         shape = f"N {num_rows}, D {width}"

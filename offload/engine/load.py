@@ -33,6 +33,7 @@ from offload.kernels.registry import KernelSet
 from offload.memory.plan import MemoryPlan, Tier
 from offload.memory.planner import Files
 from offload.model.cuda_graphs import use_graphs
+from offload.model.norms import normalize_with
 from offload.planning.expert_choice import with_experts
 from offload.planning.near_copy import check_held, files_of, models_to_read
 from offload.planning.options import LoadOptions
@@ -289,7 +290,7 @@ def _pick_kernels(pair: Pair, plan: MemoryPlan, sampling: Sampling) -> KernelCho
     for model in (pair.target, pair.draft):
         if model is not None:
             model.attend_with(choice.kernels.path_attention)
-            model.normalize_with(choice.kernels.rms_norm)
+            normalize_with(model.meta_model, choice.kernels.rms_norm)
     note = use_graphs(pair.draft) if pair.draft is not None and pair.draft.place.type == "cuda" else None
     pair.notes.extend([note] if note else [])
     return choice

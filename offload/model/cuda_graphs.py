@@ -58,8 +58,10 @@ class Graphs:
             return None
         num_rows = len(ancestor_TU)
         width = next((width for width in WIDTHS if width >= num_rows), None)
+        if width is None:
+            return None
         rows = path_rows(cache.length, ancestor_TU, self._attend)
-        if width is None or rows.walk_TL.shape[1] > HEADER + _MOST_COLUMNS:
+        if rows.walk_TL.shape[1] > HEADER + _MOST_COLUMNS:
             return None
         lo = cache.place(ancestor_TU.shape[1] - num_rows, num_rows)
         input_WI = torch.zeros(width, _INPUTS + HEADER + _MOST_COLUMNS, dtype=torch.int32)
@@ -94,7 +96,7 @@ class Graphs:
         held_WI = input_WI.clone()
 
         def work() -> None:
-            token_W, position_W, slot_W = held_WI[:, :_INPUTS].long().unbind(1)
+            token_W, position_W, slot_W = held_WI[:, :_INPUTS].T.contiguous().long()
             rows = PathRows(held_WI[:, _INPUTS:], None, self._attend)
             with cache.recorded(slot_W):
                 masks = {window: replace(rows, window=window) for window in self._model.windows}

@@ -18,7 +18,15 @@ from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from offload.model.row_sizes import LADDER, Multiply, RowSizes, find_sizes, is_tried_by_likeness, parts_of
+from offload.model.row_sizes import (
+    DEVICE_LADDER,
+    LADDER,
+    Multiply,
+    RowSizes,
+    find_sizes,
+    is_tried_by_likeness,
+    parts_of,
+)
 
 Work = Callable[[Tensor], Tensor]
 _VECTOR = 64  # numbers: no processor that torch knows handles more at once
@@ -82,7 +90,9 @@ class InvariantRows(TorchFunctionMode):
         return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
 
     def _sizes_of(self, product: Callable[..., Tensor], factor: Tensor, bias: Tensor | None = None) -> RowSizes:
-        """Found when a factor of this shape first comes."""
+        """Found when a factor of this shape first comes; one size where a GPU's lies at an odd place."""
+        if factor.device.type != "cpu" and factor.data_ptr() % 16:
+            return DEVICE_LADDER[:1]
         is_transposed = product not in _PRODUCTS
         what = (product, factor.shape[-2:], factor.stride()[-2:], factor.dtype, factor.device, factor.ndim > 2)
         key = (*what, bias is None)

@@ -23,9 +23,10 @@ def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
     """All norms of a model whose forms are known, whether their weights are there or not."""
     found, form_of = list[tuple[nn.Module, NormForm]](), dict[object, NormForm | None]()
     for module in model.modules():
-        if _eps_of(module) is None or set(dict(module.named_parameters())) - {"weight"} or list(module.children()):
-            continue
         weight = getattr(module, "weight", None)
+        is_other = set(dict(module.named_parameters())) - {"weight"} or list(module.children())
+        if _eps_of(module) is None or is_other or (weight is not None and weight.ndim != 1):
+            continue
         kind = (type(module), None if weight is None else weight.shape[-1])
         if kind not in form_of:
             form_of[kind] = _form_of(module)
@@ -35,8 +36,10 @@ def find_norms(model: nn.Module) -> list[tuple[nn.Module, NormForm]]:
     return found
 
 
-def normalize_with(model: nn.Module, normalize: Normalize) -> None:
-    """Let `normalize` compute every norm whose form is known."""
+def normalize_with(model: nn.Module, normalize: Normalize | None) -> None:
+    """Let `normalize` compute every norm whose form is known; with None they stay as they are."""
+    if normalize is None:
+        return
     for module, form in find_norms(model):
         # Its own code stays for what is of two types.
         module.forward = partial(_forward, module, form, normalize, type(module).forward)
@@ -69,7 +72,7 @@ def _form_of(module: nn.Module) -> NormForm | None:
     sample._parameters = dict.fromkeys(module._parameters, made_up)
     try:
         wanted = type(module).forward(sample, rows)
-    except (RuntimeError, TypeError, ValueError):  # a module of another kind that happens to have such a number
+    except Exception:  # a module of another kind that happens to have such a number
         return None
     own = None if weight is None else weight_D
     same = [form for form in FORMS if torch.equal(rms_norm_reference(rows, own, eps, form), wanted)]

@@ -15,15 +15,15 @@ from torch import Tensor
 MAX_ROWS = 256  # of one product on a CPU
 LADDER = (4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_ROWS)
 # On a GPU there is time enough for the first of them; more take fewer launches, where their bits are the same.
-_DEVICE_LADDER = (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS, 8 * MAX_ROWS)
+DEVICE_LADDER = (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS, 8 * MAX_ROWS)
 _CALL_ROWS = 48  # a product costs about what so many more rows would, however few it has
 _STEP_ROWS = (1, 64, MAX_ROWS)  # of steps without a tree, with one of the usual size, and with a large one
 _LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
 _MOST_BYTES = 16 << 20  # of results, and of factors that are made up: larger ones are tried themselves
-_MOST_DEVICE_BYTES = 128 << 20  # of results there
+_MOST_DEVICE_BYTES = 32 << 20  # of results there, where layers may have taken the rest
 _LARGE = (4, 32, 64, MAX_ROWS)  # sizes to try with these, since each takes long
 _NUM_CANCELLING = 64  # columns of these whose sums cancel
-_MOST_KINDS, _OTHER = 3, -1  # of results that differ are kept, and any more
+_MOST_KINDS, _OTHER = len(DEVICE_LADDER), -1  # of results that differ are kept, and any more
 _FACTORS = 5  # of any stack that are tried, and one alone
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 RowSizes = tuple[int, ...]
@@ -87,7 +87,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _ladder(one: Tensor, sizes: RowSizes) -> RowSizes:
     """Those of the sizes to try there, by the result for one row."""
     is_host = one.device.type == "cpu"
-    all_sizes, most_bytes = (sizes, _MOST_BYTES) if is_host else (_DEVICE_LADDER, _MOST_DEVICE_BYTES)
+    all_sizes, most_bytes = (sizes, _MOST_BYTES) if is_host else (DEVICE_LADDER, _MOST_DEVICE_BYTES)
     return tuple(size for size in all_sizes if size * one.nbytes <= most_bytes) or all_sizes[:1]
 
 

@@ -22,7 +22,6 @@ from offload.model.bound import BoundModel
 from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
-from offload.model.norms import normalize_with
 from offload.model.parts import Part, Parted, lay, seen_by
 from offload.model.path_attention import path_attention, path_rows
 from offload.sampling.logits import Logits
@@ -196,7 +195,8 @@ class StreamedModel(BoundModel):
         """
         experts = "eager" if rows is not None else self._usual_experts  # one product for each, whose rows can be padded
         if rows is not None:
-            self._require_paths(f"{self.meta_model.config.model_type} models calculate with masks of their own")
+            if not self._takes_paths():
+                raise UserError(f"{self.meta_model.config.model_type} models calculate with masks of their own")
         elif self._kernel is None:
             self.meta_model.set_attn_implementation(self._usual_attention)
         if experts is not None:
@@ -209,13 +209,9 @@ class StreamedModel(BoundModel):
         Raises `UserError` where neither can be.
         """
         if not attention.is_for_rows(self.meta_model.config):
-            self._require_paths(f"`parallel` must be 1 for {self.meta_model.config.model_type} models: leave it out")
+            if not self._takes_paths():
+                raise UserError(f"`parallel` must be 1 for {self.meta_model.config.model_type} models: leave it out")
             self._is_by_path, self._replay = True, None  # a recording has masks, which lack what such scores need
-
-    def _require_paths(self, refusal: str) -> None:
-        """Let all of the attention be ours. Raises `UserError`, and leaves it as it was, where that cannot be."""
-        if not self._takes_paths():
-            raise UserError(refusal)
 
     def _takes_paths(self) -> bool:
         """Let all of the attention be ours, if that can be, or leave it as it was."""
@@ -249,11 +245,6 @@ class StreamedModel(BoundModel):
     def attend_with(self, kernel: Attend | None) -> None:
         """From now on rows attend along their paths by this kernel, if the family's attention can be ours."""
         self._kernel = kernel if kernel is not None and self._takes_paths() else None
-
-    def normalize_with(self, kernel: Callable[..., Tensor] | None) -> None:
-        """From now on this kernel computes the norms, as far as it knows what they compute."""
-        if kernel is not None:
-            normalize_with(self.meta_model, kernel)
 
     @property
     def attend(self) -> Attend | None:

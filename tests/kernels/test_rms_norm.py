@@ -51,6 +51,13 @@ def test_rows_with_gaps_are_taken() -> None:
 
 
 @needs_triton
+def test_rows_that_lie_across_are_taken() -> None:
+    rows, weight_D = numbers(1, 7, 5).transpose(1, 2), numbers(7)
+    got = rms_norm_kernel(rows, weight_D, 1e-6, FORMS[0])
+    torch.testing.assert_close(got, rms_norm_reference(rows, weight_D, 1e-6, FORMS[0]))
+
+
+@needs_triton
 @pytest.mark.parametrize("other", FORMS[1:], ids=str)
 def test_another_form_would_show(other: NormForm) -> None:
     rows, weight_D = numbers(50, 64, dtype=torch.float16), numbers(64, dtype=torch.float16)
@@ -81,8 +88,17 @@ class Odd(nn.Module):
         return self.weight * rows * torch.rsqrt(rows.abs().mean(-1, keepdim=True) + self.eps)
 
 
+class Gated(Odd):
+    """Wants more than rows."""
+
+    def forward(self, rows: Tensor, gate: Any = None) -> Tensor:
+        return rows * gate.sigmoid()
+
+
 def test_what_computes_something_else_is_left_alone() -> None:
-    assert find_norms(nn.Sequential(Odd())) == []
+    by_head = type(find_norms(tiny_model(config_named("llama")))[0][0])(32)
+    by_head.weight = nn.Parameter(torch.ones(4, 32))
+    assert find_norms(nn.Sequential(Odd(), Gated(), by_head)) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "llama4_text", "gemma3n_text"])

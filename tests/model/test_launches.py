@@ -20,6 +20,7 @@ from offload.engine.build import resident_model
 from offload.kernels.path_attention import PathRows, ScoreTerms
 from offload.model import invariance
 from offload.model.invariance import InvariantRows
+from offload.model.norms import normalize_with
 from offload.model.path_attention import path_attention
 from offload.model.weights import Attend, StreamedModel
 from offload.tree.token_tree import ancestors
@@ -79,7 +80,7 @@ def launches_of(
         return torch.empty_like(rows)
 
     model.attend_with(slow or attend)
-    model.normalize_with(None if slow else normalize)
+    normalize_with(model.meta_model, None if slow else normalize)
     hooks = [layer.register_forward_pre_hook(begin) for layer in model._layers]
     hooks += [layer.register_forward_hook(end) for layer in model._layers]
     cache = model.new_cache(num_prefix + num_rows)
