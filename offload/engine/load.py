@@ -261,7 +261,7 @@ def _make_invariant(
         return Invariance(reason="it is not wanted")
     if options.invariant is None and not plan.is_streamed:
         return Invariance(reason="nothing is streamed, so that it would take time")
-    if pair.device is not None and pair.target.attend is None:
+    if pair.target.place.type != "cpu" and pair.target.attend is None:
         return Invariance(reason="the kernel of its attention does not run here")
     on_phase("trying how sums are rounded")
     slab = pair.store.fetch(pair.target.layer_layouts[pair.target.typical_layer])

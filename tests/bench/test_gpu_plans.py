@@ -3,6 +3,7 @@
 The device is a name, the models are sketches of kilobytes, and loading ends where headers have been read and admitted.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,8 @@ class _AdmittedError(Exception):
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     """Of every decoder that was admitted; none is built."""
-    found, card = list[MemoryPlan](), SimpleNamespace(name="a device", place=torch.device("cuda", 0))
+    card = SimpleNamespace(computing=nullcontext, name="a device", place=torch.device("cuda", 0))
+    found = list[MemoryPlan]()
 
     def open_pair(files: Any, options: Any, *_: Any, **__: Any) -> NoReturn:
         room = load.Room.of(options, "cuda")
