@@ -105,7 +105,7 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed-run $@
 
-$(FLOOR)/bin/pip: PYTHON = python3.12 # as in CUDA images; make PYTHON=... test-floor names another here, too
+$(FLOOR)/bin/pip: PYTHON := python3.12# as in CUDA images; make PYTHON=... test-floor names another here, too
 
 # Of torch's oldest version an index may have builds for some Pythons only, or none without CUDA: pip says which it misses.
 $(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip

@@ -63,9 +63,18 @@ def licence(one: Distribution) -> str:
     return next(iter([*filter(None, [told["License-Expression"], ", ".join(classified), told["License"]])]), "")[:60]
 
 
+def holds_nothing(one: Distribution) -> bool:
+    """Whether it only asks for other packages, as `cuda-toolkit` does: there is no file that a licence could be of."""
+    return one.files is not None and all(file.parts[0].endswith(".dist-info") for file in one.files)
+
+
 def show_licences() -> int:
     """A line for each package."""
-    told = {name: (one.version, licence(one).split("\n")[0]) for name, one in sorted(wheel_needs().items())}
+    needed = sorted(wheel_needs().items())
+    told = {
+        name: (one.version, licence(one).split("\n")[0] or "nothing is in it" * holds_nothing(one))
+        for name, one in needed
+    }
     for name, (version, kind) in told.items():
         print(f"{name:28} {version:16} {kind or 'UNKNOWN'}")
     unknown = [name for name, (_, kind) in told.items() if not kind or kind == "UNKNOWN"]

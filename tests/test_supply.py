@@ -1,8 +1,10 @@
 """What `make audit`, `licences` and `sbom` rest on: an audit that has looked at nothing is no audit."""
 
 import json
+import runpy
 import subprocess
 import sys
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,17 @@ def test_licences_of_all_that_the_wheel_needs() -> None:
     assert told.returncode == 0, told.stdout
     names = {line.split()[0] for line in told.stdout.splitlines()}
     assert {"torch", "transformers", "jinja2", "safetensors", "uvicorn"} <= names and "pytest" not in names
+
+
+@pytest.mark.parametrize(("file", "is_none"), [("toolkit-1.dist-info/WHEEL", True), ("toolkit/cuda.so", False)])
+def test_a_package_of_packages_needs_no_licence(file: str, is_none: bool, tmp_path: Path) -> None:
+    info = tmp_path / "toolkit-1.dist-info"
+    info.mkdir()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    (info / "RECORD").write_text(f"toolkit-1.dist-info/METADATA,,\n{file},,\n")
+    holds_nothing = runpy.run_path(str(ROOT / ".ci" / "supply.py"))["holds_nothing"]
+    assert holds_nothing(PathDistribution(info)) is is_none
 
 
 def test_pins_name_what_is_installed() -> None:

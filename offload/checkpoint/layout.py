@@ -189,7 +189,7 @@ def _align_of(entry: TensorEntry) -> int:
 def _align_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     if dtype == "F32" and len(shape) > 1:
         return _MATRIX_ALIGN_BYTES
-    return STORED[dtype].align_bytes if dtype in STORED else 1  # of a type nobody knows sizes are asked all the same
+    return STORED[dtype].align_bytes if dtype in STORED else 1  # what nobody knows is refused later
 
 
 def _runs(entries: Iterable[TensorEntry]) -> list[tuple[int, int, int]]:

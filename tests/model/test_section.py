@@ -11,7 +11,7 @@ import small_t5
 import torch
 from quantised import save_quantised
 from test_families import config_of, tiny_model
-from tiny import FAMILIES, VOCAB_SIZE, build, save
+from tiny import FAMILIES, VOCAB_SIZE, build, displaced, save
 from torch import Tensor
 
 from offload.checkpoint.safetensors import Checkpoint, open_checkpoint
@@ -44,7 +44,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Che
     def of(family: str) -> Checkpoint:
         if family not in kept:
             name, _, format = family.partition(" in ")
-            folder = save(build(FAMILIES[name]()), tmp_path_factory.mktemp(name))
+            folder = displaced(save(build(FAMILIES[name]()), tmp_path_factory.mktemp(name)), 0)
             kept[family] = open_checkpoint(
                 save_quantised(folder, format, folder / "quantised").directory if format else folder
             )

@@ -29,8 +29,8 @@ def _tokenizer_says(folder: Path) -> dict[str, Any]:
     shutil.rmtree(folder / "plain")
     tokens = [tokenizer.convert_ids_to_tokens(index) for index in range(VOCAB_SIZE)]
     kinds = [3 if index < 3 else 5 if token.startswith("<unused") else 1 for index, token in enumerate(tokens)]
-    tokens[-1] = "<p"  # which the one merge makes
-    said = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": kinds, "merges": ["< p"]}
+    tokens[-2:] = "<p", "p>"  # which the merges make; of one alone transformers 5.17 takes the letters for several
+    said = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": kinds, "merges": ["< p", "p >"]}
     says = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
     return says | {"tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": tokenizer.chat_template}
 
