@@ -83,7 +83,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, raw: bool = False) -> li
         raise UserError("the prompt is empty: give some text")
     if raw or not tokenizer.chat_template:
         with refusing("the model's tokenizer failed", "download its files again"):
-            return list(tokenizer(prompt)["input_ids"])
+            return list(tokenizer(prompt, verbose=False)["input_ids"])
     return _in_template(tokenizer, [{"role": "user", "content": prompt}], "leave it out with `raw`")
 
 
@@ -124,7 +124,7 @@ def _in_template(
     told = {"tools": [*tools]} if tools else {}
     with refusing("the model's chat template failed", remedy):
         text = _rendered(tokenizer, messages, told)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _rendered(tokenizer: Tokenizer, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
