@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from operator import le
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,12 +113,17 @@ def load(
         datastore=datastore, ranks=ranks, pipeline=pipeline, draft_dtype=draft_dtype, experts=experts,
         parallel=parallel,
     )  # fmt: skip
+    return _without_warnings(
+        model, draft, options, request, device=None if isinstance(device, str) else device, open_source=open_source,
+        hooks=Hooks(on_bytes=on_bytes, on_layer=on_layer),
+    )  # fmt: skip
+
+
+def _without_warnings(*asked: Any, **how: Any) -> Decoder:
+    """`open_decoder`, with what transformers warns of meanwhile among its notes."""
     notes = list[str]()
     with warned(notes):
-        decoder = open_decoder(
-            model, draft, options, request, device=None if isinstance(device, str) else device,
-            open_source=open_source, hooks=Hooks(on_bytes=on_bytes, on_layer=on_layer),
-        )  # fmt: skip
+        decoder = open_decoder(*asked, **how)
     decoder.notes.extend(notes)
     return decoder
 
