@@ -195,6 +195,7 @@ class MemoryPlan:
             "slots": {name: getattr(self, name) for name in slots},
             "budgets": budgets,
             **{name: getattr(self, name) for name in (*sizes, "num_logits_rows", "context", "parallel")},
+            "prompt_rows": self.max_prompt_rows,
             "embedding_and_head_bytes": self.rest_bytes,
             **({"encoder_bytes": self.encoder_bytes} if self.source_tokens else {}),
             "host_embedding_bytes": self.table_bytes,

@@ -50,7 +50,7 @@ def with_prompt_rows(
     Raises `UserError` where not even the least rows fit.
     """
     usual = _first_that_fits(plan_of, min(PROMPT_ROWS, context))
-    if rates is None or usual.max_prompt_rows < min(PROMPT_ROWS, context) or not usual.is_streamed:
+    if rates is None or not gains_by_rows(usual):
         return usual
     wanted = min(context, balanced_rows(_link_s(usual, rates), row_s(shape, rates.flops_per_s)))
     for rows in _parts(wanted):
@@ -61,6 +61,11 @@ def with_prompt_rows(
         if _pass_bytes(plan) <= _MOST_MORE * _pass_bytes(usual):
             return plan
     return usual
+
+
+def gains_by_rows(usual: MemoryPlan) -> bool:
+    """Whether there may be a better plan than that with the usual rows."""
+    return usual.is_streamed and usual.max_prompt_rows == PROMPT_ROWS < usual.context and not usual.source_tokens
 
 
 def row_s(shape: ModelShape, flops_per_s: float) -> float:

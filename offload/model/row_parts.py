@@ -21,7 +21,7 @@ def take_rows_in_parts(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         inner = getattr(layer, "mlp", None)
         if isinstance(inner, nn.Module) and _is_plain(inner):
-            inner.forward = _in_parts(inner)  # type: ignore[method-assign]
+            inner.forward = _in_parts(inner)
 
 
 def _is_plain(inner: nn.Module) -> bool:
