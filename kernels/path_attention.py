@@ -8,8 +8,8 @@ changes what is added up in which order. What a program computes for a block is 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -46,11 +46,13 @@ class PathRows:
             of a path stands any column that holds numbers.
         window: how far back a row sees.
         attend: computes it, as `path_attention_kernel` does.
+        kept: what it has worked out of these rows, for the layers that follow.
     """
 
     walk_TL: Tensor
     window: Window
     attend: Callable[..., Tensor]
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

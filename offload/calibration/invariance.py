@@ -14,7 +14,7 @@ from torch import Tensor
 from offload.errors import UserError
 from offload.model.invariance import InvariantRows, Work
 from offload.model.kv_cache import KVCache
-from offload.model.path_attention import try_scores
+from offload.model.path_attention import InvariantAttention
 from offload.model.weights import StreamedModel
 
 _NUM_ROWS = 72  # of the longest pass: of its first 64 positions the keys lie in a block that rows share
@@ -90,7 +90,8 @@ def _require_invariance(model: StreamedModel, thread_counts: Sequence[int]) -> I
     cache = KVCache(num_layers, len(token_T))
     wanted_TV = _logits(model, token_T, (len(token_T),), cache)
     if model.place.type == "cpu":  # on a GPU a kernel computes them
-        try_scores(rows, cache.layers[-1].keys[0])
+        assert isinstance(model.attend, InvariantAttention), "no kernel computes it"
+        model.attend.try_out(cache.layers[-1].keys[0], cache.layers[-1].values[0])
     if rows.num_refused:
         counts = ", ".join(map(str, thread_counts))
         raise _DifferError(f"a product has other bits for each number of rows, with {counts} threads")

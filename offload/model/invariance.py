@@ -33,6 +33,7 @@ _VECTOR = 64  # numbers: no processor that torch knows handles more at once
 # torch shares elementwise work among threads by 32768 numbers (at::internal::GRAIN_SIZE), gelu evenly from 16384 on.
 _GRAIN, _LEAST_SHARED = 32768, 16384
 _LEAST_WIDTH = 64  # of both factors of a product: with narrower ones libraries have ways of their own
+_LEAST_STACKED = 32  # the same for stacks
 _LEAST_SUMS = 16  # at once on a GPU: from there on each gets the same threads (ATen's Reduce.cuh, set_block_dimension)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 _ACTIVATIONS = (functional.silu, functional.gelu, torch.sigmoid, Tensor.sigmoid, functional.sigmoid, torch.tanh,
@@ -84,7 +85,8 @@ class InvariantRows(TorchFunctionMode):
         if left.ndim < 2 or right.ndim < 2 or left.shape[-1] == 1:  # of a single number nothing is added up
             return product(left, right)
         num_columns, is_stack = right.shape[-1], right.ndim > 2
-        left, right = _widened(left), _widened(_lengthened(right))
+        least = _LEAST_STACKED if is_stack else _LEAST_WIDTH
+        left, right = _widened(left, least), _widened(_lengthened(right, least), least)
         rows = left if is_stack or left.ndim == 2 else left.reshape(-1, left.shape[-1])
         out = in_parts(lambda part: product(part, right), rows, self._sizes_of(product, right))[..., :num_columns]
         return out if is_stack or left.ndim == 2 else out.unflatten(0, left.shape[:-1])
@@ -158,15 +160,15 @@ def _at_least(num_rows: int, work: Work, rows: Tensor) -> Tensor:
     return work(pad(rows, (0, 0, 0, num_missing)))[: len(rows)] if num_missing else work(rows)
 
 
-def _widened(numbers: Tensor) -> Tensor:
+def _widened(numbers: Tensor, least: int = _LEAST_WIDTH) -> Tensor:
     """Zeros behind each row up to the least width; itself where it is wide enough, which `pad` would copy."""
-    num_missing = _LEAST_WIDTH - numbers.shape[-1]
+    num_missing = least - numbers.shape[-1]
     return pad(numbers, (0, num_missing)) if num_missing > 0 else numbers
 
 
-def _lengthened(numbers: Tensor) -> Tensor:
+def _lengthened(numbers: Tensor, least: int = _LEAST_WIDTH) -> Tensor:
     """The same for zeros below."""
-    num_missing = _LEAST_WIDTH - numbers.shape[-2]
+    num_missing = least - numbers.shape[-2]
     return pad(numbers, (0, 0, 0, num_missing)) if num_missing > 0 else numbers
 
 

@@ -1,32 +1,41 @@
 """Attention whose sums depend on a row's own path alone: not on the tree around it, nor on how the text was cut.
 
 A sum of floating-point numbers depends on their order, and the keys of a tree's path lie at scattered columns. So keys
-are taken by their position on the path, in blocks of 64: products within a block are always of the same shape, and
-blocks are added up one after another in float32.
+are taken by their position on the path, in blocks of 64, and blocks are added up one after another in float32.
 
-    [0, base) full blocks that lie in order for every row   [base, ...) a row's own path, gathered block by block
+    [0, base) full blocks that lie in order for every row   [base, ...) columns of a tree, whose rows share few of them
 
-A block's result is the same from both sides, because `base` moves as the text grows. Invariant: a key that a row does
-not see has weight 0.0, and adding 0.0 * value changes no sum; so blocks that nobody sees may be left out.
+Behind `base` rows are taken in runs that look at the same columns, those of all their paths; what a row does not see
+has weight 0.0 there. A product that adds up in the order of its columns gives the row the bits of its own path alone:
+a column more with weight 0.0 changes no sum. Whether products do so on this machine is found by trial
+(`InvariantAttention`); where they do not, each row has a run for itself. Weights are added up by the same products, as
+one column of the values is ones.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, first_seen
+from offload.kernels.path_attention import BLOCK, HEADER, PathRows, ScoreTerms, Window, first_seen
 from offload.memory.plan import PATH_SCRATCH_BYTES
-from offload.model.invariance import InvariantRows
-from offload.model.row_sizes import MAX_ROWS, Multiply
+from offload.model.invariance import InvariantRows, in_whole_vectors
+from offload.model.row_sizes import MOST_STACKED_ROWS, Multiply
 
 _STAY: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
 _SPAN = 8 * BLOCK  # keys whose scores are one product: each number of them is tried once
 _TILE_BYTES = PATH_SCRATCH_BYTES // 4  # of scores at once
-_GATHER_BYTES = PATH_SCRATCH_BYTES // 16  # of values at once
+_SHARED_COLUMNS = (2 * BLOCK, BLOCK)  # of a run, the most that this machine's products allow
+_LONGEST_RUN = 64  # rows
+_ONES = 16  # columns behind the values, the first of which is used: an odd number of them makes products slow
+_LEAST_WIDTH = 32  # of keys and values: narrower ones are multiplied in ways of their own
+_LOG2_E = math.log2(math.e)  # scores are exponents of 2: the exponential of -inf takes a multiple of the time
+_NUM_TRIALS = 16  # places for the columns of a path
 MultiplyBy = Callable[[Multiply, Tensor, Tensor], Tensor]  # a product, its rows and its second factor
 _PLAINLY: MultiplyBy = lambda product, left, right: product(left, right)  # noqa: E731
 
@@ -74,28 +83,78 @@ def _num_linear(sees_TU: np.ndarray) -> int:
 
 def path_attention(
     query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms,
-    multiply: MultiplyBy = _PLAINLY,
+    multiply: MultiplyBy = _PLAINLY, shared_columns: int = _SHARED_COLUMNS[0],
 ) -> Tensor:  # fmt: skip
     """See `path_attention_kernel`, of which this is the reference: on a CPU, by products that `multiply` makes.
 
-    Few groups are computed at once, so that their scores stay in a processor's cache.
+    Few groups are computed at once, so that their scores stay in a processor's cache. At most `shared_columns` are
+    looked at by rows together.
     """
-    num_groups, num_rows = len(key_GSK), query_HTK.shape[1]
-    walk_TL = rows.walk_TL[-num_rows:]
-    base = int(walk_TL[0, 1])
-    num_early = int((walk_TL[:, 0] <= base).sum())  # rows whose paths end before `base`: the first ones
-    query_GTIK = query_HTK.unflatten(0, (num_groups, -1)).transpose(1, 2)
-    num_kept = walk_TL.shape[1] - HEADER + 2 * (key_GSK.shape[1] - base)  # of scores by path, and twice by column
-    row_bytes = 4 * query_GTIK.shape[2] * (base + num_kept)  # of the scores of a group
-    out_GTIV = query_HTK.new_empty(*query_GTIK.shape[:3], value_GSK.shape[2])
-    most = max(1, min(_TILE_BYTES // row_bytes, MAX_ROWS // query_GTIK.shape[2]))  # of which products have one part
-    for lo, hi in _pieces(num_early, num_rows, most):
-        step = max(1, _TILE_BYTES // ((hi - lo) * row_bytes))
-        for group in range(0, num_groups, step):
-            some = slice(group, group + step)
-            piece = _Piece(walk_TL[lo:hi], rows, _terms_of(terms, some, num_groups), multiply)
-            out_GTIV[some, lo:hi] = piece.attend(query_GTIK[some, lo:hi].float(), key_GSK[some], value_GSK[some])
-    return out_GTIV.transpose(0, 1).flatten(1, 2)
+    (num_heads, num_rows, _), num_groups = query_HTK.shape, len(key_GSK)
+    group = num_heads // num_groups
+    pieces = rows.kept.get((num_rows, group))
+    if pieces is None:
+        pieces = rows.kept[num_rows, group] = _pieces(rows, num_rows, group, shared_columns)
+    query_GTIK = query_HTK.unflatten(0, (num_groups, group)).transpose(1, 2)
+    out_TGIV = query_HTK.new_empty(num_rows, num_groups, group, value_GSK.shape[2])
+    for piece in pieces:
+        step = max(1, _TILE_BYTES // (4 * group * piece.num_scores))
+        for first in range(0, num_groups, step):
+            some = slice(first, first + step)
+            call = _Call(piece, rows.window, _terms_of(terms, some, num_groups), multiply)
+            mean_GTIV = call.attend(query_GTIK[some, piece.lo : piece.hi], key_GSK[some], value_GSK[some])
+            out_TGIV[piece.lo : piece.hi, some] = mean_GTIV.transpose(0, 1)
+    return out_TGIV.flatten(1, 2)
+
+
+class InvariantAttention:
+    """`path_attention` whose sums have the same bits whatever rows share a pass, by products that `invariant` makes."""
+
+    def __init__(self, invariant: InvariantRows) -> None:
+        self._invariant, self._shared_columns = invariant, dict[int, int]()
+
+    def __call__(
+        self, query_HTK: Tensor, key_GSK: Tensor, value_GSK: Tensor, rows: PathRows, terms: ScoreTerms
+    ) -> Tensor:
+        num_shared, multiply = self._columns_to_share(value_GSK.shape[2]), self._invariant.multiply
+        return path_attention(query_HTK, key_GSK, value_GSK, rows, terms, multiply, num_shared)
+
+    def try_out(self, key_GSK: Tensor, value_GSK: Tensor) -> None:
+        """Try all products that scores of longer texts are, for heads as wide as these."""
+        width = max(_LEAST_WIDTH, key_GSK.shape[2])
+        for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
+            key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
+            self._invariant.multiply(torch.bmm, key_1SK[:, :1], key_1SK.transpose(1, 2))
+        self._columns_to_share(value_GSK.shape[2])
+
+    def _columns_to_share(self, value_width: int) -> int:
+        """How many columns rows may look at together; 0 if their sums then have other bits."""
+        if value_width not in self._shared_columns:
+            width = _extended_width(value_width)
+            found = (num for num in _SHARED_COLUMNS if _adds_up_in_order(self._invariant.multiply, num, width))
+            self._shared_columns[value_width] = next(found, 0)
+        return self._shared_columns[value_width]
+
+
+def _adds_up_in_order(multiply: MultiplyBy, num_columns: int, width: int) -> bool:
+    """Whether columns of weight 0.0 among those of a path change no bit of its sum."""
+    chance, num_seen = torch.Generator().manual_seed(0), BLOCK * 3 // 4
+    num_rows = MOST_STACKED_ROWS // _NUM_TRIALS
+    place_RB = torch.rand(_NUM_TRIALS, num_columns, generator=chance).argsort(1)[:, :num_seen].sort(1).values
+    own_RTB = torch.zeros(_NUM_TRIALS, num_rows, BLOCK)
+    own_RTB[..., :num_seen] = torch.randn(_NUM_TRIALS, num_rows, num_seen, generator=chance)
+    value_RBW = torch.randn(_NUM_TRIALS, BLOCK, width, generator=chance)
+    among_RTC = torch.zeros(_NUM_TRIALS, num_rows, num_columns)
+    value_RCW = torch.randn(_NUM_TRIALS, num_columns, width, generator=chance)
+    for run, place_B in enumerate(place_RB):
+        among_RTC[run][:, place_B] = own_RTB[run, :, :num_seen]
+        value_RCW[run, place_B] = value_RBW[run, :num_seen]
+    return torch.equal(multiply(torch.bmm, own_RTB, value_RBW), multiply(torch.bmm, among_RTC, value_RCW))
+
+
+def _extended_width(value_width: int) -> int:
+    """Of values with ones behind them; a multiple of what processors handle at once, mostly."""
+    return max(_LEAST_WIDTH, value_width) + _ONES
 
 
 def _terms_of(terms: ScoreTerms, some: slice, num_groups: int) -> ScoreTerms:
@@ -104,125 +163,201 @@ def _terms_of(terms: ScoreTerms, some: slice, num_groups: int) -> ScoreTerms:
     return ScoreTerms(terms.scaling, terms.cap, sink_H)
 
 
-def try_scores(invariant: InvariantRows, key_GSK: Tensor) -> None:
-    """Let it try all products that scores of longer texts are, for heads as wide as these."""
-    width = key_GSK.shape[2]
-    for num_keys in range(BLOCK, _SPAN + 1, BLOCK):
-        key_1SK = key_GSK.new_zeros(1, num_keys, width, dtype=torch.float32)
-        invariant.multiply(torch.bmm, key_1SK[:, :1], key_1SK.transpose(1, 2))
+class _Runs(NamedTuple):
+    """Keys of one block of positions behind `base`, for rows of a piece in runs that look at the same columns."""
+
+    num_rows: int  # of a run; behind the last rows of a piece others are made up
+    column_RC: Tensor  # behind `base`, int64
+    mask_RTC: Tensor  # float32: 0.0, or -inf for a column that a row does not see
+
+    @property
+    def num_made_up(self) -> int:
+        """Rows of all runs."""
+        return len(self.column_RC) * self.num_rows
 
 
-def _pieces(num_early: int, num_rows: int, step: int) -> Iterator[tuple[int, int]]:
-    """Rows in pieces that are early or late as a whole."""
-    for lo, hi in ((0, num_early), (num_early, num_rows)):
-        for start in range(lo, hi, step):
-            yield start, min(start + step, hi)
-
-
-class _Piece:
+class _Piece(NamedTuple):
     """Some rows of a pass, which all end before `base` or all behind it."""
 
-    def __init__(self, walk_TL: Tensor, rows: PathRows, terms: ScoreTerms, multiply: MultiplyBy) -> None:
-        self._window, self._terms, self._multiply = rows.window, terms, multiply
-        self._seen_T, self._base = walk_TL[:, 0], int(walk_TL[0, 1])
-        self._most, self._least = int(self._seen_T.max()), int(self._seen_T.min())
-        self._lo = 0 if self._window is None else max(0, first_seen(self._window, self._least - 1)) // BLOCK * BLOCK
-        self._hi = max(self._lo, min(self._base, -(-self._most // BLOCK) * BLOCK))  # of the blocks that rows share
-        num_own = -(-max(0, self._most - self._base) // BLOCK) * BLOCK
-        self._column_TL = walk_TL[:, HEADER : HEADER + num_own] - self._base if num_own else None
+    lo: int
+    hi: int
+    base: int
+    seen_T: Tensor  # positions, on the host
+    shared: tuple[int, int]  # positions before `base` that they look at, whole blocks
+    runs: tuple[_Runs, ...]  # block after block
 
-    def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSK: Tensor) -> Tensor:
+    @property
+    def num_scores(self) -> int:
+        """Of one head."""
+        own = sum(runs.num_made_up * runs.column_RC.shape[1] for runs in self.runs)
+        return (self.hi - self.lo) * (self.shared[1] - self.shared[0]) + own
+
+
+def _pieces(rows: PathRows, num_rows: int, group: int, shared_columns: int) -> Sequence[_Piece]:
+    """The last rows of a pass, so many at a time that scores of one group fit into a tile."""
+    walk_TL = rows.walk_TL[-num_rows:].cpu().numpy()
+    base = int(walk_TL[0, 1])
+    num_early = int((walk_TL[:, 0] <= base).sum())  # rows whose paths end before `base`: the first ones
+    most = max(1, min(_TILE_BYTES // (4 * group * (base + 2 * BLOCK)), MOST_STACKED_ROWS // group))
+    most = 1 << (most.bit_length() - 1)  # whole runs
+    return [
+        _piece(walk_TL, lo, min(lo + most, end), rows, shared_columns)
+        for start, end in ((0, num_early), (num_early, num_rows))
+        for lo in range(start, end, most)
+    ]
+
+
+def _piece(walk_TL: np.ndarray, lo: int, hi: int, rows: PathRows, shared_columns: int) -> _Piece:
+    seen_T, base = walk_TL[lo:hi, 0], int(walk_TL[0, 1])
+    least, most = int(seen_T.min()), int(seen_T.max())
+    first = 0 if rows.window is None else max(0, first_seen(rows.window, least - 1)) // BLOCK * BLOCK
+    end = max(first, min(base, -(-most // BLOCK) * BLOCK))
+    runs = []
+    for start in range(base, most, BLOCK):
+        column_TB = walk_TL[lo:hi, HEADER + start - base : HEADER + start - base + BLOCK] - base
+        is_seen_TB = _is_seen(start + np.arange(BLOCK), seen_T[:, None], rows.window)
+        if is_seen_TB.any():
+            runs.append(_runs(column_TB, is_seen_TB, shared_columns, rows.walk_TL.device))
+    return _Piece(lo, hi, base, torch.from_numpy(seen_T.astype(np.int64)), (first, end), tuple(runs))
+
+
+def _is_seen(position_S: np.ndarray, seen_T1: np.ndarray, window: Window) -> np.ndarray:
+    is_seen_TS = position_S < seen_T1
+    return is_seen_TS if window is None else is_seen_TS & (position_S >= first_seen(window, seen_T1 - 1))
+
+
+def _runs(column_TB: np.ndarray, is_seen_TB: np.ndarray, shared_columns: int, place: torch.device) -> _Runs:
+    """Runs as long as the columns that a run may look at allow."""
+    num_rows, num_columns = len(column_TB), int(column_TB.max()) + 1
+    if not shared_columns:
+        return _made(1, column_TB, ~is_seen_TB[:, None], place)
+    sees_TU = np.zeros((num_rows + -num_rows % _LONGEST_RUN, max(num_columns, shared_columns)), bool)
+    row_E, nth_E = np.nonzero(is_seen_TB)
+    sees_TU[row_E, column_TB[row_E, nth_E]] = True
+    length = min(_LONGEST_RUN, 1 << (num_rows - 1).bit_length())
+    while _most_seen(sees_TU, length) > shared_columns:
+        length //= 2
+    num_shared = BLOCK if _most_seen(sees_TU, length) <= BLOCK else shared_columns
+    sees_RTU = sees_TU[: num_rows + -num_rows % length].reshape(-1, length, sees_TU.shape[1])
+    column_RC = np.argsort(~sees_RTU.any(1), axis=1, kind="stable")[:, :num_shared]
+    is_hidden_RTC = ~np.take_along_axis(sees_RTU, column_RC[:, None], 2)
+    is_hidden_RTC.reshape(-1, num_shared)[num_rows:] = False
+    return _made(length, np.minimum(column_RC, num_columns - 1), is_hidden_RTC, place)
+
+
+def _most_seen(sees_TU: np.ndarray, length: int) -> int:
+    """The most columns that a run of this length looks at."""
+    return int(sees_TU.reshape(-1, length, sees_TU.shape[1]).any(1).sum(1).max())
+
+
+def _made(num_rows: int, column_RC: np.ndarray, is_hidden_RTC: np.ndarray, place: torch.device) -> _Runs:
+    column_RC, mask_RTC = column_RC.astype(np.int64), np.where(is_hidden_RTC, -np.inf, 0.0).astype(np.float32)
+    return _Runs(num_rows, torch.from_numpy(column_RC).to(place), torch.from_numpy(mask_RTC).to(place))
+
+
+class _Call:
+    """Attention of a piece, for some groups."""
+
+    def __init__(self, piece: _Piece, window: Window, terms: ScoreTerms, multiply: MultiplyBy) -> None:
+        self._piece, self._window, self._terms, self._multiply = piece, window, terms, multiply
+
+    def attend(self, query_GTIK: Tensor, key_GSK: Tensor, value_GSV: Tensor) -> Tensor:
         """Weighted means (G, T, I, V) of the values, float32; queries are those of I heads for each of G."""
-        query_GTIK = query_GTIK * self._terms.scaling
-        shared = [self._shared_scores(query_GTIK, key_GSK, lo) for lo in range(self._lo, self._hi, _SPAN)]
-        own_GTIL, sink_GTIs = self._own_scores(query_GTIK, key_GSK), self._sinks(query_GTIK)
-        parts = [part for part in (*shared, own_GTIL, sink_GTIs) if part.shape[3]]
+        num_rows, (lo, hi) = query_GTIK.shape[1], self._piece.shared
+        query_GTIK = _in_float32(query_GTIK).mul_(self._terms.scaling * (1.0 if self._terms.cap else _LOG2_E))
+        shared = [self._shared_scores(query_GTIK, key_GSK, first) for first in range(lo, hi, _SPAN)]
+        own = [self._own_scores(query_GTIK, key_GSK[:, self._piece.base :], runs) for runs in self._piece.runs]
+        sink_GTIs = self._sinks(query_GTIK)
+        parts = [*shared, *(part[:, :num_rows] for part in own), *([] if sink_GTIs is None else [sink_GTIs])]
         peak_GTI1 = reduce(torch.maximum, (part.amax(3, keepdim=True) for part in parts))
         for part in parts:
-            part.sub_(peak_GTI1).exp_()
-        total_GTI1 = sink_GTIs.sum(3, keepdim=True)
-        sum_GTIV = query_GTIK.new_zeros(*query_GTIK.shape[:3], value_GSK.shape[2])
-        lo = self._lo
-        for weight_GTIB in (block for part in shared for block in part.split(BLOCK, 3)):
-            sum_GTIV += self._product(weight_GTIB, value_GSK[:, lo : lo + BLOCK].float())
-            total_GTI1 += weight_GTIB.sum(3, keepdim=True)
-            lo += BLOCK
-        value_GUV = value_GSK[:, self._base :].float()
-        for index, weight_GTIB in enumerate(own_GTIL.split(BLOCK, 3) if own_GTIL.shape[3] else ()):
-            self._add_own(sum_GTIV, weight_GTIB.contiguous(), value_GUV, index * BLOCK)
-            total_GTI1 += weight_GTIB.sum(3, keepdim=True)
-        return sum_GTIV.div_(total_GTI1)
-
-    def _add_own(self, sum_GTIV: Tensor, weight_GTIB: Tensor, value_GUV: Tensor, lo: int) -> None:
-        """One block of which each row has keys of its own: a product for every row, in which its heads are the rows.
-
-        The gathered values of few rows and one group fit into a processor's cache.
-        """
-        assert self._column_TL is not None, "late rows have columns"
-        column_TB = self._column_TL[:, lo : lo + BLOCK]
-        step = max(1, _GATHER_BYTES // (4 * BLOCK * value_GUV.shape[2]))
-        kept = value_GUV.new_empty(min(step, len(column_TB)) * BLOCK, value_GUV.shape[2])  # fresh memory is slow
-        for first in range(0, len(column_TB), step):
-            some, columns = slice(first, first + step), column_TB[first : first + step]
-            out = kept[: columns.numel()]
-            for sum_TIV, weight_TIB, value_UV in zip(sum_GTIV, weight_GTIB, value_GUV, strict=True):
-                value_TBV = torch.index_select(value_UV, 0, columns.flatten(), out=out).unflatten(0, columns.shape)
-                sum_TIV[some] += self._times(weight_TIB[some], value_TBV)
+            part.sub_(peak_GTI1)
+        shared, own = ([in_whole_vectors(Tensor.exp2_, part) for part in some] for some in (shared, own))
+        sums = [*self._shared_sums(shared, value_GSV), *self._own_sums(own, value_GSV[:, self._piece.base :], num_rows)]
+        sum_GTIW, width = reduce(Tensor.add_, sums), value_GSV.shape[2]
+        total_GTI1 = sum_GTIW[..., width : width + 1]
+        if sink_GTIs is not None:
+            total_GTI1 = total_GTI1 + in_whole_vectors(torch.exp2, sink_GTIs).sum(3, keepdim=True)
+        return sum_GTIW[..., :width].div_(total_GTI1)
 
     def _shared_scores(self, query_GTIK: Tensor, key_GSK: Tensor, lo: int) -> Tensor:
         """Of the span that begins there."""
-        hi = min(lo + _SPAN, self._hi)
-        score_GTIS = self._capped(self._times_keys(query_GTIK, key_GSK[:, lo:hi]))
-        first = lo if self._window is not None else max(lo, self._least)
-        if first < hi:
-            self._hide(score_GTIS[..., first - lo :], first)
+        hi = min(lo + _SPAN, self._piece.shared[1])
+        keys_GKS = _in_float32(key_GSK[:, lo:hi]).transpose(1, 2)
+        score_GTIS = self._capped(self._times(query_GTIK.flatten(1, 2), keys_GKS).unflatten(1, query_GTIK.shape[1:3]))
+        seen_T11 = self._piece.seen_T[:, None, None]
+        if self._window is not None or int(seen_T11.min()) < hi:
+            self._hide(score_GTIS, lo, seen_T11.to(score_GTIS.device))
         return score_GTIS
 
-    def _own_scores(self, query_GTIK: Tensor, key_GSK: Tensor) -> Tensor:
-        if self._column_TL is None:
-            return query_GTIK.new_empty(*query_GTIK.shape[:3], 0)
-        base = self._base
-        parts = [self._times_keys(query_GTIK, part_GSK) for part_GSK in key_GSK[:, base:].split(_SPAN, 1)]
-        score_GTIU = parts[0] if len(parts) == 1 else torch.cat(parts, 3)
-        score_GTIL = score_GTIU.gather(3, self._column_TL.long()[:, None].expand(*score_GTIU.shape[:3], -1))
-        score_GTIL = self._capped(score_GTIL)
-        self._hide(score_GTIL, base)
-        return score_GTIL
-
-    def _hide(self, score_GTIS: Tensor, first: int) -> None:
-        """What lies behind a row, and what its window does not reach; the first column is that of position `first`."""
-        position_S = torch.arange(first, first + score_GTIS.shape[3], device=score_GTIS.device)
-        seen_T11 = self._seen_T[:, None, None]
+    def _hide(self, score_GTIS: Tensor, lo: int, seen_T11: Tensor) -> None:
+        """What lies behind a row, and what its window does not reach; the first column is that of position `lo`."""
+        position_S = torch.arange(lo, lo + score_GTIS.shape[3], device=score_GTIS.device)
         is_hidden_T1S = position_S >= seen_T11
         if self._window is not None:
             is_hidden_T1S |= position_S < first_seen(self._window, seen_T11 - 1)
-        score_GTIS.masked_fill_(is_hidden_T1S, -torch.inf)
+        mask_T1S = torch.zeros(is_hidden_T1S.shape, device=score_GTIS.device).masked_fill_(is_hidden_T1S, -torch.inf)
+        score_GTIS.add_(mask_T1S)
+
+    def _own_scores(self, query_GTIK: Tensor, key_GUK: Tensor, runs: _Runs) -> Tensor:
+        """(G, T, I, C), rows that are made up among them."""
+        num_groups, num_rows, group, width = query_GTIK.shape
+        num_runs, num_columns = runs.column_RC.shape
+        if runs.num_made_up > num_rows:
+            query_GTIK = pad(query_GTIK, (0, 0, 0, 0, 0, runs.num_made_up - num_rows))
+        query_EAK = query_GTIK.reshape(num_groups * num_runs, -1, width)
+        key_ECK = _in_float32(key_GUK.index_select(1, runs.column_RC.flatten())).reshape(-1, num_columns, width)
+        score_EAC = self._capped(self._times(query_EAK, key_ECK.transpose(1, 2)))
+        score_GRTIC = score_EAC.reshape(num_groups, num_runs, runs.num_rows, group, num_columns)
+        score_GRTIC.add_(runs.mask_RTC[:, :, None])
+        return score_GRTIC.flatten(1, 2)
+
+    def _shared_sums(self, weights: Sequence[Tensor], value_GSV: Tensor) -> Iterator[Tensor]:
+        """Of each block, in (G, T, I, W)."""
+        lo, extended_GBW = self._piece.shared[0], _extended(value_GSV, BLOCK)
+        for weight_GTIB in (block for part in weights for block in part.split(BLOCK, 3)):
+            extended_GBW[..., : value_GSV.shape[2]].copy_(value_GSV[:, lo : lo + BLOCK])
+            yield self._times(weight_GTIB.flatten(1, 2), extended_GBW).unflatten(1, weight_GTIB.shape[1:3])
+            lo += BLOCK
+
+    def _own_sums(self, weights: Sequence[Tensor], value_GUV: Tensor, num_rows: int) -> Iterator[Tensor]:
+        for runs, weight_GTIC in zip(self._piece.runs, weights, strict=True):
+            num_groups, num_all, group, num_columns = weight_GTIC.shape
+            extended_GEW = _extended(value_GUV, runs.column_RC.numel())
+            extended_GEW[..., : value_GUV.shape[2]].copy_(value_GUV.index_select(1, runs.column_RC.flatten()))
+            weight_EAC = weight_GTIC.reshape(num_groups * len(runs.column_RC), -1, num_columns)
+            sum_EAW = self._times(weight_EAC, extended_GEW.reshape(len(weight_EAC), num_columns, -1))
+            yield sum_EAW.reshape(num_groups, num_all, group, -1)[:, :num_rows]
 
     def _capped(self, score_GTIS: Tensor) -> Tensor:
         cap = self._terms.cap
-        return score_GTIS if cap is None else score_GTIS.div_(cap).tanh_().mul_(cap)
-
-    def _times_keys(self, query_GTIK: Tensor, key_GSK: Tensor) -> Tensor:
-        """Each score is a product of its own, so columns may lie anywhere; in whole blocks all the same."""
-        keys = _padded(key_GSK.float(), BLOCK).transpose(1, 2)
-        return self._product(query_GTIK, keys)[..., : key_GSK.shape[1]]
-
-    def _product(self, left_GTIS: Tensor, right_GSV: Tensor) -> Tensor:
-        """(G, T, I, V); the rows of all heads of a group are those of one product."""
-        return self._times(left_GTIS.flatten(1, 2), right_GSV).unflatten(1, left_GTIS.shape[1:3])
+        return score_GTIS if cap is None else score_GTIS.div_(cap).tanh_().mul_(cap * _LOG2_E)
 
     def _times(self, left: Tensor, right: Tensor) -> Tensor:
         return self._multiply(torch.bmm, left, right)
 
-    def _sinks(self, query_GTIK: Tensor) -> Tensor:
-        """A column of scores where the family has sinks, else none."""
-        shape = query_GTIK.shape[:3]
+    def _sinks(self, query_GTIK: Tensor) -> Tensor | None:
+        """A column of scores where the family has sinks."""
         if self._terms.sink_H is None:
-            return query_GTIK.new_empty(*shape, 0)
-        return self._terms.sink_H.float().reshape(shape[0], 1, shape[2], 1).repeat(1, shape[1], 1, 1)
+            return None
+        num_groups, num_rows, *_ = query_GTIK.shape
+        return (self._terms.sink_H.float() * _LOG2_E).reshape(num_groups, 1, -1, 1).repeat(1, num_rows, 1, 1)
 
 
-def _padded(rows: Tensor, multiple: int) -> Tensor:
-    """A stack with zeros below, up to the multiple; itself where there is nothing to add, which `pad` would copy."""
-    num_missing = -rows.shape[1] % multiple
-    return pad(rows, (0, 0, 0, num_missing)) if num_missing else rows
+def _in_float32(states: Tensor) -> Tensor:
+    """A copy without gaps, with zeros behind narrow ones, which are multiplied in the same way then."""
+    num_missing = max(0, _LEAST_WIDTH - states.shape[-1])
+    if not num_missing:
+        return torch.empty(states.shape, dtype=torch.float32, device=states.device).copy_(states)
+    wide = torch.zeros(*states.shape[:-1], _LEAST_WIDTH, dtype=torch.float32, device=states.device)
+    wide[..., :-num_missing].copy_(states)
+    return wide
+
+
+def _extended(value_GSV: Tensor, num_columns: int) -> Tensor:
+    """Room for so many values, (G, C, W), with ones behind them."""
+    num_groups, _, width = value_GSV.shape
+    shape = (num_groups, num_columns, _extended_width(width))
+    extended_GCW = torch.zeros(shape, dtype=torch.float32, device=value_GSV.device)
+    extended_GCW[..., width] = 1.0
+    return extended_GCW

@@ -16,12 +16,15 @@ MAX_ROWS = 256  # of one product on a CPU
 LADDER = (4, 8, 16, 32, 48, 64, 96, 128, 192, MAX_ROWS)
 # On a GPU there is time enough for the first of them; more take fewer launches, where their bits are the same.
 DEVICE_LADDER = (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS, 8 * MAX_ROWS)
+# Of stacks, whose factors are small: attention multiplies by one for each key/value head.
+STACKED_LADDER = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MOST_STACKED_ROWS = STACKED_LADDER[-1]
 _CALL_ROWS = 48  # a product costs about what so many more rows would, however few it has
 _STEP_ROWS = (1, 64, MAX_ROWS)  # of steps without a tree, with one of the usual size, and with a large one
 _LEAST_ROWS = 32  # a product in parts of fewer rows takes several times as long
 _MOST_BYTES = 16 << 20  # of results, and of factors that are made up: larger ones are tried themselves
 _MOST_DEVICE_BYTES = 32 << 20  # of results there, where layers may have taken the rest
-_LARGE = (4, 32, 64, MAX_ROWS)  # sizes to try with these, since each takes long
+_LARGE = (4, 16, 32, 64, 128, MAX_ROWS)  # sizes to try with these, since each takes long
 _NUM_CANCELLING = 64  # columns of these whose sums cancel
 _MOST_KINDS, _OTHER = len(DEVICE_LADDER), -1  # of results that differ are kept, and any more
 _FACTORS = 5  # of any stack that are tried, and one alone
@@ -37,7 +40,8 @@ def find_sizes(multiply: Multiply, factor: Tensor, thread_counts: Sequence[int],
     `is_transposed`, else (K, N) or a stack of such.
     """
     rows, like = _trial_numbers(factor, is_transposed=is_transposed)
-    ladder = _ladder(multiply(rows[..., :1, :], like), _LARGE if like is factor else LADDER)
+    sizes = STACKED_LADDER if like.ndim > 2 else LADDER
+    ladder = _ladder(multiply(rows[..., :1, :], like), _LARGE if like is factor else sizes)
     if ladder[-1] >= rows.shape[-2]:
         rows = rows[..., torch.arange(ladder[-1] + 1, device=rows.device) % rows.shape[-2], :]
     outs: list[Tensor] = []  # that differ, each from the product with the most rows

@@ -23,7 +23,7 @@ from offload.model.invariance import InvariantRows
 from offload.model.kv_cache import KVCache
 from offload.model.meta import attention_windows, cut_stack
 from offload.model.parts import Part, Parted, lay, seen_by
-from offload.model.path_attention import path_attention, path_rows
+from offload.model.path_attention import InvariantAttention, path_attention, path_rows
 from offload.model.row_parts import take_rows_in_parts
 from offload.sampling.logits import Logits
 
@@ -57,6 +57,7 @@ class StreamedModel(BoundModel):
         self._replay: Replay | None = None
         self._kernel: Attend | None = None
         self._invariant: InvariantRows | None = None
+        self._invariant_attention: InvariantAttention | None = None
         self._is_by_path = False
         config = self.meta_model.config
         self._usual_attention = config._attn_implementation
@@ -204,7 +205,7 @@ class StreamedModel(BoundModel):
             self.meta_model.set_attn_implementation(self._usual_attention)
         if experts is not None:
             self.meta_model.set_experts_implementation(experts)
-        self._invariant = rows
+        self._invariant, self._invariant_attention = rows, None if rows is None else InvariantAttention(rows)
 
     def share_passes(self) -> None:
         """From now on several texts may share a pass; families with attention of their own attend by path meanwhile.
@@ -252,9 +253,7 @@ class StreamedModel(BoundModel):
     @property
     def attend(self) -> Attend | None:
         """What computes attention along paths; None where rows have masks."""
-        if self._kernel is None and self._invariant is not None:
-            return partial(path_attention, multiply=self._invariant.multiply)
-        return self._kernel or (path_attention if self._is_by_path else None)
+        return self._kernel or self._invariant_attention or (path_attention if self._is_by_path else None)
 
     def _masks_of(self, position_U: Tensor, ancestor_TU: Tensor, cache: KVCache) -> Masks:
         """What rows of one text see, for each window: by position on their paths, or in masks."""
